@@ -1,0 +1,167 @@
+"""The only reader of environment variables, and the table that documents them.
+
+Variables that stand for a setting become `Setting`s, which `core.load` types and checks like an
+override from the command line. The few that are not settings (colour, compiler, rank) have a
+function each. Nothing is read at import; every function takes the environment as an argument.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tilewright.core.errors import Problem
+
+PREFIX = "TILEWRIGHT_"
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table: the variable, what it sets (empty: not a setting), its values and its meaning."""
+
+    name: str
+    sets: str
+    values: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable("DEEPSEEK_AMP_ENABLED", "precision.enabled", "1 or 0", "0: everything in FP32, whatever the mode says"),
+    Variable(
+        "DEEPSEEK_PRECISION_MODE",
+        "precision.mode",
+        "hybrid, pure_fp16, bf16_mixed, fp32, tf32",
+        "precision of the run",
+    ),
+    Variable(
+        "DEEPSEEK_LOSS_SCALE_WINDOW",
+        "precision.loss_scale_window",
+        "an integer, at least 1",
+        "clean steps before the loss scale doubles",
+    ),
+    Variable(
+        "DEEPSEEK_FP32_OPS",
+        "precision.fp32_ops",
+        "names with commas between: layer_norm,softmax",
+        "operations kept in FP32 besides those of the mode",
+    ),
+    Variable(
+        "TILEWRIGHT_<SECTION>_<FIELD>",
+        "any setting",
+        "what `--section.field` takes",
+        "TILEWRIGHT_TRAIN_BATCH_SIZE=8 is --train.batch_size 8",
+    ),
+    Variable("NO_COLOR", "", "any text", "no colour on a terminal"),
+    Variable("CXX", "", "a command", "C++ compiler for compiled layers; else g++ or clang++ is looked for"),
+    Variable("RANK", "", "an integer", "rank of this process, set by torchrun; only rank 0 prints"),
+    Variable("LOCAL_RANK", "", "an integer", "rank of this process on its machine, set by torchrun"),
+    Variable("WORLD_SIZE", "", "an integer", "number of processes, set by torchrun"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value for one field. `value` is text still to be typed by the schema, or already a bool or list."""
+
+    field: str
+    value: object
+    name: str
+
+
+def settings(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], list[Problem]]:
+    """Settings given by the environment, and what is wrong with them.
+
+    An empty variable counts as not set. A `DEEPSEEK_*` alias and the `TILEWRIGHT_*` variable of the same field
+    cannot both be set: which one wins would be a guess.
+
+    Example:
+        >>> settings({"DEEPSEEK_FP32_OPS": "layer_norm, softmax"})[0][0].value
+        ['layer_norm', 'softmax']
+    """
+    environ = os.environ if environ is None else environ
+    found: dict[str, Setting] = {}
+    problems: list[Problem] = []
+    for name in sorted(environ):
+        text = environ[name].strip()
+        if not text:
+            continue
+        setting = _alias(name, text, problems) or _generic(name, text)
+        if setting is None:
+            continue
+        other = found.get(setting.field)
+        if other is not None:
+            problems.append(
+                Problem(
+                    f"{setting.field} is set twice in the environment",
+                    got=f"{other.name}={environ[other.name]} and {name}={text}",
+                    need="one of them",
+                    try_=f"unset {other.name}",
+                    where="environment",
+                )
+            )
+            continue
+        found[setting.field] = setting
+    return list(found.values()), problems
+
+
+def _alias(name: str, text: str, problems: list[Problem]) -> Setting | None:
+    row = next((row for row in VARIABLES if row.name == name and row.sets), None)
+    if row is None:
+        if name.startswith("DEEPSEEK_"):
+            known = ", ".join(row.name for row in VARIABLES if row.name.startswith("DEEPSEEK_"))
+            problems.append(
+                Problem(
+                    "unknown environment variable", got=name, need=known, try_=f"unset {name}", where="environment"
+                )
+            )
+        return None
+    if name == "DEEPSEEK_AMP_ENABLED":
+        if text.lower() not in _TRUE + _FALSE:
+            problems.append(
+                Problem(
+                    f"{name} is neither on nor off",
+                    got=repr(text),
+                    need="1 or 0",
+                    try_=f"export {name}=1",
+                    where=f"environment variable {name}",
+                )
+            )
+            return None
+        return Setting(row.sets, text.lower() in _TRUE, name)
+    if name == "DEEPSEEK_FP32_OPS":
+        return Setting(row.sets, [part.strip() for part in text.split(",") if part.strip()], name)
+    return Setting(row.sets, text, name)
+
+
+def _generic(name: str, text: str) -> Setting | None:
+    """`TILEWRIGHT_TRAIN_BATCH_SIZE` -> `train.batch_size`. Section names hold no underscore."""
+    if not name.startswith(PREFIX):
+        return None
+    section, _, field = name.removeprefix(PREFIX).lower().partition("_")
+    return Setting(f"{section}.{field}" if field else section, text, name)
+
+
+def no_color(environ: Mapping[str, str] | None = None) -> bool:
+    """True where the user asks for no colour."""
+    return bool((os.environ if environ is None else environ).get("NO_COLOR"))
+
+
+def compiler(environ: Mapping[str, str] | None = None) -> str:
+    """The C++ compiler named by `CXX`; empty where it is not set."""
+    return (os.environ if environ is None else environ).get("CXX", "").strip()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that torchrun started. One process alone: 0, 0, 1."""
+
+    rank: int
+    local_rank: int
+    world: int
+
+
+def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
+    """Rank, local rank and world size as torchrun sets them."""
+    environ = os.environ if environ is None else environ
+    return Ranks(int(environ.get("RANK", 0)), int(environ.get("LOCAL_RANK", 0)), int(environ.get("WORLD_SIZE", 1)))

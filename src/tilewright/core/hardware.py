@@ -1,0 +1,189 @@
+"""What this machine is: device, memory, cores, instruction sets, compiler and versions.
+
+Facts only, read once at the start of a command; which kernel a fact leads to is decided in `ops`.
+Limits of containers count: cores follow the affinity mask and the CPU quota, memory the cgroup limit.
+A fact that cannot be found is empty or None, never guessed. torch is imported inside.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from tilewright.core import env
+from tilewright.core.errors import HardwareError
+
+_FEATURE_PREFIXES = ("avx", "amx", "fma", "f16c", "sse4", "asimd", "sve", "bf16", "i8mm", "fphp")
+_PACKAGES = (
+    "tilewright",
+    "torch",
+    "numpy",
+    "triton",
+    "tokenizers",
+    "safetensors",
+    "pydantic",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "pyarrow",
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine as a run sees it. Sizes in bytes."""
+
+    device: str
+    """`"cpu"` or `"cuda"`."""
+    device_name: str
+    capability: tuple[int, int] | None
+    """Compute capability of the GPU; None on a CPU."""
+    device_memory_bytes: int
+    """Memory of the device: of the GPU, or `host_memory_bytes` on a CPU."""
+    host_memory_bytes: int
+    physical_cores: int
+    """Whole cores this process may use."""
+    cpu_features: frozenset[str]
+    """Vector instruction sets as the kernel names them: avx512_bf16, amx_bf16, ..."""
+    cxx_compiler: str | None
+    versions: dict[str, str]
+
+    def to_json(self) -> dict[str, object]:
+        """Plain types for machine.json."""
+        return asdict(self) | {"cpu_features": sorted(self.cpu_features)}
+
+
+def detect_machine(device: str = "auto") -> Machine:
+    """Reads the facts of this machine.
+
+    Args:
+        device: "auto" takes a CUDA GPU where there is one, "cpu" never looks for one, "cuda" insists.
+
+    Raises:
+        HardwareError: "cuda" was asked for and is not there; the message says why.
+    """
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise AssertionError(f"device must be auto, cpu or cuda, not {device!r}")
+    host_memory = _host_memory_bytes()
+    name, capability, device_memory = _cpu_name(), None, host_memory
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    if device == "cuda" and not use_cuda:
+        raise _no_cuda()
+    if use_cuda:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name, device_memory = properties.name, properties.total_memory
+        capability = (properties.major, properties.minor)
+    return Machine(
+        device="cuda" if use_cuda else "cpu",
+        device_name=name,
+        capability=capability,
+        device_memory_bytes=device_memory,
+        host_memory_bytes=host_memory,
+        physical_cores=_physical_cores(),
+        cpu_features=cpu_features(),
+        cxx_compiler=find_cxx_compiler(),
+        versions=_versions(torch.version.cuda),
+    )
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Vector instruction sets of the CPU. Empty where the system has no /proc/cpuinfo."""
+    for line in _lines(cpuinfo):
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(flag for flag in value.split() if flag.startswith(_FEATURE_PREFIXES))
+    return frozenset()
+
+
+def find_cxx_compiler() -> str | None:
+    """Path of the C++ compiler: `CXX` first (None where that is not there), else g++, clang++, c++."""
+    asked = env.compiler()
+    if asked:
+        return shutil.which(asked.split()[0])
+    return next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
+
+
+def _no_cuda() -> HardwareError:
+    import torch
+
+    if torch.version.cuda is None:
+        got = f"torch {torch.__version__}, a build without CUDA"
+        need = "a torch build with CUDA, and an NVIDIA GPU"
+    elif torch.cuda.device_count() == 0:
+        got = f"torch {torch.__version__} (CUDA {torch.version.cuda}), which sees no GPU"
+        need = "an NVIDIA GPU visible to this process, with a driver for that CUDA version"
+    else:
+        got = f"torch {torch.__version__} sees a GPU but cannot start CUDA on it"
+        need = f"a driver for CUDA {torch.version.cuda}"
+    return HardwareError(
+        "there is no CUDA device to run on", got=got, need=need, try_='run.device = "auto", or --run.device cpu'
+    )
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines of a file of the operating system; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _cpu_name() -> str:
+    for line in _lines(Path("/proc/cpuinfo")):
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _cgroup_dirs() -> list[Path]:
+    """Folders of this process's cgroup v2, from its own up to the root; limits of all of them apply."""
+    root = Path("/sys/fs/cgroup")
+    own = next((line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::")), "/")
+    folder = root / own.lstrip("/")
+    return [folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)]
+
+
+def _host_memory_bytes() -> int:
+    limits = [psutil.virtual_memory().total]
+    files = [folder / "memory.max" for folder in _cgroup_dirs()]
+    for path in [*files, Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]:
+        limits += [int(line) for line in _lines(path)[:1] if line.isdigit()]
+    return min(limits)
+
+
+def _physical_cores() -> int:
+    """Cores of the affinity mask with hyper-threads counted once, but no more than the CPU quota."""
+    if hasattr(os, "sched_getaffinity"):
+        mask = os.sched_getaffinity(0)
+        topology = Path("/sys/devices/system/cpu")
+        cores = {
+            tuple(_lines(topology / f"cpu{cpu}/topology/core_cpus_list")) or (f"cpu{cpu}",) for cpu in mask
+        }  # fmt: skip
+        count = len(cores)
+    else:
+        count = psutil.cpu_count(logical=False) or 1
+    for folder in _cgroup_dirs():
+        quota, period = ([*" ".join(_lines(folder / "cpu.max")).split(), "max", "max"])[:2]
+        if quota.isdigit() and period.isdigit():
+            count = min(count, -(-int(quota) // int(period)))
+    return max(1, count)
+
+
+def _versions(cuda: str | None) -> dict[str, str]:
+    """Versions of what numbers depend on. A package that is not installed is left out; none is imported."""
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if cuda is not None:
+        found["cuda"] = cuda
+    return found
