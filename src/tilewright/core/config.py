@@ -1,0 +1,248 @@
+"""The recipe: every setting of a run, typed, documented and strict.
+
+One frozen model a section. A section is owned by the package of its name; components take plain
+arguments, so Python users never need these classes. Unknown keys are errors. Derived values are
+never written back here. `core.load` builds a `Recipe` from files, environment and command line.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from tilewright.core.units import parse_bytes
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid"]
+ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16"]
+Backend = Literal["auto", "native", "ref"]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys forbidden, numbers not guessed from text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    name: str = ""
+    """Name of the run folder inside `dir`. Empty: the recipe's file name."""
+    dir: str = "runs"
+    """Folder that holds the run folders."""
+    seed: int = Field(1234, ge=0)
+    """Seeds initial weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train. `auto` takes a CUDA GPU where there is one."""
+    threads: int = Field(0, ge=0)
+    """CPU threads for torch. 0: one a physical core."""
+
+
+class ModelSection(Section):
+    kind: Literal["decoder", "hf"] = "decoder"
+    """`decoder`: tilewright's own decoder. `hf`: any Hugging Face model, described by `path`."""
+    path: str = ""
+    """Hugging Face folder (config.json, and weights where `weights = "load"`). Read for `hf`; for `decoder` a folder
+    of Llama or DeepSeek-V3 layout, whose shape then replaces the fields below."""
+    weights: Literal["random", "load"] = "random"
+    """Start from random weights, or load those in `path`."""
+    task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"
+    """What is learned. `decoder` does `causal_lm` only."""
+    dim: int = Field(256, ge=8)
+    """Width of the residual stream."""
+    num_layers: int = Field(6, ge=1)
+    num_heads: int = Field(4, ge=1)
+    """Query heads. `dim` must be a multiple of it unless `head_dim` is given."""
+    num_kv_heads: int = Field(0, ge=0)
+    """Key and value heads of grouped-query attention. 0: as many as `num_heads`."""
+    head_dim: int = Field(0, ge=0)
+    """Width of a head. 0: `dim / num_heads`."""
+    ffn_dim: int = Field(0, ge=0)
+    """Width of the SwiGLU hidden layer. 0: 8/3 of `dim`, rounded up to a multiple of 64."""
+    rope_theta: float = Field(10_000.0, gt=0)
+    norm_eps: float = Field(1e-5, gt=0)
+    tie_embeddings: bool = True
+    """One matrix for embedding and output head."""
+    init_std: float = Field(0.02, gt=0)
+    attention: Literal["gqa", "mla"] = "gqa"
+    """Grouped-query, or multi-head latent attention as in DeepSeek-V3."""
+    q_lora_rank: int = Field(0, ge=0)
+    """MLA: rank of the query compression. 0: none."""
+    kv_lora_rank: int = Field(64, ge=1)
+    """MLA: rank of the key/value compression."""
+    qk_nope_head_dim: int = Field(32, ge=1)
+    """MLA: query/key width a head without position."""
+    qk_rope_head_dim: int = Field(16, ge=2)
+    """MLA: query/key width a head that carries the rotary position."""
+    v_head_dim: int = Field(32, ge=1)
+    """MLA: value width a head."""
+    num_experts: int = Field(0, ge=0)
+    """Routed experts. 0: dense."""
+    num_experts_per_token: int = Field(2, ge=1)
+    num_shared_experts: int = Field(1, ge=0)
+    expert_dim: int = Field(0, ge=0)
+    """Hidden width of an expert. 0: `ffn_dim / num_experts_per_token`."""
+    num_dense_layers: int = Field(1, ge=0)
+    """MoE: first layers that stay dense."""
+    num_expert_groups: int = Field(1, ge=1)
+    """MoE: groups for group-limited routing."""
+    num_limited_groups: int = Field(1, ge=1)
+    """MoE: groups that a token may route to."""
+    routed_scaling: float = Field(1.0, gt=0)
+    """MoE: factor on the routed experts' output."""
+    balance_rate: float = Field(1e-3, ge=0)
+    """MoE: step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2). 0: off."""
+
+
+class DataSection(Section):
+    source: str = "installed"
+    """`installed`: the text that this installation carries. Else a path: a folder of text files, .jsonl(.gz/.zst),
+    .parquet, a Hugging Face dataset saved on disk, or (image_classification) a folder with one sub-folder a class."""
+    domains: tuple[str, ...] = ()
+    """Keep only these domains. Empty: all."""
+    weights: dict[str, float] = {}
+    """Mixture weights by domain. Empty: in proportion to tokens."""
+    max_bytes: Bytes = 24_000_000
+    """Use at most this much text, shared over the domains. 0: no limit."""
+    holdout: float = Field(0.02, gt=0, lt=0.5)
+    """Share held out for evaluation, by clusters of near-copies."""
+    seq_len: int = Field(512, ge=8)
+    """Tokens in one packed row."""
+    vocab_size: int = Field(8192, ge=300)
+    """Size of the BPE tokenizer trained on the data. Read where `tokenizer` is empty."""
+    tokenizer: str = ""
+    """A tokenizer.json, or a folder that holds one. Empty: train one and cache it."""
+    text_field: str = "text"
+    """Field of .jsonl, .parquet and dataset rows that holds the text."""
+    image_size: int = Field(64, ge=8)
+    """image_classification: side in pixels that images are resized to."""
+    cache_dir: str = ""
+    """Where prepared data is kept. Empty: the user's cache folder."""
+    prefetch: int = Field(2, ge=0)
+    """Batches prepared ahead in a background thread. 0: none."""
+
+
+class PrecisionRule(Section):
+    match: str = "*"
+    """Glob on the module's fully qualified name."""
+    op: str = "*"
+    """Kind of module: linear, conv, embedding, norm, batch_norm, attention, head, router, or `*`."""
+    compute: ComputeFormat
+    """Format that the matched modules compute in. Later rules win."""
+
+
+class PrecisionSection(Section):
+    enabled: bool = True
+    """False: everything in FP32, whatever `mode` says (`DEEPSEEK_AMP_ENABLED=0`)."""
+    mode: Mode = "bf16_mixed"
+    """fp32 | tf32 | bf16_mixed (BF16 matmuls and residual stream) | hybrid (16-bit matmuls, FP32 residual stream,
+    norms, softmax and loss) | pure_fp16 (FP16 weights and activations too)."""
+    start_mode: Mode | None = None
+    """Mode for the first `start_fraction` of the steps, for example tf32 before bf16_mixed."""
+    start_fraction: float = Field(0.2, gt=0, lt=1)
+    """Read where `start_mode` is set."""
+    rules: tuple[PrecisionRule, ...] = ()
+    """Per-layer and per-op exceptions to the mode, later ones win."""
+    fp32_ops: tuple[str, ...] = ()
+    """Operations kept in FP32 besides those of the mode: layer_norm, softmax, ... (`DEEPSEEK_FP32_OPS`)."""
+    loss_scale: Literal["auto", "off"] | float = "auto"
+    """`auto`: dynamic where gradients are FP16, first value from the parameter count. A number: dynamic from there."""
+    loss_scale_window: int = Field(2000, ge=1)
+    """Clean steps before the scale doubles (`DEEPSEEK_LOSS_SCALE_WINDOW`)."""
+    loss_scale_min: float = Field(1.0, gt=0)
+    """The run stops (exit 4) when an overflow would push the scale below this."""
+    loss_scale_max: float = Field(2.0**24, gt=0)
+    eval_fp32: bool = True
+    """Evaluate in FP32."""
+
+
+class OptimSection(Section):
+    lr: float = Field(1e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay, on matrices only."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Storage of AdamW's two moments."""
+    master: Literal["fp32", "stochastic"] = "fp32"
+    """FP32 master weights, or weights kept in BF16 alone and updated with stochastic rounding."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = Field(20, ge=0)
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """wsd: share of the steps at the end in which the rate falls."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Last learning rate as a share of `lr`."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Largest global gradient norm. 0: no clipping."""
+    clip_adaptive: float = Field(0.0, ge=0)
+    """Clip to this many times the running mean of the norm where that is below `clip_norm`. 0: off."""
+    clip_threshold: float = Field(1e5, gt=0)
+    """A step whose gradient norm is above this is skipped and counted, like an overflow."""
+
+
+class TrainSection(Section):
+    steps: int = Field(400, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(16, ge=1)
+    """Rows (sequences or images) in one optimizer step, over all ranks."""
+    micro_batch: int = Field(8, ge=1)
+    """Rows in one forward pass; the rest is gradient accumulation."""
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    """Keep all activations, recompute the cheap ones, or recompute each layer whole."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the layers. `auto`: where a compiler is found and the model is tilewright's own."""
+    log_every: int = Field(10, ge=1)
+    eval_every: int = Field(100, ge=0)
+    """Steps between evaluations. 0: only at the end."""
+    eval_batches: int = Field(4, ge=1)
+    """Micro-batches evaluated a domain."""
+    sample_tokens: int = Field(64, ge=0)
+    """Length of the text sample in the report. 0: none."""
+
+
+class SaveSection(Section):
+    every: int = Field(1000, ge=0)
+    """Steps between checkpoints. 0: only at the end and on a signal."""
+    keep: int = Field(3, ge=1)
+    """Newest checkpoints kept."""
+    background: bool = True
+    """Write in a background thread while training goes on."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """Continue from the newest sound checkpoint of the run folder."""
+    export_hf: bool = False
+    """Write a Hugging Face folder at the end."""
+
+
+class LogSection(Section):
+    sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Besides metrics.jsonl, which is always written."""
+    report: bool = True
+    """Write report.html at the end."""
+
+
+class OpsSection(Section):
+    linear: Backend = "auto"
+    attention: Backend = "auto"
+    rms_norm: Backend = "auto"
+    cross_entropy: Backend = "auto"
+    adam: Backend = "auto"
+
+
+class PlanSection(Section):
+    device_budget: Bytes = 0
+    """Memory the run may use on the device. 0: all of it."""
+    enforce: bool = True
+    """Refuse to start (exit 3) when the plan says that the run does not fit."""
+
+
+class Recipe(Section):
+    """All settings of a run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    precision: PrecisionSection = PrecisionSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection = TrainSection()
+    save: SaveSection = SaveSection()
+    log: LogSection = LogSection()
+    ops: OpsSection = OpsSection()
+    plan: PlanSection = PlanSection()

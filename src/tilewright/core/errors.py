@@ -1,0 +1,103 @@
+"""Errors that a user can act on: what happened, what was got, what is needed, what to try.
+
+Every error a user can cause derives from `TilewrightError` and carries the four parts and an exit
+code. The command line prints them without a traceback; library users catch the classes.
+Bugs of ours stay ordinary exceptions (`AssertionError`, `TypeError`) and keep their traceback.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EXIT_OK = 0
+EXIT_INPUT = 2
+EXIT_DOES_NOT_FIT = 3
+EXIT_NUMERICS = 4
+EXIT_HARDWARE = 5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, in four parts. `where` names the file, line, option or module."""
+
+    what: str
+    got: str = ""
+    need: str = ""
+    try_: str = ""
+    where: str = ""
+
+    def lines(self) -> list[str]:
+        """The problem as aligned text lines, the empty parts left out."""
+        parts = [("where", self.where), ("got", self.got), ("need", self.need), ("try", self.try_)]
+        body = []
+        for label, text in parts:
+            for i, line in enumerate(text.splitlines()):
+                body.append(f"  {label if i == 0 else '':<6} {line}")
+        return [self.what, *body]
+
+
+class TilewrightError(Exception):
+    """Base of all errors that a user can act on.
+
+    Args:
+        what: one sentence, what cannot be done.
+        got: what was found.
+        need: what would have been right.
+        try_: what to do next, a command or a setting where possible.
+        where: file, option or module concerned.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, got: str = "", need: str = "", try_: str = "", where: str = ""):
+        self.problems: tuple[Problem, ...] = (Problem(what, got, need, try_, where),)
+        super().__init__(str(self))
+
+    @classmethod
+    def from_problems(cls, problems: Sequence[Problem]) -> "TilewrightError":
+        """An error that reports several problems at once, in the order given."""
+        if not problems:
+            raise AssertionError("from_problems needs at least one problem")
+        first = problems[0]
+        error = cls(first.what, got=first.got, need=first.need, try_=first.try_, where=first.where)
+        error.problems = tuple(problems)
+        error.args = (str(error),)
+        return error
+
+    def __str__(self) -> str:
+        return "\n".join("\n".join(problem.lines()) for problem in self.problems)
+
+
+class ConfigError(TilewrightError):
+    """A recipe, override or environment variable that is not right."""
+
+    exit_code = EXIT_INPUT
+
+
+class DataError(TilewrightError):
+    """Training data that cannot be used at all (single bad files are set aside, not raised)."""
+
+    exit_code = EXIT_INPUT
+
+
+class CheckpointError(TilewrightError):
+    """A checkpoint that is missing, torn, of another model, or cannot be written."""
+
+    exit_code = EXIT_INPUT
+
+
+class FitError(TilewrightError):
+    """A run that cannot fit into the memory there is."""
+
+    exit_code = EXIT_DOES_NOT_FIT
+
+
+class NumericsError(TilewrightError):
+    """A run stopped because its numbers went bad (NaN loss, scale at its floor)."""
+
+    exit_code = EXIT_NUMERICS
+
+
+class HardwareError(TilewrightError):
+    """Something asked for that this machine cannot do."""
+
+    exit_code = EXIT_HARDWARE

@@ -1,0 +1,79 @@
+"""The law: every operation in eager torch, in FP32 (FP64 for FP64 inputs), on any device.
+
+Slow and plain on purpose. All other candidates are tested against these, and `Kernels` falls back
+to them last. Legend: N tokens, K in features, M out features, V vocabulary, B batch, H heads,
+S positions, D head width.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that the reference computes in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def linear(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """See `ops.linear.LINEAR`."""
+    high = wide(x.dtype)
+    weight_MK = weight_MK.to(x.dtype)
+    out = x.to(high) @ weight_MK.to(high).T
+    if bias_M is not None:
+        out = out + bias_M.to(x.dtype).to(high)
+    return out.to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """See `ops.norm.RMS_NORM`."""
+    x_high = x.to(wide(x.dtype))
+    inv = torch.rsqrt(x_high.square().mean(-1, keepdim=True) + eps)
+    return (x_high * inv * weight_D.to(x_high.dtype)).to(x.dtype)
+
+
+def allowed_pairs(segments_BS: Tensor | None, num_positions: int, device: torch.device) -> Tensor:
+    """Boolean mask [1 or B, 1, S, S]: query row may look at key column (causal, same document)."""
+    causal_SS = torch.ones(num_positions, num_positions, dtype=torch.bool, device=device).tril()
+    if segments_BS is None:
+        return causal_SS[None, None]
+    same_BSS = segments_BS[:, :, None] == segments_BS[:, None, :]
+    return (same_BSS & causal_SS)[:, None]
+
+
+def attention(
+    q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, segments_BS: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """See `ops.attention.ATTENTION`."""
+    high = wide(q_BHSD.dtype)
+    group = q_BHSD.shape[1] // k_BHSD.shape[1]
+    k = k_BHSD.repeat_interleave(group, dim=1).to(high)
+    v = v_BHSD.repeat_interleave(group, dim=1).to(high)
+    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q_BHSD.to(high) @ k.mT) * scale
+    allowed = allowed_pairs(segments_BS, q_BHSD.shape[2], q_BHSD.device)
+    return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v).to(q_BHSD.dtype)
+
+
+def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """See `ops.loss.LINEAR_CROSS_ENTROPY`."""
+    high = wide(x_ND.dtype)
+    logits_NV = x_ND.to(high) @ weight_VD.to(x_ND.dtype).to(high).T
+    loss = F.cross_entropy(logits_NV, labels_N, ignore_index=-100, reduction="sum")
+    return loss, (labels_N != -100).sum()
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, in FP32 inside."""
+    high = wide(gate.dtype)
+    return (F.silu(gate.to(high)) * up.to(high)).to(gate.dtype)
+
+
+def rope(x_BSHD: Tensor, cos_BSD: Tensor, sin_BSD: Tensor) -> Tensor:
+    """Rotary positions, halves rotated against each other (the Llama convention), in FP32 inside.
+
+    cos and sin are [B or 1, S, D/2] FP32.
+    """
+    first, second = x_BSHD.to(wide(x_BSHD.dtype)).chunk(2, dim=-1)
+    cos, sin = cos_BSD.unsqueeze(2), sin_BSD.unsqueeze(2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)

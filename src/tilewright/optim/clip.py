@@ -1,0 +1,81 @@
+"""Gradient clipping by global norm, with the articles' adaptive bound and a threshold above which a step is skipped."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ClipResult:
+    """`norm`: global norm before clipping (of the true, unscaled gradient). `bound`: norm clipped to, inf for none.
+    `skip`: reason why the step must not be applied, or None."""
+
+    norm: float
+    bound: float
+    skip: str | None
+
+
+class GradClip:
+    """Scales gradients in place so that their global norm stays below a bound.
+
+    The bound is `max_norm`, or `adaptive` times the running mean of past norms where that is lower
+    (the articles: watch the norm in real time, and adapt). A norm above `threshold`, or one that is not
+    finite, skips the step instead.
+
+    Args:
+        max_norm: largest global norm, 0 for none.
+        adaptive: factor on the running mean of the norm, 0 for off.
+        threshold: norm above which a step is skipped.
+        momentum: of the running mean, in steps; adaptive clipping starts after as many.
+    """
+
+    def __init__(self, max_norm: float, adaptive: float = 0.0, threshold: float = 1e5, momentum: int = 20):
+        self.max_norm = max_norm
+        self.adaptive = adaptive
+        self.threshold = threshold
+        self.momentum = momentum
+        self.mean_norm = 0.0
+        self.num_norms = 0
+
+    @torch.no_grad()
+    def __call__(self, params: Iterable[Tensor], inv_scale: float = 1.0) -> ClipResult:
+        """Multiply the gradients by `inv_scale` (one over the loss scale) and clip them, in one pass.
+
+        Raises nothing: trouble is told in the result's `skip`, and the gradients are then left as they were.
+        """
+        grads = [param.grad for param in params if param.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads, foreach=True)) * inv_scale if grads else 0.0
+        if not math.isfinite(norm):
+            return ClipResult(norm, math.inf, "the gradient is not finite")
+        if norm > self.threshold:
+            return ClipResult(norm, math.inf, f"gradient norm {norm:.3g} is above clip_threshold {self.threshold:.3g}")
+        bound = self._bound()
+        self._remember(min(norm, bound))
+        factor = inv_scale * (bound / (norm + 1e-6) if norm > bound else 1.0)
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        return ClipResult(norm, bound, None)
+
+    def _bound(self) -> float:
+        bound = self.max_norm or math.inf
+        if self.adaptive and self.num_norms >= self.momentum:
+            bound = min(bound, self.adaptive * self.mean_norm)
+        return bound
+
+    def _remember(self, norm: float) -> None:
+        self.num_norms += 1
+        weight = 1 / min(self.num_norms, self.momentum)
+        self.mean_norm += weight * (norm - self.mean_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running mean; plain numbers."""
+        return {"mean_norm": self.mean_norm, "num_norms": self.num_norms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self.mean_norm = float(state["mean_norm"])
+        self.num_norms = int(state["num_norms"])
