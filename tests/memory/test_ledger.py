@@ -1,0 +1,168 @@
+"""The ledger's bytes against sizes known by construction."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from tilewright.memory.ledger import OWNERS, Ledger
+from tilewright.memory.owners import owner_bytes
+from tilewright.memory.probe import HighWaterMark, Sampler
+
+MIB = 2**20
+
+
+def make_pair(width: int = 64) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int = 64) -> None:
+    model(torch.ones(2, width)).sum().backward()
+    optimizer.step()
+
+
+class TestOwners:
+    def test_counts_each_owner_exactly(self):
+        model, optimizer = make_pair()
+        step(model, optimizer)
+        num_params = 2 * (64 * 64 + 64)
+        owned = owner_bytes(model, optimizer, "cpu")
+        assert owned["parameters"] == 4 * num_params
+        assert owned["gradients"] == 4 * num_params
+        assert owned["optimizer"] == 8 * num_params + 4 * 4, "two moments and a step counter for each of 4 tensors"
+        assert owned["buffers"] == 0
+
+    def test_shared_storage_counts_once(self):
+        model = nn.ModuleDict({"embed": nn.Embedding(100, 8), "head": nn.Linear(8, 100, bias=False)})
+        model["head"].weight = model["embed"].weight
+        assert owner_bytes(model, None, "cpu")["parameters"] == 100 * 8 * 4
+
+    def test_weight_copies_in_plain_attributes_are_buffers(self):
+        model, _ = make_pair()
+        model[0].low_copy = model[0].weight.detach().bfloat16()
+        model[1].cache = {"v": (3, model[1].weight.detach().bfloat16())}
+        model.register_buffer("table", torch.zeros(10))
+        assert owner_bytes(model, None, "cpu")["buffers"] == 2 * 64 * 64 * 2 + 40
+
+    def test_view_of_a_parameter_is_not_a_buffer(self):
+        model, _ = make_pair()
+        model[0].same = model[0].weight.detach()[:3]
+        assert owner_bytes(model, None, "cpu")["buffers"] == 0
+
+    def test_other_devices_do_not_count(self):
+        with torch.device("meta"):
+            model, _ = make_pair()
+        assert owner_bytes(model, None, "cpu")["parameters"] == 0
+
+
+@pytest.fixture(params=["vm_hwm", "sampler"])
+def ledger(request, monkeypatch):
+    if request.param == "sampler":
+        monkeypatch.setattr(HighWaterMark, "why_not", staticmethod(lambda: "test"))
+    elif (reason := HighWaterMark.why_not()) is not None:
+        pytest.skip(reason)
+    ledger = Ledger("cpu")
+    assert ledger.method == request.param
+    yield ledger
+    ledger.close()
+
+
+def hold(mib: int) -> torch.Tensor:
+    block = torch.ones(mib * MIB, dtype=torch.uint8)
+    time.sleep(0.05)
+    return block
+
+
+class TestLedger:
+    def test_peak_goes_to_the_phase_where_it_was(self, ledger):
+        with ledger.phase("forward"):
+            hold(40)
+        with ledger.phase("backward"):
+            hold(160)
+        with ledger.phase("update"):
+            pass
+        row = ledger.snapshot(None, None)
+        grown = {name: (peak - ledger.baseline_bytes) / MIB for name, peak in row["phases"].items()}
+        assert 38 < grown["forward"] < 60, grown
+        assert 158 < grown["backward"] < 190, grown
+        assert grown["update"] < 20, grown
+        assert row["peak_phase"] == "backward"
+
+    def test_owners_sum_to_the_peak(self, ledger):
+        model, optimizer = make_pair(1024)
+        ledger.watch(model)
+        with ledger.phase("forward"):
+            kept = hold(100)
+            loss = model(torch.ones(2, 1024)).sum() + kept[0]
+        with ledger.phase("backward"):
+            loss.backward()
+        with ledger.phase("update"):
+            optimizer.step()
+        optimizer.zero_grad()
+        row = ledger.snapshot(model, optimizer)
+        assert tuple(row["owners"]) == OWNERS
+        assert sum(row["owners"].values()) == row["peak_bytes"]
+        num_bytes = 2 * (1024 * 1024 + 1024) * 4
+        assert row["owners"]["parameters"] == num_bytes
+        assert row["owners"]["gradients"] == num_bytes, "counted at the end of backward, though gone now"
+        assert 85 * MIB < row["owners"]["activations"] < 130 * MIB, row["owners"]
+
+    def test_snapshot_starts_a_new_window(self, ledger):
+        with ledger.phase("forward"):
+            hold(150)
+        first = ledger.snapshot(None, None)
+        with ledger.phase("forward"):
+            pass
+        second = ledger.snapshot(None, None)
+        assert second["peak_bytes"] < first["peak_bytes"] - 100 * MIB
+        assert second["run_peak_bytes"] == first["peak_bytes"]
+
+    def test_work_outside_phases_is_seen(self, ledger):
+        with ledger.phase("forward"):
+            pass
+        hold(150)
+        with ledger.phase("forward"):
+            pass
+        row = ledger.snapshot(None, None)
+        assert row["peak_phase"] == "between"
+        assert row["phases"]["forward"] < row["phases"]["between"] - 100 * MIB
+
+    def test_nested_phases_keep_their_own_peaks(self, ledger):
+        with ledger.phase("backward"):
+            hold(60)
+            with ledger.phase("update"):
+                hold(180)
+        phases = ledger.snapshot(None, None)["phases"]
+        assert phases["update"] > phases["backward"] + 90 * MIB, phases
+
+    def test_phase_is_closed_by_an_exception(self, ledger):
+        with pytest.raises(ZeroDivisionError), ledger.phase("forward"):
+            _ = 1 / 0
+        with ledger.phase("update"):
+            pass
+        assert {"forward", "update"} <= set(ledger.snapshot(None, None)["phases"])
+
+
+def test_a_phase_costs_under_a_millisecond():
+    ledger = Ledger("cpu")
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        with ledger.phase("forward"):
+            pass
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[100] < 1e-3
+
+
+def test_sampler_sees_a_peak_between_two_readings():
+    sampler = Sampler()
+    try:
+        before = sampler.current()
+        hold(100)
+        assert sampler.peak() > before + 80 * MIB
+        sampler.reset_peak()
+        assert sampler.peak() < before + 60 * MIB
+    finally:
+        sampler.close()
