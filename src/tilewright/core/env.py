@@ -111,9 +111,7 @@ def _alias(name: str, text: str, problems: list[Problem]) -> Setting | None:
         if name.startswith("DEEPSEEK_"):
             known = ", ".join(row.name for row in VARIABLES if row.name.startswith("DEEPSEEK_"))
             problems.append(
-                Problem(
-                    "unknown environment variable", got=name, need=known, try_=f"unset {name}", where="environment"
-                )
+                Problem("unknown environment variable", got=name, need=known, try_=f"unset {name}", where="environment")
             )
         return None
     if name == "DEEPSEEK_AMP_ENABLED":

@@ -22,7 +22,7 @@ def parse_bytes(text: str | int) -> int:
         if text < 0:
             raise ValueError(f"a size cannot be negative: {text}")
         return text
-    match = _SIZE.match(text)
+    match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _FACTORS:
         raise ValueError(f"not a size: {text!r} (write it like '24GiB', '500MB' or '1024')")
     return int(float(match[1]) * _FACTORS[match[2].lower()])

@@ -1,0 +1,299 @@
+"""What the schema cannot say: settings that contradict each other, and settings that do nothing here.
+
+`conflicts` returns every contradiction with the fields it reads, so that the loader can name their
+places and leave out those whose fields are already known to be wrong. `without_effect` says which
+settings the rest of the recipe makes void: a user who wrote one must hear about it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tilewright.core.config import Recipe
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Settings that cannot be together. `fields` are the ones read to find out."""
+
+    fields: tuple[str, ...]
+    what: str
+    got: str
+    need: str
+    try_: str
+
+
+def conflicts(recipe: Recipe) -> list[Conflict]:
+    """Every contradiction in a recipe whose single values are all right."""
+    checks = (_model, _decoder_shape, _mla, _experts, _data, _precision, _optim, _train)
+    return [conflict for check in checks for conflict in check(recipe)]
+
+
+def _model(recipe: Recipe) -> Iterator[Conflict]:
+    model = recipe.model
+    if model.kind == "hf" and not model.path:
+        yield Conflict(
+            ("model.kind", "model.path"),
+            'model.kind = "hf" needs the folder of the model',
+            "model.path is empty",
+            "model.path = a Hugging Face folder with a config.json",
+            '--model.path FOLDER, or model.kind = "decoder"',
+        )
+    if model.weights == "load" and not model.path:
+        yield Conflict(
+            ("model.weights", "model.path"),
+            'model.weights = "load" needs the folder that holds the weights',
+            "model.path is empty",
+            "model.path = a Hugging Face folder with weights",
+            '--model.path FOLDER, or model.weights = "random"',
+        )
+    if model.kind == "decoder" and model.task != "causal_lm":
+        yield Conflict(
+            ("model.kind", "model.task"),
+            f'the decoder does not learn "{model.task}"',
+            f'model.kind = "decoder", model.task = "{model.task}"',
+            'model.task = "causal_lm" for the decoder',
+            f'model.kind = "hf" with a model of that task in model.path, for {model.task}',
+        )
+
+
+def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
+    """Head counts and widths of our decoder, where they come from the recipe and not from a folder."""
+    model = recipe.model
+    if model.kind != "decoder" or model.path or model.attention != "gqa":
+        return
+    if not model.head_dim and model.dim % model.num_heads:
+        yield Conflict(
+            ("model.dim", "model.num_heads", "model.head_dim"),
+            "the width does not divide into the heads",
+            f"model.dim = {model.dim}, model.num_heads = {model.num_heads}",
+            "dim a multiple of num_heads, or head_dim given",
+            f"model.dim = {_multiple(model.dim, model.num_heads)}, or model.head_dim = "
+            f"{max(2, model.dim // model.num_heads // 2 * 2)}",
+        )
+    elif (model.head_dim or model.dim // model.num_heads) % 2:
+        yield Conflict(
+            ("model.dim", "model.num_heads", "model.head_dim"),
+            "rotary positions need heads of even width",
+            f"heads {model.head_dim or model.dim // model.num_heads} wide",
+            "an even width",
+            "model.head_dim = " + str((model.head_dim or model.dim // model.num_heads) + 1),
+        )
+    if model.num_kv_heads and model.num_heads % model.num_kv_heads:
+        divisors = [str(count) for count in range(1, model.num_heads + 1) if model.num_heads % count == 0]
+        yield Conflict(
+            ("model.num_heads", "model.num_kv_heads"),
+            "the query heads do not share the key/value heads evenly",
+            f"model.num_heads = {model.num_heads}, model.num_kv_heads = {model.num_kv_heads}",
+            "num_heads a multiple of num_kv_heads",
+            "model.num_kv_heads = " + " or ".join(divisors),
+        )
+
+
+def _mla(recipe: Recipe) -> Iterator[Conflict]:
+    model = recipe.model
+    if model.kind != "decoder" or model.path or model.attention != "mla":
+        return
+    if model.qk_rope_head_dim % 2:
+        yield Conflict(
+            ("model.attention", "model.qk_rope_head_dim"),
+            "rotary positions need an even width",
+            f"model.qk_rope_head_dim = {model.qk_rope_head_dim}",
+            "an even number",
+            f"model.qk_rope_head_dim = {model.qk_rope_head_dim + 1}",
+        )
+
+
+def _experts(recipe: Recipe) -> Iterator[Conflict]:
+    model = recipe.model
+    if model.kind != "decoder" or model.path or model.num_experts == 0:
+        return
+    if model.num_dense_layers > model.num_layers:
+        yield Conflict(
+            ("model.num_layers", "model.num_dense_layers"),
+            "more dense layers than layers",
+            f"model.num_dense_layers = {model.num_dense_layers}, model.num_layers = {model.num_layers}",
+            "num_dense_layers at most num_layers",
+            f"model.num_dense_layers = {min(1, model.num_layers)}",
+        )
+    if model.num_experts % model.num_expert_groups:
+        yield Conflict(
+            ("model.num_experts", "model.num_expert_groups"),
+            "the experts do not divide into the groups",
+            f"model.num_experts = {model.num_experts}, model.num_expert_groups = {model.num_expert_groups}",
+            "num_experts a multiple of num_expert_groups",
+            f"model.num_experts = {_multiple(model.num_experts, model.num_expert_groups)}",
+        )
+        return
+    if model.num_limited_groups > model.num_expert_groups:
+        yield Conflict(
+            ("model.num_expert_groups", "model.num_limited_groups"),
+            "a token cannot route to more groups than there are",
+            f"model.num_limited_groups = {model.num_limited_groups}, "
+            f"model.num_expert_groups = {model.num_expert_groups}",
+            "num_limited_groups at most num_expert_groups",
+            f"model.num_limited_groups = {model.num_expert_groups}",
+        )
+        return
+    reachable = model.num_experts // model.num_expert_groups * model.num_limited_groups
+    if model.num_experts_per_token > reachable:
+        yield Conflict(
+            ("model.num_experts", "model.num_experts_per_token", "model.num_expert_groups", "model.num_limited_groups"),
+            "a token cannot use more experts than it can reach",
+            f"model.num_experts_per_token = {model.num_experts_per_token}, {reachable} experts within reach",
+            "num_experts_per_token at most num_experts / num_expert_groups * num_limited_groups",
+            f"model.num_experts_per_token = {min(2, reachable)}",
+        )
+
+
+def _data(recipe: Recipe) -> Iterator[Conflict]:
+    data = recipe.data
+    if recipe.model.task == "image_classification" and data.source == "installed":
+        yield Conflict(
+            ("model.task", "data.source"),
+            "the installed corpus holds no images",
+            'data.source = "installed", model.task = "image_classification"',
+            "a folder with one sub-folder of images a class",
+            "--data.source FOLDER",
+        )
+    if any(not 0 <= weight < float("inf") for weight in data.weights.values()) or (
+        data.weights and not sum(data.weights.values())
+    ):
+        yield Conflict(
+            ("data.weights",),
+            "mixture weights must be 0 or more, and not all 0",
+            f"data.weights = {data.weights}",
+            "numbers from 0 up, at least one above 0",
+            "leave a domain out with data.domains instead of a negative weight",
+        )
+    strangers = sorted(set(data.weights) - set(data.domains)) if data.domains else []
+    if strangers:
+        yield Conflict(
+            ("data.weights", "data.domains"),
+            "weights for domains that data.domains leaves out",
+            ", ".join(strangers),
+            f"domains among {', '.join(data.domains)}",
+            "add them to data.domains or take their weights away",
+        )
+
+
+def _precision(recipe: Recipe) -> Iterator[Conflict]:
+    precision = recipe.precision
+    if precision.start_mode is not None and precision.start_mode == precision.mode:
+        yield Conflict(
+            ("precision.mode", "precision.start_mode"),
+            "a switch from a mode to itself",
+            f'precision.start_mode = precision.mode = "{precision.mode}"',
+            "two different modes",
+            'precision.start_mode = "none"',
+        )
+    elif precision.start_mode is not None and "pure_fp16" in (precision.start_mode, precision.mode):
+        yield Conflict(
+            ("precision.mode", "precision.start_mode"),
+            "pure_fp16 cannot be one side of a switch, because its weights are stored in FP16",
+            f'precision.start_mode = "{precision.start_mode}", precision.mode = "{precision.mode}"',
+            "two modes among fp32, tf32, bf16_mixed, hybrid",
+            'precision.mode = "hybrid"',
+        )
+    if precision.loss_scale_min > precision.loss_scale_max:
+        yield Conflict(
+            ("precision.loss_scale_min", "precision.loss_scale_max"),
+            "the loss scale has no room between its bounds",
+            f"precision.loss_scale_min = {precision.loss_scale_min:g}, max = {precision.loss_scale_max:g}",
+            "loss_scale_min at most loss_scale_max",
+            "precision.loss_scale_min = 1.0",
+        )
+    elif isinstance(precision.loss_scale, float) and not (
+        precision.loss_scale_min <= precision.loss_scale <= precision.loss_scale_max
+    ):
+        yield Conflict(
+            ("precision.loss_scale", "precision.loss_scale_min", "precision.loss_scale_max"),
+            "the first loss scale is outside its bounds",
+            f"precision.loss_scale = {precision.loss_scale:g}",
+            f"{precision.loss_scale_min:g} to {precision.loss_scale_max:g}",
+            'precision.loss_scale = "auto"',
+        )
+
+
+def _optim(recipe: Recipe) -> Iterator[Conflict]:
+    optim = recipe.optim
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield Conflict(
+            ("optim.betas",),
+            "AdamW's betas must be at least 0 and below 1",
+            f"optim.betas = {list(optim.betas)}",
+            "two numbers from 0 up to below 1",
+            "optim.betas = [0.9, 0.95]",
+        )
+    if optim.master == "stochastic" and recipe.precision.mode == "pure_fp16":
+        yield Conflict(
+            ("optim.master", "precision.mode"),
+            "stochastic rounding keeps the weights in BF16, pure_fp16 in FP16",
+            'optim.master = "stochastic", precision.mode = "pure_fp16"',
+            "one storage format for the weights",
+            'precision.mode = "bf16_mixed", or optim.master = "fp32"',
+        )
+
+
+def _train(recipe: Recipe) -> Iterator[Conflict]:
+    train, run = recipe.train, recipe.run
+    if train.micro_batch > train.batch_size:
+        yield Conflict(
+            ("train.micro_batch", "train.batch_size"),
+            "one forward pass holds more rows than the whole step",
+            f"train.micro_batch = {train.micro_batch}, train.batch_size = {train.batch_size}",
+            "micro_batch at most batch_size",
+            f"train.micro_batch = {train.batch_size}, or train.batch_size = {train.micro_batch}",
+        )
+    if any(mark in run.name for mark in "/\\") or run.name in (".", ".."):
+        yield Conflict(
+            ("run.name",),
+            "the run's name must be a single folder name",
+            f'run.name = "{run.name}"',
+            "a name without a slash",
+            "run.dir = the folder to put it in",
+        )
+
+
+def _multiple(value: int, of: int) -> int:
+    """The multiple of `of` nearest to `value`, at least one."""
+    return max(1, round(value / of)) * of
+
+
+# Field -> (is it void here?, why). A field not listed always has an effect.
+_VOID: dict[str, tuple[Callable[[Recipe], bool], str]] = {
+    "model.num_kv_heads": (lambda r: r.model.attention == "mla", 'model.attention = "mla"'),
+    "model.head_dim": (lambda r: r.model.attention == "mla", 'model.attention = "mla"'),
+    **{
+        f"model.{name}": (lambda r: r.model.attention == "gqa" and not r.model.path, 'model.attention = "gqa"')
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    },
+    **{
+        f"model.{name}": (lambda r: r.model.num_experts == 0 and not r.model.path, "model.num_experts = 0")
+        for name in (
+            "num_experts_per_token",
+            "num_shared_experts",
+            "expert_dim",
+            "num_dense_layers",
+            "num_expert_groups",
+            "num_limited_groups",
+            "routed_scaling",
+            "balance_rate",
+        )
+    },
+    "model.init_std": (lambda r: r.model.weights == "load", 'model.weights = "load"'),
+    "data.vocab_size": (lambda r: bool(r.data.tokenizer), "data.tokenizer is given"),
+    "data.image_size": (lambda r: r.model.task != "image_classification", "the task has no images"),
+    "data.text_field": (lambda r: r.data.source == "installed", 'data.source = "installed"'),
+    "precision.mode": (lambda r: not r.precision.enabled, "precision.enabled = false"),
+    "precision.start_mode": (lambda r: not r.precision.enabled, "precision.enabled = false"),
+    "precision.rules": (lambda r: not r.precision.enabled, "precision.enabled = false"),
+    "precision.start_fraction": (lambda r: r.precision.start_mode is None, "precision.start_mode is not set"),
+    "optim.decay_fraction": (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"'),
+    "optim.min_lr_ratio": (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"'),
+    "optim.clip_adaptive": (lambda r: r.optim.clip_norm == 0, "optim.clip_norm = 0"),
+}
+
+
+def without_effect(recipe: Recipe) -> dict[str, str]:
+    """Fields that the rest of the recipe makes void, with the setting that does it."""
+    return {path: why for path, (void, why) in _VOID.items() if void(recipe)}
