@@ -172,7 +172,7 @@ def _put_file(merged: _Values, toml: TomlFile, source: str) -> None:
                 Problem(
                     f"unknown section [{section}]" if is_table else f"{section} stands outside of a section",
                     got="" if is_table else f"{section} = {_toml(content)}",
-                    need="sections: " + ", ".join(known),
+                    need="" if near else "sections: " + ", ".join(known),
                     try_=_under(near),
                     where=place,
                 )
@@ -270,8 +270,14 @@ def _validated(merged: _Values) -> Recipe:
             where = ", ".join(dict.fromkeys(merged.places[path] for path in conflict.fields if path in merged.places))
             merged.problems.append(Problem(conflict.what, conflict.got, conflict.need, conflict.try_, where))
     if merged.problems:
-        raise ConfigError.from_problems(merged.problems)
+        raise ConfigError.from_problems(sorted(merged.problems, key=_line))
     return recipe
+
+
+def _line(problem: Problem) -> tuple[str, int]:
+    """Sorts problems of files by line; the others come after, in the order found."""
+    file, _, number = problem.where.rpartition(":")
+    return (file, int(number)) if file.endswith(".toml") and number.isdigit() else ("~", 0)
 
 
 def _strict(nested: Mapping[str, object]) -> Recipe:

@@ -81,15 +81,15 @@ def find(path: str) -> Field | None:
     return None if info is None else Field(path, info)
 
 
-def suggest(path: str, *, also: Iterable[str] = ()) -> str:
+def suggest(path: str) -> str:
     """The nearest known name to a mistyped `section.field` (or bare `field`), or an empty text.
 
     A field of the same name in another section comes first, then near spellings in the same section,
-    then anywhere.
+    then near spellings anywhere.
 
     Example:
-        >>> suggest("train.stesp"), suggest("train.lr"), suggest("steps"), suggest("xyz.abc")
-        ('train.steps', 'optim.lr', 'train.steps', '')
+        >>> suggest("train.stesp"), suggest("train.lr"), suggest("steps"), suggest("train.lrr"), suggest("xyz.abc")
+        ('train.steps', 'optim.lr', 'train.steps', 'optim.lr', '')
     """
     known = [field.path for field in fields()]
     section, _, name = path.rpartition(".")
@@ -97,15 +97,13 @@ def suggest(path: str, *, also: Iterable[str] = ()) -> str:
     if same_name:
         return difflib.get_close_matches(path, same_name, n=1, cutoff=0.0)[0]
     inside = {other.rpartition(".")[2]: other for other in known if other.startswith(section + ".")}
-    near = difflib.get_close_matches(name, inside, n=1, cutoff=0.6)
-    if near:
-        return inside[near[0]]
-    near = difflib.get_close_matches(path, [*known, *sections(), *also], n=1, cutoff=0.7)
-    if near:
-        return near[0]
-    by_name = {other.rpartition(".")[2]: other for other in known}
-    near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)
-    return by_name[near[0]] if near else ""
+    anywhere = {other.rpartition(".")[2]: other for other in known} | {name: name for name in sections()}
+    for names, cutoff in ((inside, 0.6), (anywhere, 0.75)):
+        near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+        if near:
+            return names[near[0]]
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
+    return near[0] if near else ""
 
 
 def json_schema() -> dict[str, typing.Any]:

@@ -95,11 +95,14 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Conf
     number = int(match[1]) if match else len(text.splitlines())
     lines = text.splitlines()
     line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    bare = re.match(r"([A-Za-z0-9_.-]+)\s*=\s*([A-Za-z][^\"'#]*)", line)
     return ConfigError(
         "the recipe is not valid TOML",
         got=line or "the end of the file",
-        need=message[: match.start()].strip() if match else message,
-        try_='texts in quotes, like mode = "bf16_mixed"; lists as [1, 2]; true and false in small letters',
+        need=f"TOML ({message[: match.start()].strip() if match else message})",
+        try_=f'{bare[1]} = "{bare[2].strip()}"'
+        if bare
+        else 'texts in quotes, like mode = "bf16_mixed"; lists as [1, 2]; true and false in small letters',
         where=f"{path}:{number}",
     )
 
