@@ -1,0 +1,112 @@
+"""Axes for the report's charts: data to pixels, and ticks that people can read. Called by `report.charts`."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tilewright.core.units import format_bytes, format_count, format_seconds
+
+
+def format_number(value: float) -> str:
+    """A number with at most four figures that matter, three where it needs an exponent.
+
+    Example:
+        >>> [format_number(x) for x in (0, 12, 3.14159, 0.00012345, 65536, 1234567.0, 1e9)]
+        ['0', '12', '3.142', '0.000123', '65,536', '1,234,567', '1e+09']
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if abs(value) >= 1e9 or abs(value) < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.4g}"
+
+
+def format_percent(share: float) -> str:
+    """A share of one as per cent.
+
+    Example:
+        >>> format_percent(0.0123), format_percent(0.5)
+        ('1.23 %', '50 %')
+    """
+    return f"{share * 100:.3g} %"
+
+
+FORMATS: dict[str, Callable[[float], str]] = {
+    "number": format_number,
+    "bytes": format_bytes,
+    "count": format_count,
+    "seconds": format_seconds,
+    "percent": format_percent,
+}
+"""What the numbers of an axis are."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps [low, high] in data to [start, end] in pixels, straight or by logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        if self.log:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, count: int = 5, binary: bool = False) -> list[float]:
+        """About `count` round values inside the range; powers of ten (or 1, 2, 5 of them) on a log axis."""
+        return _log_ticks(self.low, self.high, count) if self.log else _ticks(self.low, self.high, count, binary)
+
+
+def make_scale(values: Sequence[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Scale:
+    """A scale that shows all values with a little air; `zero` puts the origin on the axis.
+
+    On a log axis only positive values count. Without any value the range is [0, 1] ([1, 10] on a log axis).
+    """
+    shown = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
+    if not shown:
+        return Scale(1.0, 10.0, start, end, True) if log else Scale(0.0, 1.0, start, end)
+    low, high = min(shown), max(shown)
+    if log:
+        if high / low < 1.5:
+            low, high = low / 1.5, high * 1.5
+        return Scale(low / 1.1, high * 1.1, start, end, True)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low < 1e-9 * max(abs(high), abs(low), 1e-9):
+        pad = abs(high) * 0.1 or 0.5
+        low, high = (low if zero and low == 0 else low - pad), high + pad
+    else:
+        pad = 0.06 * (high - low)
+        low = low if zero and low == 0 else low - pad
+        high = high if zero and high == 0 else high + pad
+    return Scale(low, high, start, end)
+
+
+def _ticks(low: float, high: float, count: int, binary: bool) -> list[float]:
+    rough = (high - low) / max(count, 1)
+    if binary:
+        unit = 1024.0 ** max(0, math.floor(math.log(max(high, 1), 1024)))
+        return [t * unit for t in _ticks(low / unit, high / unit, count, False)]
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [0.0 if k == 0 else k * step for k in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float, count: int) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for mantissas in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 6, 8)):
+        ticks = [m * 10.0**d for d in decades for m in mantissas if low <= m * 10.0**d <= high]
+        if len(ticks) >= min(count, 4) - 1:
+            break
+    if len(ticks) < 2:
+        return [t for t in _ticks(low, high, count, False) if t > 0]
+    stride = -(-len(ticks) // (2 * count))
+    return ticks[::stride]
