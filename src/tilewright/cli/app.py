@@ -1,0 +1,130 @@
+"""The command line: the table of commands, and how every error ends.
+
+A command's file is imported when the command runs, so `--help` needs neither torch nor pydantic.
+Exit codes: 0 done, 2 bad input, 3 does not fit, 4 stopped on numerics, 5 hardware, 1 a bug of ours.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+
+import click
+
+from tilewright.core.errors import EXIT_INPUT, TilewrightError
+
+EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
+
+# Name -> (where the command is, one line of help), in the order a newcomer needs them.
+COMMANDS = {
+    "init": ("tilewright.cli.init:init", "Write a commented recipe here."),
+    "doctor": ("tilewright.cli.doctor:doctor", "What this machine is, and which kernel each operation gets, and why."),
+    "plan": ("tilewright.cli.plan:plan", "Say whether a run fits, how fast it will be, and what binds, before it runs."),
+    "train": ("tilewright.cli.train:train", "Train a model from a recipe; continue where the run stopped."),
+    "eval": ("tilewright.cli.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
+    "generate": ("tilewright.cli.generate:generate", "Continue a text with the model of a run."),
+    "inspect": ("tilewright.cli.inspect:inspect_", "Look into a recipe, a run or a checkpoint."),
+    "report": ("tilewright.cli.report:report", "Write a run's report: one HTML file that opens offline."),
+    "bench": ("tilewright.cli.bench:bench", "Measure matmuls or a training step on this machine."),
+}
+
+
+@dataclass
+class State:
+    """What `main` must know about the command when it fails."""
+
+    verbosity: int = 0
+
+
+class LazyGroup(click.Group):
+    """A group that lists its commands from the table and imports only the one that runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Commands: {', '.join(COMMANDS)}."
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from tilewright import __version__
+
+        click.echo(f"tilewright {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Print the version.")
+def cli() -> None:
+    """Train large transformers on little hardware, and show the numbers.
+
+    Begin with `tilewright train`, which trains the default recipe, or `tilewright init`.
+    """
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command line and ends the process with the exit code of what happened."""
+    sys.exit(run(sys.argv[1:] if args is None else args))
+
+
+def run(args: list[str]) -> int:
+    """Runs one command and returns the exit code; a bug of ours leaves with its traceback."""
+    state = State()
+    try:
+        result = cli.main(args, prog_name="tilewright", standalone_mode=False, obj=state)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except TilewrightError as error:
+        _print_error(error)
+        if state.verbosity:
+            raise
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return EXIT_INPUT
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("\nstopped", err=True)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) is gone: nothing left to say, and Python must not say it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+
+
+def _print_error(error: TilewrightError) -> None:
+    """The four parts of each problem, on standard error, in colour on a terminal."""
+    for number, problem in enumerate(error.problems):
+        if number:
+            click.echo("", err=True)
+        first, *rest = problem.lines()
+        click.echo(f"{click.style('tilewright:', fg='red', bold=True)} {first}", err=True, color=_color())
+        for line in rest:
+            click.echo(f"{click.style(line[:9], dim=True)}{line[9:]}", err=True, color=_color())
+    if len(error.problems) > 1:
+        click.echo(f"\n{len(error.problems)} problems; nothing was run.", err=True)
+
+
+def _color() -> bool | None:
+    """False under NO_COLOR, else click's own choice: colour on a terminal."""
+    from tilewright.core import env
+
+    return False if env.no_color() else None

@@ -1,0 +1,103 @@
+"""What commands share: the recipe argument with `--section.field value`, verbosity, and JSON output."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tilewright.core import log
+
+_OVERRIDES = "tilewright.overrides"
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class RecipeCommand(click.Command):
+    """A command that takes any setting of the recipe as `--section.field value`.
+
+    A dot in an option's name marks a setting; all other options are click's, so that a typing error in one
+    is still an error.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        settings: list[str] = []
+        others: list[str] = []
+        rest = list(args)
+        while rest:
+            argument = rest.pop(0)
+            name, equals, _ = argument.partition("=")
+            if not (argument.startswith("--") and "." in name):
+                others.append(argument)
+                continue
+            settings.append(argument)
+            if not equals and rest and not rest[0].startswith("--"):
+                settings.append(rest.pop(0))
+        ctx.meta[_OVERRIDES] = settings
+        try:
+            return super().parse_args(ctx, others)
+        except click.NoSuchOption as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: click.NoSuchOption) -> click.UsageError:
+        """The error with the nearest option or setting."""
+        from tilewright.core import schema
+
+        near = list(error.possibilities or [])
+        setting = schema.suggest(error.option_name.lstrip("-"))
+        if not near and setting:
+            near = [f"--{setting}"]
+        hint = f" Did you mean {' or '.join(near)}?" if near else " Settings are written --section.field value."
+        return click.UsageError(f"No such option {error.option_name!r}.{hint}", error.ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section("Settings"):
+            formatter.write_dl(
+                [("--section.field VALUE", "Any setting of the recipe; `tilewright inspect` lists them all.")]
+            )
+
+
+def recipe_argument(function: Function) -> Function:
+    """The optional recipe, `default` where it is left out."""
+    return click.argument("recipe", default="default", metavar="[RECIPE]")(function)
+
+
+def run_argument(function: Function) -> Function:
+    """A run folder, or the recipe's name of one below `runs`."""
+    return click.argument("run", type=click.Path(path_type=Path), metavar="RUN")(function)
+
+
+def verbosity(function: Function) -> Function:
+    """`-v` and `--quiet`, which configure logging; the command does not see them."""
+
+    def loud(ctx: click.Context, param: click.Parameter, value: int) -> None:
+        if ctx.obj is not None:
+            ctx.obj.verbosity = value
+        log.configure(value)
+
+    def quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            log.configure(quiet=True)
+
+    function = click.option(
+        "-q", "--quiet", is_flag=True, expose_value=False, callback=quiet, help="Print errors and results only."
+    )(function)
+    return click.option(
+        "-v", "verbose", count=True, expose_value=False, callback=loud, help="Print decisions; twice: details."
+    )(function)
+
+
+def json_option(function: Function) -> Function:
+    """`--json`: one JSON object on standard output instead of text."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+
+
+def overrides(ctx: click.Context) -> list[str]:
+    """The settings on this command line, as typed."""
+    return ctx.meta[_OVERRIDES]
+
+
+def print_json(value: object) -> None:
+    """JSON on standard output, whatever the verbosity."""
+    click.echo(json.dumps(value, indent=2))
