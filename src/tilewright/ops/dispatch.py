@@ -6,7 +6,7 @@ own files, and `ops.kernels.Kernels` asks here once for each case.
 """
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,16 @@ def always(machine: Machine, case: Case) -> str | None:
     return None
 
 
-def choose(op: Op, machine: Machine, case: Case, forced: str = "auto") -> Choice:
+def needs_compiler(machine: Machine, case: Case) -> str | None:
+    """The `why_not` of candidates built by torch.compile."""
+    if case.device_type == "cpu" and machine.cxx_compiler is None:
+        return "torch.compile needs a C++ compiler on CPU, and none was found (set CXX, or install g++)"
+    return None
+
+
+def choose(
+    op: Op, machine: Machine, case: Case, forced: str = "auto", barred: Mapping[str, str] | None = None
+) -> Choice:
     """The first candidate that can run `case`, or the forced one.
 
     Args:
@@ -67,6 +76,7 @@ def choose(op: Op, machine: Machine, case: Case, forced: str = "auto") -> Choice
         machine: facts about this machine.
         case: device type and dtype.
         forced: a candidate's name, or "auto".
+        barred: reason by candidate name, for candidates that a setting rules out.
 
     Raises:
         ConfigError: `forced` names no candidate of this operation.
@@ -86,7 +96,7 @@ def choose(op: Op, machine: Machine, case: Case, forced: str = "auto") -> Choice
         if forced not in ("auto", candidate.name):
             rejected.append((candidate.name, f'ops.{op.name} = "{forced}" was asked for'))
             continue
-        reason = candidate.why_not(machine, case)
+        reason = (barred or {}).get(candidate.name) or candidate.why_not(machine, case)
         if reason is None:
             return Choice(op.name, case, candidate, tuple(rejected))
         rejected.append((candidate.name, reason))

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tilewright.ops.adam import AdamHyper
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.ref.adam import AdamHyper
 
 
 class DeepSeekAdam(torch.optim.Optimizer):
@@ -54,7 +54,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
     ):
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                f"need lr >= 0, eps > 0, weight_decay >= 0 and betas in [0, 1); got {lr=}, {eps=}, {weight_decay=}, {betas=}"
+                "need lr >= 0, eps > 0, weight_decay >= 0 and betas in [0, 1); "
+                f"got {lr=}, {eps=}, {weight_decay=}, {betas=}"
             )
         if moments not in ("fp32", "bf16") or master not in ("fp32", "stochastic"):
             raise ValueError(f"need moments fp32|bf16 and master fp32|stochastic; got {moments=}, {master=}")
@@ -115,7 +116,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
             state["step"] += 1
             target = state.get("master", param)
             grad = param.grad if param.grad.dtype == target.dtype else param.grad.to(target.dtype)
-            key = (int(state["step"]), param.device.type, target.dtype)
+            narrowest = min(target.dtype, state["exp_avg"].dtype, key=lambda dtype: dtype.itemsize)
+            key = (int(state["step"]), param.device.type, narrowest)
             lists = batches.setdefault(key, ([], [], [], [], []))
             for items, item in zip(lists, (param, target, grad, state["exp_avg"], state["exp_avg_sq"]), strict=True):
                 items.append(item)

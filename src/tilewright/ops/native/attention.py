@@ -1,0 +1,99 @@
+"""Causal document attention on torch's own kernels, with a backward of ours on CPU.
+
+torch's CPU flash backward takes five times its forward on BF16 (benchmarks/results/attention_cpu.json).
+Here the forward is torch's flash kernel, and the backward recomputes probabilities from the saved
+log-sum-exp in blocks of query rows: five batched GEMMs and two element-wise loops a block, and no work
+above the diagonal. The loops fuse only under torch.compile, so the eager path keeps torch's backward.
+
+Legend: B batch, H query heads, G query heads a key head, K key heads (H = K * G), S positions, D width,
+R rows of a query block, E keys that the block may see.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewright.ops.ref.math import allowed_pairs
+
+QUERY_BLOCK = 256
+
+
+def attention(
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments_BS: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """See `ops.attention`. Values narrower than keys (multi-head latent attention) are padded: no kernel takes them."""
+    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    pad = q_BHSD.shape[-1] - v_BKSD.shape[-1]
+    if pad < 0:
+        raise AssertionError("values wider than keys are not used by any model here")
+    v = F.pad(v_BKSD, (0, pad)) if pad else v_BKSD
+    if torch.compiler.is_compiling() and q_BHSD.device.type == "cpu" and q_BHSD.requires_grad:
+        out = _FlashBlocked.apply(q_BHSD, k_BKSD, v, segments_BS, scale)
+    else:
+        out = _sdpa(q_BHSD, k_BKSD, v, segments_BS, scale)
+    return out[..., : v_BKSD.shape[-1]] if pad else out
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if segments_BS is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    allowed = allowed_pairs(segments_BS, q.shape[2], q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=grouped)
+
+
+def _expand(x_BKSD: Tensor, group: int) -> Tensor:
+    return x_BKSD if group == 1 else x_BKSD.repeat_interleave(group, dim=1)
+
+
+class _FlashBlocked(torch.autograd.Function):
+    """Flash forward, blocked recomputing backward."""
+
+    @staticmethod
+    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale):
+        group = q_BHSD.shape[1] // k_BKSD.shape[1]
+        mask = None
+        if segments_BS is not None:
+            allowed = allowed_pairs(segments_BS, q_BHSD.shape[2], q_BHSD.device)
+            mask = torch.zeros((), dtype=q_BHSD.dtype).masked_fill(~allowed, float("-inf"))
+        out_BHSD, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHSD, _expand(k_BKSD, group), _expand(v_BKSD, group), 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS)
+        ctx.scale = scale
+        return out_BHSD
+
+    @staticmethod
+    def backward(ctx, dout_BHSD):
+        q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = ctx.saved_tensors
+        num_keys, num_positions = k_BKSD.shape[1], q_BHSD.shape[2]
+        group = q_BHSD.shape[1] // num_keys
+        k, v = _expand(k_BKSD, group), _expand(v_BKSD, group)
+        high, low = lse_BHS.dtype, q_BHSD.dtype
+        delta_BHS1 = (dout_BHSD.to(high) * out_BHSD.to(high)).sum(-1, keepdim=True)
+        dq_blocks = []
+        dk_BHSD, dv_BHSD = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
+        for start in range(0, num_positions, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, num_positions)
+            q, dout = q_BHSD[:, :, start:end], dout_BHSD[:, :, start:end]
+            scores_BHRE = torch.matmul(q, k[:, :, :end].mT)
+            dprobs_BHRE = torch.matmul(dout, v[:, :, :end].mT)
+            allowed = _allowed_block(segments_BS, start, end, q.device)
+            probs_BHRE = torch.exp(scores_BHRE.to(high) * ctx.scale - lse_BHS[:, :, start:end, None])
+            probs_BHRE = torch.where(allowed, probs_BHRE, 0.0)
+            dscores = (probs_BHRE * (dprobs_BHRE.to(high) - delta_BHS1[:, :, start:end]) * ctx.scale).to(low)
+            dv_BHSD[:, :, :end] += torch.matmul(probs_BHRE.to(low).mT, dout)
+            dk_BHSD[:, :, :end] += torch.matmul(dscores.mT, q)
+            dq_blocks.append(torch.matmul(dscores, k[:, :, :end]))
+        if group > 1:
+            dk_BHSD, dv_BHSD = (x.unflatten(1, (num_keys, group)).sum(2) for x in (dk_BHSD, dv_BHSD))
+        return torch.cat(dq_blocks, dim=2), dk_BHSD.to(low), dv_BHSD.to(low), None, None
+
+
+def _allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:
+    """Rows start..end of `allowed_pairs`, columns 0..end: [1 or B, 1, R, E]."""
+    allowed_RE = torch.arange(start, end, device=device)[:, None] >= torch.arange(end, device=device)
+    if segments_BS is None:
+        return allowed_RE[None, None]
+    same_BRE = segments_BS[:, start:end, None] == segments_BS[:, None, :end]
+    return (same_BRE & allowed_RE)[:, None]

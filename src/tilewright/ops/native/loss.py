@@ -1,0 +1,99 @@
+"""Head and cross-entropy in row chunks: the logits of one chunk are alive at a time.
+
+The gradient is taken in the forward pass, while a chunk's logits are at hand (as Liger's fused linear
+cross-entropy does), so the head's GEMM runs three times a step, not four. `chunk_step` is fused by
+torch.compile into loops over a row that stays in the first-level cache.
+
+Legend: N tokens, C tokens of a chunk, D width, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 64 * 2**20
+ChunkStep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def chunk_step(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss sum (FP32) and gradient with respect to the logits (their dtype) of one chunk."""
+    high = torch.promote_types(logits_CV.dtype, torch.float32)
+    keep_C1 = (labels_C != -100).unsqueeze(-1)
+    target_C1 = labels_C.clamp(min=0).unsqueeze(-1)
+    logits = logits_CV.to(high)
+    lse_C1 = torch.logsumexp(logits, dim=-1, keepdim=True)
+    loss = torch.where(keep_C1, lse_C1 - logits.gather(-1, target_C1), 0.0).sum()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == target_C1
+    grad_CV = torch.where(keep_C1, torch.exp(logits - lse_C1) - is_target.to(high), 0.0)
+    return loss, grad_CV.to(logits_CV.dtype)
+
+
+def chunk_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Loss sum (FP32) of one chunk, for evaluation."""
+    return torch.nn.functional.cross_entropy(
+        logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)), labels_C, ignore_index=-100, reduction="sum"
+    )
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Loss sum over chunks; gradients are ready when forward returns and only scaled in backward."""
+
+    @staticmethod
+    def forward(ctx, x_ND, weight_VD, labels_N, step):
+        low_weight_VD = weight_VD.to(x_ND.dtype)
+        high = torch.promote_types(x_ND.dtype, torch.float32)
+        rows = _chunk_rows(x_ND, weight_VD)
+        total = torch.zeros((), dtype=high, device=x_ND.device)
+        dx_ND = torch.empty_like(x_ND)
+        dweight_VD = None
+        for start in range(0, x_ND.shape[0], rows):
+            x_CD = x_ND[start : start + rows]
+            loss, dlogits_CV = step(x_CD @ low_weight_VD.T, labels_N[start : start + rows])
+            total += loss
+            torch.mm(dlogits_CV, low_weight_VD, out=dx_ND[start : start + rows])
+            part_VD = dlogits_CV.T @ x_CD
+            dweight_VD = part_VD.to(high) if dweight_VD is None else dweight_VD.add_(part_VD)
+        ctx.save_for_backward(dx_ND, dweight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx_ND, dweight_VD = ctx.saved_tensors
+        # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
+        return (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype), dweight_VD.mul_(dloss).to(ctx.weight_dtype), None, None
+
+
+def _chunk_rows(x_ND: Tensor, weight_VD: Tensor) -> int:
+    """Rows whose logits fill CHUNK_BYTES, evened out over the chunks so that no small one is left over."""
+    num_rows = max(x_ND.shape[0], 1)
+    most = max(CHUNK_BYTES // (weight_VD.shape[0] * x_ND.element_size()), 1)
+    chunks = -(-num_rows // most)
+    return -(-num_rows // chunks)
+
+
+@functools.cache
+def _compiled_step() -> ChunkStep:
+    return torch.compile(chunk_step)
+
+
+def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """See `ops.loss`; the chunk's loops fused by torch.compile."""
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, _compiled_step)
+
+
+def eager(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """See `ops.loss`; the chunk's loops as eager torch operations."""
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, lambda: chunk_step)
+
+
+def _linear_cross_entropy(x_ND, weight_VD, labels_N, make_step: Callable[[], ChunkStep]) -> tuple[Tensor, Tensor]:
+    count = (labels_N != -100).sum()
+    if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
+        return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step()), count
+    low_weight_VD = weight_VD.to(x_ND.dtype)
+    rows = _chunk_rows(x_ND, weight_VD)
+    pieces = zip(x_ND.split(rows), labels_N.split(rows), strict=True)
+    return torch.stack([chunk_loss(x_CD @ low_weight_VD.T, labels_C) for x_CD, labels_C in pieces]).sum(), count

@@ -1,0 +1,107 @@
+"""The law of AdamW with FP32 or BF16 targets, one tensor at a time. See `ops.adam` for the formulas."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdamHyper:
+    """Hyperparameters of one step; `step` counts from 1, `seed` is that of the stochastic rounding."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    seed: int
+
+    def coefficients(self) -> Tensor:
+        """What the update needs, as one FP32 tensor, so that a compiled update serves every step: decay factor,
+        1 - beta1, beta2, step size, root of the second bias correction, eps."""
+        correction1 = 1 - self.beta1**self.step
+        correction2 = (1 - self.beta2**self.step) ** 0.5
+        decay = 1 - self.lr * self.weight_decay
+        return torch.tensor([decay, 1 - self.beta1, self.beta2, self.lr / correction1, correction2, self.eps])
+
+    def streams(self, index: int) -> Tensor:
+        """Three int32 stream numbers for tensor `index`: for the parameter and its two moments."""
+        return torch.tensor([self._stream(index, target) for target in range(3)], dtype=torch.int32)
+
+    def _stream(self, index: int, target: int) -> int:
+        value = ((self.seed * 0x9E3779B1 + self.step) * 0x85EBCA6B + index * 0xC2B2AE35 + target * 0x27D4EB2F) % 2**32
+        return ((value ^ value >> 17) * 0x165667B1 & 0x7FFFFFFF) - 0x40000000
+
+
+Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def hash_bits(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
+    """16 random bits an element as int32, a pure function of (element, stream): a 32-bit integer finaliser."""
+    x = torch.arange(count, dtype=torch.int32, device=device) * -1640531527 + stream
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 569420461
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * 1935289751
+    return (x ^ ((x >> 15) & 0x1FFFF)) & 0xFFFF
+
+
+def stochastic_round_bf16(x: Tensor, stream: Tensor | int) -> Tensor:
+    """x (FP32, flat) rounded to BF16, up or down with probability by distance; non-finite values stay.
+
+    Example:
+        >>> x = torch.full((100_000,), 1.0 + 2**-9)
+        >>> abs(stochastic_round_bf16(x, 7).float().mean().item() - x[0].item()) < 1e-4
+        True
+    """
+    bits = x.view(torch.int32) + hash_bits(x.numel(), stream, x.device)
+    rounded = (bits & -65536).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x).to(torch.bfloat16)
+
+
+def _store(target: Tensor, value: Tensor, stream: Tensor) -> None:
+    target.copy_(stochastic_round_bf16(value, stream) if target.dtype == torch.bfloat16 else value)
+
+
+def update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefficients: Tensor, streams: Tensor):
+    """One AdamW update, in place, of flat tensors of one length."""
+    decay, rate1, beta2, size, root_correction2, eps = coefficients.unbind()
+    high = torch.promote_types(param.dtype, torch.float32)
+    g = grad.to(high)
+    m = exp_avg.to(high) + rate1 * (g - exp_avg.to(high))
+    v = exp_avg_sq.to(high) * beta2 + (1 - beta2) * g * g
+    p = param.to(high) * decay - size * m / (v.sqrt() / root_correction2 + eps)
+    _store(param, p, streams[0])
+    _store(exp_avg, m, streams[1])
+    _store(exp_avg_sq, v, streams[2])
+
+
+def update_all(
+    update_one: Update,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    hyper: AdamHyper,
+) -> None:
+    """`update_one` over lists of contiguous tensors."""
+    coefficients = hyper.coefficients()
+    for index, tensors in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+        device = tensors[0].device
+        flat = [tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1) for tensor in tensors]
+        update_one(*flat, coefficients.to(device), hyper.streams(index).to(device))
+        for tensor, copy in zip(tensors, flat, strict=True):
+            if not tensor.is_contiguous():
+                tensor.copy_(copy.view(tensor.shape))
+
+
+def adam(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    hyper: AdamHyper,
+) -> None:
+    """See `ops.adam`."""
+    update_all(update, params, grads, exp_avgs, exp_avg_sqs, hyper)

@@ -1,0 +1,23 @@
+"""Comparison that prints the worst element."""
+
+import torch
+from torch import Tensor
+
+
+def snr_db(got: Tensor, want: Tensor) -> float:
+    """Signal-to-noise ratio of `got` against `want` in dB, in FP64."""
+    want64, got64 = want.double(), got.double()
+    noise = (got64 - want64).square().sum().item()
+    signal = want64.square().sum().item()
+    return float("inf") if noise == 0 else 10 * torch.log10(torch.tensor(signal / noise)).item()
+
+
+def assert_snr(got: Tensor, want: Tensor, at_least_db: float, name: str = "") -> None:
+    """Fail, with the worst element, where the ratio is below `at_least_db` or anything is not finite."""
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
+    worst = int((got.double() - want.double()).abs().nan_to_num(nan=float("inf")).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape)) if got.dim() else ()
+    ratio = snr_db(got, want)
+    message = f"{name}: {ratio:.1f} dB < {at_least_db} dB; worst at {index}: got {got[index]}, want {want[index]}"
+    assert torch.isfinite(got).all(), message
+    assert ratio >= at_least_db, message

@@ -1,0 +1,183 @@
+"""Every candidate of every operation against FP64 autograd of the plain definition."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.ops.cases import attention_cases
+from tests.ops.compare import assert_snr
+from tilewright.core.errors import ConfigError, HardwareError
+from tilewright.core.hardware import detect_machine
+from tilewright.ops.attention import ATTENTION
+from tilewright.ops.dispatch import Candidate, Case, Op, always, choose
+from tilewright.ops.kernels import Kernels
+from tilewright.ops.linear import LINEAR
+from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
+from tilewright.ops.norm import RMS_NORM
+
+# Rounding to p significant bits gives about 6.02 p + 5 dB; a chain of a few roundings may lose some 12 dB.
+SNR_DB = {torch.float32: 120.0, torch.bfloat16: 38.0, torch.float16: 55.0}
+DTYPES = list(SNR_DB)
+
+
+def grads_of(run, inputs, out_grad_seed=1):
+    """Output and input gradients of `run(*inputs)` for a fixed random output gradient."""
+    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    out = run(*leaves)
+    seed = torch.Generator().manual_seed(out_grad_seed)
+    out.backward(torch.randn(out.shape, generator=seed, dtype=torch.float64).to(out.dtype))
+    return out.detach(), [leaf.grad for leaf in leaves if leaf.requires_grad]
+
+
+def check(run, reference, inputs, dtype):
+    out, grads = grads_of(run, inputs)
+    want, want_grads = grads_of(reference, [x.double() if x.is_floating_point() else x for x in inputs])
+    assert_snr(out, want, SNR_DB[dtype], "output")
+    for i, (grad, want_grad) in enumerate(zip(grads, want_grads, strict=True)):
+        assert_snr(grad, want_grad, SNR_DB[dtype], f"gradient {i}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("candidate", LINEAR.candidates, ids=lambda c: c.name)
+def test_linear(candidate, dtype):
+    x, weight, bias = torch.randn(3, 7, 40).to(dtype), torch.randn(24, 40), torch.randn(24)
+    low = [x, weight.to(dtype).float(), bias.to(dtype).float()]
+    check(candidate.run, lambda x, w, b: x @ w.T + b, low, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("candidate", RMS_NORM.candidates, ids=lambda c: c.name)
+def test_rms_norm(candidate, dtype):
+    x, weight = (torch.randn(4, 50) * 3).to(dtype), torch.randn(50)
+
+    def plain(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    check(lambda x, w: candidate.run(x, w, 1e-5), plain, [x, weight], dtype)
+
+
+def plain_attention(q, k, v, segments):
+    """The definition, row by row of the mask, in the inputs' own precision."""
+    out = []
+    group = q.shape[1] // k.shape[1]
+    for b in range(q.shape[0]):
+        rows = torch.arange(q.shape[2])
+        allowed = rows[:, None] >= rows[None]
+        if segments is not None:
+            allowed = allowed & (segments[b][:, None] == segments[b][None])
+        heads = []
+        for h in range(q.shape[1]):
+            scores = q[b, h] @ k[b, h // group].T / q.shape[-1] ** 0.5
+            heads.append(torch.where(allowed, scores, -torch.inf).softmax(-1) @ v[b, h // group])
+        out.append(torch.stack(heads))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", list(attention_cases()), ids=str)
+@pytest.mark.parametrize("candidate", ATTENTION.candidates, ids=lambda c: c.name)
+def test_attention(candidate, case, dtype):
+    q, k, v, segments = case.tensors(dtype)
+    check(
+        lambda q, k, v: candidate.run(q, k, v, segments), lambda q, k, v: plain_attention(q, k, v, segments),
+        [q, k, v], dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", list(attention_cases())[1:], ids=str)
+def test_attention_under_compile_takes_the_blocked_backward(case, dtype):
+    q, k, v, segments = case.tensors(dtype)
+    # The eager backend traces the same graph (is_compiling is true in it) without paying for code generation.
+    compiled = torch.compile(ATTENTION.candidates[0].run, backend="aot_eager", fullgraph=True)
+    check(
+        lambda q, k, v: compiled(q, k, v, segments), lambda q, k, v: plain_attention(q, k, v, segments),
+        [q, k, v], dtype,
+    )  # fmt: skip
+
+
+def plain_loss(labels):
+    return lambda x, w: F.cross_entropy(x @ w.T, labels, ignore_index=-100, reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("candidate", LINEAR_CROSS_ENTROPY.candidates, ids=lambda c: c.name)
+def test_linear_cross_entropy(candidate, dtype, monkeypatch):
+    monkeypatch.setattr("tilewright.ops.native.loss.CHUNK_BYTES", 8 * 97 * 2)  # several ragged chunks
+    x, weight = torch.randn(21, 16).to(dtype), torch.randn(97, 16).to(dtype).float() / 4
+    labels = torch.randint(0, 97, (21,))
+    labels[[0, 5, 20]] = -100
+    loss, count = candidate.run(x, weight, labels)
+    assert count == 18
+    assert loss.dtype == torch.float32
+    check(lambda x, w: candidate.run(x, w, labels)[0], plain_loss(labels), [x, weight], dtype)
+    with torch.no_grad():
+        assert_snr(candidate.run(x, weight, labels)[0], loss, SNR_DB[dtype], "loss without gradient")
+
+
+def test_linear_cross_entropy_with_no_target_is_zero():
+    for candidate in LINEAR_CROSS_ENTROPY.candidates:
+        x = torch.randn(4, 8, requires_grad=True)
+        loss, count = candidate.run(x, torch.randn(11, 8), torch.full((4,), -100))
+        loss.backward()
+        assert loss == 0
+        assert count == 0
+        assert not x.grad.any()
+
+
+def test_swiglu_and_rope_against_float64():
+    kernels = Kernels.default()
+    gate, up = torch.randn(5, 9), torch.randn(5, 9)
+    check(kernels.swiglu, lambda g, u: F.silu(g) * u, [gate.bfloat16(), up.bfloat16()], torch.bfloat16)
+    angles = torch.rand(1, 6, 4) * 6
+    x = torch.randn(2, 6, 3, 8)
+    turned = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, :, None]
+    want = torch.view_as_real(torch.complex(*x.double().chunk(2, -1)) * turned)
+    assert_snr(kernels.rope(x, angles.cos(), angles.sin()), torch.cat(want.unbind(-1), -1), 120)
+
+
+# --- dispatch -----------------------------------------------------------------------------------------------
+
+
+def never(machine, case):
+    return "it is raining"
+
+
+def test_choose_takes_the_first_that_can_and_keeps_the_reasons():
+    op = Op("demo", (Candidate("fast", print, never), Candidate("ref", print, always)))
+    choice = choose(op, detect_machine("cpu"), Case("cpu", torch.float32))
+    assert choice.candidate.name == "ref"
+    assert choice.rejected == (("fast", "it is raining"),)
+
+
+def test_a_forced_but_impossible_choice_says_why():
+    op = Op("demo", (Candidate("fast", print, never), Candidate("ref", print, always)))
+    with pytest.raises(HardwareError, match="it is raining"):
+        choose(op, detect_machine("cpu"), Case("cpu", torch.float32), forced="fast")
+    with pytest.raises(ConfigError, match="no candidate 'fasst'"):
+        choose(op, detect_machine("cpu"), Case("cpu", torch.float32), forced="fasst")
+
+
+def test_without_a_compiler_the_compiled_candidates_are_passed_over_with_the_reason():
+    bare = dataclasses.replace(detect_machine("cpu"), cxx_compiler=None)
+    rows = [row for row in Kernels(bare).explain() if row["op"] == "cross_entropy"]
+    assert all(row["chosen"] == "native" for row in rows)
+    assert "C++ compiler" in rows[0]["rejected"][0][1]
+    off = [row for row in Kernels(detect_machine("cpu"), compile=False).explain() if row["op"] == "cross_entropy"]
+    assert off[0]["rejected"] == [["compiled", "compilation is off"]]
+
+
+def test_overrides_choose_the_reference():
+    kernels = Kernels(detect_machine("cpu"), {"rms_norm": "ref"})
+    chosen = {row["chosen"] for row in kernels.explain() if row["op"] == "rms_norm"}
+    assert chosen == {"ref"}
+
+
+def test_an_override_that_cannot_run_one_dtype_is_told_when_that_dtype_is_used():
+    kernels = Kernels(detect_machine("cpu"), {"adam": "native"})
+    assert callable(kernels.adam("cpu", torch.float32))
+    with pytest.raises(HardwareError, match="loses small updates"):
+        kernels.adam("cpu", torch.bfloat16)
+    assert {"op": "adam", "case": "cpu bfloat16", "chosen": None}.items() <= kernels.explain()[-2].items()

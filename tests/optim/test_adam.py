@@ -1,0 +1,135 @@
+"""DeepSeekAdam against torch.optim.AdamW and against FP64, stochastic rounding against its expectation."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.ops.compare import assert_snr, snr_db
+from tilewright.core.hardware import detect_machine
+from tilewright.ops.kernels import Kernels
+from tilewright.ops.ref.adam import hash_bits, stochastic_round_bf16
+from tilewright.optim.adam import DeepSeekAdam
+
+HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(*shape, generator=generator).to(dtype)) for shape in ((33, 17), (17,), (5,))]
+
+
+def run(optimizer, params, steps=12):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize("candidate", ["native", "compiled", "ref"])
+def test_equals_torch_adamw_in_fp32(candidate):
+    ours, theirs = parameters(), parameters()
+    kernels = Kernels(detect_machine("cpu"), {"adam": candidate})
+    got = run(DeepSeekAdam(ours, **HYPER, kernels=kernels), ours)
+    want = run(torch.optim.AdamW(theirs, **HYPER), theirs)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_parameter_without_gradient_keeps_its_own_step_count():
+    ours, theirs = parameters(), parameters()
+    a, b = DeepSeekAdam(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    for params, optimizer in ((ours, a), (theirs, b)):
+        params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+        params[0].grad = None
+        run(optimizer, params, steps=2)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_parameters_follow_their_fp32_master(dtype):
+    ours = parameters(dtype)
+    masters = [torch.nn.Parameter(p.detach().float()) for p in ours]
+    optimizer, reference = DeepSeekAdam(ours, **HYPER), torch.optim.AdamW(masters, **HYPER)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        for param, master in zip(ours, masters, strict=True):
+            param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+            master.grad = param.grad.float()
+        optimizer.step()
+        reference.step()
+    for param, master in zip(ours, masters, strict=True):
+        torch.testing.assert_close(optimizer.state[param]["master"], master.detach(), rtol=1e-6, atol=1e-7)
+        assert torch.equal(param, optimizer.state[param]["master"].to(dtype))
+
+
+@pytest.mark.parametrize("candidate", ["compiled", "ref"])
+def test_bf16_moments_stay_close_to_fp32_ones(candidate):
+    ours, theirs = parameters(), parameters()
+    kernels = Kernels(detect_machine("cpu"), {"adam": candidate})
+    optimizer = DeepSeekAdam(ours, **HYPER, moments="bf16", kernels=kernels)
+    start = [param.detach().clone() for param in ours]
+    got, want = run(optimizer, ours), run(torch.optim.AdamW(theirs, **HYPER), theirs)
+    assert optimizer.state[ours[0]]["exp_avg"].dtype == torch.bfloat16
+    for a, b, origin in zip(got, want, start, strict=True):
+        # Each moment carries a relative error of up to 2^-8; twelve steps add up about as many.
+        assert_snr(a - origin, b - origin, 30)
+
+
+def test_stochastic_master_keeps_updates_below_half_a_step():
+    """1000 updates of 1/16 of a BF16 step: rounding to nearest loses all of them, ours none on average."""
+    param = torch.nn.Parameter(torch.full((4000,), 1.0, dtype=torch.bfloat16))
+    optimizer = DeepSeekAdam([param], lr=2.0**-11, betas=(0.0, 0.0), weight_decay=0.0, master="stochastic")
+    for _ in range(1000):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert "master" not in optimizer.state[param]
+    assert param.float().mean().item() == pytest.approx(1 - 1000 * 2.0**-11, abs=2e-3)
+
+
+def test_stochastic_rounding_is_unbiased_and_keeps_what_is_exact():
+    exact = torch.tensor([0.0, 1.0, -2.5, torch.inf, -torch.inf, torch.nan, 1e-40])
+    rounded = stochastic_round_bf16(exact, 3)
+    assert torch.equal(rounded[:5].float(), exact[:5])
+    assert rounded[5].isnan()
+    x = torch.randn(200_000)
+    mean = torch.stack([stochastic_round_bf16(x, stream).float() for stream in range(16)]).mean(0)
+    # 16 draws of one-step noise: 12 dB better than a single rounding, which has about 46 dB.
+    assert snr_db(mean, x) > 55
+    bits = hash_bits(1_000_000, 12345, torch.device("cpu")).float()
+    assert bits.mean().item() == pytest.approx(32767.5, rel=3e-3)
+    assert torch.corrcoef(torch.stack([bits[:-1], bits[1:]]))[0, 1].abs() < 5e-3
+
+
+def test_compiled_and_reference_draw_the_same_random_bits():
+    outcomes = []
+    for candidate in ("compiled", "ref"):
+        params = parameters(torch.bfloat16)
+        kernels = Kernels(detect_machine("cpu"), {"adam": candidate})
+        run(DeepSeekAdam(params, **HYPER, moments="bf16", master="stochastic", kernels=kernels), params, 2)
+        outcomes.append(torch.cat([param.detach().view(-1) for param in params]))
+    # A fused multiply-add may move a value across a rounding border; all other bits must agree.
+    assert (outcomes[0] == outcomes[1]).float().mean() > 0.99
+
+
+def test_state_dict_round_trip_continues_bitwise():
+    ours = parameters(torch.bfloat16)
+    optimizer = DeepSeekAdam(ours, **HYPER, moments="bf16", master="stochastic", seed=7)
+    run(optimizer, ours, 3)
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    other = DeepSeekAdam(copies, **HYPER, moments="bf16", master="stochastic", seed=7)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.state[copies[0]]["exp_avg"].dtype == torch.bfloat16
+    for a, b in zip(run(optimizer, ours, 3), run(other, copies, 3), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bad_hyperparameters_are_refused():
+    with pytest.raises(ValueError, match="betas"):
+        DeepSeekAdam(parameters(), betas=(1.0, 0.9))
+    with pytest.raises(ValueError, match="FP16"):
+        DeepSeekAdam(parameters(torch.float16), master="stochastic")
