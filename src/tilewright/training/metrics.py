@@ -1,0 +1,134 @@
+"""The run's record in three append-only files: metrics.jsonl, events.jsonl and samples.jsonl.
+
+One JSON object a line, written at once, so a killed process loses at most the line it was writing. On resume that
+torn line is cut, and so are rows past the step resumed from, which will be written again: curves never double.
+Events of the process (start, stop, a rejected checkpoint) stay. Numbers that are not finite are null. Called by `loop`.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.training.durable import write_whole
+
+# Events that a resumed run brings about again; the others tell of the process and stay.
+REPLAYED_EVENTS = frozenset({"overflow", "skip", "eval", "precision_switch", "save", "done", "report"})
+
+Row = dict[str, Any]
+
+
+class JsonLines:
+    """One append-only file of JSON rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (held until close)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write a row; it is with the operating system when this returns."""
+        self._file.write(json.dumps(_finite(row), allow_nan=False, default=float) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What `repair` did: broken lines cut, and whole rows dropped."""
+
+    torn: int
+    dropped: int
+
+
+def repair(path: Path, keep: Callable[[Row], bool]) -> Repair:
+    """Cut lines that are not whole JSON objects and rows that `keep` refuses; the file is replaced whole."""
+    if not path.exists():
+        return Repair(0, 0)
+    kept, torn, dropped = [], 0, 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        row = _parse(line)
+        if row is None:
+            torn += 1
+        elif keep(row):
+            kept.append(line.decode("utf-8"))
+        else:
+            dropped += 1
+    if torn or dropped:
+        write_whole(path, "".join(kept))
+    return Repair(torn, dropped)
+
+
+class RunLog:
+    """Writes metrics, events and samples of one run, with the run's own clock.
+
+    Args:
+        folder: the run folder.
+        resumed_step: rows after this step are cut, None for a new run (nothing is cut, whatever is there).
+        elapsed_s: seconds the run had been training at that step; `time_s` goes on from there.
+    """
+
+    def __init__(self, folder: Path, *, resumed_step: int | None = None, elapsed_s: float = 0.0) -> None:
+        self.repaired = {}
+        if resumed_step is not None:
+            self.repaired = {
+                "metrics.jsonl": repair(folder / "metrics.jsonl", lambda row: row["step"] <= resumed_step),
+                "samples.jsonl": repair(folder / "samples.jsonl", lambda row: row["step"] <= resumed_step),
+                "events.jsonl": repair(
+                    folder / "events.jsonl",
+                    lambda row: row["step"] <= resumed_step or row["kind"] not in REPLAYED_EVENTS,
+                ),
+            }
+        self._started = time.perf_counter() - elapsed_s
+        self._metrics = JsonLines(folder / "metrics.jsonl")
+        self._events = JsonLines(folder / "events.jsonl")
+        self._samples = JsonLines(folder / "samples.jsonl")
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds this run has been going, those before the resume included."""
+        return time.perf_counter() - self._started
+
+    def metrics(self, step: int, **values: Any) -> Row:
+        """Append a row of metrics and return it."""
+        row = {"step": step, "time_s": round(self.elapsed_s, 4), **values}
+        self._metrics.append(row)
+        return row
+
+    def event(self, step: int, kind: str, message: str, **numbers: Any) -> None:
+        """Append an event: one automatic decision or happening, with the numbers behind it."""
+        self._events.append(
+            {"step": step, "time_s": round(self.elapsed_s, 4), "kind": kind, "message": message, **numbers}
+        )
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Append a text that the model wrote."""
+        self._samples.append({"step": step, "time_s": round(self.elapsed_s, 4), "prompt": prompt, "text": text})
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._metrics, self._events, self._samples):
+            file.close()
+
+
+def _parse(line: bytes) -> Row | None:
+    """The row in a line, None where it is torn."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return value

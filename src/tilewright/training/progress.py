@@ -1,0 +1,95 @@
+"""What the user sees while training: a live line on a terminal, else one plain line of fixed columns a log interval.
+
+    step 120/2000 | loss 3.4102 | gnorm 0.81 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB | 8,412 tok/s
+    | wait 1.2% | eta 12m00s
+
+Everything shown is in metrics.jsonl too. Called by `loop`.
+"""
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from tilewright.core.log import ROOT, get_logger, say
+from tilewright.core.units import format_seconds
+
+_GIB = 2**30
+
+
+class Progress(Protocol):
+    """Shows lines that replace each other, and notes that stay."""
+
+    def line(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainProgress:
+    """Every line stays: for files, pipes and grep."""
+
+    def line(self, text: str) -> None:
+        say(text)
+
+    def note(self, text: str) -> None:
+        say(text)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class LiveProgress:
+    """One line that is rewritten, notes above it."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        self._text = Text
+        self._live = Live(Text(""), auto_refresh=False, transient=False)
+        self._live.start()
+
+    def line(self, text: str) -> None:
+        self._live.update(self._text(text), refresh=True)
+
+    def note(self, text: str) -> None:
+        self._live.console.print(self._text(text))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def open_progress() -> Progress:
+    """The live line where standard output is a terminal and not quiet, else plain lines."""
+    quiet = get_logger(ROOT).level >= logging.ERROR
+    return LiveProgress() if sys.stdout.isatty() and not quiet else PlainProgress()
+
+
+def step_line(
+    row: Mapping[str, Any], *, steps: int, memory_limit: int, num_skips: int, seconds_left: float | None, scaled: bool
+) -> str:
+    """One metrics row as text.
+
+    Args:
+        row: a training row of metrics.jsonl, before it was written (numbers may be NaN).
+        steps: steps of the whole run.
+        memory_limit: bytes the run may use.
+        num_skips: skipped steps so far.
+        seconds_left: estimate for the rest of the run, None while unknown.
+        scaled: the run has a loss scale.
+    """
+    parts = [
+        f"step {row['step']}/{steps}",
+        f"loss {row['loss']:.4f}",
+        f"gnorm {row['grad_norm']:.3g}",
+        f"lr {row['lr']:.1e}",
+        f"scale {row['loss_scale']:g} ({num_skips} skips)" if scaled else f"{num_skips} skips",
+        f"mem {row['memory_bytes'] / _GIB:.1f}/{memory_limit / _GIB:.1f} GiB",
+        f"{row['tokens_per_s']:,.0f} tok/s",
+        f"wait {row['wait_share']:.1%}",
+    ]
+    if seconds_left is not None:
+        parts.append(f"eta {format_seconds(seconds_left)}")
+    return " | ".join(parts)

@@ -1,0 +1,185 @@
+"""What a checkpoint holds, and how it goes back: everything that a step changes.
+
+Tensors (model, optimizer, torch's generators) under flat names, the rest (Python's and numpy's generators, loss
+scale, clipping, data cursor, counters) as JSON:
+
+    model.<fqn>   optimizer.<fqn>.<state>   rng.cpu   rng.cuda.<i>
+
+Parameters that share storage (tied embeddings) are held once, under their first name. Tensors are restored in
+place, so the model is never in memory twice. Writing and finding checkpoints is `checkpoint`'s matter.
+Called by `loop`.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from tilewright.core.errors import CheckpointError
+from tilewright.training.checkpoint import read_meta, read_tensors, stored_tensors
+
+_MAX_DIFFERENCES = 5
+
+
+class Stateful(Protocol):
+    """A component with a small state of JSON types: scaler, clipping, data stream, progress."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """References to all that a step changes. Nothing is copied here.
+
+    Args:
+        model: parameters and persistent buffers are saved under their fully qualified names.
+        optimizer: its states are saved under the names of their parameters.
+        parts: components with a small state, by name.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    parts: Mapping[str, Stateful]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors by name, and copies of the generators' states."""
+        return self._model_tensors() | self._optimizer_tensors() | _torch_rng()
+
+    def meta(self) -> dict[str, Any]:
+        """Everything that is not a tensor, in JSON types."""
+        return {
+            "format": 1,
+            "model": model_fingerprint(self.model),
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "rng": {"python": _python_rng(), "numpy": _numpy_rng()},
+        }
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        """Load a checkpoint into the live objects; returns its meta.
+
+        Optimizer states that exist are loaded in place in their own dtype, missing ones are made as stored.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model or optimizer, or cannot be read.
+        """
+        meta = read_meta(path)
+        stored = stored_tensors(path)
+        self._check_model(path, stored)
+        self._make_optimizer_states(path, stored)
+        targets = self._model_tensors() | self._optimizer_tensors()
+        rng = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored.items() if name[:4] == "rng."}
+        with torch.no_grad():
+            read_tensors(path, targets | rng)
+        for name, part in self.parts.items():
+            part.load_state_dict(meta["parts"][name])
+        _set_rng(rng, meta["rng"])
+        return meta
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        named, seen = {}, set()
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise AssertionError(f"{name} in the model's state_dict is no tensor: {type(value).__name__}")
+            key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
+            if key not in seen:
+                seen.add(key)
+                named[f"model.{name}"] = value.detach()
+        return named
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        names = {param: name for name, param in self.model.named_parameters()}
+        return {
+            f"optimizer.{names[param]}.{key}": value
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            for key, value in self.optimizer.state.get(param, {}).items()
+        }
+
+    def _check_model(self, path: Path, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        here = {name: tuple(tensor.shape) for name, tensor in self._model_tensors().items()}
+        there = {name: shape for name, (_, shape) in stored.items() if name.startswith("model.")}
+        raise_on_difference(f"{path} is a checkpoint of another model.", "model.", here, there)
+
+    def _make_optimizer_states(self, path: Path, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        if any(self.optimizer.state.get(p) for group in self.optimizer.param_groups for p in group["params"]):
+            here = {name: tuple(tensor.shape) for name, tensor in self._optimizer_tensors().items()}
+            there = {name: shape for name, (_, shape) in stored.items() if name.startswith("optimizer.")}
+            raise_on_difference(f"{path} was written by another optimizer.", "optimizer.", here, there)
+            return
+        for name, param in self.model.named_parameters():
+            prefix = f"optimizer.{name}."
+            for key, (dtype, shape) in stored.items():
+                if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                    device = param.device if shape else "cpu"
+                    self.optimizer.state[param][key[len(prefix) :]] = torch.empty(shape, dtype=dtype, device=device)
+
+
+def raise_on_difference(
+    what: str, prefix: str, here: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compare names and shapes of the run (`here`) with those of a checkpoint (`there`).
+
+    Raises:
+        CheckpointError: they differ; the first differences are listed.
+    """
+    lines = []
+    for name in sorted(here.keys() | there.keys()):
+        ours, theirs = here.get(name), there.get(name)
+        if ours != theirs:
+            lines.append(f"{name.removeprefix(prefix)}: {_shape(theirs)} in the checkpoint, {_shape(ours)} in this run")
+    if not lines:
+        return
+    more = len(lines) - _MAX_DIFFERENCES
+    raise CheckpointError(
+        what,
+        got="\n".join(lines[:_MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else [])),
+        need="the same names and shapes as the recipe builds",
+        try_="train with the recipe of that run (its run.toml), or into another folder: --run.name NEW",
+    )
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """A hash of the names and shapes of parameters and persistent buffers."""
+    rows = sorted(f"{name}:{tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
+    return xxhash.xxh3_128_hexdigest("\n".join(rows).encode())
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+def _torch_rng() -> dict[str, Tensor]:
+    states = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states |= {f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _python_rng() -> list[Any]:
+    version, numbers, gauss = random.getstate()
+    return [version, list(numbers), gauss]
+
+
+def _numpy_rng() -> list[Any]:
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
+
+
+def _set_rng(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    torch.set_rng_state(tensors["rng.cpu"])
+    for name, state in tensors.items():
+        index = name.removeprefix("rng.cuda.")
+        if index != name and torch.cuda.is_available() and int(index) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, int(index))
+    version, numbers, gauss = meta["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = meta["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -1,0 +1,237 @@
+"""One optimizer step: the `Executor` interface, and the standard one (autograd over micro-batches).
+
+The loss of a step is the mean over all its targets, whatever the micro-batches hold: targets are counted on the
+host before the first forward pass, each micro-batch adds `loss_sum / total`, so uneven micro-batches give the gradient
+of the whole batch. A step whose gradient is not finite or too large changes nothing but the loss scale, and says so.
+Which data comes, which learning rate, and what is written down is the matter of `loop`, which calls this.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tilewright.core.errors import HardwareError, NumericsError
+from tilewright.memory.ledger import Ledger
+from tilewright.models.contract import TrainableModel
+from tilewright.optim.clip import GradClip
+from tilewright.precision.loss_scale import DynamicScaler
+
+IGNORED_LABEL = -100
+MAX_BAD_STEPS = 3
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, over all ranks."""
+
+    loss: float
+    """Mean loss a target, in nats, before the update."""
+    num_targets: int
+    """Targets that the loss is the mean of."""
+    num_tokens: int
+    """Tokens read, padding left out (images: rows)."""
+    grad_norm: float
+    """Global norm of the true gradient, before clipping."""
+    skipped: str | None
+    """Why the update was not applied; None where it was."""
+    loss_scale: float
+    """Loss scale that this step used, 1 without scaling."""
+    seconds: float
+
+
+class Executor(Protocol):
+    """Runs optimizer steps. Implementations differ in what is in memory when, never in the result."""
+
+    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
+        """Forward, backward and update over the micro-batches of this rank, at learning rate `lr`."""
+        ...
+
+
+class StandardExecutor:
+    """The plain PyTorch way: one backward pass a micro-batch, gradients accumulated, one update.
+
+    With `torch.distributed` initialised the model is taken as replicated: counts and gradients are summed over
+    the ranks, and each rank passes its own micro-batches.
+
+    Args:
+        model: anything with `loss(batch) -> LossOutput`; an `after_step()` it has is called after each update.
+        optimizer: over the model's parameters; its groups' rates are set at each step.
+        scaler: dynamic loss scale, None for no scaling.
+        clip: clipping, and the threshold above which a step is skipped.
+        device: where batches are moved.
+        ledger: measures memory by phase, if given.
+
+    Raises:
+        HardwareError: several ranks, and parameters that are sharded: their gradients would not be summed right.
+    """
+
+    def __init__(
+        self,
+        model: TrainableModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scaler: DynamicScaler | None = None,
+        clip: GradClip,
+        device: torch.device | str = "cpu",
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.clip = clip
+        self.device = torch.device(device)
+        self.ledger = ledger
+        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._after_step = getattr(model, "after_step", None)
+        self._bad_steps = 0
+        self._refuse_sharded()
+
+    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
+        """See `Executor.step`.
+
+        Raises:
+            NumericsError: without loss scaling, the third step in a row whose gradient is not finite. The weights
+                are those of the last good step.
+        """
+        started = time.perf_counter()
+        totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)])
+        self._sum_over_ranks([totals])
+        num_targets, num_tokens = totals.tolist()
+        scale = self.scaler.scale_value if self.scaler is not None else 1.0
+        loss_sum = self._accumulate(microbatches, scale / max(num_targets, 1))
+        self._sum_over_ranks([loss_sum])
+        with self._phase("update"):
+            self._share_gradients()
+            loss = float(loss_sum) / max(num_targets, 1)
+            norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
+            self._watch(loss, norm)
+            if skipped is None:
+                self._apply(lr)
+            self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss, num_targets, num_tokens, norm, skipped, scale, time.perf_counter() - started)
+
+    def _accumulate(self, microbatches: Sequence[Batch], factor: float) -> Tensor:
+        """Sum of the losses over all targets (FP32); `factor` times its gradient is left in `param.grad`."""
+        loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
+        loss_sum = loss_sum.to(self.device)
+        for host_batch in microbatches:
+            batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in host_batch.items()}
+            with self._phase("forward"):
+                output = self.model.loss(batch)
+            with self._phase("backward"):
+                (output.loss_sum * factor).backward()
+            loss_sum += output.loss_sum.detach()
+        return loss_sum
+
+    def _judge(self, loss: float, inv_scale: float) -> tuple[float, str | None]:
+        """Unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason not to apply it."""
+        result = self.clip(self._params, inv_scale)
+        overflow = not (math.isfinite(result.norm) and math.isfinite(loss))
+        if self.scaler is not None:
+            self.scaler.update(overflow)
+        if overflow:
+            return result.norm, "overflow" if self.scaler is not None else "the loss or its gradient is not finite"
+        return result.norm, result.skip
+
+    def _apply(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        if self._after_step is not None:
+            self._after_step()
+
+    def _watch(self, loss: float, norm: float) -> None:
+        """Stop after several bad steps in a row that no loss scale can mend."""
+        if self.scaler is not None or (math.isfinite(norm) and math.isfinite(loss)):
+            self._bad_steps = 0
+            return
+        self._bad_steps += 1
+        if self._bad_steps >= MAX_BAD_STEPS:
+            raise not_finite_error(self.model, loss, self._bad_steps)
+
+    # ---- several ranks, one replica each ----
+
+    def _refuse_sharded(self) -> None:
+        if self._world > 1 and any(isinstance(param, DTensor) for param in self._params):
+            raise HardwareError(
+                "The standard executor cannot train a sharded model on several ranks.",
+                got=f"{self._world} ranks and DTensor parameters",
+                need="a replica of the whole model on each rank",
+                try_="leave the model unsharded",
+            )
+
+    def _sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
+        if self._world > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def _share_gradients(self) -> None:
+        if self._world > 1:
+            for param in self._params:
+                if param.grad is None:  # a parameter unused here may be used on another rank
+                    param.grad = torch.zeros_like(param)
+            self._sum_over_ranks([param.grad for param in self._params if param.grad is not None])
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return self.ledger.phase(name) if self.ledger is not None else nullcontext()
+
+
+def count_targets(microbatches: Sequence[Batch]) -> int:
+    """Labels that are not -100, over all micro-batches.
+
+    Example:
+        >>> count_targets([{"labels": torch.tensor([[5, -100]])}, {"labels": torch.tensor([[7, 8]])}])
+        3
+    """
+    return sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in microbatches)
+
+
+def count_tokens(microbatches: Sequence[Batch]) -> int:
+    """Tokens that are not padding; of image batches the rows."""
+    return sum(_tokens_in(batch) for batch in microbatches)
+
+
+def _tokens_in(batch: Batch) -> int:
+    if "segments" in batch:
+        return int((batch["segments"] >= 0).sum())
+    return batch["input_ids"].numel() if "input_ids" in batch else batch["labels"].numel()
+
+
+def not_finite_error(model: nn.Module, loss: float, steps: int) -> NumericsError:
+    """The error of a run whose gradient stays non-finite, naming where that shows first."""
+    bad_weights = list(_not_finite((name, param) for name, param in model.named_parameters()))
+    named = [(name, param.grad) for name, param in model.named_parameters() if param.grad is not None]
+    bad = list(_not_finite(reversed(named)))  # the backward pass runs from the last module to the first
+    got = [f"loss {loss:.6g}; {len(bad)} of {len(named)} gradients are not finite"]
+    if bad:
+        got.append(f"first in backward order: {bad[0].rpartition('.')[0] or bad[0]} ({bad[0]})")
+    if bad_weights:
+        got.append(f"{len(bad_weights)} parameters are not finite themselves, the first is {bad_weights[0]}")
+    return NumericsError(
+        f"The gradient was not finite in {steps} steps in a row.",
+        got="\n".join(got),
+        need="finite losses and gradients; the weights have not changed since the last good step",
+        try_="optim.lr lower, optim.warmup_steps higher, or that module in FP32:\n"
+        '[[precision.rules]] match = "NAME" compute = "fp32"',
+    )
+
+
+def all_finite(model: nn.Module) -> bool:
+    """True where every parameter and buffer is finite."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return not any(True for _ in _not_finite((name, t) for name, t in tensors if t.is_floating_point()))
+
+
+@torch.no_grad()
+def _not_finite(named: Iterator[tuple[str, Tensor | None]]) -> Iterator[str]:
+    return (name for name, tensor in named if tensor is not None and not bool(torch.isfinite(tensor).all()))

@@ -1,0 +1,182 @@
+"""Checkpoints are whole or not there, survive a bad disk, and the newest sound one is found."""
+
+import resource
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.core.errors import CheckpointError
+from tilewright.training import checkpoint
+from tilewright.training.checkpoint import CheckpointStore, read_meta, read_tensors, stored_tensors
+from tilewright.training.durable import check_manifest
+
+
+def _tensors(seed: int, size: int = 50) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "w": torch.randn(size, 3, generator=generator),
+        "b": torch.randn(size, generator=generator).to(torch.bfloat16),
+        "step": torch.tensor(seed),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def _save(store: CheckpointStore, step: int) -> None:
+    store.save(step, _tensors(step), {"step": step})
+    store.wait()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_tensors_and_meta_come_back_bitwise(tmp_path, background):
+    store = CheckpointStore(tmp_path / "c", background=background)
+    _save(store, 7)
+    (record,) = store.finished()
+    assert record.error is None
+    assert record.background is background
+    assert record.bytes > 50 * 3 * 4
+    path, rejected = store.newest_sound()
+    assert path == tmp_path / "c" / "step_00000007"
+    assert rejected == []
+    assert read_meta(path) == {"step": 7}
+    wanted = _tensors(7)
+    assert stored_tensors(path) == {name: (t.dtype, tuple(t.shape)) for name, t in wanted.items()}
+    targets = {name: torch.zeros_like(t) for name, t in wanted.items()}
+    read_tensors(path, targets)
+    for name, tensor in wanted.items():
+        assert torch.equal(targets[name], tensor), name
+
+
+def test_background_save_holds_the_values_of_its_call(tmp_path):
+    store = CheckpointStore(tmp_path)
+    tensors = {"w": torch.zeros(300_000)}
+    store.save(1, tensors, {})
+    tensors["w"].fill_(5.0)
+    store.save(2, tensors, {})
+    tensors["w"].fill_(9.0)
+    store.close()
+    for step, value in ((1, 0.0), (2, 5.0)):
+        target = {"w": torch.full((300_000,), -1.0)}
+        read_tensors(store.path_of(step), target)
+        assert torch.equal(target["w"], torch.full((300_000,), value))
+
+
+def test_keeps_the_newest(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (5, 10, 15, 20):
+        _save(store, step)
+    assert [path.name for path in store.paths()] == ["step_00000015", "step_00000020"]
+
+
+def test_a_step_in_place_is_not_written_again(tmp_path):
+    store = CheckpointStore(tmp_path)
+    _save(store, 3)
+    _save(store, 3)
+    assert len(store.finished()) == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(name=st.sampled_from(["__0_0.distcp", ".metadata", "meta.json", "manifest.json"]), where=st.floats(0, 0.999))
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_any_damage_to_the_newest_is_found_and_the_one_before_is_used(tmp_path_factory, damage, name, where):
+    folder = tmp_path_factory.mktemp("damage")
+    store = CheckpointStore(folder)
+    _save(store, 1)
+    _save(store, 2)
+    _damage(store.path_of(2) / name, damage, where)
+    path, rejected = store.newest_sound()
+    if path == store.path_of(2):  # a flipped bit in the manifest's white space changes nothing that is checked
+        assert name == "manifest.json"
+        assert damage == "flip"
+    else:
+        assert path == store.path_of(1)
+        assert [r.path for r in rejected] == [store.path_of(2)]
+        assert rejected[0].reason
+
+
+def _damage(path, damage: str, where: float) -> None:
+    data = bytearray(path.read_bytes())
+    at = int(len(data) * where)
+    if damage == "remove":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(data[:at])
+    else:
+        data[at] ^= 0x11
+        path.write_bytes(data)
+
+
+def test_a_rejected_checkpoint_makes_room_for_its_step(tmp_path):
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    (store.path_of(1) / "meta.json").write_text("{")
+    path, rejected = store.newest_sound()
+    assert path is None
+    store.set_aside(rejected[0])
+    fresh = CheckpointStore(tmp_path)
+    _save(fresh, 1)
+    assert fresh.newest_sound()[0] == fresh.path_of(1)
+    assert (tmp_path / "step_00000001.rejected").is_dir()
+
+
+def test_partial_folders_are_no_checkpoints_and_are_removed(tmp_path):
+    store = CheckpointStore(tmp_path)
+    _save(store, 1)
+    shutil.copytree(store.path_of(1), tmp_path / "step_00000002.partial")
+    assert store.newest_sound()[0] == store.path_of(1)
+    assert [path.name for path in store.remove_unfinished()] == ["step_00000002.partial"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, background):
+    store = CheckpointStore(tmp_path, background=background)
+    _save(store, 1)
+    store.finished()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (100_000, before[1])
+    )  # the kernel refuses bytes past this, as a full disk does
+    try:
+        store.save(2, {"w": torch.zeros(500_000)}, {})
+        store.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (record,) = store.finished()
+    assert record.error is not None
+    assert "too large" in record.error
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert check_manifest(store.path_of(1)) is None
+    _save(store, 3)  # and the store goes on when there is room again
+    assert store.newest_sound()[0] == store.path_of(3)
+
+
+def test_an_unwritable_folder_is_reported(tmp_path):
+    (tmp_path / "c").write_text("a file where the folder should be")
+    store = CheckpointStore(tmp_path / "c")
+    _save(store, 1)
+    (record,) = store.finished()
+    assert "FileExistsError" in record.error
+    assert store.newest_sound() == (None, [])
+
+
+def test_what_is_no_checkpoint_is_a_four_part_error(tmp_path):
+    with pytest.raises(CheckpointError, match="is not a checkpoint") as caught:
+        read_meta(tmp_path)
+    problem = caught.value.problems[0]
+    assert problem.got
+    assert problem.need
+    assert problem.try_
+
+
+def test_a_bug_in_the_writing_thread_is_not_swallowed(tmp_path, monkeypatch):
+    def broken(folder):
+        raise KeyError("a bug of ours")
+
+    monkeypatch.setattr(checkpoint, "write_manifest", broken)
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"w": torch.zeros(3)}, {})
+    with pytest.raises(KeyError, match="a bug of ours"):
+        store.wait()

@@ -1,0 +1,129 @@
+"""The record of a run: rows are never torn, doubled or lost; one trainer a folder; sinks are checked at the start."""
+
+import json
+import math
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.core.errors import ConfigError
+from tilewright.training.metrics import RunLog
+from tilewright.training.progress import step_line
+from tilewright.training.run_folder import RunFolder, move_away
+from tilewright.training.sinks import open_sinks, scalars_of
+
+
+def _rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_are_there_at_once_and_not_finite_is_null(tmp_path):
+    log = RunLog(tmp_path)
+    row = log.metrics(1, loss=math.nan, memory={"other": math.inf, "parameters": 5}, skipped=None)
+    assert math.isnan(row["loss"])
+    (written,) = _rows(tmp_path / "metrics.jsonl")  # not closed yet
+    assert written["loss"] is None
+    assert written["memory"] == {"other": None, "parameters": 5}
+    log.event(1, "overflow", "scale halved", loss_scale=2.0)
+    log.sample(1, "a", "b\nc")
+    log.close()
+    assert _rows(tmp_path / "events.jsonl")[0]["loss_scale"] == 2.0
+    assert _rows(tmp_path / "samples.jsonl")[0]["text"] == "b\nc"
+
+
+@settings(max_examples=30, deadline=None)
+@given(cut=st.integers(0, 60), resumed=st.integers(0, 8))
+def test_resume_cuts_the_torn_line_and_later_rows(tmp_path_factory, cut, resumed):
+    folder = tmp_path_factory.mktemp("log")
+    log = RunLog(folder)
+    log.event(0, "start", "new run")
+    for step in range(1, 7):
+        log.metrics(step, loss=float(step))
+        log.event(step, "skip", "too large")
+    log.event(6, "checkpoint_rejected", "torn")
+    log.close()
+    metrics = folder / "metrics.jsonl"
+    data = metrics.read_bytes()
+    metrics.write_bytes(data[: len(data) - cut])
+    whole = data[: len(data) - cut].count(b"\n")
+
+    log = RunLog(folder, resumed_step=resumed, elapsed_s=100.0)
+    assert [row["step"] for row in _rows(metrics)] == list(range(1, min(whole, resumed) + 1))
+    kinds = [(row["kind"], row["step"]) for row in _rows(folder / "events.jsonl")]
+    assert kinds == [("start", 0), *(("skip", s) for s in range(1, min(resumed, 6) + 1)), ("checkpoint_rejected", 6)]
+    assert log.repaired["metrics.jsonl"].dropped == max(0, whole - resumed)
+    assert log.metrics(resumed + 1, loss=0.0)["time_s"] >= 100.0
+    log.close()
+
+
+def test_second_trainer_in_a_folder_is_refused(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(ConfigError, match="Another process is training") as caught:
+        RunFolder(tmp_path / "run")
+    assert "holds the lock" in caught.value.problems[0].got
+    folder.close()
+    RunFolder(tmp_path / "run").close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunFolder(tmp_path / "file" / "run")
+
+
+def test_latest_follows_the_newest_run_and_spares_a_run_of_that_name(tmp_path):
+    for name in ("a", "b"):
+        folder = RunFolder(tmp_path / name)
+        folder.link_latest()
+        folder.close()
+        assert (tmp_path / "latest").resolve() == tmp_path / name
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    folder = RunFolder(tmp_path / "a")
+    folder.link_latest()
+    folder.close()
+    assert not (tmp_path / "latest").is_symlink()
+
+
+def test_move_away_never_overwrites(tmp_path):
+    moved = []
+    for _ in range(2):
+        (tmp_path / "run").mkdir()
+        moved.append(move_away(tmp_path / "run").name)
+    assert moved == ["run.old-1", "run.old-2"]
+    assert move_away(tmp_path / "run") is None
+
+
+def test_missing_sink_stops_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="sink wandb is not installed") as caught:
+        open_sinks(["wandb"], tmp_path, {})
+    assert "tilewright[wandb]" in caught.value.problems[0].try_
+
+
+def test_tensorboard_gets_the_scalars(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (sink,) = open_sinks(["tensorboard"], tmp_path, {})
+    for step in (1, 2):
+        sink.log(step, scalars_of({"step": step, "loss": 2.0 / step, "skipped": None, "bad": math.nan}))
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+
+
+def test_step_line_has_fixed_columns():
+    row = {
+        "step": 120, "loss": 3.41019, "grad_norm": 0.8123, "lr": 2.9e-4, "loss_scale": 65536.0,
+        "memory_bytes": 11.2 * 2**30, "tokens_per_s": 8412.3, "wait_share": 0.012,
+    }  # fmt: skip
+    line = step_line(row, steps=2000, memory_limit=24 * 2**30, num_skips=0, seconds_left=720.0, scaled=True)
+    assert line == (
+        "step 120/2000 | loss 3.4102 | gnorm 0.812 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB"
+        " | 8,412 tok/s | wait 1.2% | eta 12m00s"
+    )
