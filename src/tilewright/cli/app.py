@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import click
 
-from tilewright.core.errors import EXIT_INPUT, TilewrightError
+from tilewright.core.errors import EXIT_INPUT, ConfigError, TilewrightError
 
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -20,8 +20,11 @@ EXIT_PIPE = 141
 # Name -> (where the command is, one line of help), in the order a newcomer needs them.
 COMMANDS = {
     "init": ("tilewright.cli.init:init", "Write a commented recipe here."),
-    "doctor": ("tilewright.cli.doctor:doctor", "What this machine is, and which kernel each operation gets, and why."),
-    "plan": ("tilewright.cli.plan:plan", "Say whether a run fits, how fast it will be, and what binds, before it runs."),
+    "doctor": ("tilewright.cli.doctor:doctor", "This machine, and which kernel each operation gets, and why."),
+    "plan": (
+        "tilewright.cli.plan:plan",
+        "Does a run fit, how fast will it be, what binds: before it runs.",
+    ),
     "train": ("tilewright.cli.train:train", "Train a model from a recipe; continue where the run stopped."),
     "eval": ("tilewright.cli.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
     "generate": ("tilewright.cli.generate:generate", "Continue a text with the model of a run."),
@@ -72,13 +75,18 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Print the version.")
-def cli() -> None:
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Print the version."
+)
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Train large transformers on little hardware, and show the numbers.
 
     Begin with `tilewright train`, which trains the default recipe, or `tilewright init`.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def main(args: list[str] | None = None) -> None:
@@ -99,7 +107,8 @@ def run(args: list[str]) -> int:
             raise
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "tilewright"
+        _print_error(ConfigError(error.format_message(), try_=f"{command} --help"))
         return EXIT_INPUT
     except (KeyboardInterrupt, click.Abort):
         click.echo("\nstopped", err=True)

@@ -1,13 +1,15 @@
 """What commands share: the recipe argument with `--section.field value`, verbosity, and JSON output."""
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from tilewright.core import log
+from tilewright.core import env, log
+from tilewright.core.errors import ConfigError
 
 _OVERRIDES = "tilewright.overrides"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,7 +47,7 @@ class RecipeCommand(click.Command):
 
         near = list(error.possibilities or [])
         setting = schema.suggest(error.option_name.lstrip("-"))
-        if not near and setting:
+        if not near and "." in setting:
             near = [f"--{setting}"]
         hint = f" Did you mean {' or '.join(near)}?" if near else " Settings are written --section.field value."
         return click.UsageError(f"No such option {error.option_name!r}.{hint}", error.ctx)
@@ -64,8 +66,23 @@ def recipe_argument(function: Function) -> Function:
 
 
 def run_argument(function: Function) -> Function:
-    """A run folder, or the recipe's name of one below `runs`."""
-    return click.argument("run", type=click.Path(path_type=Path), metavar="RUN")(function)
+    """A run folder, `runs/latest` where it is left out."""
+    return click.argument("run", default="runs/latest", metavar="[RUN]", callback=_run_folder)(function)
+
+
+def _run_folder(ctx: click.Context, param: click.Parameter, value: str) -> Path:
+    """The folder meant by a path, or by a name below `runs`."""
+    for folder in (Path(value), Path("runs") / value):
+        if (folder / "run.toml").is_file():
+            return folder
+    beside = Path("runs") if Path("runs").is_dir() else Path(value).parent
+    found = sorted(path.parent.name for path in beside.glob("*/run.toml"))
+    raise ConfigError(
+        "no such run",
+        got=value,
+        need="a folder with a run.toml" + (f"; in {beside}: {', '.join(found)}" if found else ""),
+        try_="tilewright train, which makes one",
+    )
 
 
 def verbosity(function: Function) -> Function:
@@ -101,3 +118,34 @@ def overrides(ctx: click.Context) -> list[str]:
 def print_json(value: object) -> None:
     """JSON on standard output, whatever the verbosity."""
     click.echo(json.dumps(value, indent=2))
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on standard output, whatever the verbosity: fitted to a terminal, else one whole line a row."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+        for row in rows:
+            table.add_row(*row)
+        Console(no_color=env.no_color() or None).print(table, markup=False)
+        return
+    lines = [list(columns), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for line in lines:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def show_dicts(rows: Sequence[dict[str, Any]]) -> None:
+    """A table of equal dicts, one column a key."""
+    show_table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows])
+
+
+def _cell(value: Any) -> str:
+    """Pairs as `name: text; ...`, other lists as a shape, everything else as it prints."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
+        return "; ".join(": ".join(map(str, pair)) for pair in value)
+    if isinstance(value, list | tuple):
+        return "x".join(map(str, value))
+    return str(value)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import click
 
-from tilewright.cli.common import json_option, print_json, verbosity
+from tilewright.cli.common import json_option, print_json, show_dicts, verbosity
 from tilewright.core.hardware import Machine, detect_machine
-from tilewright.core.log import say
 from tilewright.core.units import format_bytes
 
 DISK_TEST_BYTES = 64 * 2**20
@@ -23,7 +22,7 @@ DISK_TEST_BYTES = 64 * 2**20
 @json_option
 @verbosity
 def doctor(device: str, as_json: bool) -> None:
-    """What this machine is, and which kernel each operation gets, and why."""
+    """This machine, and which kernel each operation gets, and why."""
     from tilewright.ops.kernels import Kernels
 
     machine = detect_machine(device)
@@ -35,10 +34,10 @@ def doctor(device: str, as_json: bool) -> None:
         print_json({"machine": machine.to_json(), "kernels": kernels, "disk": disk, "warnings": warnings})
         return
     _print_machine(machine, speed)
-    say()
-    say(_kernel_table(kernels))
+    click.echo()
+    show_dicts(_merged(kernels))
     for warning in warnings:
-        say(f"note: {warning}")
+        click.echo(f"note: {warning}")
 
 
 def _print_machine(machine: Machine, speed: float | None) -> None:
@@ -54,7 +53,7 @@ def _print_machine(machine: Machine, speed: float | None) -> None:
         ("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())),
     ]
     for label, text in rows:
-        say(f"{label:<9} {text}")
+        click.echo(f"{label:<9} {text}")
 
 
 def _memory(machine: Machine) -> str:
@@ -62,17 +61,19 @@ def _memory(machine: Machine) -> str:
     return host if machine.device == "cpu" else f"{format_bytes(machine.device_memory_bytes)} device, {host}"
 
 
-def _kernel_table(rows: list[dict[str, object]]):
-    """One line an operation and case; the reasons against the others in the last column."""
-    from rich.table import Table
-
-    table = Table("operation", "case", "chosen", "not chosen, because", box=None, pad_edge=False, header_style="bold")
+def _merged(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """One row an operation, device and outcome, the dtypes of equal outcome together."""
+    merged: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
+        device, _, dtype = str(row["case"]).partition(" ")
         rejected = row["rejected"]
         assert isinstance(rejected, list)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
-        table.add_row(str(row["op"]), str(row["case"]), str(row["chosen"]), reasons)
-    return table
+        merged.setdefault((str(row["op"]), device, str(row["chosen"]), reasons), []).append(dtype)
+    return [
+        {"operation": op, "device": device, "dtypes": ", ".join(dtypes), "chosen": chosen, "others, why not": reasons}
+        for (op, device, chosen, reasons), dtypes in merged.items()
+    ]
 
 
 def _warnings(machine: Machine) -> list[str]:

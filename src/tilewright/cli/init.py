@@ -31,7 +31,10 @@ def init(recipe: str, to: Path | None, force: bool, list_: bool) -> None:
     target = to or Path(source.name)
     if target.exists() and not force:
         raise ConfigError(
-            "the file is there already", got=str(target), need="a new name, or --force", try_="tilewright init --to NAME"
+            "the file is there already",
+            got=str(target),
+            need="a new name, or --force",
+            try_="tilewright init --to NAME",
         )
     try:
         target.write_bytes(source.read_bytes())

@@ -290,7 +290,6 @@ _VOID: dict[str, tuple[Callable[[Recipe], bool], str]] = {
     "precision.start_fraction": (lambda r: r.precision.start_mode is None, "precision.start_mode is not set"),
     "optim.decay_fraction": (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"'),
     "optim.min_lr_ratio": (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"'),
-    "optim.clip_adaptive": (lambda r: r.optim.clip_norm == 0, "optim.clip_norm = 0"),
 }
 
 

@@ -11,10 +11,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tilewright.core.units import parse_bytes
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
 Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid"]
 ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16"]
-Backend = Literal["auto", "native", "ref"]
+Backend = Literal["auto", "compiled", "native", "ref"]
 
 
 class Section(BaseModel):
@@ -28,11 +28,11 @@ class RunSection(Section):
     """Name of the run folder inside `dir`. Empty: the recipe's file name."""
     dir: str = "runs"
     """Folder that holds the run folders."""
-    seed: int = Field(1234, ge=0)
+    seed: int = Field(default=1234, ge=0)
     """Seeds initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes a CUDA GPU where there is one."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(default=0, ge=0)
     """CPU threads for torch. 0: one a physical core."""
 
 
@@ -46,49 +46,49 @@ class ModelSection(Section):
     """Start from random weights, or load those in `path`."""
     task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"
     """What is learned. `decoder` does `causal_lm` only."""
-    dim: int = Field(256, ge=8)
+    dim: int = Field(default=256, ge=8)
     """Width of the residual stream."""
-    num_layers: int = Field(6, ge=1)
-    num_heads: int = Field(4, ge=1)
+    num_layers: int = Field(default=6, ge=1)
+    num_heads: int = Field(default=4, ge=1)
     """Query heads. `dim` must be a multiple of it unless `head_dim` is given."""
-    num_kv_heads: int = Field(0, ge=0)
+    num_kv_heads: int = Field(default=0, ge=0)
     """Key and value heads of grouped-query attention. 0: as many as `num_heads`."""
-    head_dim: int = Field(0, ge=0)
+    head_dim: int = Field(default=0, ge=0)
     """Width of a head. 0: `dim / num_heads`."""
-    ffn_dim: int = Field(0, ge=0)
+    ffn_dim: int = Field(default=0, ge=0)
     """Width of the SwiGLU hidden layer. 0: 8/3 of `dim`, rounded up to a multiple of 64."""
-    rope_theta: float = Field(10_000.0, gt=0)
-    norm_eps: float = Field(1e-5, gt=0)
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
     tie_embeddings: bool = True
     """One matrix for embedding and output head."""
-    init_std: float = Field(0.02, gt=0)
+    init_std: float = Field(default=0.02, gt=0)
     attention: Literal["gqa", "mla"] = "gqa"
     """Grouped-query, or multi-head latent attention as in DeepSeek-V3."""
-    q_lora_rank: int = Field(0, ge=0)
+    q_lora_rank: int = Field(default=0, ge=0)
     """MLA: rank of the query compression. 0: none."""
-    kv_lora_rank: int = Field(64, ge=1)
+    kv_lora_rank: int = Field(default=64, ge=1)
     """MLA: rank of the key/value compression."""
-    qk_nope_head_dim: int = Field(32, ge=1)
+    qk_nope_head_dim: int = Field(default=32, ge=1)
     """MLA: query/key width a head without position."""
-    qk_rope_head_dim: int = Field(16, ge=2)
+    qk_rope_head_dim: int = Field(default=16, ge=2)
     """MLA: query/key width a head that carries the rotary position."""
-    v_head_dim: int = Field(32, ge=1)
+    v_head_dim: int = Field(default=32, ge=1)
     """MLA: value width a head."""
-    num_experts: int = Field(0, ge=0)
+    num_experts: int = Field(default=0, ge=0)
     """Routed experts. 0: dense."""
-    num_experts_per_token: int = Field(2, ge=1)
-    num_shared_experts: int = Field(1, ge=0)
-    expert_dim: int = Field(0, ge=0)
+    num_experts_per_token: int = Field(default=2, ge=1)
+    num_shared_experts: int = Field(default=1, ge=0)
+    expert_dim: int = Field(default=0, ge=0)
     """Hidden width of an expert. 0: `ffn_dim / num_experts_per_token`."""
-    num_dense_layers: int = Field(1, ge=0)
+    num_dense_layers: int = Field(default=1, ge=0)
     """MoE: first layers that stay dense."""
-    num_expert_groups: int = Field(1, ge=1)
+    num_expert_groups: int = Field(default=1, ge=1)
     """MoE: groups for group-limited routing."""
-    num_limited_groups: int = Field(1, ge=1)
+    num_limited_groups: int = Field(default=1, ge=1)
     """MoE: groups that a token may route to."""
-    routed_scaling: float = Field(1.0, gt=0)
+    routed_scaling: float = Field(default=1.0, gt=0)
     """MoE: factor on the routed experts' output."""
-    balance_rate: float = Field(1e-3, ge=0)
+    balance_rate: float = Field(default=1e-3, ge=0)
     """MoE: step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2). 0: off."""
 
 
@@ -102,21 +102,21 @@ class DataSection(Section):
     """Mixture weights by domain. Empty: in proportion to tokens."""
     max_bytes: Bytes = 24_000_000
     """Use at most this much text, shared over the domains. 0: no limit."""
-    holdout: float = Field(0.02, gt=0, lt=0.5)
+    holdout: float = Field(default=0.02, gt=0, lt=0.5)
     """Share held out for evaluation, by clusters of near-copies."""
-    seq_len: int = Field(512, ge=8)
+    seq_len: int = Field(default=512, ge=8)
     """Tokens in one packed row."""
-    vocab_size: int = Field(8192, ge=300)
+    vocab_size: int = Field(default=8192, ge=300)
     """Size of the BPE tokenizer trained on the data. Read where `tokenizer` is empty."""
     tokenizer: str = ""
     """A tokenizer.json, or a folder that holds one. Empty: train one and cache it."""
     text_field: str = "text"
     """Field of .jsonl, .parquet and dataset rows that holds the text."""
-    image_size: int = Field(64, ge=8)
+    image_size: int = Field(default=64, ge=8)
     """image_classification: side in pixels that images are resized to."""
     cache_dir: str = ""
     """Where prepared data is kept. Empty: the user's cache folder."""
-    prefetch: int = Field(2, ge=0)
+    prefetch: int = Field(default=2, ge=0)
     """Batches prepared ahead in a background thread. 0: none."""
 
 
@@ -137,7 +137,7 @@ class PrecisionSection(Section):
     norms, softmax and loss) | pure_fp16 (FP16 weights and activations too)."""
     start_mode: Mode | None = None
     """Mode for the first `start_fraction` of the steps, for example tf32 before bf16_mixed."""
-    start_fraction: float = Field(0.2, gt=0, lt=1)
+    start_fraction: float = Field(default=0.2, gt=0, lt=1)
     """Read where `start_mode` is set."""
     rules: tuple[PrecisionRule, ...] = ()
     """Per-layer and per-op exceptions to the mode, later ones win."""
@@ -145,63 +145,63 @@ class PrecisionSection(Section):
     """Operations kept in FP32 besides those of the mode: layer_norm, softmax, ... (`DEEPSEEK_FP32_OPS`)."""
     loss_scale: Literal["auto", "off"] | float = "auto"
     """`auto`: dynamic where gradients are FP16, first value from the parameter count. A number: dynamic from there."""
-    loss_scale_window: int = Field(2000, ge=1)
+    loss_scale_window: int = Field(default=2000, ge=1)
     """Clean steps before the scale doubles (`DEEPSEEK_LOSS_SCALE_WINDOW`)."""
-    loss_scale_min: float = Field(1.0, gt=0)
+    loss_scale_min: float = Field(default=1.0, gt=0)
     """The run stops (exit 4) when an overflow would push the scale below this."""
-    loss_scale_max: float = Field(2.0**24, gt=0)
+    loss_scale_max: float = Field(default=2.0**24, gt=0)
     eval_fp32: bool = True
     """Evaluate in FP32."""
 
 
 class OptimSection(Section):
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay, on matrices only."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Storage of AdamW's two moments."""
     master: Literal["fp32", "stochastic"] = "fp32"
     """FP32 master weights, or weights kept in BF16 alone and updated with stochastic rounding."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = Field(20, ge=0)
-    decay_fraction: float = Field(0.2, gt=0, le=1)
+    warmup_steps: int = Field(default=20, ge=0)
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """wsd: share of the steps at the end in which the rate falls."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate as a share of `lr`."""
-    clip_norm: float = Field(1.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm. 0: no clipping."""
-    clip_adaptive: float = Field(0.0, ge=0)
+    clip_adaptive: float = Field(default=0.0, ge=0)
     """Clip to this many times the running mean of the norm where that is below `clip_norm`. 0: off."""
-    clip_threshold: float = Field(1e5, gt=0)
+    clip_threshold: float = Field(default=1e5, gt=0)
     """A step whose gradient norm is above this is skipped and counted, like an overflow."""
 
 
 class TrainSection(Section):
-    steps: int = Field(400, ge=1)
+    steps: int = Field(default=400, ge=1)
     """Optimizer steps."""
-    batch_size: int = Field(16, ge=1)
+    batch_size: int = Field(default=16, ge=1)
     """Rows (sequences or images) in one optimizer step, over all ranks."""
-    micro_batch: int = Field(8, ge=1)
+    micro_batch: int = Field(default=8, ge=1)
     """Rows in one forward pass; the rest is gradient accumulation."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     """Keep all activations, recompute the cheap ones, or recompute each layer whole."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers. `auto`: where a compiler is found and the model is tilewright's own."""
-    log_every: int = Field(10, ge=1)
-    eval_every: int = Field(100, ge=0)
+    log_every: int = Field(default=10, ge=1)
+    eval_every: int = Field(default=100, ge=0)
     """Steps between evaluations. 0: only at the end."""
-    eval_batches: int = Field(4, ge=1)
+    eval_batches: int = Field(default=4, ge=1)
     """Micro-batches evaluated a domain."""
-    sample_tokens: int = Field(64, ge=0)
+    sample_tokens: int = Field(default=64, ge=0)
     """Length of the text sample in the report. 0: none."""
 
 
 class SaveSection(Section):
-    every: int = Field(1000, ge=0)
+    every: int = Field(default=1000, ge=0)
     """Steps between checkpoints. 0: only at the end and on a signal."""
-    keep: int = Field(3, ge=1)
+    keep: int = Field(default=3, ge=1)
     """Newest checkpoints kept."""
     background: bool = True
     """Write in a background thread while training goes on."""
@@ -219,6 +219,8 @@ class LogSection(Section):
 
 
 class OpsSection(Section):
+    """Which implementation of each operation. `tilewright doctor` lists those there are, with reasons."""
+
     linear: Backend = "auto"
     attention: Backend = "auto"
     rms_norm: Backend = "auto"

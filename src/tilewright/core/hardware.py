@@ -54,7 +54,7 @@ class Machine:
 
     def to_json(self) -> dict[str, object]:
         """Plain types for machine.json."""
-        return asdict(self) | {"cpu_features": sorted(self.cpu_features)}
+        return {**asdict(self), "cpu_features": sorted(self.cpu_features)}
 
 
 def detect_machine(device: str = "auto") -> Machine:

@@ -1,0 +1,114 @@
+"""`tilewright inspect`: a recipe's values and sources, a run's precision and kernels, a checkpoint's contents."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, show_dicts, show_table, verbosity
+from tilewright.core import schema
+from tilewright.core.errors import ConfigError
+from tilewright.core.load import load_recipe
+from tilewright.core.log import say
+from tilewright.core.units import format_bytes, format_count
+
+
+@click.command("inspect", cls=RecipeCommand)
+@click.argument("target", default="default", metavar="[TARGET]")
+@click.option("--schema", "as_schema", is_flag=True, help="Print the JSON schema of recipes, for editors.")
+@json_option
+@verbosity
+@click.pass_context
+def inspect_(ctx: click.Context, target: str, as_schema: bool, as_json: bool) -> None:
+    """Look into a recipe, a run or a checkpoint.
+
+    TARGET is a recipe (every setting with its value and source), a run folder (what ran in which precision and with
+    which kernel), or a checkpoint folder (its contents, without loading them).
+    """
+    folder = Path(target)
+    if as_schema:
+        print_json(schema.json_schema())
+    elif (folder / "manifest.json").is_file():
+        _checkpoint(folder, as_json)
+    elif (folder / "run.toml").is_file():
+        _run(folder, as_json)
+    else:
+        _recipe(target, overrides(ctx), as_json)
+
+
+def _recipe(target: str, settings: list[str], as_json: bool) -> None:
+    loaded = load_recipe(target, settings)
+    values = loaded.recipe.model_dump(mode="json")
+    rows = [(item, values[item.path.partition(".")[0]][item.path.partition(".")[2]]) for item in schema.fields()]
+    if as_json:
+        print_json({item.path: {"value": value, "source": loaded.sources[item.path]} for item, value in rows})
+        return
+    lines = [
+        (
+            item.path,
+            json.dumps(schema.NONE if value is None else value),
+            loaded.sources[item.path],
+            item.doc or item.wants,
+        )
+        for item, value in rows
+    ]
+    show_table(("setting", "value", "source", "meaning"), lines)
+    for note in loaded.notes:
+        say(f"note: {note}")
+
+
+def _run(folder: Path, as_json: bool) -> None:
+    """What the run folder says about precision and kernels."""
+    precision = _read_json(folder / "precision.json")
+    machine = _read_json(folder / "machine.json")
+    kernels = machine.get("kernels", []) if isinstance(machine, dict) else []
+    if as_json:
+        print_json({"precision": precision, "kernels": kernels})
+        return
+    click.echo(f"{folder}: {load_recipe(folder / 'run.toml', environ={}).name}")
+    for title, rows in (("precision", precision), ("kernels", kernels)):
+        click.echo()
+        if not rows:
+            click.echo(f"{title}: not recorded")
+            continue
+        show_dicts(rows)
+
+
+def _checkpoint(folder: Path, as_json: bool) -> None:
+    """Names, shapes and bytes from the checkpoint's own index; no tensor is read."""
+    from tilewright.training.checkpoint import read_meta, stored_tensors
+
+    meta = read_meta(folder)
+    rows = [
+        {
+            "tensor": name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": list(shape),
+            "bytes": dtype.itemsize * math.prod(shape),
+        }
+        for name, (dtype, shape) in stored_tensors(folder).items()
+    ]
+    if as_json:
+        print_json({"meta": meta, "tensors": rows})
+        return
+    click.echo(f"{folder}: {len(rows)} tensors, {format_bytes(sum(int(row['bytes']) for row in rows))}")
+    for group in dict.fromkeys(str(row["tensor"]).partition(".")[0] for row in rows):
+        inside = [row for row in rows if str(row["tensor"]).startswith(group + ".")]
+        numel = sum(math.prod(row["shape"]) for row in inside)
+        click.echo(f"  {group:<10} {len(inside):>5} tensors, {format_count(numel)} numbers")
+    click.echo()
+    show_dicts(rows)
+
+
+def _read_json(path: Path) -> Any:
+    """A file of the run folder; None where the run has not written it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "a file of the run folder cannot be read", got=str(error), need="JSON as train writes it", where=str(path)
+        ) from error

@@ -1,0 +1,25 @@
+"""`tilewright train`: a recipe, settings from the command line, and the training loop."""
+
+import click
+
+from tilewright.cli.common import RecipeCommand, overrides, recipe_argument, verbosity
+from tilewright.core.load import load_recipe
+from tilewright.core.log import say
+
+
+@click.command(cls=RecipeCommand)
+@recipe_argument
+@click.option("--dry-run", is_flag=True, help="Two real steps, then planned beside measured; nothing is kept.")
+@verbosity
+@click.pass_context
+def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
+    """Train a model from a recipe; continue where the run stopped.
+
+    RECIPE is a TOML file or the name of a shipped recipe (tilewright init --list); without it the default.
+    """
+    loaded = load_recipe(recipe, overrides(ctx))
+    for note in loaded.notes:
+        say(f"note: {note}")
+    from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
+
+    run_training(loaded, dry_run=dry_run)
