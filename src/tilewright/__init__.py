@@ -15,7 +15,7 @@ _PUBLIC = {
     "TilewrightError": "tilewright.core.errors",
 }
 
-__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> object:
