@@ -1,0 +1,121 @@
+"""From a recipe's `[model]` section to a model, on any device, with weights or without.
+
+The one place that knows which kinds of model there are. Called by `training.loop` and `plan`.
+"""
+
+import torch
+from torch import nn
+
+from tilewright.core.config import ModelSection
+from tilewright.core.errors import ConfigError
+from tilewright.models.config import DecoderConfig
+from tilewright.models.contract import Model
+from tilewright.models.decoder import Decoder
+from tilewright.models.hf import HFModel
+from tilewright.models.hf_io import load_weights, read_config
+from tilewright.models.hf_load import init_hf, load_hf
+from tilewright.models.init import init_decoder
+from tilewright.ops.kernels import Kernels
+
+
+def build_model(
+    section: ModelSection,
+    vocab_size: int,
+    kernels: Kernels | None = None,
+    device: torch.device | str = "meta",
+) -> Model:
+    """The model that the section asks for.
+
+    Args:
+        section: the recipe's `[model]`.
+        vocab_size: of the tokenizer; classes for image classification.
+        kernels: implementations of the operations; None picks the best for this machine.
+        device: "meta" gives shapes only. On a real device `weights = "load"` loads the weights, and
+            `weights = "random"` leaves them for `init_weights`.
+
+    Raises:
+        ConfigError: the section's values do not fit together, or the folder's model does not fit the data.
+        CheckpointError: the folder cannot be read.
+    """
+    kernels = kernels or Kernels.default()
+    if section.kind == "hf":
+        return _build_hf(section, vocab_size, kernels, device)
+    if section.task != "causal_lm":
+        raise ConfigError(
+            "tilewright's own decoder only learns causal_lm.",
+            got=f'model.task = "{section.task}"',
+            need='model.kind = "hf" for other tasks',
+            try_='model.kind = "hf" and model.path = a folder with a config.json',
+            where="model.task",
+        )
+    _require_path(section)
+    config = decoder_config(section, vocab_size)
+    with torch.device("meta"):
+        model = Decoder(config, kernels)
+    if torch.device(device).type != "meta":
+        materialize(model, device)
+        if section.weights == "load":
+            load_weights(model, section.path)
+    return model
+
+
+def decoder_config(section: ModelSection, vocab_size: int) -> DecoderConfig:
+    """The decoder's shape: from the folder at `section.path` where there is one, else from the section.
+
+    Raises:
+        ConfigError: the folder's vocabulary is smaller than the tokenizer's, or values do not fit together.
+    """
+    if not section.path:
+        return DecoderConfig.from_section(section, vocab_size)
+    config = read_config(section.path)
+    check_vocab(config.vocab_size, vocab_size, section.path)
+    return config
+
+
+def check_vocab(model_vocab: int, tokenizer_vocab: int, path: str) -> None:
+    """Raise ConfigError where the tokenizer makes ids that the model has no embedding for."""
+    if tokenizer_vocab > model_vocab:
+        raise ConfigError(
+            "the tokenizer has more tokens than the model.",
+            got=f"{tokenizer_vocab} tokens, {model_vocab} embeddings",
+            need="at most as many tokens as embeddings",
+            try_=f"data.tokenizer = the model's own folder, or data.vocab_size = {model_vocab}",
+            where=path,
+        )
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Give a meta decoder real, uninitialised memory on `device`, in place."""
+    model.to_empty(device=device)
+    if isinstance(model, Decoder):
+        model.tie_weights()
+
+
+def init_weights(model: Model, seed: int) -> None:
+    """Random first weights, a pure function of seed and parameter names. Overwrites what is there."""
+    if isinstance(model, Decoder):
+        init_decoder(model, seed)
+    elif isinstance(model, HFModel):
+        init_hf(model, seed)
+    else:
+        raise TypeError(f"init_weights knows Decoder and HFModel, not {type(model).__name__}")
+
+
+def _build_hf(section: ModelSection, vocab_size: int, kernels: Kernels, device: torch.device | str) -> HFModel:
+    _require_path(section)
+    model = load_hf(section.path, section.task, section.weights, kernels=kernels, device=device)
+    if section.task != "image_classification":
+        check_vocab(model.vocab_size, vocab_size, section.path)
+    return model
+
+
+def _require_path(section: ModelSection) -> None:
+    if not section.path and (section.kind == "hf" or section.weights == "load"):
+        setting = 'model.kind = "hf"' if section.kind == "hf" else 'model.weights = "load"'
+        raise ConfigError(
+            f"{setting} needs model.path.",
+            got='model.path = ""',
+            need="a folder with a config.json" + (" and weights" if section.weights == "load" else ""),
+            try_="model.path = the folder",
+            where="model.path",
+        )

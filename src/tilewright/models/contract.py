@@ -1,0 +1,74 @@
+"""What a model must offer to be trained: the one interface between models and the training loop.
+
+`decoder.Decoder` and `hf.HFModel` implement `Model`; the executor needs `Trainable` alone. The loss is a SUM over
+targets together with their count, because only the executor knows all tokens of an optimizer step: it divides once,
+so uneven micro-batches give exactly the gradient of the whole batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+ActivationCheckpoint = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss of one micro-batch.
+
+    Args:
+        loss_sum: FP32 scalar, sum over targets in nats, differentiable.
+        count: int64 scalar, number of targets (labels other than -100; images for classification).
+        aux: further detached FP32 scalars worth recording, by name.
+    """
+
+    loss_sum: Tensor
+    count: Tensor
+    aux: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Trainable(Protocol):
+    """What the executor needs. Implementations are `torch.nn.Module`s."""
+
+    def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Loss of one micro-batch, whose tensors are on the model's device."""
+        ...
+
+    def after_step(self) -> None:
+        """Called once after each optimizer step that was not skipped (balances experts)."""
+        ...
+
+
+class Model(Trainable, Protocol):
+    """What the rest of a run needs: `build.build_model` returns one."""
+
+    notes: list[str]
+    """What the model could not do as asked, in plain words. Grows by the first batch; shown and recorded."""
+
+    activation_checkpoint: ActivationCheckpoint
+    """Settable. none: keep all activations; selective: keep outputs of matmuls and attention; full: recompute
+    each layer. Never changes a loss or a gradient."""
+
+    def compile_blocks(self) -> None:
+        """Compile the layers in place with torch.compile."""
+        ...
+
+    def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
+        """FP32 logits [B, V] of the token after each row. Causal language models only."""
+        ...
+
+    def save_hf(
+        self, folder: Path | str, *, dtype: torch.dtype | None = None, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write a Hugging Face folder (config.json and safetensors).
+
+        Args:
+            folder: made where it does not exist; a model in it is replaced.
+            dtype: weights are cast to it; None keeps theirs.
+            extra: further keys of config.json, such as bos_token_id, eos_token_id, max_position_embeddings.
+        """
+        ...

@@ -1,0 +1,214 @@
+"""tilewright's own decoder: token ids in, loss out.
+
+RMSNorm, rotary positions, SwiGLU; grouped-query or latent attention; dense or mixture of experts. Parameter names
+equal those of Hugging Face's Llama and DeepSeek-V3, so `hf_io` reads and writes their folders without a mapping.
+It holds no precision logic: `precision.convert` swaps its plain `nn.Linear`, `nn.Embedding` and `RMSNorm` modules by
+name, and `residual_dtype` sets what the residual stream between them is kept in.
+
+Built by `build.build_model`, trained by `training.step`. Read `Decoder.loss` first, then `Block`.
+
+Legend: B rows  S positions  D model width  V vocabulary  N = B*S tokens  L layers  E experts.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilewright.models.activation import run_checkpointed
+from tilewright.models.attention import GroupedQueryAttention, LatentAttention
+from tilewright.models.config import DecoderConfig
+from tilewright.models.contract import ActivationCheckpoint, LossOutput
+from tilewright.models.layers import MLP, RMSNorm, rope_angles
+from tilewright.models.moe import MoE, Router
+from tilewright.ops.kernels import Kernels
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, layer: int, kernels: Kernels):
+        super().__init__()
+        attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
+        self.self_attn = attention(config, kernels)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
+        self.is_moe = config.is_moe(layer)
+        self.mlp = MoE(config, kernels) if self.is_moe else MLP(config.dim, config.ffn_dim, kernels)
+        self.activation_checkpoint: ActivationCheckpoint = "none"
+
+    def forward(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None)."""
+        return run_checkpointed(self.activation_checkpoint, self._run, x_BSD, cos, sin, segments_BS)
+
+    def _run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments_BS)
+        x_BSD = (x_BSD + attended).to(x_BSD.dtype)  # the sum rounds once, and the stream keeps its dtype
+        normed = self.post_attention_layernorm(x_BSD)
+        out, load = self.mlp(normed, segments_BS) if self.is_moe else (self.mlp(normed), None)
+        return (x_BSD + out).to(x_BSD.dtype), load
+
+
+class Trunk(nn.Module):
+    """Embedding, layers, final norm (`model.` in Hugging Face's names)."""
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, layer, kernels) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps, kernels)
+
+
+class Decoder(nn.Module):
+    """A causal language model. Implements `contract.Model`.
+
+    Args:
+        config: the shape.
+        kernels: implementations of the operations; None picks the best for this machine.
+
+    Parameters are created uninitialised where torch leaves them so: call `build.init_weights`, or load a folder.
+
+    Example:
+        >>> from tilewright.models.build import init_weights
+        >>> model = Decoder(DecoderConfig.of(vocab_size=50, dim=32, num_heads=4, num_layers=2))
+        >>> init_weights(model, seed=0)
+        >>> ids = torch.arange(12).view(2, 6)
+        >>> model(ids).shape
+        torch.Size([2, 6, 50])
+        >>> out = model.loss({"input_ids": ids, "labels": ids + 1})
+        >>> out.count.item(), round(out.loss_sum.item() / 12, 1)
+        (12, 3.9)
+    """
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels | None = None):
+        super().__init__()
+        kernels = kernels or Kernels.default()
+        self.config = config
+        self.kernels = kernels
+        self.model = Trunk(config, kernels)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.tie_weights()
+        self.residual_dtype: torch.dtype | None = None
+        """Dtype of the residual stream; None keeps that of the embedding's output. Set by `precision.convert`."""
+        self.notes: list[str] = []
+        self._load_LE: Tensor | None = None
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, in order."""
+        return self.model.layers
+
+    @property
+    def activation_checkpoint(self) -> ActivationCheckpoint:
+        """What the layers keep for backward. Settable; see `contract.Model`."""
+        return self.blocks[0].activation_checkpoint
+
+    @activation_checkpoint.setter
+    def activation_checkpoint(self, mode: ActivationCheckpoint) -> None:
+        if mode not in ("none", "selective", "full"):
+            raise ValueError(f"activation_checkpoint is none, selective or full, not {mode!r}")
+        for block in self.blocks:
+            block.activation_checkpoint = mode
+
+    def tie_weights(self) -> None:
+        """Make head and embedding one parameter where the shape says so. Needed again after `to_empty`."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def hidden(
+        self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
+    ) -> Tensor:
+        """Output of the final norm.
+
+        Args:
+            input_ids_BS: [B, S] token ids.
+            positions_BS: [B, S] place of each token in its document; None counts from 0 in each row.
+            segments_BS: [B, S] document of each token, -1 for padding; None makes each row one document.
+
+        Returns:
+            [B, S, D] in the residual stream's dtype.
+        """
+        return self._hidden(input_ids_BS, positions_BS, segments_BS)[0]
+
+    def forward(
+        self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, S, V]. For the loss use `loss`, which never holds them all."""
+        return self.lm_head(self.hidden(input_ids_BS, positions_BS, segments_BS))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Cross-entropy summed over the targets of one micro-batch.
+
+        Args:
+            batch: input_ids [B, S]; labels [B, S], already shifted, -100 where there is no target; positions and
+                segments [B, S] where rows are packed.
+        """
+        x_BSD, loads = self._hidden(batch["input_ids"], batch.get("positions"), batch.get("segments"))
+        loss_sum, count = self.kernels.linear_cross_entropy(
+            x_BSD.flatten(0, 1), self.lm_head.weight, batch["labels"].flatten()
+        )
+        return LossOutput(loss_sum, count, self._note_loads(loads))
+
+    def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
+        """FP32 logits [B, V] of the token after each row."""
+        return self.lm_head(self.hidden(input_ids_BS)[:, -1:])[:, 0].float()
+
+    def after_step(self) -> None:
+        """Balance the experts by the load since the last call, summed over all ranks. Nothing to do when dense."""
+        if self._load_LE is None:
+            return
+        load_LE, self._load_LE = self._load_LE, None
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(load_LE)
+        for router, load_E in zip(self._routers(), load_LE, strict=True):
+            router.rebalance(load_E)
+
+    def compile_blocks(self) -> None:
+        """Compile each layer in place. Layers of one kind share one compiled graph.
+
+        Of a mixture-of-experts layer the attention is compiled; the loop over experts depends on the data.
+        """
+        for block in self.blocks:
+            (block.self_attn if block.is_moe else block).compile()
+
+    def save_hf(
+        self, folder: Path | str, *, dtype: torch.dtype | None = None, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write a Hugging Face folder of Llama or DeepSeek-V3 layout. See `hf_io.save_decoder`."""
+        from tilewright.models.hf_io import save_decoder  # hf_io builds decoders, so it imports this module
+
+        save_decoder(self, folder, dtype=dtype, extra=extra)
+
+    def _hidden(
+        self, input_ids_BS: Tensor, positions_BS: Tensor | None, segments_BS: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        if positions_BS is None:
+            positions_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
+        cos, sin = rope_angles(positions_BS, self.config.rope_dim, self.config.rope_theta)
+        x_BSD = self.model.embed_tokens(input_ids_BS)
+        x_BSD = x_BSD.to(self.residual_dtype or x_BSD.dtype)
+        loads = []
+        for block in self.blocks:
+            x_BSD, load_E = block(x_BSD, cos, sin, segments_BS)
+            if load_E is not None:
+                loads.append(load_E)
+        return self.model.norm(x_BSD), loads
+
+    def _routers(self) -> list[Router]:
+        return [block.mlp.gate for block in self.blocks if block.is_moe]
+
+    @torch.no_grad()
+    def _note_loads(self, loads: list[Tensor]) -> dict[str, Tensor]:
+        """Add this micro-batch's loads up for `after_step`; how far the fullest expert is above the mean."""
+        if not loads:
+            return {}
+        load_LE = torch.stack(loads)
+        if self.training:
+            self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
+        mean_L = load_LE.mean(-1)
+        return {"moe_max_violation": ((load_LE.amax(-1) - mean_L) / mean_L.clamp_min(1e-9)).mean()}

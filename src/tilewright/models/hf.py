@@ -1,0 +1,172 @@
+"""Any Hugging Face causal or masked language model or image classifier as a `contract.Model`.
+
+Built from a local folder only, nothing is ever downloaded: from its config.json with random weights, or with the
+weights in it. transformers is imported inside the functions, so a run without such a model does not need it.
+
+Labels are ours: already shifted for causal models. The mixture-of-experts side losses that some models offer are left
+out. Where a model cannot keep packed documents apart, `notes` says so. Built by `build.build_model`.
+
+Legend: B rows  S positions  D model width  V vocabulary  N targets  C classes.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewright.core.errors import CheckpointError, ConfigError
+from tilewright.models.activation import selective_contexts
+from tilewright.models.contract import ActivationCheckpoint, LossOutput
+from tilewright.models.hf_probe import InputStyle, call_arguments, probe_language_model
+from tilewright.ops.kernels import Kernels
+
+Task = Literal["causal_lm", "masked_lm", "image_classification"]
+IGNORED_LABEL = -100
+_log = logging.getLogger(__name__)
+
+
+class HFModel(nn.Module):
+    """A Hugging Face model that trains like our own. Implements `contract.Model`.
+
+    Args:
+        net: the transformers model.
+        task: what is learned.
+        kernels: implementations of the operations.
+    """
+
+    def __init__(self, net: nn.Module, task: Task, kernels: Kernels | None = None):
+        super().__init__()
+        self.net = net
+        self.task = task
+        self.kernels = kernels or Kernels.default()
+        self.notes: list[str] = []
+        self._style: InputStyle | None = None
+        self._activation_checkpoint: ActivationCheckpoint = "none"
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+        return self.net.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model has an embedding for."""
+        return self.net.get_input_embeddings().weight.shape[0]
+
+    def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Cross-entropy summed over the targets of one micro-batch, in FP32.
+
+        Args:
+            batch: input_ids, labels (shifted for causal_lm), positions and segments, each [B, S]; or for
+                image_classification pixel_values [B, 3, H, W] and labels [B].
+        """
+        if self.task == "image_classification":
+            logits_NV, labels_N = self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"]
+        else:
+            style = self._input_style(batch.get("segments"))
+            arguments = call_arguments(self.net, style, batch.get("positions"), batch.get("segments"))
+            if style.plain_head:
+                hidden_BSD = self.net.base_model(input_ids=batch["input_ids"], **arguments).last_hidden_state
+                weight_VD = self.net.get_output_embeddings().weight
+                return LossOutput(
+                    *self.kernels.linear_cross_entropy(hidden_BSD.flatten(0, 1), weight_VD, batch["labels"].flatten())
+                )
+            logits_BSV = self.net(input_ids=batch["input_ids"], **arguments).logits
+            # FP32 copies of the target rows only: of a masked language model that is about one row in seven.
+            wanted_BS = batch["labels"] != IGNORED_LABEL
+            logits_NV, labels_N = logits_BSV[wanted_BS], batch["labels"][wanted_BS]
+        loss_sum = F.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORED_LABEL, reduction="sum")
+        return LossOutput(loss_sum, (labels_N != IGNORED_LABEL).sum())
+
+    def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
+        """FP32 logits [B, V] of the token after each row."""
+        if self.task != "causal_lm":
+            raise TypeError(f"a {self.task} model does not continue text")
+        return self.net(input_ids=input_ids_BS, use_cache=False).logits[:, -1].float()
+
+    def after_step(self) -> None:
+        """Nothing to do: transformers' models keep no state of their own between steps."""
+
+    @property
+    def activation_checkpoint(self) -> ActivationCheckpoint:
+        """What the layers keep for backward. Settable; see `contract.Model`."""
+        return self._activation_checkpoint
+
+    @activation_checkpoint.setter
+    def activation_checkpoint(self, mode: ActivationCheckpoint) -> None:
+        if mode != "none" and not self.net.supports_gradient_checkpointing:
+            raise ConfigError(
+                "this model has no activation checkpointing.",
+                got=f'train.activation_checkpoint = "{mode}" with {type(self.net).__name__}',
+                need='"none"',
+                try_='train.activation_checkpoint = "none" and a smaller train.micro_batch',
+                where="train.activation_checkpoint",
+            )
+        if mode == "none":
+            self.net.gradient_checkpointing_disable()
+        else:
+            options: dict[str, Any] = {"use_reentrant": False}
+            if mode == "selective":
+                options["context_fn"] = selective_contexts
+            self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        self._activation_checkpoint = mode
+
+    def compile_blocks(self) -> None:
+        """Compile the layers that transformers can checkpoint, or the whole model where it has none."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [module for module in self.net.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for module in layers or [self.net]:
+            module.compile()
+
+    def save_hf(
+        self, folder: Path | str, *, dtype: torch.dtype | None = None, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write a Hugging Face folder; see `contract.Model.save_hf`."""
+        dtype = dtype or self.net.dtype
+        state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in self._state()}
+        before = self.config.to_dict()
+        self.config.update({**dict(extra or {}), "dtype": str(dtype).removeprefix("torch.")})
+        try:
+            self.net.save_pretrained(folder, state_dict=state)
+        except OSError as error:
+            raise CheckpointError(
+                "the Hugging Face folder cannot be written.",
+                got=str(error),
+                need="space in a writable folder",
+                try_="free space or choose another folder",
+                where=str(folder),
+            ) from error
+        finally:
+            self.config.update(before)
+
+    def _state(self) -> list[tuple[str, Tensor]]:
+        return list(self.net.state_dict().items())
+
+    def _input_style(self, segments_BS: Tensor | None) -> InputStyle:
+        if self._style is None:
+            self._style = probe_language_model(self.net, self.vocab_size)
+            if self.task == "causal_lm" and not self._style.causal:
+                raise ConfigError(
+                    "this model sees the tokens that it should predict.",
+                    got=f"{type(self.net).__name__}, whose attention is not causal",
+                    need="a causal language model",
+                    try_='model.task = "masked_lm", or "is_decoder": true in its config.json',
+                    where="model.task",
+                )
+            if segments_BS is not None and self._style.mask == "none":
+                self._note(
+                    f"{type(self.net).__name__} cannot keep the documents of a packed row apart: "
+                    "tokens also attend to the documents before theirs."
+                )
+            if segments_BS is not None and not self._style.positions:
+                self._note(f"{type(self.net).__name__} counts positions through the row, not by document.")
+        return self._style
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        _log.warning(text)

@@ -1,0 +1,143 @@
+"""Making `hf.HFModel`s: from a local config.json with random weights, or with the folder's weights.
+
+Nothing is ever downloaded. transformers is imported inside the functions, so a run without such a model does not need
+it. Every way in which a folder can be wrong is an error in four parts. Called by `build`.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tilewright.core.errors import CheckpointError, ConfigError, HardwareError
+from tilewright.models.hf import HFModel, Task
+from tilewright.models.hf_config import read_json
+from tilewright.models.hf_io import mismatch_error
+from tilewright.models.init import name_seed
+from tilewright.ops.kernels import Kernels
+
+_AUTO_CLASS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "image_classification": "AutoModelForImageClassification",
+}
+
+
+def load_hf(
+    path: Path | str | Any,
+    task: Task,
+    weights: Literal["random", "load"] = "random",
+    *,
+    kernels: Kernels | None = None,
+    device: torch.device | str = "cpu",
+) -> HFModel:
+    """A Hugging Face model in FP32 from a local folder, or from a transformers config object.
+
+    Args:
+        path: folder with a config.json, and safetensors weights where they are loaded; or a `PreTrainedConfig`.
+        task: what is learned.
+        weights: "random" draws them as transformers does (seed: `build.init_weights`); "load" reads the folder's.
+        device: "meta" gives shapes only.
+
+    Raises:
+        CheckpointError: no such folder, a broken config.json, or weights that are not those of the model.
+        ConfigError: the architecture does not do the task.
+        HardwareError: transformers is not installed.
+    """
+    transformers = _transformers()
+    config = _read_hf_config(transformers, path) if isinstance(path, (str, Path)) else path
+    auto = getattr(transformers, _AUTO_CLASS[task])
+    if type(config) not in auto._model_mapping:
+        raise ConfigError(
+            f"this architecture does not do {task}.",
+            got=f"model_type {config.model_type!r}",
+            need=f"one that transformers' {_AUTO_CLASS[task]} knows",
+            try_="another model.task or model.path",
+            where="model.task",
+        )
+    if weights == "load":
+        net = _load_weights(auto, path, config)
+        return HFModel(net.to(device), task, kernels)
+    with torch.device("meta" if torch.device(device).type == "meta" else "cpu"):
+        net = auto.from_config(config, dtype=torch.float32)
+    return HFModel(net.to(device), task, kernels)
+
+
+@torch.no_grad()
+def init_hf(model: HFModel, seed: int) -> None:
+    """Draw first weights as transformers would, each module from a generator seeded by its name, on the CPU."""
+    from transformers import PreTrainedModel
+
+    owner: dict[str, Any] = {}
+    for name, module in model.net.named_modules():
+        parent = owner.get(name.rpartition(".")[0], model.net)
+        owner[name] = module if isinstance(module, PreTrainedModel) else parent
+    with torch.random.fork_rng(devices=[]):
+        # Children first: some architectures correct a child's weight in the parent's turn.
+        for name, module in reversed(list(model.net.named_modules())):
+            torch.manual_seed(name_seed(seed, name))
+            _on_cpu(module, owner[name]._init_weights)
+
+
+def _on_cpu(module: nn.Module, init: Any) -> None:
+    """init(module) with the module's tensors on the CPU, so that every device gets the same numbers."""
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device.type != "cpu"]
+    places = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.cpu()
+    init(module)
+    for tensor, place in zip(tensors, places, strict=True):
+        place.copy_(tensor.data)
+        tensor.data = place
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise HardwareError(
+            'model.kind = "hf" needs the package transformers.',
+            got=str(error),
+            need="transformers 5.0 or newer",
+            try_="pip install 'tilewright[hf]'",
+            where="model.kind",
+        ) from error
+    return transformers
+
+
+def _read_hf_config(transformers: Any, path: Path | str) -> Any:
+    model_type = read_json(path).get("model_type")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(
+            "transformers cannot make a model of this config.json.",
+            got=f"model_type {model_type!r}: {error}".splitlines()[0],
+            need="a model_type and values that the installed transformers knows",
+            try_="correct config.json, or a newer transformers",
+            where=str(Path(path) / "config.json"),
+        ) from error
+
+
+def _load_weights(auto: Any, path: Path | str | Any, config: Any) -> nn.Module:
+    if not isinstance(path, (str, Path)):
+        raise TypeError('weights = "load" needs a folder, not a config object')
+    try:
+        net, info = auto.from_pretrained(
+            str(path), config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            "the weights in the folder cannot be loaded.",
+            got=str(error).strip().splitlines()[0],
+            need="whole safetensors files that match config.json",
+            try_='copy the folder again, or model.weights = "random"',
+            where=str(path),
+        ) from error
+    if info["missing_keys"] or info["mismatched_keys"]:
+        wrong = {
+            str(key[0]): f"{list(key[1])} in the folder, {list(key[2])} in the model" for key in info["mismatched_keys"]
+        }
+        raise mismatch_error(path, info["missing_keys"], [], wrong)
+    return net
