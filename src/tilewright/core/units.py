@@ -1,6 +1,7 @@
 """Sizes and rates as people write them, and back. The one place where numbers are rounded for display."""
 
 import re
+from decimal import Decimal
 
 _BINARY = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -25,20 +26,20 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _FACTORS:
         raise ValueError(f"not a size: {text!r} (write it like '24GiB', '500MB' or '1024')")
-    return int(float(match[1]) * _FACTORS[match[2].lower()])
+    return int(Decimal(match[1]) * _FACTORS[match[2].lower()])
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as text with a binary unit and three figures.
+    """Bytes as text with a binary unit and about three figures.
 
     Example:
-        >>> format_bytes(1536), format_bytes(3 * 2**30)
-        ('1.50 KiB', '3.00 GiB')
+        >>> format_bytes(1536), format_bytes(1000 * 2**20)
+        ('1.50 KiB', '1000 MiB')
     """
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size >= 100 else f"{size:.2f} {unit}"
+            return f"{size:.0f} B" if unit == "B" else f"{size:.0f} {unit}" if size >= 100 else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
 

@@ -1,0 +1,288 @@
+"""The loader: precedence and sources, every problem at once, strict types, and a round trip of what it writes."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.core import schema
+from tilewright.core.config import Recipe
+from tilewright.core.errors import ConfigError
+from tilewright.core.load import load_recipe, shipped_recipes, write_run_toml
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems(path, overrides=(), environ=None):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, overrides, environ or {})
+    return caught.value.problems
+
+
+# --- precedence and sources -------------------------------------------------------------------------------------------
+
+
+def test_without_a_file_everything_is_the_default():
+    loaded = load_recipe(None, environ={})
+    assert loaded.recipe == Recipe()
+    assert set(loaded.sources.values()) == {"default"}
+    assert set(loaded.sources) == {field.path for field in schema.fields()}
+    assert loaded.name == "default"
+
+
+def test_command_line_beats_environment_beats_file_beats_parent_beats_default(tmp_path):
+    write(tmp_path, "parent.toml", "[train]\nsteps = 1\nbatch_size = 11\nlog_every = 7\neval_batches = 9\n")
+    child = write(
+        tmp_path, "child.toml", 'extends = "parent.toml"\n[train]\nsteps = 2\nbatch_size = 12\nlog_every = 8\n'
+    )
+    environ = {"TILEWRIGHT_TRAIN_STEPS": "3", "TILEWRIGHT_TRAIN_BATCH_SIZE": "13"}
+    loaded = load_recipe(child, ["--train.steps", "4"], environ)
+    train = loaded.recipe.train
+    assert (train.steps, train.batch_size, train.log_every, train.eval_batches, train.micro_batch) == (4, 13, 8, 9, 8)
+    assert [
+        loaded.sources[f"train.{name}"] for name in ("steps", "batch_size", "log_every", "eval_batches", "micro_batch")
+    ] == ["cli", "env TILEWRIGHT_TRAIN_BATCH_SIZE", "file child.toml", "extends parent.toml", "default"]
+
+
+def test_a_chain_of_parents_is_nearest_first(tmp_path):
+    write(tmp_path, "a.toml", "[train]\nsteps = 1\nlog_every = 1\n")
+    write(tmp_path, "b.toml", 'extends = "a.toml"\n[train]\nsteps = 2\n')
+    loaded = load_recipe(write(tmp_path, "c.toml", 'extends = "b.toml"\n'), environ={})
+    assert (loaded.recipe.train.steps, loaded.recipe.train.log_every) == (2, 1)
+    assert loaded.sources["train.steps"] == "extends b.toml"
+
+
+def test_extends_names_a_shipped_recipe_from_anywhere(tmp_path):
+    loaded = load_recipe(write(tmp_path, "mine.toml", 'extends = "default"\n'), environ={})
+    assert loaded.recipe == load_recipe("default", environ={}).recipe
+    assert loaded.name == "mine"
+
+
+def test_a_run_folders_recipe_is_named_after_the_folder(tmp_path):
+    (tmp_path / "first").mkdir()
+    assert load_recipe(write(tmp_path / "first", "run.toml", ""), environ={}).name == "first"
+
+
+@pytest.mark.parametrize("arguments", [["--train.steps", "10"], ["--train.steps=10"], {"train.steps": "10"}])
+def test_forms_of_an_override(arguments):
+    assert load_recipe(None, arguments, {}).recipe.train.steps == 10
+
+
+def test_overrides_are_toml_values_typed_by_the_schema():
+    arguments = ["--run.name", "7", "--precision.mode", "fp32", "--data.max_bytes", "2MiB", "--save.export_hf", "True"]
+    arguments += ["--data.domains", '["code", "prose"]', "--data.weights", "{ code = 2 }", "--optim.lr=1e-4"]
+    arguments += ["--precision.rules", '[{ match = "*.o_proj", compute = "fp32" }]', "--precision.loss_scale", "1024"]
+    recipe = load_recipe(None, arguments, {}).recipe
+    assert recipe.run.name == "7"
+    assert recipe.data.max_bytes == 2 * 2**20
+    assert recipe.save.export_hf is True
+    assert recipe.data.domains == ("code", "prose")
+    assert recipe.data.weights == {"code": 2.0}
+    assert recipe.optim.lr == 1e-4
+    assert recipe.precision.rules[0].compute == "fp32"
+    assert recipe.precision.loss_scale == 1024.0
+
+
+def test_none_takes_a_parents_optional_setting_away(tmp_path):
+    child = write(tmp_path, "c.toml", 'extends = "tf32_then_bf16"\n[precision]\nstart_mode = "none"\n')
+    assert load_recipe(child, environ={}).recipe.precision.start_mode is None
+    assert load_recipe("tf32_then_bf16", ["--precision.start_mode", "none"], {}).recipe.precision.start_mode is None
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+FIVE_MISTAKES = """\
+[train]
+steps = "7"
+lrr = 3
+[precison]
+mode = "hybrid"
+[precision]
+mode = "fp8"
+[optim]
+betas = [1, 2, 3]
+"""
+
+
+def test_five_mistakes_are_reported_at_once_with_their_lines(tmp_path):
+    path = write(tmp_path, "bad.toml", FIVE_MISTAKES)
+    found = problems(path)
+    assert [problem.where for problem in found] == [f"{path}:{line}" for line in (2, 3, 4, 7, 9)]
+    assert [problem.what for problem in found] == [
+        "train.steps is not right",
+        "unknown setting train.lrr",
+        "unknown section [precison]",
+        "precision.mode is not right",
+        "optim.betas is not right",
+    ]
+    assert found[0].got == '"7"'
+    assert found[0].need == "an integer, at least 1"
+    assert found[1].try_ == "did you mean optim.lr?"
+    assert found[2].try_ == "did you mean [precision]?"
+    assert found[3].need == 'one of "fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid"'
+    assert "did you mean" not in found[3].try_
+    assert found[4].need == "a list of 2 numbers"
+
+
+def test_mistakes_of_all_sources_come_together(tmp_path):
+    path = write(tmp_path, "bad.toml", "[train]\nsteps = 0\n")
+    found = problems(path, ["--train.stesp", "4", "--optim.lr", "fast"], {"DEEPSEEK_AMP_ENABLED": "maybe"})
+    assert {problem.where for problem in found} == {
+        f"{path}:2",
+        "--train.stesp on the command line",
+        "--optim.lr on the command line",
+        "environment variable DEEPSEEK_AMP_ENABLED",
+    }
+
+
+def test_a_conflict_is_left_out_where_its_fields_are_wrong_already(tmp_path):
+    path = write(tmp_path, "bad.toml", '[train]\nbatch_size = "x"\nmicro_batch = 99\n')
+    assert [problem.what for problem in problems(path)] == ["train.batch_size is not right"]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("steps = 5\n", "steps stands outside of a section"),
+        ("train = 5\n", "train is a section, not a value"),
+        ("[train]\nsteps = true\n", "train.steps is not right"),
+        ("[train]\nsteps = 2.5\n", "train.steps is not right"),
+        ("[run]\nseed = -1\n", "run.seed is not right"),
+        ("[run]\nname = 3\n", "run.name is not right"),
+        ("[save]\nbackground = 1\n", "save.background is not right"),
+        ("[optim]\nlr = inf\n", "optim.lr is not right"),
+        ("[optim]\nlr = nan\n", "optim.lr is not right"),
+        ("[data]\nmax_bytes = 1.5\n", "data.max_bytes is not right"),
+        ('[data]\nmax_bytes = "24MX"\n', "data.max_bytes is not right"),
+        ("[data]\nseq_len = 2024-01-01\n", "data.seq_len is not right"),
+        ('[precision]\nrules = [{ match = "a" }]\n', "precision.rules lacks 'compute'"),
+        ('[precision]\nrules = [{ compute = "fp32", mach = "a" }]\n', "unknown key 'mach' in precision.rules"),
+        ("extends = 3\n", "extends names one recipe"),
+        ('extends = "nowhere"\n', "no such recipe"),
+    ],
+)
+def test_bad_values(tmp_path, text, what):
+    found = problems(write(tmp_path, "bad.toml", text))
+    assert [problem.what for problem in found] == [what]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "hint"),
+    [
+        ("[train]\nsteps = 5\nmode = bf16\n", 3, 'mode = "bf16"'),
+        ("[train\nsteps = 5\n", 1, "texts in quotes"),
+        ("[train]\nsteps = 5\nsteps = 6\n", 3, "texts in quotes"),
+    ],
+)
+def test_a_syntax_error_has_four_parts_and_a_line(tmp_path, text, line, hint):
+    path = write(tmp_path, "bad.toml", text)
+    (problem,) = problems(path)
+    assert problem.what == "the recipe is not valid TOML"
+    assert problem.where == f"{path}:{line}"
+    assert problem.got
+    assert problem.need
+    assert hint in problem.try_
+
+
+def test_a_circle_of_parents(tmp_path):
+    write(tmp_path, "a.toml", 'extends = "b.toml"\n')
+    path = write(tmp_path, "b.toml", '\nextends = "a.toml"\n')
+    (problem,) = problems(path)
+    assert problem.got == "b.toml -> a.toml -> b.toml"
+
+
+def test_files_that_are_not_there_or_not_text(tmp_path):
+    (problem,) = problems("deflt")
+    assert problem.try_ == "did you mean default?"
+    assert ", ".join(shipped_recipes()) in problem.need
+    (problem,) = problems(tmp_path)
+    assert problem.what == "a recipe is a file, not a folder"
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    (problem,) = problems(tmp_path / "binary.toml")
+    assert problem.what == "the recipe is not a UTF-8 text"
+    assert "0xff at position 0" in problem.got
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "hint"),
+    [
+        (["--stesp", "4"], "unknown setting stesp", "did you mean train.steps?"),
+        (["--train.steps"], "--train.steps has no value", "--train.steps VALUE"),
+        (["--train.steps", "--run.seed", "1"], "--train.steps has no value", "--train.steps VALUE"),
+        (["--trian.steps"], "unknown option --trian.steps", "--train.steps VALUE"),
+        (["hello"], "an argument that is no setting", ""),
+        (["--foo.bar", "4"], "unknown setting foo.bar", "tilewright inspect lists all settings"),
+    ],
+)
+def test_bad_overrides(arguments, what, hint):
+    (problem,) = problems(None, arguments)
+    assert (problem.what, problem.try_) == (what, hint)
+
+
+# --- what has no effect -----------------------------------------------------------------------------------------------
+
+
+def test_a_written_setting_without_effect_is_noted_a_parents_is_not(tmp_path):
+    path = write(tmp_path, "a.toml", "[model]\nkv_lora_rank = 3\n")
+    (note,) = load_recipe(path, environ={}).notes
+    assert note == f'model.kv_lora_rank has no effect here: model.attention = "gqa" ({path}:2)'
+    child = write(tmp_path, "b.toml", 'extends = "tiny_moe"\n[model]\nattention = "gqa"\n')
+    assert load_recipe(child, environ={}).notes == ()
+
+
+# --- the resolved recipe ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_load_without_a_note_and_survive_writing(tmp_path, name):
+    loaded = load_recipe(name, environ={})
+    assert loaded.notes == ()
+    write_run_toml(loaded, tmp_path / "run.toml")
+    assert load_recipe(tmp_path / "run.toml", environ={}).recipe == loaded.recipe
+
+
+def test_every_value_of_run_toml_names_its_source(tmp_path):
+    loaded = load_recipe("cpu_50m", ["--train.steps", "3"], {"DEEPSEEK_PRECISION_MODE": "fp32"})
+    write_run_toml(loaded, tmp_path / "run.toml")
+    text = (tmp_path / "run.toml").read_text()
+    assert "steps = 3 # cli\n" in text
+    assert 'mode = "fp32" # env DEEPSEEK_PRECISION_MODE\n' in text
+    assert "dim = 512 # file cpu_50m.toml\n" in text
+    assert "clip_norm = 1.0 # extends default.toml\n" in text
+    assert 'start_mode = "none" # default\n' in text
+    assert sum(len(section) for section in tomllib.loads(text).values()) == len(list(schema.fields()))
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
+names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\\"), max_size=12).filter(
+    lambda name: name not in (".", "..")
+)
+
+
+@given(
+    name=names,
+    lr=st.floats(1e-12, 1e6),
+    weights=st.dictionaries(texts, st.floats(0.1, 1e3), max_size=3),
+    ops=st.lists(texts, max_size=3),
+    size=st.integers(0, 2**50),
+)
+def test_any_recipe_survives_writing(tmp_path_factory, name, lr, weights, ops, size):
+    folder = tmp_path_factory.mktemp("recipe")
+    base = load_recipe(None, environ={})
+    recipe = Recipe.model_validate(
+        base.recipe.model_dump()
+        | {
+            "run": {"name": name},
+            "optim": {"lr": lr},
+            "data": {"weights": weights, "max_bytes": size},
+            "precision": {"fp32_ops": ops, "rules": [{"match": name, "compute": "fp16"}]},
+        }
+    )
+    write_run_toml(type(base)(recipe, base.sources, "any"), folder / "run.toml")
+    assert load_recipe(folder / "run.toml", environ={}).recipe == recipe
