@@ -1,5 +1,6 @@
 """What commands share: the recipe argument with `--section.field value`, verbosity, and JSON output."""
 
+import difflib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -39,18 +40,22 @@ class RecipeCommand(click.Command):
         try:
             return super().parse_args(ctx, others)
         except click.NoSuchOption as error:
-            raise self._explained(error) from error
+            raise self._explained(error, ctx) from error
 
-    def _explained(self, error: click.NoSuchOption) -> click.UsageError:
+    def _explained(self, error: click.NoSuchOption, ctx: click.Context) -> click.UsageError:
         """The error with the nearest option or setting."""
         from tilewright.core import schema
 
-        near = list(error.possibilities or [])
+        # Compared without the dashes, which make all short options look alike.
+        options = [
+            max(item.opts, key=len).lstrip("-") for item in self.get_params(ctx) if isinstance(item, click.Option)
+        ]
+        near = difflib.get_close_matches(error.option_name.lstrip("-"), options, n=1)
         setting = schema.suggest(error.option_name.lstrip("-"))
         if not near and "." in setting:
-            near = [f"--{setting}"]
-        hint = f" Did you mean {' or '.join(near)}?" if near else " Settings are written --section.field value."
-        return click.UsageError(f"No such option {error.option_name!r}.{hint}", error.ctx)
+            near = [setting]
+        hint = f"Did you mean --{near[0]}?" if near else "Settings are written --section.field value."
+        return click.UsageError(f"No such option {error.option_name!r}. {hint}", error.ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)

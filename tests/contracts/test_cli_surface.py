@@ -1,0 +1,55 @@
+"""The command line's surface, frozen: a change here is a change for users and belongs in CHANGELOG.md."""
+
+import click
+
+import tilewright
+from tilewright.cli.app import COMMANDS, cli
+
+PUBLIC = {"Recipe", "TilewrightError", "__version__", "load_recipe"}
+
+SURFACE = {
+    "init": ["--force", "--help", "--list", "--quiet", "--to", "--verbose", "recipe"],
+    "doctor": ["--device", "--help", "--json", "--quiet", "--verbose"],
+    "plan": ["--help", "--json", "--quiet", "--verbose", "recipe"],
+    "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],
+    "eval": ["--batches", "--help", "--json", "--quiet", "--verbose", "run"],
+    "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
+    "inspect": ["--help", "--json", "--quiet", "--schema", "--verbose", "target"],
+    "report": ["--help", "--open", "--quiet", "--verbose", "run"],
+    "bench": ["--help", "--json", "--quiet", "--steps", "--verbose", "recipe", "what"],
+}
+
+
+def surface(command: click.Command) -> list[str]:
+    context = click.Context(command, help_option_names=["-h", "--help"])
+    names = []
+    for parameter in command.get_params(context):
+        is_option = isinstance(parameter, click.Option)
+        names.append(max(parameter.opts, key=len) if is_option else str(parameter.name))
+    return sorted(names)
+
+
+def test_commands_and_options():
+    context = click.Context(cli)
+    found = {}
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        found[name] = surface(command)
+    assert found == SURFACE
+
+
+def test_the_list_says_what_each_command_says():
+    context = click.Context(cli)
+    for name, (_, text) in COMMANDS.items():
+        command = cli.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+        first = (command.help or "").split("\n\n")[0].replace("\n", " ").strip()
+        assert first == text
+
+
+def test_public_names():
+    assert set(tilewright.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(tilewright, name) is not None

@@ -1,0 +1,84 @@
+"""House rules that a machine can check: layers, file length, docstrings, one reader of the environment."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "src" / "tilewright").rglob("*.py"))
+MAX_LINES = 500
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_arrows_go_down_only():
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command; lint_imports_command()",
+            "--no-cache",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 broken" in result.stdout
+
+
+def test_no_file_is_too_long():
+    files = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    long = {name(path): count for path in files if (count := len(path.read_text().splitlines())) > MAX_LINES}
+    assert not long, f"files over {MAX_LINES} lines: {long}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_every_module_says_what_it_is(path):
+    tree = ast.parse(path.read_text())
+    assert not tree.body or ast.get_docstring(tree), f"{name(path)} has no module docstring"
+
+
+def test_only_core_env_reads_the_environment():
+    pattern = re.compile(r"os\.environ|os\.getenv|\benviron\[")
+    readers = [name(path) for path in SOURCES if pattern.search(path.read_text())]
+    assert readers == ["src/tilewright/core/env.py"]
+
+
+def test_no_blanket_except():
+    pattern = re.compile(r"except\s*(\(?\s*(Base)?Exception\b.*)?:\s*(#.*)?$", re.MULTILINE)
+    found = [f"{name(path)}: {match[0]}" for path in SOURCES for match in pattern.finditer(path.read_text())]
+    assert not found
+
+
+def test_no_test_on_class_names():
+    pattern = re.compile(r"__name__\s*(==|!=|in\b)|in type\(.*\)\.__name__")
+    found = [
+        f"{name(path)}: {line.strip()}"
+        for path in SOURCES
+        for line in path.read_text().splitlines()
+        if pattern.search(line) and '__name__ == "__main__"' not in line
+    ]
+    assert not found
+
+
+def test_packaged_files_are_in_the_wheel_list():
+    """Everything in the package that is not Python must be named in pyproject, or an install lacks it."""
+    import tomllib
+
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["tilewright"]
+    package = ROOT / "src" / "tilewright"
+    listed = {path for pattern in patterns for path in package.glob(pattern)}
+    others = {
+        path
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
+    }
+    assert others == listed & others

@@ -1,0 +1,43 @@
+"""Starting is fast: `import tilewright` and `--help` import neither torch nor pydantic."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "numpy", "pydantic", "transformers", "rich")
+
+
+def loaded_modules(code: str) -> set[str]:
+    """The heavy packages that are imported after `code` ran in a fresh process."""
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(result.stdout.splitlines()[-1].split())
+
+
+def test_import_is_light():
+    assert loaded_modules("import tilewright; dir(tilewright); tilewright.__version__") == set()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
+def test_help_is_light(arguments):
+    assert loaded_modules(f"from tilewright.cli.app import run; assert run({arguments!r}) == 0") == set()
+
+
+def test_help_answers_in_half_a_second():
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "tilewright", "--help"], capture_output=True, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5
+
+
+def test_a_mistake_in_a_recipe_is_told_before_torch_is_imported():
+    code = "from tilewright.cli.app import run; assert run(['train', '--train.stesp', '3']) == 2"
+    assert "torch" not in loaded_modules(code)
