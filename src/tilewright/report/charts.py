@@ -47,16 +47,20 @@ def line_chart(
     y_format: str = "number",
     log_y: bool = False,
     zero: bool = False,
+    binary: bool = False,
     marks: Sequence[Mark] = (),
     size: tuple[int, int] = (520, 240),
 ) -> str:
-    """Lines over a common x axis. Points that are not finite leave a gap; a log axis leaves out values <= 0."""
+    """Lines over a common x axis. Points that are not finite leave a gap; a log axis leaves out values <= 0.
+
+    `binary` puts the ticks of y on powers of two. A line of few points gets a dot at each.
+    """
     width, height = size
     series = [_thin(s, width) for s in series]
     x = make_scale([v for s in series for v in s.xs] + [m.x for m in marks], _LEFT, width - _RIGHT)
     x = Scale(*_span(series, marks, x), _LEFT, width - _RIGHT)
     y = make_scale([v for s in series for v in s.ys], height - _BOTTOM, _TOP, log=log_y, zero=zero)
-    parts = [_axes(x, y, size, x_label, y_label, FORMATS[y_format], y_format == "bytes")]
+    parts = [_axes(x, y, size, x_label, y_label, FORMATS[y_format], binary or y_format == "bytes")]
     parts += [_mark(mark, x(mark.x), height) for mark in marks]
     for s in series:
         points = [(x(a), y(b)) if _shown(b, log_y) else None for a, b in zip(s.xs, s.ys, strict=True)]
@@ -64,6 +68,10 @@ def line_chart(
             parts += [f'<circle class="dot c{s.colour}" cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="3"/>' for p in points if p]
         else:
             parts.append(f'<path class="{s.kind} c{s.colour}" d="{_path(points, s.kind == "step")}"/>')
+            if s.kind == "line" and len(points) <= 12:
+                parts += [
+                    f'<circle class="c{s.colour} point" cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="2.6"/>' for p in points if p
+                ]
     parts.append(_hover(series, x, y, size, x_label, FORMATS[y_format], log_y))
     return _svg(parts, size, label)
 

@@ -53,14 +53,18 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         if self.log:
-            share = math.log(value / self.low) / math.log(self.high / self.low)
+            low = math.log(self.low)
+            share = (math.log(value) - low) / (math.log(self.high) - low)
         else:
             share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
     def ticks(self, count: int = 5, binary: bool = False) -> list[float]:
-        """About `count` round values inside the range; powers of ten (or 1, 2, 5 of them) on a log axis."""
-        return _log_ticks(self.low, self.high, count) if self.log else _ticks(self.low, self.high, count, binary)
+        """About `count` round values inside the range: on a log axis 1, 2, 5 and so on times powers of ten, or powers
+        of two where `binary`; on a straight one multiples of a power of 1024 where `binary`."""
+        if not self.log:
+            return _ticks(self.low, self.high, count, binary)
+        return _powers_of_two(self.low, self.high, count) if binary else _log_ticks(self.low, self.high, count)
 
 
 def make_scale(values: Sequence[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Scale:
@@ -110,3 +114,8 @@ def _log_ticks(low: float, high: float, count: int) -> list[float]:
         return [t for t in _ticks(low, high, count, False) if t > 0]
     stride = -(-len(ticks) // (2 * count))
     return ticks[::stride]
+
+
+def _powers_of_two(low: float, high: float, count: int) -> list[float]:
+    powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
+    return [2.0**p for p in powers[:: -(-len(powers) // (count + 1)) or 1]]

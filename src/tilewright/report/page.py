@@ -1,0 +1,87 @@
+"""report.html: one file that opens offline, made from the run folder alone.
+
+No scripts, fonts or pictures from elsewhere: charts are inline SVG, the style sheet is inlined. Text from the
+run (samples, paths, messages) is escaped by the template engine. Called by `training` at the end of a run and by
+the command line (`report`).
+"""
+
+import shlex
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from tilewright.core.errors import DataError
+from tilewright.report import figures, summary, tables
+from tilewright.report.collect import RunData, collect
+from tilewright.training.durable import write_whole
+
+_FIGURES = {
+    "loss": figures.loss_figure,
+    "perplexity": figures.perplexity_figure,
+    "norm": figures.norm_figure,
+    "norm_distribution": figures.norm_distribution_figure,
+    "loss_scale": figures.loss_scale_figure,
+    "rate": figures.rate_figure,
+    "throughput": figures.throughput_figure,
+    "wait": figures.wait_figure,
+    "memory_bars": figures.memory_bars_figure,
+    "memory": figures.memory_figure,
+}
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write `report.html` into a run folder, whole or not at all; a report that is there is replaced.
+
+    Args:
+        run_dir: folder of a run, finished or not. Parts that are missing are said to be.
+
+    Returns:
+        Path of the report.
+
+    Raises:
+        DataError: there is no such folder, or it cannot be written.
+    """
+    folder = Path(run_dir)
+    try:
+        page = render(collect(folder))
+        path = folder / "report.html"
+        write_whole(path, page)
+    except OSError as error:
+        raise DataError(
+            "the report cannot be written.",
+            got=str(error),
+            need="the folder of a run, in which files can be made",
+            try_="tilewright report RUNS/NAME",
+            where=str(folder),
+        ) from error
+    return path
+
+
+def render(run: RunData) -> str:
+    """The page of a run as HTML text."""
+    package = resources.files("tilewright.report")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(package.joinpath("page.html").read_text(encoding="utf-8"))
+    return template.render(
+        run=run,
+        css=Markup(package.joinpath("page.css").read_text(encoding="utf-8")),
+        svg=Markup,
+        verdict=summary.verdict(run),
+        state=summary.state(run),
+        tiles=summary.tiles(run),
+        figures={name: make(run) for name, make in _FIGURES.items()},
+        precision=tables.precision_groups(run.precision),
+        kernels=tables.kernel_rows(run.machine),
+        events=tables.event_rows(run.events),
+        data=tables.facts(run.data),
+        machine=tables.facts(run.machine, skip=("kernels",)),
+        num_changed=tables.changed_settings(run),
+        command=_command(run),
+    )
+
+
+def _command(run: RunData) -> str:
+    """What to type to make this run again: the resolved recipe holds every setting."""
+    return f"tilewright train {shlex.quote(str(run.path / 'run.toml'))} --run.name {shlex.quote(run.name + '-again')}"

@@ -1,0 +1,222 @@
+"""The report: whole, offline, escaped, tolerant, and made of the run folder's numbers alone."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.report.conftest import write_run
+from tilewright.core.errors import DataError
+from tilewright.report.collect import collect
+from tilewright.report.figures import settled_norms
+from tilewright.report.page import render, write_report
+from tilewright.report.summary import MISSING, tiles, total_tokens, verdict
+from tilewright.report.tables import event_rows, facts, kernel_rows, precision_groups
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+SELF_CLOSED = {"rect", "line", "path", "circle"}
+
+
+class Outline(HTMLParser):
+    """Checks that tags balance; keeps text, links and everything that could load something."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.open, self.text, self.links, self.ids = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self._note(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        assert tag in SELF_CLOSED, tag
+        self._note(attrs)
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> without a start"
+        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+    def _note(self, attrs):
+        for name, value in attrs:
+            if name in ("href", "src", "xlink:href", "action"):
+                self.links.append(value)
+            elif name == "id":
+                self.ids.append(value)
+
+
+def outline(html: str) -> Outline:
+    parser = Outline()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def test_report_is_one_balanced_file_that_loads_nothing(run_dir):
+    before = list(run_dir.iterdir())
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    html = path.read_text(encoding="utf-8")
+    page = outline(html)
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    assert not re.search(r"https?://|<script|@import|url\(", html)
+    assert html.count("<svg") == 10, "every chart is drawn"
+    assert {p.name for p in run_dir.iterdir()} == {p.name for p in before} | {"report.html"}
+
+
+def test_text_of_the_run_is_escaped(run_dir):
+    evil = '<img src=x onerror="alert(1)">'
+    with open(run_dir / "events.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 400, "time_s": 1.0, "kind": "fallback", "message": evil}) + "\n")
+    (run_dir / "data.json").write_text(json.dumps({"domains": {evil: {"docs": 3}}, evil: evil}), encoding="utf-8")
+    (run_dir / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": evil, "text": evil}), encoding="utf-8")
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    assert "<img" not in html
+    assert html.count("&lt;img") >= 6
+    outline(html)
+
+
+def test_numbers_of_the_head_come_from_the_files(run_dir):
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "eval" not in row]
+    run = collect(run_dir)
+    by_label = {tile.label: tile for tile in tiles(run)}
+    end = sum(row["loss"] for row in steps[-20:]) / 20
+    assert by_label["Loss"].value == f"{steps[0]['loss']:.2f} → {end:.2f}"
+    assert total_tokens(run) == steps[-1]["tokens"]
+    assert by_label["Tokens"].value == "3.28M"
+    peak = max(row["memory_bytes"] for row in steps)
+    assert by_label["Peak memory"].value == f"{peak / 2**20:.0f} MiB"
+    assert "1000 MiB" in by_label["Peak memory"].detail
+    losses = [rows[-1]["eval"][d]["loss"] for d in rows[-1]["eval"]]
+    assert by_label["Held-out perplexity"].value == f"{2.718281828459045 ** (sum(losses) / len(losses)):.1f}"
+    assert verdict(run).startswith(f"The loss fell from {steps[0]['loss']:.2f} to {end:.2f} nats a token in 400 steps")
+
+
+def test_held_out_perplexity_weighs_domains_by_tokens(run_dir):
+    (run_dir / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "loss": 1.0})
+        + "\n"
+        + json.dumps({"step": 1, "eval": {"a": {"loss": 0.0, "tokens": 3}, "b": {"loss": 4.0, "tokens": 1}}})
+        + "\n"
+    )
+    assert {t.label: t.value for t in tiles(collect(run_dir))}["Held-out perplexity"] == "2.7"
+
+
+def test_every_number_of_an_empty_run_is_not_recorded(tmp_path):
+    (tmp_path / "empty").mkdir()
+    run = collect(tmp_path / "empty")
+    assert {tile.value for tile in tiles(run)} == {MISSING}
+    html = render(run)
+    page = outline(html)
+    assert "<svg" not in html
+    body = " ".join(page.text)
+    assert not re.search(r"\d", body.replace("100 %", "")), "no number without a file"
+    assert body.count("not recorded") >= 15
+
+
+@pytest.mark.parametrize(
+    "missing", ["metrics.jsonl", "events.jsonl", "samples.jsonl", "plan.json", "machine.json", "data.json",
+                "precision.json", "run.toml"],
+)  # fmt: skip
+def test_one_missing_file_is_said_and_the_rest_stands(tmp_path, missing):
+    html = write_report(write_run(tmp_path / "run", without=(missing,))).read_text(encoding="utf-8")
+    outline(html)
+    if missing != "plan.json":
+        assert "not recorded" in html
+
+
+def test_damaged_files_are_left_out_and_told(run_dir):
+    with open(run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 401, "loss": 2.')
+    (run_dir / "plan.json").write_text("{", encoding="utf-8")
+    (run_dir / "run.toml").write_text("[broken\n", encoding="utf-8")
+    (run_dir / "precision.json").write_bytes(b"\xff\xfe\x00")
+    run = collect(run_dir)
+    assert len(run.steps) == 400
+    assert len(run.trouble) == 4, run.trouble
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    outline(html)
+    assert "1 line is not JSON" in html
+
+
+def test_values_that_are_null_or_absent_do_not_stop_a_chart(run_dir):
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[5:50]:
+        if "loss" in row:
+            row["loss"], row["grad_norm"] = None, None
+            row.pop("tokens_per_s", None)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outline(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+def test_later_rows_of_a_step_count(run_dir):
+    (run_dir / "metrics.jsonl").write_text(
+        '{"step": 2, "loss": 9.0}\n{"step": 1, "loss": 8.0}\n{"step": 2, "loss": 3.0}\n'
+    )
+    assert collect(run_dir).column("loss") == ([1.0, 2.0], [8.0, 3.0])
+
+
+def test_norms_of_the_warm_up_stay_out_of_the_distribution(run_dir):
+    run = collect(run_dir)
+    assert len(settled_norms(run)) == 400 - run.setting("optim", "warmup_steps")
+
+
+def test_settings_carry_their_source(run_dir):
+    settings = {s.name: s for s in collect(run_dir).settings}
+    assert settings["optim.lr"].value == "0.002"
+    assert settings["optim.lr"].source == "file default.toml"
+    assert settings["data.domains"].value == '["code", "docs"]'
+    assert settings["train.steps"].source == "cli"
+
+
+def test_rows_of_alike_layers_share_a_line(run_dir):
+    groups = precision_groups(collect(run_dir).precision)
+    assert [(g.pattern, len(g.members)) for g in groups] == [
+        ("embed_tokens", 1),
+        ("layers.*.self_attn.q_proj", 6),
+        ("layers.*.self_attn.k_proj", 6),
+        ("layers.*.input_layernorm", 6),
+    ]
+
+
+def test_kernel_cases_with_one_outcome_share_a_line(run_dir):
+    rows = kernel_rows(collect(run_dir).machine)
+    assert rows[0].cases == ("cpu bfloat16", "cpu float32")
+    assert rows[1].rejected == (("compiled", "no C++ compiler was found"),)
+
+
+def test_repeated_events_are_counted(run_dir):
+    rows = event_rows(collect(run_dir).events)
+    assert [(row.kind, row.count) for row in rows if row.kind == "eval"] == [("eval", 2)]
+
+
+def test_summary_is_laid_flat_with_units():
+    flat = facts(
+        {"bytes": 2048, "docs": 1234, "rejects": {"binary": 2}, "names": [], "per": {"a": {"x": 1}, "b": {"y": 2}}}
+    )
+    assert dict(flat.values) == {"bytes": "2.00 KiB", "docs": "1,234", "names": "none"}
+    assert flat.tables[0] == ("rejects", ["", ""], [["binary", "2"]])
+    assert flat.tables[1] == ("per", ["", "x", "y"], [["a", "1", ""], ["b", "", "2"]])
+
+
+def test_folder_that_is_not_there_is_a_user_error(tmp_path):
+    with pytest.raises(DataError) as error:
+        write_report(tmp_path / "nowhere")
+    assert error.value.exit_code == 2
+    assert "nowhere" in str(error.value)
+
+
+def test_a_report_is_replaced_whole(run_dir, monkeypatch):
+    first = write_report(run_dir).read_bytes()
+    monkeypatch.setattr("os.replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(DataError, match="No space left"):
+        write_report(run_dir)
+    assert (run_dir / "report.html").read_bytes() == first
