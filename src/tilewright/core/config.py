@@ -49,6 +49,7 @@ class ModelSection(Section):
     dim: int = Field(default=256, ge=8)
     """Width of the residual stream."""
     num_layers: int = Field(default=6, ge=1)
+    """Decoder layers."""
     num_heads: int = Field(default=4, ge=1)
     """Query heads. `dim` must be a multiple of it unless `head_dim` is given."""
     num_kv_heads: int = Field(default=0, ge=0)
@@ -58,10 +59,13 @@ class ModelSection(Section):
     ffn_dim: int = Field(default=0, ge=0)
     """Width of the SwiGLU hidden layer. 0: 8/3 of `dim`, rounded up to a multiple of 64."""
     rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary position frequencies."""
     norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = True
     """One matrix for embedding and output head."""
     init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the first weights."""
     attention: Literal["gqa", "mla"] = "gqa"
     """Grouped-query, or multi-head latent attention as in DeepSeek-V3."""
     q_lora_rank: int = Field(default=0, ge=0)
@@ -77,7 +81,9 @@ class ModelSection(Section):
     num_experts: int = Field(default=0, ge=0)
     """Routed experts. 0: dense."""
     num_experts_per_token: int = Field(default=2, ge=1)
+    """Routed experts that each token uses."""
     num_shared_experts: int = Field(default=1, ge=0)
+    """Experts that every token uses besides."""
     expert_dim: int = Field(default=0, ge=0)
     """Hidden width of an expert. 0: `ffn_dim / num_experts_per_token`."""
     num_dense_layers: int = Field(default=1, ge=0)
@@ -150,14 +156,18 @@ class PrecisionSection(Section):
     loss_scale_min: float = Field(default=1.0, gt=0)
     """The run stops (exit 4) when an overflow would push the scale below this."""
     loss_scale_max: float = Field(default=2.0**24, gt=0)
+    """The scale does not double beyond this."""
     eval_fp32: bool = True
     """Evaluate in FP32."""
 
 
 class OptimSection(Section):
     lr: float = Field(default=1e-3, gt=0)
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay, on matrices only."""
     moments: Literal["fp32", "bf16"] = "fp32"
@@ -165,7 +175,9 @@ class OptimSection(Section):
     master: Literal["fp32", "stochastic"] = "fp32"
     """FP32 master weights, or weights kept in BF16 alone and updated with stochastic rounding."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning rate over the steps. `wsd`: warm-up, stable, then decay over the last `decay_fraction`."""
     warmup_steps: int = Field(default=20, ge=0)
+    """Steps in which the rate rises from zero to `lr`."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """wsd: share of the steps at the end in which the rate falls."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -190,6 +202,7 @@ class TrainSection(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers. `auto`: where a compiler is found and the model is tilewright's own."""
     log_every: int = Field(default=10, ge=1)
+    """Steps between progress lines."""
     eval_every: int = Field(default=100, ge=0)
     """Steps between evaluations. 0: only at the end."""
     eval_batches: int = Field(default=4, ge=1)
@@ -222,10 +235,15 @@ class OpsSection(Section):
     """Which implementation of each operation. `tilewright doctor` lists those there are, with reasons."""
 
     linear: Backend = "auto"
+    """Matmuls of linear layers."""
     attention: Backend = "auto"
+    """Causal attention."""
     rms_norm: Backend = "auto"
+    """RMSNorm."""
     cross_entropy: Backend = "auto"
+    """Output head and loss together."""
     adam: Backend = "auto"
+    """AdamW update."""
 
 
 class PlanSection(Section):

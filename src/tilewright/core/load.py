@@ -171,7 +171,7 @@ def _put_file(merged: _Values, toml: TomlFile, source: str) -> None:
             merged.problems.append(
                 Problem(
                     f"unknown section [{section}]" if is_table else f"{section} stands outside of a section",
-                    got="" if is_table else f"{section} = {_toml(content)}",
+                    got="" if is_table else f"{section} = {toml_text(content)}",
                     need="" if near else "sections: " + ", ".join(known),
                     try_=_under(near),
                     where=place,
@@ -181,7 +181,7 @@ def _put_file(merged: _Values, toml: TomlFile, source: str) -> None:
             merged.problems.append(
                 Problem(
                     f"{section} is a section, not a value",
-                    got=f"{section} = {_toml(content)}",
+                    got=f"{section} = {toml_text(content)}",
                     need=f"a line [{section}] with settings below it",
                     where=place,
                 )
@@ -304,9 +304,9 @@ def _schema_problems(error: ValidationError, merged: _Values) -> list[tuple[str,
             what = f"{path} lacks {inner[-1]!r}"
         found[path] = Problem(
             what,
-            got=_toml(merged.values[path]),
+            got=toml_text(merged.values[path]),
             need=item.wants,
-            try_=f"{name} = {_toml(default)}" if (default := item.info.default) not in ((), {}, "") else "",
+            try_=f"{name} = {toml_text(default)}" if (default := item.info.default) not in ((), {}, "") else "",
             where=merged.places[path],
         )
     return list(found.items())
@@ -324,15 +324,20 @@ def _unknown(path: str, value: object, place: str) -> Problem:
         need = "section.field, with a section among " + ", ".join(schema.sections())
     return Problem(
         f"unknown setting {path}",
-        got=f"{name or path} = {_toml(value)}",
+        got=f"{name or path} = {toml_text(value)}",
         need=need,
         try_=f"did you mean {near}?" if near else "tilewright inspect lists all settings",
         where=place,
     )
 
 
-def _toml(value: object) -> str:
-    """A value as it stands in a recipe."""
+def toml_text(value: object) -> str:
+    """A value as it stands in a recipe.
+
+    Example:
+        >>> toml_text((0.9, 0.95)), toml_text("cpu"), toml_text(None)
+        ('[0.9, 0.95]', '"cpu"', '"none"')
+    """
     if value is None:
         return f'"{schema.NONE}"'
     return tomlkit.item(_inline(list(value) if isinstance(value, tuple) else value)).as_string()
