@@ -9,7 +9,7 @@ READY := .venv/.ready
 # Arguments for train, for example: make train ARGS="fp32 --train.steps 100"
 ARGS ?=
 
-.PHONY: help train test lint types unit docs bench constraints clean
+.PHONY: help train test lint types unit docs bench reference constraints clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -38,6 +38,10 @@ docs: $(READY)
 bench: $(READY)
 	@$(BIN)/tilewright bench matmul
 	@$(BIN)/tilewright bench step cpu_50m
+
+# The pages in docs/reference that are made from the code.
+reference: $(READY)
+	@$(BIN)/python tools/write_reference.py
 
 constraints: $(READY)
 	@$(BIN)/python tools/write_constraints.py

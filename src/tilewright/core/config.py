@@ -177,7 +177,7 @@ class OptimSection(Section):
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Learning rate over the steps. `wsd`: warm-up, stable, then decay over the last `decay_fraction`."""
     warmup_steps: int = Field(default=20, ge=0)
-    """Steps in which the rate rises from zero to `lr`."""
+    """Steps in which the rate rises linearly to `lr`."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """wsd: share of the steps at the end in which the rate falls."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)

@@ -1,0 +1,80 @@
+"""Writes the reference pages that are made from the code: settings, environment variables, commands.
+
+`make reference` after a change; a test holds the committed pages equal to what this writes.
+"""
+
+from pathlib import Path
+
+import click
+
+from tilewright.cli.app import COMMANDS, cli
+from tilewright.core import schema
+from tilewright.core.env import VARIABLES
+from tilewright.core.load import toml_text
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
+
+
+def configuration() -> str:
+    """One table a section: setting, default, what it wants, what it means."""
+    lines = [
+        "# Settings",
+        "",
+        "Every setting of a recipe, made from the schema in `tilewright.core.config`. In a recipe they stand under",
+        "their `[section]`; on the command line they are written `--section.field value`.",
+        "`tilewright inspect --schema` prints the JSON schema for editors.",
+    ]
+    for section in schema.sections():
+        lines += ["", f"## [{section}]", "", "| setting | default | value | meaning |", "|---|---|---|---|"]
+        for item in schema.fields():
+            if item.path.startswith(section + "."):
+                name = item.path.partition(".")[2]
+                cells = (f"`{name}`", f"`{toml_text(item.info.default)}`", item.wants, item.doc)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def environment() -> str:
+    """The table of environment variables."""
+    lines = [
+        "# Environment variables",
+        "",
+        "All variables that tilewright reads; `tilewright.core.env` is the only place that does. An empty variable",
+        "counts as not set. A setting from the environment beats the recipe and gives way to the command line.",
+        "",
+        "| variable | sets | values | meaning |",
+        "|---|---|---|---|",
+    ]
+    for row in VARIABLES:
+        sets = f"`{row.sets}`" if "." in row.sets else row.sets
+        lines.append(f"| `{row.name}` | {sets} | {row.values} | {row.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def commands() -> str:
+    """The help text of every command, as printed."""
+    lines = [
+        "# Commands",
+        "",
+        "`tw` is short for `tilewright`. Exit codes: 0 done, 2 bad input, 3 does not fit, 4 stopped on numerics,",
+        "5 hardware, 130 interrupted; 1 with a traceback is a bug of ours.",
+    ]
+    parent = click.Context(cli, info_name="tilewright", terminal_width=88)
+    for name in COMMANDS:
+        command = cli.get_command(parent, name)
+        assert command is not None
+        context = click.Context(command, parent, info_name=name, terminal_width=88, help_option_names=["-h", "--help"])
+        lines += ["", f"## {name}", "", "```text", command.get_help(context), "```"]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"configuration.md": configuration, "environment.md": environment, "commands.md": commands}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
