@@ -1,6 +1,6 @@
 """What a model must offer to be trained: the one interface between models and the training loop.
 
-`decoder.Decoder` and `hf.HFModel` implement `Model`; the executor needs `Trainable` alone. The loss is a SUM over
+`decoder.Decoder` and `hf.HFModel` implement `Model`; the executor needs `TrainableModel` alone. The loss is a SUM over
 targets together with their count, because only the executor knows all tokens of an optimizer step: it divides once,
 so uneven micro-batches give exactly the gradient of the whole batch.
 """
@@ -31,7 +31,7 @@ class LossOutput:
     aux: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Trainable(Protocol):
+class TrainableModel(Protocol):
     """What the executor needs. Implementations are `torch.nn.Module`s."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
@@ -43,7 +43,7 @@ class Trainable(Protocol):
         ...
 
 
-class Model(Trainable, Protocol):
+class Model(TrainableModel, Protocol):
     """What the rest of a run needs: `build.build_model` returns one."""
 
     notes: list[str]

@@ -22,6 +22,7 @@ from tilewright.models.activation import run_checkpointed
 from tilewright.models.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.config import DecoderConfig
 from tilewright.models.contract import ActivationCheckpoint, LossOutput
+from tilewright.models.head import head_loss
 from tilewright.models.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.moe import MoE, Router
 from tilewright.ops.kernels import Kernels
@@ -149,9 +150,7 @@ class Decoder(nn.Module):
                 segments [B, S] where rows are packed.
         """
         x_BSD, loads = self._hidden(batch["input_ids"], batch.get("positions"), batch.get("segments"))
-        loss_sum, count = self.kernels.linear_cross_entropy(
-            x_BSD.flatten(0, 1), self.lm_head.weight, batch["labels"].flatten()
-        )
+        loss_sum, count = head_loss(self.kernels, self.lm_head, x_BSD.flatten(0, 1), batch["labels"].flatten())
         return LossOutput(loss_sum, count, self._note_loads(loads))
 
     def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:

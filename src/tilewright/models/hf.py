@@ -16,16 +16,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.activation import selective_contexts
 from tilewright.models.contract import ActivationCheckpoint, LossOutput
-from tilewright.models.hf_probe import InputStyle, call_arguments, probe_language_model
+from tilewright.models.head import IGNORED_LABEL, head_loss, logits_loss
+from tilewright.models.hf_packing import documents_as_rows, forward_arguments
+from tilewright.models.hf_probe import InputStyle, probe_language_model
 from tilewright.ops.kernels import Kernels
 
 Task = Literal["causal_lm", "masked_lm", "image_classification"]
-IGNORED_LABEL = -100
 _log = logging.getLogger(__name__)
 
 
@@ -58,6 +58,10 @@ class HFModel(nn.Module):
         return self.net.get_input_embeddings().weight.shape[0]
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        """The same as calling the model: hooks on it, such as the precision region of a foreign model, take part."""
+        return self(batch)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> LossOutput:
         """Cross-entropy summed over the targets of one micro-batch, in FP32.
 
         Args:
@@ -65,22 +69,24 @@ class HFModel(nn.Module):
                 image_classification pixel_values [B, 3, H, W] and labels [B].
         """
         if self.task == "image_classification":
-            logits_NV, labels_N = self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"]
-        else:
-            style = self._input_style(batch.get("segments"))
-            arguments = call_arguments(self.net, style, batch.get("positions"), batch.get("segments"))
-            if style.plain_head:
-                hidden_BSD = self.net.base_model(input_ids=batch["input_ids"], **arguments).last_hidden_state
-                weight_VD = self.net.get_output_embeddings().weight
-                return LossOutput(
-                    *self.kernels.linear_cross_entropy(hidden_BSD.flatten(0, 1), weight_VD, batch["labels"].flatten())
-                )
-            logits_BSV = self.net(input_ids=batch["input_ids"], **arguments).logits
-            # FP32 copies of the target rows only: of a masked language model that is about one row in seven.
-            wanted_BS = batch["labels"] != IGNORED_LABEL
-            logits_NV, labels_N = logits_BSV[wanted_BS], batch["labels"][wanted_BS]
-        loss_sum = F.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORED_LABEL, reduction="sum")
-        return LossOutput(loss_sum, (labels_N != IGNORED_LABEL).sum())
+            return LossOutput(*logits_loss(self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"]))
+        style = self._input_style(packed="segments" in batch)
+        arguments = forward_arguments(
+            self.net, style.documents, style.causal, batch.get("positions"), batch.get("segments")
+        )
+        if style.documents == "rows" and "segments" in batch:
+            batch = documents_as_rows(batch)
+            if not style.causal:
+                arguments["attention_mask"] = batch["attention_mask"]
+        input_ids_BS, labels_BS = batch["input_ids"], batch["labels"]
+        if style.plain_head:
+            hidden_BSD = self.net.base_model(input_ids=input_ids_BS, **arguments).last_hidden_state
+            head = self.net.get_output_embeddings()
+            return LossOutput(*head_loss(self.kernels, head, hidden_BSD.flatten(0, 1), labels_BS.flatten()))
+        logits_BSV = self.net(input_ids=input_ids_BS, **arguments).logits
+        # FP32 copies of the target rows only: of a masked language model that is about one row in seven.
+        wanted_BS = labels_BS != IGNORED_LABEL
+        return LossOutput(*logits_loss(logits_BSV[wanted_BS], labels_BS[wanted_BS]))
 
     def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
         """FP32 logits [B, V] of the token after each row."""
@@ -147,24 +153,23 @@ class HFModel(nn.Module):
     def _state(self) -> list[tuple[str, Tensor]]:
         return list(self.net.state_dict().items())
 
-    def _input_style(self, segments_BS: Tensor | None) -> InputStyle:
+    def _input_style(self, packed: bool) -> InputStyle:
+        """What the probe found; what it means for this run is noted the first time."""
         if self._style is None:
             self._style = probe_language_model(self.net, self.vocab_size)
+            name = type(self.net).__name__
             if self.task == "causal_lm" and not self._style.causal:
                 raise ConfigError(
                     "this model sees the tokens that it should predict.",
-                    got=f"{type(self.net).__name__}, whose attention is not causal",
+                    got=f"{name}, whose attention is not causal",
                     need="a causal language model",
                     try_='model.task = "masked_lm", or "is_decoder": true in its config.json',
                     where="model.task",
                 )
-            if segments_BS is not None and self._style.mask == "none":
-                self._note(
-                    f"{type(self.net).__name__} cannot keep the documents of a packed row apart: "
-                    "tokens also attend to the documents before theirs."
-                )
-            if segments_BS is not None and not self._style.positions:
-                self._note(f"{type(self.net).__name__} counts positions through the row, not by document.")
+            if packed and self._style.documents == "rows":
+                self._note(f"{name} takes no document masks: each document of a packed row runs as a padded row.")
+            if packed and not self._style.exact:
+                self._note(f"{name} ignores padding masks: tokens also see padding.")
         return self._style
 
     def _note(self, text: str) -> None:
