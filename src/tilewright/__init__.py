@@ -8,11 +8,25 @@ import importlib
 
 __version__ = "0.1.0"
 
-# Public name -> where it lives. The frozen surface: a change here goes into CHANGELOG.md.
+# Public name -> module that has it. The frozen surface: a change here goes into CHANGELOG.md.
 _PUBLIC = {
+    "Decoder": "tilewright.models.decoder",
+    "DecoderConfig": "tilewright.models.config",
+    "DeepSeekAdam": "tilewright.optim.adam",
+    "DynamicScaler": "tilewright.precision.loss_scale",
+    "GradClip": "tilewright.optim.clip",
+    "Kernels": "tilewright.ops.kernels",
+    "LRSchedule": "tilewright.optim.schedule",
+    "Policy": "tilewright.precision.policy",
     "Recipe": "tilewright.core.config",
-    "load_recipe": "tilewright.core.load",
     "TilewrightError": "tilewright.core.errors",
+    "convert": "tilewright.api",
+    "detect_machine": "tilewright.core.hardware",
+    "evaluating": "tilewright.precision.convert",
+    "explain": "tilewright.precision.convert",
+    "load_recipe": "tilewright.core.load",
+    "set_mode": "tilewright.precision.convert",
+    "train": "tilewright.api",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -5,7 +5,26 @@ import click
 import tilewright
 from tilewright.cli.app import COMMANDS, cli
 
-PUBLIC = {"Recipe", "TilewrightError", "__version__", "load_recipe"}
+PUBLIC = {
+    "Decoder",
+    "DecoderConfig",
+    "DeepSeekAdam",
+    "DynamicScaler",
+    "GradClip",
+    "Kernels",
+    "LRSchedule",
+    "Policy",
+    "Recipe",
+    "TilewrightError",
+    "__version__",
+    "convert",
+    "detect_machine",
+    "evaluating",
+    "explain",
+    "load_recipe",
+    "set_mode",
+    "train",
+}
 
 SURFACE = {
     "init": ["--force", "--help", "--list", "--quiet", "--to", "--verbose", "recipe"],
