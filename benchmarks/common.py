@@ -1,0 +1,69 @@
+"""What every benchmark writes: the claim, the numbers, and what is needed to make them again."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy", "tilewright")
+
+
+def machine_facts() -> dict[str, Any]:
+    """The hardware and versions a number depends on; nothing that names a host or a user."""
+    from tilewright.core.hardware import detect_machine
+
+    machine = detect_machine()
+    return {
+        "device": machine.device_name,
+        "cores": machine.physical_cores,
+        "host_memory_gib": round(machine.host_memory_bytes / 2**30, 1),
+        "cpu_features": sorted(f for f in machine.cpu_features if f.startswith(("amx", "avx512_bf16", "avx512_fp16"))),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES if _version(name)},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def spread(samples: Sequence[float]) -> dict[str, Any]:
+    """Median, least and greatest of some samples, with the samples."""
+    return {
+        "median": statistics.median(samples),
+        "min": min(samples),
+        "max": max(samples),
+        "samples": [float(f"{sample:.5g}") for sample in samples],
+    }
+
+
+def write_result(name: str, claim: str, results: dict[str, Any]) -> Path:
+    """Write `results/<name>.json` (under $OUT where that is set) and say where it is."""
+    folder = Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    record = {
+        "claim": claim,
+        "command": "python -m " + " ".join(["benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "commit": _commit(),
+        "machine": machine_facts(),
+        "results": results,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path.name}")
+    return path
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"

@@ -1,0 +1,104 @@
+"""Our candidates for attention and cross-entropy beside torch's own, forward and backward, in one process.
+
+python -m benchmarks.ops
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.common import spread, write_result
+from tests.ops.cases import AttentionCase
+from tilewright.core.hardware import detect_machine
+from tilewright.ops.kernels import Kernels
+
+CLAIM = "ops: forward and backward of attention and of the loss take less time than with torch's own kernels"
+ROUNDS = 9
+DEVICE = detect_machine().device
+
+
+def milliseconds(run: Callable[[], None]) -> float:
+    """Wall time of one call, the device's work included."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def pairs(runs: dict[str, Callable[[], None]]) -> dict[str, object]:
+    """Each run in turn, ROUNDS times after two warm-ups."""
+    for run in runs.values():
+        run()
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            samples[name].append(milliseconds(run))
+    result: dict[str, object] = {name: spread(times) for name, times in samples.items()}
+    ours, theirs = samples.values()
+    result["speedup"] = spread([b / a for a, b in zip(ours, theirs, strict=True)])
+    return result
+
+
+def attention(case: AttentionCase, dtype: torch.dtype) -> dict[str, object]:
+    """Our attention inside a compiled function, against compiled and masked SDPA."""
+    q, k, v, segments = (None if t is None else t.detach().to(DEVICE) for t in case.tensors(dtype))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    kernels = Kernels.default()
+
+    def torch_attention(q, k, v):
+        if segments is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        same = segments[:, :, None] == segments[:, None, :]
+        allowed = same & torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None])
+
+    ours = torch.compile(lambda q, k, v: kernels.attention(q, k, v, segments=segments))
+    theirs = torch.compile(torch_attention)
+    out_grad = torch.randn_like(q)
+    return pairs(
+        {
+            "tilewright": lambda: torch.autograd.grad(ours(q, k, v), leaves, out_grad),
+            "torch": lambda: torch.autograd.grad(theirs(q, k, v), leaves, out_grad),
+        }
+    )
+
+
+def cross_entropy(num_tokens: int, dim: int, vocab: int, dtype: torch.dtype) -> dict[str, object]:
+    """Head and loss as one operation, against a compiled linear and cross-entropy."""
+    x = torch.randn(num_tokens, dim, dtype=dtype, device=DEVICE).requires_grad_()
+    weight = (torch.randn(vocab, dim, device=DEVICE) / dim**0.5).requires_grad_()
+    labels = torch.randint(0, vocab, (num_tokens,), device=DEVICE)
+    kernels = Kernels.default()
+    theirs = torch.compile(lambda x, w: F.cross_entropy((x @ w.to(dtype).T).float(), labels, reduction="sum"))
+    return pairs(
+        {
+            "tilewright": lambda: torch.autograd.grad(kernels.linear_cross_entropy(x, weight, labels)[0], (x, weight)),
+            "torch": lambda: torch.autograd.grad(theirs(x, weight), (x, weight)),
+        }
+    )
+
+
+def main() -> None:
+    """Run all cases and write the result."""
+    case = AttentionCase(8, 8, 8, 512, 64, 64)
+    packed = AttentionCase(8, 8, 8, 512, 64, 64, docs=4)
+    results = {
+        "unit": "ms, forward and backward",
+        "attention 8x8x512x64 bf16": attention(case, torch.bfloat16),
+        "attention 8x8x512x64 bf16, packed documents": attention(packed, torch.bfloat16),
+        "loss 4096x512x16384 bf16": cross_entropy(4096, 512, 16384, torch.bfloat16),
+    }
+    for name, result in results.items():
+        if isinstance(result, dict):
+            print(f"{name:<45}", " ".join(f"{k} {v['median']:.2f}" for k, v in result.items()))
+    write_result(f"ops_{DEVICE}", CLAIM, results)
+
+
+if __name__ == "__main__":
+    main()

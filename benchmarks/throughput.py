@@ -1,0 +1,224 @@
+"""Training throughput of one model of about 50M parameters, four ways, in turns on one machine.
+
+Contenders, each in a process of its own that stays alive and takes a few steps when it is its turn, so that
+every round compares them under the same conditions:
+  fp32      a plain PyTorch loop over Hugging Face's Llama, FP32, fused AdamW
+  autocast  the same under BF16 autocast
+  trainer   Hugging Face's Trainer with bf16, torch_compile and the fused AdamW: its documentation's fastest settings
+  tilewright  our decoder under bf16_mixed through the standard executor
+All take the same rows (no padding, one document a row), batch 8 x 512, vocabulary 16384, clip norm 1.
+
+python -m benchmarks.throughput [--rounds 5]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+from benchmarks.common import spread, write_result
+
+CLAIM = "BF16 training at least 3x a plain FP32 PyTorch loop, and at least 1.3x the Hugging Face Trainer with bf16"
+CONTENDERS = ("fp32", "autocast", "trainer", "tilewright")
+ROWS, SEQ, VOCAB, DIM, LAYERS, HEADS, FFN = 8, 512, 16384, 512, 12, 8, 1408
+WARMUP, STEPS = 3, 2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def rows(step: int) -> torch.Tensor:
+    """The token rows of a step, [ROWS, SEQ + 1], the same for every contender."""
+    return torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(step))
+
+
+def hf_model():
+    """Hugging Face's Llama of the contest's shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=DIM, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, max_position_embeddings=SEQ, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(DEVICE)
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def turns(step) -> None:
+    """Answer each line on stdin with the seconds of STEPS steps, after a warm-up at the start."""
+    count = 0
+    for _ in range(WARMUP):
+        step(count)
+        count += 1
+    synchronize()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step(count)
+            count += 1
+        synchronize()
+        print((time.perf_counter() - start) / STEPS, flush=True)
+
+
+def run_plain(dtype: torch.dtype | None) -> None:
+    """A plain loop, FP32 or under autocast."""
+    model = hf_model()
+    optimizer = torch.optim.AdamW(model.parameters(), **HYPER, fused=True)
+
+    def step(count: int) -> None:
+        batch = rows(count).to(DEVICE)
+        with torch.autocast(DEVICE, dtype=dtype, enabled=dtype is not None):
+            logits = model(input_ids=batch[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    turns(step)
+
+
+def run_trainer() -> None:
+    """Hugging Face's Trainer, told by a callback when it is its turn."""
+    import tempfile
+
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 10**6
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            row = rows(index // ROWS)[index % ROWS]
+            return {"input_ids": row[:-1], "labels": row[:-1]}  # the model shifts the labels itself
+
+    class Turns(TrainerCallback):
+        def __init__(self) -> None:
+            self.done, self.start = 0, 0.0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.done += 1
+            if self.done < WARMUP or (self.done - WARMUP) % STEPS:
+                return
+            synchronize()
+            print("ready" if self.done == WARMUP else (time.perf_counter() - self.start) / STEPS, flush=True)
+            if not sys.stdin.readline():
+                control.should_training_stop = True
+            self.start = time.perf_counter()
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder, per_device_train_batch_size=ROWS, max_steps=10**5, bf16=True, torch_compile=True,
+            optim="adamw_torch_fused", learning_rate=HYPER["lr"], adam_beta2=0.95, weight_decay=0.1,
+            max_grad_norm=1.0, logging_steps=10**9, save_strategy="no", report_to="none", disable_tqdm=True,
+            use_cpu=DEVICE == "cpu", dataloader_drop_last=True, include_num_input_tokens_seen="no",
+        )  # fmt: skip
+        Trainer(hf_model(), args, train_dataset=Rows(), callbacks=[Turns()]).train()
+
+
+def run_tilewright() -> None:
+    """Our decoder, policy, optimizer and executor."""
+    from tilewright.core.config import ModelSection
+    from tilewright.models.build import build_model, init_weights
+    from tilewright.ops.kernels import Kernels
+    from tilewright.optim.adam import DeepSeekAdam
+    from tilewright.optim.clip import GradClip
+    from tilewright.optim.groups import decay_groups
+    from tilewright.precision.convert import convert
+    from tilewright.training.step import StandardExecutor
+
+    kernels = Kernels.default()
+    section = ModelSection(dim=DIM, num_layers=LAYERS, num_heads=HEADS, ffn_dim=FFN)
+    model = build_model(section, VOCAB, kernels, DEVICE)
+    init_weights(model, 0)
+    convert(model, "bf16_mixed", kernels=kernels)
+    model.compile_blocks()
+    optimizer = DeepSeekAdam(
+        decay_groups(model, HYPER["weight_decay"]), lr=HYPER["lr"], betas=HYPER["betas"], kernels=kernels
+    )
+    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), device=DEVICE)
+
+    def step(count: int) -> None:
+        batch = rows(count)
+        executor.step([{"input_ids": batch[:, :-1], "labels": batch[:, 1:].contiguous()}], lr=HYPER["lr"])
+
+    turns(step)
+
+
+RUNS = {
+    "fp32": lambda: run_plain(None),
+    "autocast": lambda: run_plain(torch.bfloat16),
+    "trainer": run_trainer,
+    "tilewright": run_tilewright,
+}
+
+
+def contest(names: tuple[str, ...], rounds: int) -> dict[str, list[float]]:
+    """Seconds a step by contender, one sample a round."""
+    environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # as `tilewright train` sets it; all contenders get it
+    workers = {}
+    for name in names:
+        command = [sys.executable, "-m", "benchmarks.throughput", "--worker", name]
+        workers[name] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        answer(workers[name], name)
+        print(f"{name}: ready", flush=True)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for done in range(rounds):
+        for name, worker in workers.items():
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+            samples[name].append(float(answer(worker, name)))
+        print(
+            f"round {done + 1}:", json.dumps({name: round(times[-1], 3) for name, times in samples.items()}), flush=True
+        )
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait(timeout=120)
+    return samples
+
+
+def answer(worker: subprocess.Popen, name: str) -> str:
+    """The worker's next "ready" or number; other lines that libraries print are passed over."""
+    for line in worker.stdout:
+        text = line.strip()
+        if text == "ready" or text.replace(".", "", 1).isdigit():
+            return text
+    raise SystemExit(f"contender {name} ended with code {worker.wait()}")
+
+
+def main() -> None:
+    """Run the contest, or one contender of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--worker", choices=CONTENDERS)
+    args = parser.parse_args()
+    if args.worker:
+        RUNS[args.worker]()
+        return
+    samples = contest(tuple(args.only), args.rounds)
+    results: dict[str, object] = {"unit": "tokens/s", "tokens_per_step": ROWS * SEQ}
+    for name, times in samples.items():
+        results[name] = spread([ROWS * SEQ / seconds for seconds in times])
+    for name, times in samples.items():
+        if name != "tilewright" and "tilewright" in samples:
+            ratios = [theirs / ours for theirs, ours in zip(times, samples["tilewright"], strict=True)]
+            results[f"tilewright over {name}"] = spread(ratios)
+            print(f"tilewright over {name}: {results[f'tilewright over {name}']['median']:.2f}x")
+    write_result(f"throughput_{DEVICE}", CLAIM, results)
+
+
+if __name__ == "__main__":
+    main()
