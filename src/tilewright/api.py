@@ -1,4 +1,4 @@
-"""The two calls of a Python user that are more than a name of another module. Read as `tilewright.convert`, `.train`."""
+"""The two calls of a Python user that are more than a name of another module: `tilewright.convert` and `.train`."""
 
 from collections.abc import Mapping
 from pathlib import Path
