@@ -1,0 +1,135 @@
+"""Text that is ready to train on: rows in memory-mapped files, a tokenizer, and what went into them.
+
+Made by `prepare`, read by `Stream` (training) and by the evaluation. Everything is a view of two cache entries.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from tilewright.core.errors import DataError
+from tilewright.data.corpus import SPLITS
+from tilewright.data.masking import mask_tokens
+from tilewright.data.mix import Picks, permute
+from tilewright.data.pack import Packing
+from tilewright.data.rows import IGNORE, TextRows
+from tilewright.data.tokenizer import Tokenizer, load_tokenizer
+
+_EVAL_SEED = 0x0E7A1  # masks of evaluation batches, whatever the run's seed
+
+
+class PreparedData:
+    """Prepared text.
+
+    `fingerprint` names the content: equal fingerprints mean equal rows, on any machine. `domains` are in the order of
+    the mixture; `num_rows` gives each domain's training rows. `summary` is plain JSON: docs, bytes, tokens,
+    duplicates, rejects by reason, rows and utilisation, by domain too.
+    """
+
+    def __init__(self, corpus: Path, packed: Path):
+        meta = json.loads((packed / "meta.json").read_bytes())
+        self.folder = packed
+        self.fingerprint: str = meta["fingerprint"]
+        self.summary: dict[str, Any] = meta["summary"]
+        self.task: str = meta["task"]
+        self.seq_len: int = meta["seq_len"]
+        self.tokenizer: Tokenizer = load_tokenizer(corpus / "tokenizer")
+        self._corpus = corpus
+        self._ranges: dict[str, dict[str, list[int]]] = meta["rows"]  # split -> domain -> [first row, last row + 1]
+        self._rows = {split: self._open(split) for split in SPLITS}
+        self.domains: tuple[str, ...] = tuple(self._ranges["train"])
+        self.num_rows: Mapping[str, int] = {d: b - a for d, (a, b) in self._ranges["train"].items()}
+        self._first_row = np.array([a for a, _ in self._ranges["train"].values()], np.int64)
+
+    def _open(self, split: str) -> TextRows:
+        def column(folder: Path, name: str) -> np.ndarray:
+            return np.asarray(np.load(folder / name, mmap_mode="r"))
+
+        packing = Packing(*(column(self.folder, f"{split}.{part}.npy") for part in ("starts", "lengths", "first")))
+        return TextRows(column(self._corpus, f"{split}.npy"), packing, self.seq_len, self.task == "causal_lm")
+
+    def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
+        """Batch arrays [B, seq_len] of training rows, see `TextRows.gather`; masked for masked_lm."""
+        batch = self._rows["train"].gather(self._first_row[picks.domain] + picks.row)
+        return self._masked(batch, seed, picks.sample) if self.task == "masked_lm" else batch
+
+    def blank_row(self) -> dict[str, np.ndarray]:
+        """One row of padding."""
+        zeros = np.zeros((1, self.seq_len), np.int64)
+        return {
+            "input_ids": zeros,
+            "labels": zeros + IGNORE,
+            "positions": zeros,
+            "segments": np.full((1, self.seq_len), -1, np.int32),
+        }
+
+    def eval_batches(self, domain: str, micro_batch: int, num: int) -> list[dict[str, torch.Tensor]]:
+        """At most `num` batches of at most `micro_batch` held-out rows of one domain; the same on every call."""
+        first, stop = self._ranges["holdout"][domain]
+        size = stop - first
+        take = min(num * micro_batch, size)
+        order = permute(np.arange(take), np.full(take, size), np.full(take, 0, np.uint64))
+        batches = []
+        for start in range(0, take, micro_batch):
+            rows = first + order[start : start + micro_batch]
+            batch = self._rows["holdout"].gather(rows)
+            if self.task == "masked_lm":
+                batch = self._masked(batch, _EVAL_SEED, rows)
+            batches.append({name: torch.from_numpy(array) for name, array in batch.items()})
+        return batches
+
+    def _masked(self, batch: dict[str, np.ndarray], seed: int, samples: np.ndarray) -> dict[str, np.ndarray]:
+        tokenizer = self.tokenizer
+        return mask_tokens(
+            batch,
+            seed=seed,
+            samples_B=samples,
+            mask_id=tokenizer.mask_id,
+            special_ids=tokenizer.special_ids,
+            vocab_size=tokenizer.vocab_size,
+        )
+
+    def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
+        """The documents of a training row: name, first position of the piece in the document, positions in it."""
+        found = []
+        for start, length in self._rows["train"].pieces(self._ranges["train"][domain][0] + row):
+            document = int(np.searchsorted(self._starts, start, side="right")) - 1
+            name = self._names[document]
+            found.append({"name": name, "start": start - int(self._starts[document]), "length": length})
+        return found
+
+    @cached_property
+    def _documents(self) -> Any:
+        return pq.read_table(self._corpus / "documents.parquet", filters=[("split", "=", "train")])
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return self._documents["name"].to_pylist()
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        lengths = self._documents["length"].to_numpy()
+        return np.cumsum(lengths) - lengths
+
+    def rejects(self) -> list[dict[str, Any]]:
+        """Everything that was set aside: where, reason, count, example."""
+        lines = (self._corpus / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def need_mask(tokenizer: Tokenizer) -> None:
+    """Raises DataError where masked_lm is asked of a tokenizer without a mask token."""
+    if tokenizer.mask_id is None:
+        raise DataError(
+            "masked_lm needs a tokenizer with a mask token",
+            where="data.tokenizer",
+            got="a tokenizer without one",
+            need='a "mask_token" in tokenizer_config.json, or a token named [MASK] or <mask>',
+            try_='data.tokenizer = ""   (train one on the data; it has a mask token)',
+        )

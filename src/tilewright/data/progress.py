@@ -1,0 +1,53 @@
+"""Shows how far a preparation is: a bar on a terminal, one log line a phase elsewhere. Times each phase."""
+
+import logging
+import sys
+import time
+from types import TracebackType
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """A context manager; `phase` starts a phase of `total` units, `advance` counts some of them.
+
+    `seconds` maps each phase to its wall time.
+    """
+
+    def __init__(self, title: str):
+        self.seconds: dict[str, float] = {}
+        self._title, self._bar, self._task = title, None, None
+        self._name, self._started = "", 0.0
+
+    def __enter__(self) -> "Progress":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._bar.start()
+        return self
+
+    def phase(self, name: str, total: float | None = None) -> None:
+        """End the phase before, if any, and start `name`. `total` None: of unknown length."""
+        self._finish()
+        self._name, self._started = name, time.perf_counter()
+        if self._bar:
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(f"{self._title}: {name}", total=total)
+        log.info("%s: %s", self._title, name)
+
+    def advance(self, amount: float) -> None:
+        if self._bar and self._task is not None:
+            self._bar.advance(self._task, amount)
+
+    def _finish(self) -> None:
+        if self._name:
+            self.seconds[self._name] = round(time.perf_counter() - self._started, 3)
+            self._name = ""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._finish()
+        if self._bar:
+            self._bar.stop()

@@ -1,0 +1,152 @@
+"""Text to token ids and back: a byte-level BPE trained on the data, or a tokenizer of the user's.
+
+A thin layer over `tokenizers` that knows which ids begin and end a document and which one is the mask. The training is
+deterministic: the same texts in the same order give the same file. Special tokens that occur in the text itself are
+encoded as plain text, so that no document can end another one.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from tilewright.core.errors import DataError
+
+BOS, EOS, PAD, MASK = "<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>"
+
+# Words with the mark before them, numbers in pairs of digits, runs of punctuation, line ends, indentation.
+_PIECES = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+
+# Names that published tokenizers use, tried where no tokenizer_config.json says which token is which.
+_KNOWN = {
+    "bos_token": (BOS, "<s>", "<|begin_of_text|>", "<|startoftext|>", "<bos>", "[CLS]", "<|endoftext|>"),
+    "eos_token": (EOS, "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]"),
+    "pad_token": (PAD, "<pad>", "[PAD]"),
+    "mask_token": (MASK, "<mask>", "[MASK]"),
+}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Ids are in [0, vocab_size). `bos_id` begins and `eos_id` ends a document; they may be the same token."""
+
+    backend: tokenizers.Tokenizer
+    bos_id: int
+    eos_id: int
+    pad_id: int | None
+    mask_id: int | None
+    vocab_size: int
+    special_ids: tuple[int, ...]  # ids that stand for no text
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` alone, without begin and end."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, on all cores."""
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens give none."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def save(self, folder: Path | str) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which Hugging Face libraries read too."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(folder / "tokenizer.json"))
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
+        config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config |= {name: self.backend.id_to_token(i) for name, i in ids.items() if i is not None}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with at most `vocab_size` entries, the four special tokens first.
+
+    Small data may not have enough pairs to merge; the vocabulary is then smaller.
+
+    Example:
+        >>> tok = train_tokenizer(["low lower lowest " * 20], 300)
+        >>> tok.decode(tok.encode("lowest naïve 🦊")), tok.bos_id, tok.eos_id
+        ('lowest naïve 🦊', 0, 1)
+    """
+    backend = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_PIECES), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD, MASK],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _wrap(backend, {}, "the trained tokenizer")
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """A tokenizer from a tokenizer.json, or from a folder that holds one.
+
+    Which tokens begin and end a document is read from a tokenizer_config.json beside it, else from the common names.
+
+    Raises:
+        DataError: no such file, not a tokenizer, or nothing in it that could end a document.
+    """
+    path = Path(path).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(
+            "there is no tokenizer at this path",
+            where="data.tokenizer",
+            got=f"{path}, {'a folder without tokenizer.json' if path.is_dir() else 'which does not exist'}",
+            need="a tokenizer.json (Hugging Face tokenizers), or a folder that holds one",
+            try_='data.tokenizer = ""   (train one on the data)',
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+        config = _read_config(file.with_name("tokenizer_config.json"))
+    except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception on any bad file
+        raise DataError(
+            "the tokenizer cannot be read",
+            where=str(file),
+            got=str(error).splitlines()[0][:200],
+            need="a tokenizer.json written by Hugging Face tokenizers",
+        ) from None
+    backend.no_truncation()
+    backend.no_padding()
+    return _wrap(backend, config, str(file))
+
+
+def _read_config(file: Path) -> dict[str, str]:
+    if not file.is_file():
+        return {}
+    found = {}
+    for name, value in json.loads(file.read_text(encoding="utf-8")).items():
+        if name in _KNOWN and value:
+            found[name] = value["content"] if isinstance(value, dict) else value
+    return found
+
+
+def _wrap(backend: tokenizers.Tokenizer, config: dict[str, str], where: str) -> Tokenizer:
+    ids: dict[str, int | None] = {}
+    for name, known in _KNOWN.items():
+        names = (config[name],) if name in config else known
+        ids[name] = next((i for n in names if (i := backend.token_to_id(n)) is not None), None)
+    eos, bos = ids["eos_token"], ids["bos_token"]
+    if eos is None:
+        raise DataError(
+            "this tokenizer has no token that ends a document",
+            where=where,
+            got="none of " + ", ".join(_KNOWN["eos_token"]),
+            need='an "eos_token" in tokenizer_config.json, or a token of a common name',
+            try_='data.tokenizer = ""   (train one on the data)',
+        )
+    backend.encode_special_tokens = True  # their names in the text are text
+    size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    special = tuple(sorted(i for i, token in backend.get_added_tokens_decoder().items() if token.special))
+    return Tokenizer(backend, eos if bos is None else bos, eos, ids["pad_token"], ids["mask_token"], size, special)
