@@ -106,7 +106,13 @@ def verbosity(function: Function) -> Function:
         "-q", "--quiet", is_flag=True, expose_value=False, callback=quiet, help="Print errors and results only."
     )(function)
     return click.option(
-        "-v", "verbose", count=True, expose_value=False, callback=loud, help="Print decisions; twice: details."
+        "-v",
+        "--verbose",
+        "verbose",
+        count=True,
+        expose_value=False,
+        callback=loud,
+        help="Print decisions; twice: details.",
     )(function)
 
 
