@@ -3,7 +3,7 @@
 import pytest
 
 from tilewright.core import schema
-from tilewright.core.check import _VOID, conflicts
+from tilewright.core.check import _VOID, conflicts, without_effect
 from tilewright.core.config import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.load import load_recipe
@@ -79,6 +79,20 @@ def test_what_another_setting_makes_void_is_no_conflict(settings):
     load_recipe(None, settings, {})
 
 
-def test_conflicts_and_voids_name_real_fields():
+def test_voids_name_real_fields():
     known = {field.path for field in schema.fields()}
-    assert set(_VOID) <= known
+    assert {f"{section}.{name}" for _, _, section, names in _VOID for name in names} <= known
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "why"),
+    [
+        ({"model.path": "x"}, "model.dim", "model.path gives the shape"),
+        ({"model.attention": "mla"}, "model.head_dim", 'model.attention = "mla"'),
+        ({}, "model.balance_rate", "model.num_experts = 0"),
+        ({"precision.enabled": "false"}, "precision.mode", "precision.enabled = false"),
+        ({"optim.schedule": "constant"}, "optim.min_lr_ratio", 'optim.schedule = "constant"'),
+    ],
+)
+def test_voids(settings, path, why):
+    assert without_effect(load_recipe(None, settings, {}).recipe)[path] == why

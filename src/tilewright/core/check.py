@@ -259,40 +259,45 @@ def _multiple(value: int, of: int) -> int:
     return max(1, round(value / of)) * of
 
 
-# Field -> (is it void here?, why). A field not listed always has an effect.
-_VOID: dict[str, tuple[Callable[[Recipe], bool], str]] = {
-    "model.num_kv_heads": (lambda r: r.model.attention == "mla", 'model.attention = "mla"'),
-    "model.head_dim": (lambda r: r.model.attention == "mla", 'model.attention = "mla"'),
-    **{
-        f"model.{name}": (lambda r: r.model.attention == "gqa" and not r.model.path, 'model.attention = "gqa"')
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    },
-    **{
-        f"model.{name}": (lambda r: r.model.num_experts == 0 and not r.model.path, "model.num_experts = 0")
-        for name in (
-            "num_experts_per_token",
-            "num_shared_experts",
-            "expert_dim",
-            "num_dense_layers",
-            "num_expert_groups",
-            "num_limited_groups",
-            "routed_scaling",
-            "balance_rate",
-        )
-    },
-    "model.init_std": (lambda r: r.model.weights == "load", 'model.weights = "load"'),
-    "data.vocab_size": (lambda r: bool(r.data.tokenizer), "data.tokenizer is given"),
-    "data.image_size": (lambda r: r.model.task != "image_classification", "the task has no images"),
-    "data.text_field": (lambda r: r.data.source == "installed", 'data.source = "installed"'),
-    "precision.mode": (lambda r: not r.precision.enabled, "precision.enabled = false"),
-    "precision.start_mode": (lambda r: not r.precision.enabled, "precision.enabled = false"),
-    "precision.rules": (lambda r: not r.precision.enabled, "precision.enabled = false"),
-    "precision.start_fraction": (lambda r: r.precision.start_mode is None, "precision.start_mode is not set"),
-    "optim.decay_fraction": (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"'),
-    "optim.min_lr_ratio": (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"'),
-}
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_EXPERTS = (
+    "num_experts_per_token",
+    "num_shared_experts",
+    "expert_dim",
+    "num_dense_layers",
+    "num_expert_groups",
+    "num_limited_groups",
+    "routed_scaling",
+    "balance_rate",
+)
+_SHAPE = (
+    *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "rope_theta", "norm_eps"),
+    *("tie_embeddings", "attention", "num_experts"),
+    *(_MLA + _EXPERTS),
+)
+_TEXT_DATA = ("domains", "max_bytes", "seq_len", "vocab_size", "tokenizer", "text_field")
+_LOW_PRECISION = ("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32")
+
+# (is it so here?, said how, section, its fields that then do nothing). What is in no row always has an effect.
+_VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = (
+    (lambda r: bool(r.model.path), "model.path gives the shape", "model", _SHAPE),
+    (lambda r: r.model.attention == "mla", 'model.attention = "mla"', "model", ("num_kv_heads", "head_dim")),
+    (lambda r: r.model.attention == "gqa", 'model.attention = "gqa"', "model", _MLA),
+    (lambda r: r.model.num_experts == 0, "model.num_experts = 0", "model", _EXPERTS),
+    (lambda r: r.model.weights == "load", 'model.weights = "load"', "model", ("init_std",)),
+    (lambda r: bool(r.data.tokenizer), "data.tokenizer is given", "data", ("vocab_size",)),
+    (lambda r: r.data.source == "installed", 'data.source = "installed"', "data", ("text_field",)),
+    (lambda r: r.model.task == "image_classification", "the task has no text", "data", _TEXT_DATA),
+    (lambda r: r.model.task != "image_classification", "the task has no images", "data", ("image_size",)),
+    (lambda r: r.model.task != "causal_lm", "only causal_lm writes text", "train", ("sample_tokens",)),
+    (lambda r: not r.precision.enabled, "precision.enabled = false", "precision", _LOW_PRECISION),
+    (lambda r: r.precision.start_mode is None, "there is no start_mode", "precision", ("start_fraction",)),
+    (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"', "optim", ("decay_fraction",)),
+    (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"', "optim", ("min_lr_ratio",)),
+)
 
 
 def without_effect(recipe: Recipe) -> dict[str, str]:
     """Fields that the rest of the recipe makes void, with the setting that does it."""
-    return {path: why for path, (void, why) in _VOID.items() if void(recipe)}
+    rows = [row for row in _VOID if row[0](recipe)]
+    return {f"{section}.{name}": why for _, why, section, names in reversed(rows) for name in names}
