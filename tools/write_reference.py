@@ -10,7 +10,7 @@ import click
 from tilewright.cli.app import COMMANDS, cli
 from tilewright.core import schema
 from tilewright.core.env import VARIABLES
-from tilewright.core.load import toml_text
+from tilewright.core.toml_file import toml_text
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 

@@ -12,6 +12,7 @@ from tilewright.core import schema
 from tilewright.core.errors import ConfigError
 from tilewright.core.load import load_recipe
 from tilewright.core.log import say
+from tilewright.core.toml_file import NONE
 from tilewright.core.units import format_bytes, format_count
 
 
@@ -48,7 +49,7 @@ def _recipe(target: str, settings: list[str], as_json: bool) -> None:
     lines = [
         (
             item.path,
-            json.dumps(schema.NONE if value is None else value),
+            json.dumps(NONE if value is None else value),
             loaded.sources[item.path],
             item.doc or item.wants,
         )

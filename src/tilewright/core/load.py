@@ -18,7 +18,8 @@ from tilewright.core import env, schema
 from tilewright.core.check import conflicts, without_effect
 from tilewright.core.config import Recipe
 from tilewright.core.errors import ConfigError, Problem
-from tilewright.core.toml_file import RECIPES, TomlFile, find_recipe, read_toml
+from tilewright.core.messages import by_line, not_a_section, schema_problems, unknown_setting
+from tilewright.core.toml_file import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml
 
 CLI = "cli"
 DEFAULT = "default"
@@ -109,25 +110,12 @@ def write_run_toml(loaded: Loaded, path: str | Path) -> None:
     for section, model in loaded.recipe.model_dump(mode="json").items():
         table = tomlkit.table()
         for name, value in model.items():
-            item = tomlkit.item(_inline(schema.NONE if value is None else value))
+            item = tomlkit.item(inline(NONE if value is None else value))
             item.comment(loaded.sources[f"{section}.{name}"])
             table.add(name, item)
         document.add(tomlkit.nl())
         document.add(section, table)
     Path(path).write_text(tomlkit.dumps(document), encoding="utf-8")
-
-
-def _inline(value: object) -> object:
-    """Tables inside a value as inline tables, so that a setting stays on its line."""
-    if isinstance(value, dict):
-        table = tomlkit.inline_table()
-        table.update({key: _inline(inner) for key, inner in value.items()})
-        return table
-    if isinstance(value, list):
-        array = tomlkit.array()
-        array.extend(_inline(inner) for inner in value)
-        return array
-    return value
 
 
 def _name(file: Path | None) -> str:
@@ -164,33 +152,13 @@ def _put_file(merged: _Values, toml: TomlFile, source: str) -> None:
     for section, content in toml.data.items():
         if section == schema.EXTENDS:
             continue
-        place = toml.place(section)
-        if section not in known:
-            near = schema.suggest(section)
-            is_table = isinstance(content, dict)
-            merged.problems.append(
-                Problem(
-                    f"unknown section [{section}]" if is_table else f"{section} stands outside of a section",
-                    got="" if is_table else f"{section} = {toml_text(content)}",
-                    need="" if near else "sections: " + ", ".join(known),
-                    try_=_under(near),
-                    where=place,
-                )
-            )
-        elif not isinstance(content, dict):
-            merged.problems.append(
-                Problem(
-                    f"{section} is a section, not a value",
-                    got=f"{section} = {toml_text(content)}",
-                    need=f"a line [{section}] with settings below it",
-                    where=place,
-                )
-            )
+        if section not in known or not isinstance(content, dict):
+            merged.problems.append(not_a_section(section, content, toml.place(section)))
         else:
             for name, value in content.items():
                 path = f"{section}.{name}"
                 item = schema.find(path)
-                if item is not None and item.may_be_none and value == schema.NONE:
+                if item is not None and item.may_be_none and value == NONE:
                     value = None
                 merged.put(path, value, source, toml.place(path))
 
@@ -202,7 +170,7 @@ def _put_text(merged: _Values, path: str, value: object, source: str, place: str
 
 def _typed(item: schema.Field, text: str) -> object:
     """Text from a command line as a TOML value; where it is none, or a text is wanted, the text itself."""
-    if item.may_be_none and text == schema.NONE:
+    if item.may_be_none and text == NONE:
         return None
     if item.is_bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -252,14 +220,14 @@ def _validated(merged: _Values) -> Recipe:
     for path, value in merged.values.items():
         section, _, name = path.partition(".")
         if schema.find(path) is None:
-            merged.problems.append(_unknown(path, value, merged.places[path]))
+            merged.problems.append(unknown_setting(path, value, merged.places[path]))
             bad.add(path)
         else:
             nested.setdefault(section, {})[name] = value
     try:
         recipe = _strict(nested)
     except ValidationError as error:
-        for path, problem in _schema_problems(error, merged):
+        for path, problem in schema_problems(error, merged.values, merged.places):
             merged.problems.append(problem)
             bad.add(path)
             section, _, name = path.partition(".")
@@ -270,80 +238,11 @@ def _validated(merged: _Values) -> Recipe:
             where = ", ".join(dict.fromkeys(merged.places[path] for path in conflict.fields if path in merged.places))
             merged.problems.append(Problem(conflict.what, conflict.got, conflict.need, conflict.try_, where))
     if merged.problems:
-        raise ConfigError.from_problems(sorted(merged.problems, key=_line))
+        raise ConfigError.from_problems(sorted(merged.problems, key=by_line))
     return recipe
-
-
-def _line(problem: Problem) -> tuple[str, int]:
-    """Sorts problems of files by line; the others come after, in the order found."""
-    file, _, number = problem.where.rpartition(":")
-    return (file, int(number)) if file.endswith(".toml") and number.isdigit() else ("~", 0)
 
 
 def _strict(nested: Mapping[str, object]) -> Recipe:
     # Through JSON because there strict means what we want: lists for tuples, but no "7" for 7 and no 1 for true.
     # Dates are the only TOML values without a JSON form; as text they are refused where no text is wanted.
     return Recipe.model_validate_json(json.dumps(nested, default=str), strict=True)
-
-
-def _schema_problems(error: ValidationError, merged: _Values) -> list[tuple[str, Problem]]:
-    """One problem a field, whatever number of details the schema library found in it."""
-    found: dict[str, Problem] = {}
-    for detail in error.errors(include_url=False):
-        section, name, *inner = map(str, detail["loc"])
-        path = f"{section}.{name}"
-        item = schema.find(path)
-        if item is None:
-            raise AssertionError(f"the schema complains about {path}, which it does not have")
-        if path in found:
-            continue
-        what = f"{path} is not right"
-        if detail["type"] == "extra_forbidden":
-            what = f"unknown key {inner[-1]!r} in {path}"
-        elif detail["type"] == "missing":
-            what = f"{path} lacks {inner[-1]!r}"
-        found[path] = Problem(
-            what,
-            got=toml_text(merged.values[path]),
-            need=item.wants,
-            try_=f"{name} = {toml_text(default)}" if (default := item.info.default) not in ((), {}, "") else "",
-            where=merged.places[path],
-        )
-    return list(found.items())
-
-
-def _unknown(path: str, value: object, place: str) -> Problem:
-    section, _, name = path.partition(".")
-    near = schema.suggest(path)
-    inside = schema.sections().get(section)
-    if near:
-        need = ""
-    elif inside is not None:
-        need = f"settings of [{section}]: " + ", ".join(inside.model_fields)
-    else:
-        need = "section.field, with a section among " + ", ".join(schema.sections())
-    return Problem(
-        f"unknown setting {path}",
-        got=f"{name or path} = {toml_text(value)}",
-        need=need,
-        try_=f"did you mean {near}?" if near else "tilewright inspect lists all settings",
-        where=place,
-    )
-
-
-def toml_text(value: object) -> str:
-    """A value as it stands in a recipe.
-
-    Example:
-        >>> toml_text((0.9, 0.95)), toml_text("cpu"), toml_text(None)
-        ('[0.9, 0.95]', '"cpu"', '"none"')
-    """
-    if value is None:
-        return f'"{schema.NONE}"'
-    return tomlkit.item(_inline(list(value) if isinstance(value, tuple) else value)).as_string()
-
-
-def _under(near: str) -> str:
-    """Where a misplaced key belongs: a section, or a setting of one."""
-    section, _, name = near.partition(".")
-    return "" if not near else f"put {name} under [{section}]" if name else f"did you mean [{section}]?"

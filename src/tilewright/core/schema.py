@@ -14,11 +14,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tilewright.core.config import PrecisionRule, Recipe
+from tilewright.core.toml_file import NONE
 from tilewright.core.units import parse_bytes
 
 EXTENDS = "extends"
-NONE = "none"
-"""How a recipe writes 'no value' for a setting that may have none; TOML has no null."""
 
 
 @dataclass(frozen=True)

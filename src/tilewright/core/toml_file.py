@@ -1,4 +1,4 @@
-"""Recipe files on disk: finding one, reading it, and the line on which each setting stands.
+"""Recipe files on disk: finding one, reading it, the line on which each setting stands, and values as text.
 
 The standard parser gives values without positions, so a small scan of the text finds the lines; it
 serves messages only, and a place it cannot find is the file's name alone.
@@ -10,10 +10,15 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+import tomlkit
+
 from tilewright.core.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 """Folder of the recipes shipped in the package."""
+
+NONE = "none"
+"""How a recipe writes 'no value' for a setting that may have none; TOML has no null."""
 
 _HEADER = re.compile(r"\s*\[\[?\s*([A-Za-z0-9_.\"'-]+)\s*\]\]?\s*(#.*)?\Z")
 _KEY = re.compile(r"\s*([A-Za-z0-9_.\"'-]+)\s*=")
@@ -122,3 +127,28 @@ def _find_lines(text: str) -> dict[str, int]:
 
 def _plain(key: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in key.split("."))
+
+
+def toml_text(value: object) -> str:
+    """A value as it stands in a recipe.
+
+    Example:
+        >>> toml_text((0.9, 0.95)), toml_text("cpu"), toml_text(None)
+        ('[0.9, 0.95]', '"cpu"', '"none"')
+    """
+    if value is None:
+        return f'"{NONE}"'
+    return tomlkit.item(inline(list(value) if isinstance(value, tuple) else value)).as_string()
+
+
+def inline(value: object) -> object:
+    """A value with its tables inline, so that a setting stays on its line."""
+    if isinstance(value, dict):
+        table = tomlkit.inline_table()
+        table.update({key: inline(inner) for key, inner in value.items()})
+        return table
+    if isinstance(value, list):
+        array = tomlkit.array()
+        array.extend(inline(inner) for inner in value)
+        return array
+    return value
