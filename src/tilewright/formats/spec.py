@@ -1,0 +1,98 @@
+"""What a floating-point format can hold, and rounding to it, bit for bit.
+
+The 16- and 32-bit formats of training. Not scaling, tiles or storage: those come on top. Rounding is to nearest,
+ties to even, by integer arithmetic on the FP32 bits where torch has no dtype for the format (TF32), by torch's own
+cast where it has. Called by `precision`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP32_MANTISSA_BITS = 23
+
+
+@dataclass(frozen=True)
+class FloatSpec:
+    """A binary floating-point format with infinities, NaN and subnormals (IEEE 754 layout).
+
+    Args:
+        name: as written in recipes.
+        bits: sign, exponent and mantissa together. TF32 has 19, and is stored in 32.
+        exponent_bits: width of the exponent.
+        mantissa_bits: width of the fraction, without the hidden one.
+        dtype: the torch dtype that values of this format are kept in.
+
+    Example:
+        >>> BF16.max, FP16.max, TF32.eps == 2.0**-10
+        (3.3895313892515355e+38, 65504.0, True)
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    dtype: torch.dtype
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value, also the exponent's bias."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        return (2.0 - self.eps) * 2.0**self.max_exponent
+
+    @property
+    def tiny(self) -> float:
+        """Smallest positive normal value."""
+        return 2.0 ** (1 - self.max_exponent)
+
+    @property
+    def smallest(self) -> float:
+        """Smallest positive value (subnormal)."""
+        return self.tiny * self.eps
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1 to the next larger value. A rounding error is at most half of it, relative."""
+        return 2.0**-self.mantissa_bits
+
+
+FP32 = FloatSpec("fp32", 32, 8, 23, torch.float32)
+TF32 = FloatSpec("tf32", 19, 8, 10, torch.float32)
+BF16 = FloatSpec("bf16", 16, 8, 7, torch.bfloat16)
+FP16 = FloatSpec("fp16", 16, 5, 10, torch.float16)
+SPECS = {spec.name: spec for spec in (FP32, TF32, BF16, FP16)}
+
+
+def round_to(x: Tensor, spec: FloatSpec) -> Tensor:
+    """The values of `x` rounded to the nearest value of `spec`, ties to even; the result is FP32.
+
+    Overflow gives infinity, NaN stays NaN, the sign of zero is kept.
+
+    Args:
+        x: FP32, any shape.
+        spec: the format.
+
+    Raises:
+        TypeError: `x` is not FP32.
+
+    Example:
+        >>> round_to(torch.tensor([1.0 + 2**-11, 1.0 + 3 * 2**-11]), TF32)  # two ties: down to 1, up to 1 + 2^-9
+        tensor([1.0000, 1.0020])
+    """
+    if x.dtype != torch.float32:
+        raise TypeError(f"round_to takes FP32 values, not {x.dtype}")
+    if spec.dtype != torch.float32:
+        return x.to(spec.dtype).to(torch.float32)
+    dropped = FP32_MANTISSA_BITS - spec.mantissa_bits
+    if dropped == 0:
+        return x
+    bits = x.view(torch.int32)
+    half_below = (1 << (dropped - 1)) - 1
+    last_kept = (bits >> dropped) & 1
+    rounded = (bits + half_below + last_kept) & -(1 << dropped)  # a carry runs into the exponent, up to infinity
+    return torch.where(torch.isnan(x), x, rounded.view(torch.float32))

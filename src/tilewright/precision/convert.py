@@ -1,0 +1,307 @@
+"""Carry a policy out on a model, in place: `convert` once, then `set_mode` and `evaluating` switch it.
+
+torch's layers change class (see `cast`), so parameters, names, hooks, optimizer and state_dict stay what they were.
+What is not a layer of torch's runs in a region (see `region`). Nothing happens that the report does not list. Read
+`convert` first, then `_decide_all`.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from tilewright.core.errors import ConfigError
+from tilewright.formats.spec import SPECS
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.cast import CASTS, Cast, CastLinear
+from tilewright.precision.policy import FUNCTION_OPS, KIND_OPS, Decision, Policy, as_policy, kinds_of
+from tilewright.precision.region import FUNCTIONS, region_of
+from tilewright.precision.sites import Handling, Site, find_sites, is_own
+from tilewright.precision.table import ConversionReport, Row, Table
+
+_log = logging.getLogger(__name__)
+_OWN_FP32 = ("softmax", "log_softmax", "cross_entropy", "silu")
+"""Functions that tilewright's own operations compute in FP32 in every mode."""
+_EMULATED_KINDS = ("linear", "conv")
+_MATRIX_KINDS = ("linear", "conv", "head", "router", "attention", "other")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A policy spelled out for a model: a decision for each site."""
+
+    report: ConversionReport
+    sites: tuple[tuple[Site, Decision], ...]
+    own: bool
+    round_tf32: bool
+    """TF32 operands are rounded here, because no TF32 unit does it."""
+    switch: str
+    """What torch's process-wide FP32 switches on CUDA are set to; empty: left alone."""
+
+
+def convert(model: nn.Module, policy: Policy | str, *, kernels: Kernels | None = None) -> ConversionReport:
+    """Make a model compute as a policy says, in place.
+
+    Do it before the optimizer is made where the mode stores parameters in 16 bit (pure_fp16), at any time otherwise.
+
+    Args:
+        model: any module; its parameters stay the same objects.
+        policy: a policy, or the name of a mode.
+        kernels: implementations of the operations; None takes torch's own linear.
+
+    Returns:
+        What was changed, what was not, and why; also kept as `model.precision_report`.
+
+    Raises:
+        ConfigError: a policy that cannot be.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        >>> convert(model, "bf16_mixed").rows[0].compute, model(torch.ones(1, 4)).dtype, model[0].weight.dtype
+        ('bf16', torch.float32, torch.float32)
+    """
+    plan = _decide_all(model, _placed(model, policy))
+    moved = _store(plan)
+    if moved:
+        plan = replace(plan, report=replace(plan.report, notes=(*plan.report.notes, moved)))
+    _apply(model, plan, kernels)
+    model.precision_report = plan.report
+    for text in plan.report.unmatched:
+        _log.warning("precision: no effect: %s", text)
+    for text in plan.report.notes:
+        _log.info("precision: %s", text)
+    return plan.report
+
+
+def explain(model: nn.Module, policy: Policy | str) -> Table:
+    """What `convert` would make each part of a model do, and why. Changes nothing; works on the meta device."""
+    return _decide_all(model, _placed(model, policy)).report.rows
+
+
+def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
+    """Switch a converted model to another policy. The optimizer and its states are not touched.
+
+    Args:
+        model: converted before.
+        policy: a policy, or a mode, which then keeps the rules of the model's own policy.
+
+    Raises:
+        ConfigError: the model is not converted, or its parameters would have to be stored in another format.
+    """
+    current = _report_of(model).policy
+    policy = current.in_mode(policy) if isinstance(policy, str) else policy.on(current.device_type)
+    plan = _decide_all(model, policy)
+    if policy.storage != current.storage:
+        raise ConfigError(
+            f"A model in {current.mode} cannot switch to {policy.mode}.",
+            got=f"parameters stored in {current.storage}, which the optimizer holds",
+            need=f"parameters in {policy.storage}",
+            try_="convert the model before the optimizer is made",
+        )
+    _apply(model, plan)
+    model.precision_report = plan.report
+    return plan.report
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation: FP32 throughout and `eval()` mode inside, everything as before outside. Gradients are left alone.
+
+    Raises:
+        ConfigError: the model is not converted.
+    """
+    report = _report_of(model)
+    training = [(module, module.training) for module in model.modules()]
+    wide = _decide_all(model, Policy("fp32", device_type=report.policy.device_type))
+    narrow = _decide_all(model, report.policy)
+    model.eval()
+    _store(wide)
+    _apply(model, wide)
+    try:
+        yield
+    finally:
+        _store(narrow)  # exact: FP16 values went through FP32 and back
+        _apply(model, narrow)
+        for module, was_training in training:
+            module.training = was_training
+
+
+def _report_of(model: nn.Module) -> ConversionReport:
+    report = getattr(model, "precision_report", None)
+    if report is None:
+        raise ConfigError("The model is not converted.", need='tilewright.convert(model, "bf16_mixed") first')
+    return report
+
+
+def _placed(model: nn.Module, policy: Policy | str) -> Policy:
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return as_policy(policy).on("cpu" if device == "meta" else device)
+
+
+# ---- deciding ----
+
+
+def _decide_all(model: nn.Module, policy: Policy) -> _Plan:
+    own = is_own(model)
+    decided = [(site, policy.decide(site.fqn, site.kind)) for site in find_sites(model)]
+    formats = {decision.compute for site, decision in decided if site.kind in _MATRIX_KINDS}
+    cuda = policy.device_type == "cuda"
+    round_tf32 = "tf32" in formats and (not cuda or "fp32" in formats)
+    switch = "" if not cuda or not formats & {"fp32", "tf32"} else "ieee" if "fp32" in formats else "tf32"
+    sites = tuple((site, _possible(site, decision, round_tf32)) for site, decision in decided)
+    rows = [_row(site, decision) for site, decision in sites]
+    report = ConversionReport(
+        policy,
+        Table([*rows, *_function_rows(policy, own)]),
+        tuple(_without_effect(policy, decided, own)),
+        tuple(_switch_notes(switch, round_tf32, cuda)),
+    )
+    return _Plan(report, sites, own, round_tf32, switch)
+
+
+def _possible(site: Site, decision: Decision, round_tf32: bool) -> Decision:
+    """The decision as it can be carried out: TF32 without a unit exists for plain products only."""
+    can_round = site.kind in _EMULATED_KINDS and site.handling is Handling.SWAP
+    if decision.compute == "tf32" and round_tf32 and not can_round:
+        reason = "FP32, more than asked: TF32 is emulated here, and only in linear layers and convolutions"
+        return replace(decision, compute="fp32", reason=reason)
+    if decision.compute == "tf32" and round_tf32:
+        return replace(decision, reason=f"{decision.reason}; emulated in FP32, no TF32 unit is used")
+    return decision
+
+
+def _row(site: Site, decision: Decision) -> Row:
+    reason = f"{site.remark}: {decision.reason}" if site.remark else decision.reason
+    own = site.handling is Handling.OWN
+    return Row(site.fqn, site.kind, decision.compute, decision.storage, decision.output, reason, not own)
+
+
+def _function_rows(policy: Policy, own: bool) -> list[Row]:
+    """Rows for what is called as a function, not held as a module."""
+    loss = Row("(loss)", "cross_entropy", "fp32", "-", "fp32", "softmax and loss in FP32 in every mode")
+    if own:
+        return [replace(loss, set_by_policy=False)]
+    rest = "sums, softmax and element-wise functions follow torch's autocast lists"
+    reason = f"products called as functions; {rest}" if policy.activation != "fp32" else "no autocast in an FP32 stream"
+    names = ", ".join(sorted(_fp32_functions(policy)))
+    rows = [Row("(functions)", "matmul, attention", policy.activation, "-", policy.activation, reason)]
+    rows += [Row("(functions)", names, "fp32", "-", policy.activation, "fp32_ops names them")] if names else []
+    return [*rows, loss]
+
+
+def _fp32_functions(policy: Policy) -> frozenset[str]:
+    """Functions that the policy's `fp32_ops` mean, of 16-bit modes; FP32 tensors need no help."""
+    names = {*policy.function_ops(), *(kind for op in policy.fp32_ops for kind in KIND_OPS.get(op, ()))}
+    return frozenset(names & set(FUNCTIONS)) if policy.activation != "fp32" else frozenset()
+
+
+def _without_effect(policy: Policy, decided: list[tuple[Site, Decision]], own: bool) -> Iterator[str]:
+    """Rules and `fp32_ops` that change nothing in this model, each with the reason."""
+    for index, rule in enumerate(policy.rules):
+        matched = [(site, d) for site, d in decided if rule.matches(site.fqn, kinds_of(site.kind))]
+        if not matched:
+            yield f"rule {index + 1}: {rule} matches no module"
+        elif all(d.rule is None for _, d in matched) and rule.compute != "fp32":
+            yield f"rule {index + 1}: {rule} matches only norms and routers, which compute in FP32 in every mode"
+        elif all(d.rule != index for _, d in matched if d.rule is not None) and rule.compute != "fp32":
+            yield f"rule {index + 1}: {rule} is overruled by later rules wherever it matches"
+    kinds = {kind for site, _ in decided for kind in kinds_of(site.kind)}
+    for op in policy.fp32_ops:
+        if op in FUNCTION_OPS and own and op not in _OWN_FP32:
+            yield f'fp32_ops "{op}": the fused operations of tilewright\'s models do not expose it'
+        elif op in KIND_OPS and not kinds & set(KIND_OPS[op]) and (own or not set(KIND_OPS[op]) & set(FUNCTIONS)):
+            yield f'fp32_ops "{op}": the model has no such module'
+
+
+def _switch_notes(switch: str, round_tf32: bool, cuda: bool) -> Iterator[str]:
+    if switch:
+        yield (
+            f"torch's process-wide switches for FP32 products on CUDA (matmul and cuDNN convolution) are "
+            f'set to "{switch}"'
+        )
+    if round_tf32 and cuda:
+        yield "some products stay FP32, so the process-wide TF32 switch cannot be on: TF32 is emulated by rounding"
+
+
+# ---- carrying out ----
+
+
+def _store(plan: _Plan) -> str:
+    """Give the parameters their storage format; a note on what changed. Norm statistics are FP32 always."""
+    count = 0
+    for site, decision in plan.sites:
+        dtype = SPECS[decision.storage].dtype
+        nested = isinstance(site.module, nn.MultiheadAttention)
+        for parameter in site.module.parameters(recurse=nested):
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)  # the same Parameter object, as an optimizer may hold it
+                count += 1
+        if site.kind in ("norm", "batch_norm"):
+            for name, buffer in site.module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(site.module, name, buffer.to(torch.float32))
+    return f"{count} parameters changed dtype for storage" if count else ""
+
+
+def _apply(model: nn.Module, plan: _Plan, kernels: Kernels | None = None) -> None:
+    policy = plan.report.policy
+    for site, decision in plan.sites:
+        if site.handling is Handling.SWAP:
+            _swap(site.module, decision, plan.round_tf32, kernels)
+        elif site.handling is Handling.SETTING:
+            site.module.compute_dtype = SPECS[decision.compute].dtype
+        elif site.handling in (Handling.WRAP, Handling.REGION):
+            _wrap(site, decision, policy.device_type)
+    for module in model.modules():
+        if "residual_dtype" in vars(module):
+            module.residual_dtype = SPECS[policy.stream].dtype
+    if not plan.own:
+        _surround(model, policy)
+    if plan.switch:
+        torch.backends.cuda.matmul.fp32_precision = plan.switch
+        torch.backends.cudnn.conv.fp32_precision = plan.switch
+
+
+def _swap(module: nn.Module, decision: Decision, round_tf32: bool, kernels: Kernels | None) -> None:
+    if not isinstance(module, Cast):
+        module.__class__ = CASTS[type(module)]
+    output = decision.compute if decision.output == "input" else decision.output  # norms read their input's dtype
+    module.set_formats(decision.compute, output, round_tf32=round_tf32 and decision.compute == "tf32")
+    if isinstance(module, CastLinear) and kernels is not None:
+        module.kernel = kernels.linear
+
+
+def _wrap(site: Site, decision: Decision, device_type: str) -> None:
+    """Formats of a module that is not torch's: FP32 tensors and no autocast, or autocast to the 16-bit format."""
+    region = region_of(site.module, device_type)
+    low = decision.compute in ("bf16", "fp16")
+    region.autocast = SPECS[decision.compute].dtype if low else None
+    region.inputs = None if low else torch.float32
+    if site.kind != "router":
+        region.outputs = "input" if decision.output == "input" else SPECS[decision.output].dtype
+
+
+def _surround(model: nn.Module, policy: Policy) -> None:
+    """Autocast regions on every module through which a forward may enter, down to the repeated layers.
+
+    Functions kept in FP32 need one on each layer too: recomputing a layer in backward enters there, and torch restores
+    autocast for it but not this.
+    """
+    functions = _fp32_functions(policy)
+    autocast = SPECS[policy.activation].dtype if policy.activation != "fp32" else None
+    layers = [layer for stack in model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    entries = [m for m in model.modules() if id(m) not in inside and _has_children(m)]
+    known = [layer for layer in layers if functions or hasattr(layer, "precision_region")]
+    for module in [*entries, *known]:
+        region = region_of(module, policy.device_type)
+        region.autocast, region.functions = autocast, functions
+        if module is model:
+            region.outputs = torch.float32
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
