@@ -42,6 +42,11 @@ class PreparedImages:
         self._rows = {split: np.array(meta[split], np.int64) for split in ("train", "holdout")}
         self.num_rows: Mapping[str, int] = {DOMAIN: len(self._rows["train"])}
 
+    @property
+    def vocab_size(self) -> int:
+        """Classes that a model of this data tells apart."""
+        return len(self.classes)
+
     def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
         """pixel_values float32 [B, 3, H, W] in [-1, 1] and labels int64 [B]; the seed changes nothing."""
         return self._gather(self._rows["train"][picks.row])

@@ -1,9 +1,9 @@
 """Which row of which domain is sample i: a pure function of the seed and of an append-only log of mixture weights.
 
 Two parts. `apportion` spreads samples over domains in exact proportion to the weights, by integers: sample j of a
-stage goes to the first domain where floor((j + 1) x) > floor(j x), x being that domain's share of what is left over by
-the domains before it. Counts are sums of such steps, so they never fall, and sample j's index inside its domain needs
-no walk from the start. `permute` shuffles the rows of a domain anew each epoch by a Feistel network, also without
+stage goes to the first domain where round((j + 1) x) > round(j x), x being that domain's share of what is left over by
+the domains before it. Counts are sums of such steps, so they never fall; they stay within half the number of domains
+of the exact proportion; and sample j's index inside its domain needs no walk from the start. `permute` shuffles the rows of a domain anew each epoch by a Feistel network, also without
 state. So a resume needs four things (seed, fingerprint, next sample, log) whatever the number of ranks.
 """
 
@@ -19,6 +19,7 @@ BLOCK = 256
 """Samples in a block: order is shuffled inside blocks, and a new stage of weights begins at a block's start."""
 
 _SHARE_BITS = 32
+_HALF = 1 << (_SHARE_BITS - 1)
 _MAX_STAGE = 1 << 31  # samples in one stage, so that sample x share stays inside uint64
 _ROUNDS = 4
 
@@ -68,7 +69,7 @@ def counts_of(shares: np.ndarray, num_samples: int) -> np.ndarray:
     """Samples of each domain among the first `num_samples` of a stage, int64 [domains]."""
     counts, left = [], num_samples
     for share in shares.tolist():
-        taken = left * share >> _SHARE_BITS
+        taken = (left * share + _HALF) >> _SHARE_BITS
         counts.append(taken)
         left -= taken
     return np.array(counts, np.int64)
@@ -80,10 +81,10 @@ def apportion(shares: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.nda
     inside = np.zeros(len(index), np.int64)
     left = index.astype(np.uint64)
     open_ = np.arange(len(index))
-    bits = np.uint64(_SHARE_BITS)
+    bits, half = np.uint64(_SHARE_BITS), np.uint64(_HALF)
     for d, share in enumerate(shares):
-        below = left * share >> bits
-        taken = ((left + np.uint64(1)) * share >> bits) > below
+        below = (left * share + half) >> bits
+        taken = ((left + np.uint64(1)) * share + half) >> bits > below
         domain[open_[taken]] = d
         inside[open_[taken]] = below[taken]
         left, open_ = (left - below)[~taken], open_[~taken]

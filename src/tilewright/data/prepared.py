@@ -47,6 +47,11 @@ class PreparedData:
         self.num_rows: Mapping[str, int] = {d: b - a for d, (a, b) in self._ranges["train"].items()}
         self._first_row = np.array([a for a, _ in self._ranges["train"].values()], np.int64)
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids that a model of this data tells apart."""
+        return self.tokenizer.vocab_size
+
     def _open(self, split: str) -> TextRows:
         def column(folder: Path, name: str) -> np.ndarray:
             return np.asarray(np.load(folder / name, mmap_mode="r"))

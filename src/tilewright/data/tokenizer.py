@@ -53,15 +53,19 @@ class Tokenizer:
         """Text of `ids`; special tokens give none."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def save(self, folder: Path | str) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which Hugging Face libraries read too."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(folder / "tokenizer.json"))
+    def save(self, path: Path | str) -> None:
+        """Write the tokenizer where `load_tokenizer(path)` finds it again, and Hugging Face libraries too.
+
+        Args:
+            path: a .json file, or a folder, which gets a tokenizer.json. A tokenizer_config.json is written beside it.
+        """
+        file = Path(path) if str(path).endswith(".json") else Path(path) / "tokenizer.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(file))
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
         config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config |= {name: self.backend.id_to_token(i) for name, i in ids.items() if i is not None}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        file.with_name("tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

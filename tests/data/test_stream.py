@@ -1,0 +1,215 @@
+"""The stream: the same samples at any number of ranks, through any stop and resume; a thread that behaves."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tilewright.core.errors import CheckpointError, ConfigError
+from tilewright.data.mix import BLOCK
+from tilewright.data.stream import Stream
+
+
+class Numbers:
+    """Stands for prepared data: each row is the number 1000 * domain + row, and its sample index."""
+
+    fingerprint = "f0"
+
+    def __init__(self, num_rows=None, fail_at=None, delay_s=0.0):
+        self.num_rows = num_rows or {"x": 40, "y": 90, "z": 7}
+        self.fail_at, self.delay_s = fail_at, delay_s
+
+    def train_arrays(self, picks, seed):
+        time.sleep(self.delay_s)
+        if self.fail_at is not None and (picks.sample >= self.fail_at).any():
+            raise RuntimeError("a row cannot be read")
+        return {"row": 1000 * picks.domain + picks.row, "sample": picks.sample, "labels": picks.row}
+
+    def blank_row(self):
+        return {"row": np.array([-1]), "sample": np.array([-1]), "labels": np.array([-100])}
+
+    def describe_row(self, domain, row):
+        return [{"name": f"{domain}/{row}"}]
+
+
+def make(world=1, rank=0, batch_size=12, micro_batch=4, prefetch=0, rows=None, **options):
+    return Stream(
+        rows or Numbers(), seed=5, batch_size=batch_size, micro_batch=micro_batch, rank=rank, world=world,
+        prefetch=prefetch, **options,
+    )  # fmt: skip
+
+
+def steps(streams, num):
+    """The samples and rows of `num` steps over all ranks, in sample order."""
+    found = []
+    for _ in range(num):
+        batches = [batch for stream in streams for batch in stream.next_step()]
+        pairs = [(int(s), int(r)) for b in batches for s, r in zip(b["sample"], b["row"], strict=True) if s >= 0]
+        found += sorted(pairs)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_ranks_share_one_order(world, prefetch):
+    with make() as single:
+        expected = steps([single], 60)
+    streams = [make(world, rank, prefetch=prefetch) for rank in range(world)]
+    assert steps(streams, 60) == expected
+    assert [sample for sample, _ in expected] == list(range(720))
+    for stream in streams:
+        stream.close()
+
+
+def test_resume_at_another_world_size_after_weights_changed():
+    """Stop anywhere, also between a change of weights and its start; go on at worlds of 3 and 2; same samples."""
+
+    def change(streams, at, step):
+        if step == at:
+            for stream in streams:
+                stream.set_weights({"x": 1, "y": 5, "z": 1})
+
+    def run(streams, first, last):
+        found = []
+        for step in range(first, last):
+            change(streams, 23, step)
+            change(streams, 50, step)
+            found += steps(streams, 1)
+        return found
+
+    with make(prefetch=2) as single:
+        expected = run([single], 0, 80)
+    for stop in (0, 1, 22, 23, 24, 43, 79):
+        first = [make(3, rank, prefetch=2) for rank in range(3)]
+        start = run(first, 0, stop)
+        states = [json.loads(json.dumps(stream.state_dict())) for stream in first]
+        assert states[0] == states[1] == states[2], "the state depends on the rank"
+        assert len(json.dumps(states[0])) < 1000
+        second = [make(2, rank, prefetch=1) for rank in range(2)]
+        for stream in second:
+            stream.load_state_dict(states[0])
+        assert start + run(second, stop, 80) == expected, f"stopped after {stop} steps"
+        for stream in first + second:
+            stream.close()
+
+
+def test_prefetch_changes_nothing_but_time():
+    plain, ahead = make(), make(prefetch=4)
+    for step in range(90):
+        if step in (10, 11, 60):
+            start = [stream.set_weights({"x": step, "y": 3}) for stream in (plain, ahead)]
+            assert start == [-(-12 * step // BLOCK) * BLOCK] * 2
+        assert steps([plain], 1) == steps([ahead], 1)
+        assert plain.state_dict() == ahead.state_dict()
+    ahead.close()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "world", "micro_batch", "sizes"),
+    [
+        (12, 1, 4, [4, 4, 4]),
+        (12, 1, 5, [4, 4, 4]),
+        (7, 1, 4, [3, 4]),
+        (7, 2, 2, [2, 2]),
+        (2, 2, 8, [1]),
+        (5, 3, 1, [1, 1]),
+    ],
+)
+def test_micro_batches(batch_size, world, micro_batch, sizes):
+    """As many on every rank, none above the limit; a rank short of a row gets one without targets."""
+    seen = []
+    for rank in range(world):
+        batches = make(world, rank, batch_size, micro_batch).next_step()
+        assert [len(b["row"]) for b in batches] == sizes
+        assert all((b["labels"][b["row"] == -1] == -100).all() for b in batches)
+        seen += [int(s) for b in batches for s in b["sample"] if s >= 0]
+    assert sorted(seen) == list(range(batch_size))
+
+
+def test_default_weights_follow_the_rows():
+    rows = [row for _, row in steps([make(batch_size=BLOCK)], 8)]
+    share = np.bincount(np.array(rows) // 1000) / len(rows)
+    assert share == pytest.approx(np.array([40, 90, 7]) / 137, abs=2 / len(rows))
+
+
+def test_explain_agrees_with_the_batch():
+    stream = make(prefetch=2)
+    for sample, row in steps([stream], 30):
+        told = stream.explain(sample)
+        assert 1000 * "xyz".index(told["domain"]) + told["row"] == row
+        assert told["documents"] == [{"name": f"{told['domain']}/{told['row']}"}]
+    stream.close()
+
+
+def test_an_error_in_the_thread_reaches_the_caller():
+    stream = make(prefetch=2, rows=Numbers(fail_at=36))
+    steps([stream], 3)
+    for _ in range(2):  # and again, instead of waiting for ever
+        with pytest.raises(RuntimeError, match="cannot be read"):
+            stream.next_step()
+    stream.close()
+
+
+def test_close_ends_the_thread_and_can_be_repeated():
+    before = threading.active_count()
+    stream = make(prefetch=2)
+    stream.next_step()
+    assert threading.active_count() == before + 1
+    stream.close()
+    stream.close()
+    assert threading.active_count() == before
+    assert int(stream.next_step()[0]["sample"][0]) == 12  # usable again, at its place
+    stream.close()
+
+
+def test_wait_is_what_the_caller_waited():
+    slow = make(prefetch=0, rows=Numbers(delay_s=0.05))
+    slow.next_step()
+    assert slow.wait_s >= 0.05
+    ahead = make(prefetch=2, rows=Numbers(delay_s=0.02))
+    ahead.next_step()
+    time.sleep(0.2)
+    ahead.next_step()
+    assert ahead.wait_s < 0.02
+    ahead.close()
+
+
+def test_state_of_other_data_is_refused():
+    stream = make()
+    state = stream.state_dict() | {"fingerprint": "other"}
+    with pytest.raises(CheckpointError, match="other data") as caught:
+        stream.load_state_dict(state)
+    problem = caught.value.problems[0]
+    assert "f0" in problem.got
+    assert "other" in problem.need
+    assert problem.try_
+    incomplete = stream.state_dict()
+    del incomplete["stages"]
+    with pytest.raises(CheckpointError, match="incomplete"):
+        stream.load_state_dict(incomplete)
+
+
+def test_state_brings_its_own_seed():
+    first, second = make(), Stream(Numbers(), seed=99, batch_size=12, micro_batch=4, prefetch=0)
+    steps([first], 4)
+    second.load_state_dict(first.state_dict())
+    assert steps([first], 4) == steps([second], 4)
+
+
+def test_fewer_rows_than_ranks():
+    with pytest.raises(ConfigError, match="fewer rows"):
+        make(world=4, batch_size=3)
+
+
+def test_batches_of_prepared_text(prepared):
+    stream = Stream(prepared, seed=1, batch_size=6, micro_batch=4, prefetch=2)
+    batches = stream.next_step()
+    assert [tuple(b["input_ids"].shape) for b in batches] == [(3, 64), (3, 64)]
+    dtypes = {name: tensor.dtype for name, tensor in batches[0].items()}
+    int64 = torch.int64
+    assert dtypes == {"input_ids": int64, "labels": int64, "positions": int64, "segments": torch.int32}
+    assert stream.explain(0)["documents"][0]["name"].endswith(".txt")
+    stream.close()
