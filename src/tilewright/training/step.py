@@ -63,8 +63,9 @@ class StandardExecutor:
     the ranks, and each rank passes its own micro-batches.
 
     Args:
-        model: anything with `loss(batch) -> LossOutput`; an `after_step()` it has is called after each update.
-        optimizer: over the model's parameters; its groups' rates are set at each step.
+        model: a module with `loss` and `after_step`.
+        optimizer: over the model's parameters; its groups' rates are set at each step. Gradients of 16-bit parameters
+            are kept in FP32: they are summed over micro-batches, divided by the loss scale and clipped there.
         scaler: dynamic loss scale, None for no scaling.
         clip: clipping, and the threshold above which a step is skipped.
         device: where batches are moved.
@@ -92,9 +93,11 @@ class StandardExecutor:
         self.ledger = ledger
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self._world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self._after_step = getattr(model, "after_step", None)
         self._bad_steps = 0
         self._refuse_sharded()
+        for param in self._params:
+            if param.dtype in (torch.float16, torch.bfloat16):
+                param.grad_dtype = torch.float32
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
         """See `Executor.step`.
@@ -147,8 +150,7 @@ class StandardExecutor:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        if self._after_step is not None:
-            self._after_step()
+        self.model.after_step()
 
     def _watch(self, loss: float, norm: float) -> None:
         """Stop after several bad steps in a row that no loss scale can mend."""

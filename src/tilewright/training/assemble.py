@@ -1,0 +1,261 @@
+"""From a recipe to everything a run needs, built in the order in which trouble is cheapest to find.
+
+`set_up`: machine, kernels, data, plan; no model memory yet. `build`: model, precision, optimizer, stream, executor.
+Components take plain arguments; this is the one file that reads a whole recipe. Called by `loop` and `dry_run`.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from tilewright.core import env
+from tilewright.core.config import Recipe
+from tilewright.core.errors import FitError, HardwareError
+from tilewright.core.hardware import Machine, detect_machine
+from tilewright.core.load import Loaded
+from tilewright.core.log import say
+from tilewright.data.prepare import PreparedData, prepare
+from tilewright.data.stream import Stream
+from tilewright.memory.ledger import Ledger
+from tilewright.models.build import build_model, init_weights
+from tilewright.models.contract import Model
+from tilewright.ops.kernels import Kernels
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.optim.groups import decay_groups
+from tilewright.optim.schedule import LRSchedule
+from tilewright.plan import ceilings
+from tilewright.plan.cost import Plan, make_plan
+from tilewright.precision.convert import convert, set_mode
+from tilewright.precision.loss_scale import DynamicScaler
+from tilewright.precision.policy import Policy
+from tilewright.precision.schedule import ModeSchedule
+from tilewright.training.counters import Counters
+from tilewright.training.state import TrainState
+from tilewright.training.step import Batch, StandardExecutor
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is known before the model takes memory."""
+
+    loaded: Loaded
+    machine: Machine
+    kernels: Kernels
+    prepared: PreparedData
+    plan: Plan
+
+    @property
+    def recipe(self) -> Recipe:
+        """The run's settings."""
+        return self.loaded.recipe
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return torch.device(self.machine.device)
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that the run may use on the device."""
+        return self.recipe.plan.device_budget or self.machine.device_memory_bytes
+
+
+@dataclass
+class Modes:
+    """The precision of the run, step by step: enters the mode that a step belongs to."""
+
+    model: Model
+    policy: Policy
+    schedule: ModeSchedule
+    mode: str
+
+    def enter(self, step: int) -> str | None:
+        """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
+        mode = self.schedule.at(step)
+        if mode == self.mode:
+            return None
+        before, self.mode = self.mode, mode
+        set_mode(self.model, self.policy.in_mode(mode))
+        return f"{before} -> {mode} from step {step + 1} on"
+
+
+@dataclass
+class Parts:
+    """What a step needs and changes."""
+
+    model: Model
+    modes: Modes
+    optimizer: DeepSeekAdam
+    scaler: DynamicScaler | None
+    clip: GradClip
+    schedule: LRSchedule
+    stream: Stream
+    ledger: Ledger
+    executor: StandardExecutor
+    counters: Counters
+    setup: Setup
+
+    @cached_property
+    def eval_batches(self) -> dict[str, list[Batch]]:
+        """Held-out batches by domain, made once."""
+        train, prepared = self.setup.recipe.train, self.setup.prepared
+        return {
+            domain: prepared.eval_batches(domain, train.micro_batch, train.eval_batches) for domain in prepared.domains
+        }
+
+    def state(self) -> TrainState:
+        """All that a checkpoint of this run holds."""
+        small = {"counters": self.counters, "clip": self.clip, "stream": self.stream}
+        if self.scaler is not None:
+            small["scaler"] = self.scaler
+        return TrainState(self.model, self.optimizer, small)
+
+
+def set_up(loaded: Loaded) -> Setup:
+    """Machine, kernels, data and plan of a run.
+
+    Raises:
+        HardwareError: the device is not there, or several processes were started.
+        DataError: the data cannot be used.
+        FitError: the plan says that the run does not fit, and the recipe enforces it.
+    """
+    recipe = loaded.recipe
+    refuse_ranks()
+    machine = detect_machine(recipe.run.device)
+    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
+    kernels = Kernels(machine, recipe.ops.model_dump())
+    prepared = _prepare(recipe)
+    rates = ceilings.measure(machine, kernels=kernels, progress=say)
+    plan = make_plan(recipe, prepared.vocab_size, machine, rates)
+    if recipe.plan.enforce and not plan.fits:
+        raise does_not_fit(plan)
+    return Setup(loaded, machine, kernels, prepared, plan)
+
+
+def build(setup: Setup, *, fresh: bool) -> Parts:
+    """Model, precision, optimizer, data stream and executor, in the state before the first step.
+
+    Args:
+        setup: machine, data and plan.
+        fresh: give the model its first weights; False where a checkpoint overwrites them.
+    """
+    recipe, device = setup.recipe, setup.device
+    torch.manual_seed(recipe.run.seed)
+    ledger = Ledger(device)
+    with ledger.phase("load"):
+        model = _model(setup, fresh)
+        modes = _modes(setup, model)
+        optimizer = _optimizer(recipe, model, setup.kernels)
+    ledger.watch(model)
+    scaler = _scaler(recipe, model, modes)
+    optim = recipe.optim
+    clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold)
+    executor = StandardExecutor(model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger)
+    schedule = LRSchedule(
+        optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
+    )
+    stream = _stream(recipe, setup.prepared)
+    return Parts(
+        model, modes, optimizer, scaler, clip, schedule, stream, ledger, executor, Counters(), setup
+    )
+
+
+def refuse_ranks() -> None:
+    """Several processes would each train a whole run into one folder.
+
+    Raises:
+        HardwareError: torchrun, or an initialised `torch.distributed`, says that there is more than one.
+    """
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else env.ranks().world
+    if world > 1:
+        raise HardwareError(
+            "A run trains in one process.",
+            got=f"{world} processes",
+            need="1",
+            try_="start it without torchrun; training.step.StandardExecutor trains replicas on several ranks from Python",
+        )
+
+
+def _stream(recipe: Recipe, prepared: PreparedData) -> Stream:
+    return Stream(
+        prepared,
+        seed=recipe.run.seed,
+        weights=recipe.data.weights,
+        batch_size=recipe.train.batch_size,
+        micro_batch=recipe.train.micro_batch,
+        prefetch=recipe.data.prefetch,
+    )
+
+
+def _model(setup: Setup, fresh: bool) -> Model:
+    recipe = setup.recipe
+    model = build_model(recipe.model, setup.prepared.vocab_size, setup.kernels, setup.device)
+    if fresh and recipe.model.weights == "random":
+        init_weights(model, recipe.run.seed)
+    model.activation_checkpoint = recipe.train.activation_checkpoint
+    if _compiles(setup):
+        model.compile_blocks()
+    return model.train()
+
+
+def _compiles(setup: Setup) -> bool:
+    """Whether layers are compiled.
+
+    Raises:
+        HardwareError: the recipe insists, and there is no compiler.
+    """
+    wanted, machine = setup.recipe.train.compile, setup.machine
+    possible = machine.device == "cuda" or machine.cxx_compiler is not None
+    if wanted == "on" and not possible:
+        raise HardwareError(
+            "The layers cannot be compiled here.",
+            got="no C++ compiler found",
+            need="g++ or clang++, or CXX set to one",
+            try_='train.compile = "auto"',
+            where="train.compile",
+        )
+    return wanted == "on" or (wanted == "auto" and possible and setup.recipe.model.kind == "decoder")
+
+
+def _modes(setup: Setup, model: Model) -> Modes:
+    section = setup.recipe.precision
+    policy = Policy.from_section(section, setup.machine.device)
+    schedule = ModeSchedule.from_section(section, setup.recipe.train.steps)
+    mode = schedule.at(0)
+    convert(model, policy.in_mode(mode), kernels=setup.kernels)
+    return Modes(model, policy, schedule, mode)
+
+
+def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:
+    optim = recipe.optim
+    return DeepSeekAdam(
+        decay_groups(model, optim.weight_decay),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        moments=optim.moments,
+        master=optim.master,
+        kernels=kernels,
+        seed=recipe.run.seed,
+    )
+
+
+def _prepare(recipe: Recipe) -> PreparedData | PreparedImages:
+    data = recipe.data
+    return prepare(
+        data.source,
+        task=recipe.model.task,
+        domains=data.domains,
+        max_bytes=data.max_bytes,
+        holdout=data.holdout,
+        seq_len=data.seq_len,
+        vocab_size=data.vocab_size,
+        tokenizer=data.tokenizer,
+        text_field=data.text_field,
+        image_size=data.image_size,
+        cache_dir=data.cache_dir,
+    )

@@ -1,0 +1,144 @@
+"""One place that tells: the run's files, the progress line and the sinks, fed step by step.
+
+`metrics`, `progress` and `sinks` know how to write; this file knows what belongs into a row and when a line is due.
+Called by `loop`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.training.counters import Counters
+from tilewright.training.evaluate import DomainLoss, pooled
+from tilewright.training.metrics import RunLog
+from tilewright.training.progress import Progress, step_line
+from tilewright.training.sinks import Sink, scalars_of
+from tilewright.training.step import StepResult
+
+
+@dataclass
+class _Interval:
+    """Sums since the last progress line."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+
+
+class Recorder:
+    """Writes down what happens in a run and shows it.
+
+    Args:
+        log: the run's files.
+        progress: the screen.
+        sinks: optional further homes of the metrics.
+        steps: steps of the whole run.
+        log_every: steps between progress lines.
+        memory_limit: bytes the run may use, for the progress line.
+        scaled: the run has a loss scale.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        progress: Progress,
+        sinks: Sequence[Sink],
+        *,
+        steps: int,
+        log_every: int,
+        memory_limit: int,
+        scaled: bool,
+    ) -> None:
+        self.log = log
+        self._progress = progress
+        self._sinks = sinks
+        self._steps = steps
+        self._log_every = log_every
+        self._memory_limit = memory_limit
+        self._scaled = scaled
+        self._interval = _Interval()
+
+    def line_due(self, step: int) -> bool:
+        """True at steps whose row is shown and carries the memory."""
+        return step % self._log_every == 0 or step in (1, self._steps)
+
+    def step(
+        self, counters: Counters, result: StepResult, lr: float, wait_s: float, memory: Mapping[str, Any] | None
+    ) -> None:
+        """A row of metrics for the step just counted; with `memory` (a ledger's snapshot) also a progress line."""
+        seconds = result.seconds + wait_s
+        row = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "loss_scale": result.loss_scale,
+            "skipped": result.skipped,
+            "tokens": counters.tokens,
+            "tokens_per_s": result.num_tokens / seconds,
+            "step_s": result.seconds,
+            "wait_s": wait_s,
+            "wait_share": wait_s / seconds,
+        }
+        if memory is not None:
+            row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
+        row = self.log.metrics(counters.step, **row)
+        self._add(result, wait_s)
+        if result.skipped is not None:
+            self._skipped(counters.step, result)
+        if memory is not None:
+            self._show(row, counters)
+
+    def evaluation(self, step: int, results: Mapping[str, DomainLoss], seconds: float) -> None:
+        """A row of evaluation, an event and a line on the screen."""
+        row = self.log.metrics(step, eval={domain: result.to_json() for domain, result in results.items()})
+        whole = pooled(results)
+        text = "no held-out targets" if whole is None else f"loss {whole.loss:.4f}, perplexity {whole.ppl:.4g}"
+        self.log.event(step, "eval", f"held-out {text}", seconds=seconds)
+        domains = ", ".join(f"{domain} {result.ppl:.4g}" for domain, result in results.items())
+        self._progress.note(f"eval {step}/{self._steps} | {text} | by domain: {domains}")
+        for sink in self._sinks:
+            sink.log(step, scalars_of(row))
+
+    def event(self, step: int, kind: str, message: str, **numbers: Any) -> None:
+        """An event in the file and on the screen."""
+        self.log.event(step, kind, message, **numbers)
+        self._progress.note(f"{kind.replace('_', ' ')}: {message}")
+
+    def close(self) -> None:
+        """Close files, screen and sinks."""
+        self._progress.close()
+        for sink in self._sinks:
+            sink.close()
+        self.log.close()
+
+    def _skipped(self, step: int, result: StepResult) -> None:
+        kind = "overflow" if result.skipped == "overflow" else "skip"
+        text = f"step {step} skipped: {result.skipped} (gradient norm {result.grad_norm:.3g})"
+        self.event(step, kind, text, grad_norm=result.grad_norm, loss_scale=result.loss_scale)
+
+    def _add(self, result: StepResult, wait_s: float) -> None:
+        self._interval.steps += 1
+        self._interval.tokens += result.num_tokens
+        self._interval.seconds += result.seconds + wait_s
+        self._interval.wait_s += wait_s
+
+    def _show(self, row: Mapping[str, Any], counters: Counters) -> None:
+        """Rates are means since the last line, the rest is this step's."""
+        interval, self._interval = self._interval, _Interval()
+        shown = {
+            **row,
+            "tokens_per_s": interval.tokens / interval.seconds,
+            "wait_share": interval.wait_s / interval.seconds,
+        }
+        line = step_line(
+            shown,
+            steps=self._steps,
+            memory_limit=self._memory_limit,
+            num_skips=counters.num_skips,
+            seconds_left=interval.seconds / interval.steps * (self._steps - counters.step),
+            scaled=self._scaled,
+        )
+        self._progress.line(line)
+        for sink in self._sinks:
+            sink.log(counters.step, scalars_of(shown))
