@@ -1,4 +1,4 @@
-"""`tilewright train`: a recipe, settings from the command line, and the training loop."""
+"""`tilewright train`: a recipe, settings from the command line, the training loop, and the report at the end."""
 
 import click
 
@@ -20,6 +20,9 @@ def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
     loaded = load_recipe(recipe, overrides(ctx))
     for note in loaded.notes:
         say(f"note: {note}")
+    from tilewright.report.page import write_report
     from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
 
-    run_training(loaded, dry_run=dry_run)
+    result = run_training(loaded, dry_run=dry_run)
+    if loaded.recipe.log.report and not dry_run:
+        say(f"report: {write_report(result.run_dir)}")

@@ -1,0 +1,213 @@
+"""Every setting is read and has an effect: a short run with it and one without differ in what it is there for.
+
+A setting without a row here fails. Where one small CPU run cannot show it, the row names the test that does.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.observe import observe, write_texts
+from tilewright.core import schema
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What all runs share: seconds of CPU in all, no compilation.
+BASE = {
+    "run.device": "cpu",
+    "run.threads": "1",
+    "run.name": "probe",
+    "model.dim": "16",
+    "model.num_layers": "2",
+    "model.num_heads": "2",
+    "model.ffn_dim": "32",
+    "data.seq_len": "16",
+    "data.vocab_size": "300",
+    "data.prefetch": "0",
+    "train.steps": "3",
+    "train.batch_size": "4",
+    "train.micro_batch": "2",
+    "train.compile": "off",
+    "train.log_every": "1",
+    "train.eval_every": "0",
+    "train.eval_batches": "1",
+    "train.sample_tokens": "0",
+    "save.every": "0",
+    "log.report": "false",
+    "optim.warmup_steps": "0",
+    "ops.cross_entropy": "ref",
+    "ops.adam": "ref",
+    "precision.mode": "fp32",
+}
+MLA = {"model.attention": "mla", "model.q_lora_rank": "8", "model.kv_lora_rank": "8"}
+MLA |= {"model.qk_nope_head_dim": "8", "model.qk_rope_head_dim": "4", "model.v_head_dim": "8"}
+MOE = {"model.num_experts": "4", "model.expert_dim": "16"}
+FP16 = {"precision.mode": "hybrid", "precision.rules": '[{ match = "*", op = "linear", compute = "fp16" }]'}
+FP16 |= {"precision.loss_scale": "1024"}
+SWITCH = {"precision.start_mode": "bf16_mixed", "precision.start_fraction": "0.34"}
+ROWS = {"data.source": "rows.jsonl"}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`value` of the setting changes `sees` of a run that has BASE and `given`."""
+
+    value: str
+    sees: str
+    given: dict[str, str] = field(default_factory=dict)
+
+
+PROOFS: dict[str, Probe | str] = {
+    "run.name": Probe("other", "path"),
+    "run.dir": Probe("elsewhere", "path"),
+    "run.seed": Probe("7", "weights"),
+    "run.device": "tests/core/test_hardware.py::test_cuda_that_is_not_there_says_why",
+    "run.threads": Probe("2", "threads"),
+    "model.kind": Probe("hf", "error", {"model.path": "nowhere"}),
+    "model.path": Probe("nowhere", "error"),
+    "model.weights": Probe("load", "error"),
+    "model.task": Probe("masked_lm", "error", {"model.kind": "hf", "model.path": "nowhere"}),
+    "model.dim": Probe("32", "weights"),
+    "model.num_layers": Probe("1", "weights"),
+    "model.num_heads": Probe("4", "weights"),
+    "model.num_kv_heads": Probe("1", "weights"),
+    "model.head_dim": Probe("4", "weights"),
+    "model.ffn_dim": Probe("64", "weights"),
+    "model.rope_theta": Probe("5.0", "weights"),
+    "model.norm_eps": Probe("0.1", "weights"),
+    "model.tie_embeddings": Probe("false", "weights"),
+    "model.init_std": Probe("0.05", "weights"),
+    "model.attention": Probe("mla", "weights"),
+    "model.q_lora_rank": Probe("4", "weights", MLA),
+    "model.kv_lora_rank": Probe("4", "weights", MLA),
+    "model.qk_nope_head_dim": Probe("4", "weights", MLA),
+    "model.qk_rope_head_dim": Probe("8", "weights", MLA),
+    "model.v_head_dim": Probe("4", "weights", MLA),
+    "model.num_experts": Probe("8", "weights", MOE),
+    "model.num_experts_per_token": Probe("1", "weights", MOE),
+    "model.num_shared_experts": Probe("2", "weights", MOE),
+    "model.expert_dim": Probe("8", "weights", MOE),
+    "model.num_dense_layers": Probe("0", "weights", MOE),
+    "model.num_expert_groups": Probe("2", "weights", MOE | {"model.num_experts_per_token": "1"}),
+    "model.num_limited_groups": Probe("2", "weights", MOE | {"model.num_expert_groups": "2"}),
+    "model.routed_scaling": Probe("2.0", "weights", MOE),
+    "model.balance_rate": Probe("0.1", "weights", MOE),
+    "data.source": Probe("texts/code", "data"),
+    "data.domains": Probe('["code"]', "data"),
+    "data.weights": Probe("{ code = 1.0 }", "weights"),
+    "data.max_bytes": Probe("9000", "data"),
+    "data.holdout": Probe("0.3", "data"),
+    "data.seq_len": Probe("32", "data"),
+    "data.vocab_size": Probe("310", "data"),
+    "data.tokenizer": Probe("nowhere", "error"),
+    "data.text_field": Probe("other", "data", ROWS),
+    "data.image_size": "tests/data/test_images.py",
+    "data.cache_dir": Probe("another_cache", "siblings", {"run.dir": "."}),
+    "data.prefetch": "tests/data/test_stream.py",
+    "precision.enabled": Probe("false", "precision", {"precision.mode": "bf16_mixed"}),
+    "precision.mode": Probe("bf16_mixed", "precision"),
+    "precision.start_mode": Probe("bf16_mixed", "events"),
+    "precision.start_fraction": Probe("0.67", "events", SWITCH),
+    "precision.rules": Probe('[{ match = "*o_proj", compute = "fp16" }]', "precision"),
+    "precision.fp32_ops": Probe('["linear"]', "precision", {"precision.mode": "bf16_mixed"}),
+    "precision.loss_scale": Probe("512", "steps", FP16),
+    "precision.loss_scale_window": Probe("1", "steps", FP16),
+    "precision.loss_scale_min": Probe("1024", "error", FP16 | {"precision.loss_scale": "1e30"}),
+    "precision.loss_scale_max": Probe("1024", "steps", FP16 | {"precision.loss_scale_window": "1"}),
+    "precision.eval_fp32": Probe("false", "evals", {"precision.mode": "bf16_mixed"}),
+    "optim.lr": Probe("0.01", "weights"),
+    "optim.betas": Probe("[0.5, 0.9]", "weights"),
+    "optim.eps": Probe("0.1", "weights"),
+    "optim.weight_decay": Probe("0.5", "weights"),
+    "optim.moments": Probe("bf16", "weights"),
+    "optim.master": Probe("stochastic", "weights", {"precision.mode": "bf16_mixed"}),
+    "optim.schedule": Probe("constant", "weights"),
+    "optim.warmup_steps": Probe("2", "weights"),
+    "optim.decay_fraction": Probe("0.9", "weights", {"optim.schedule": "wsd"}),
+    "optim.min_lr_ratio": Probe("0.9", "weights"),
+    "optim.clip_norm": Probe("0.01", "weights"),
+    "optim.clip_adaptive": "tests/optim/test_schedule_clip.py",
+    "optim.clip_threshold": Probe("0.001", "events"),
+    "train.steps": Probe("2", "steps"),
+    "train.batch_size": Probe("8", "weights"),
+    "train.micro_batch": Probe("4", "evals"),
+    "train.activation_checkpoint": "tests/models/test_decoder.py",
+    "train.compile": "tests/models/test_decoder.py",
+    "train.log_every": Probe("2", "shown"),
+    "train.eval_every": Probe("1", "evals"),
+    "train.eval_batches": Probe("2", "evals"),
+    "train.sample_tokens": Probe("4", "samples"),
+    "save.every": Probe("1", "checkpoints"),
+    "save.keep": Probe("1", "checkpoints", {"save.every": "1"}),
+    "save.background": Probe("false", "saves"),
+    "save.resume": Probe("required", "error"),
+    "save.export_hf": Probe("true", "files"),
+    "log.sinks": Probe('["tensorboard"]', "files"),
+    "log.report": "tests/cli/test_train.py::test_report",
+    "ops.linear": Probe("ref", "kernels"),
+    "ops.attention": Probe("ref", "kernels"),
+    "ops.rms_norm": Probe("ref", "kernels"),
+    "ops.cross_entropy": Probe("native", "kernels"),
+    "ops.adam": Probe("native", "kernels"),
+    "plan.device_budget": Probe("1MB", "error"),
+    "plan.enforce": Probe("false", "error", {"plan.device_budget": "1MB"}),
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Texts and caches that all runs share, and the runs that several probes start from."""
+    folder = tmp_path_factory.mktemp("settings")
+    write_texts(folder / "texts")
+    return folder, {}
+
+
+def run(settings, shared, tmp_path, monkeypatch):
+    """What a run with these settings gives; a run asked for again is not run again."""
+    folder, known = shared
+    key = tuple(sorted(settings.items()))
+    if key not in known:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        for name in ("texts", "rows.jsonl"):
+            (tmp_path / name).symlink_to(folder / name)
+        known[key] = observe({"data.source": "texts", "data.cache_dir": str(folder / "cache")} | settings, tmp_path)
+    return known[key]
+
+
+@pytest.mark.parametrize("name", [name for name, proof in PROOFS.items() if isinstance(proof, Probe)])
+def test_the_setting_changes_what_it_is_for(name, shared, tmp_path, monkeypatch):
+    proof = PROOFS[name]
+    assert isinstance(proof, Probe)
+    given = BASE | proof.given
+    for part in ("without", "with"):
+        (tmp_path / part).mkdir()
+    without = run(given, shared, tmp_path / "without", monkeypatch)
+    changed = run(given | {name: proof.value}, shared, tmp_path / "with", monkeypatch)
+    assert proof.sees in without or proof.sees in changed
+    assert without.get(proof.sees) != changed.get(proof.sees), f"{name} = {proof.value} changes nothing in {proof.sees}"
+
+
+def test_every_setting_has_a_proof():
+    assert set(PROOFS) == {item.path for item in schema.fields()}
+
+
+@pytest.mark.parametrize("name", [name for name, proof in PROOFS.items() if isinstance(proof, str)])
+def test_the_test_that_proves_it_is_there(name):
+    proof = PROOFS[name]
+    assert isinstance(proof, str)
+    path, _, test = proof.partition("::")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert not test or re.search(rf"^def {test}\b", text, re.MULTILINE)
+    assert name.rpartition(".")[2] in text
+
+
+@pytest.mark.parametrize("path", [item.path for item in schema.fields()])
+def test_every_setting_is_read_outside_of_core(path):
+    """By its name as an attribute or as a text, in the package that it belongs to."""
+    pattern = re.compile(rf"\b{path.rpartition('.')[2]}\b")
+    package = ROOT / "src" / "tilewright"
+    readers = [file for file in package.rglob("*.py") if not {"core", "cli"} & set(file.parts[-2:-1])]
+    assert any(pattern.search(file.read_text(encoding="utf-8")) for file in readers) or path == "log.report"
