@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewright.core.hardware import Machine
 from tilewright.core.log import get_logger
-from tilewright.ops.adam import AdamHyper
+from tilewright.ops.ref.adam import AdamHyper
 from tilewright.ops.kernels import Kernels
 
 _FORMAT = 3
