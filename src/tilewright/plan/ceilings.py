@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tilewright.core.hardware import Machine
 from tilewright.core.log import get_logger
-from tilewright.ops.ref.adam import AdamHyper
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.ref.adam import AdamHyper
 
 _FORMAT = 3
 """Raise when the meaning of a field changes, so that old cache files are not read."""
