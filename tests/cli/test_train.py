@@ -1,0 +1,116 @@
+"""The commands around a run, on one tiny run: train, go on, report, eval, generate, inspect, plan, bench."""
+
+import json
+
+import pytest
+
+from tests.contracts.observe import write_texts
+from tests.contracts.test_settings import BASE
+from tilewright.cli.app import run
+
+SETTINGS = BASE | {"data.source": "texts", "data.cache_dir": "cache", "log.report": "true", "train.eval_batches": "2"}
+
+
+def arguments(**changes: str) -> list[str]:
+    """The tiny run's settings as typed."""
+    settings = SETTINGS | {name.replace("__", "."): value for name, value in changes.items()}
+    return [part for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder with data, and with a run of three steps in runs/probe."""
+    folder = tmp_path_factory.mktemp("commands")
+    write_texts(folder / "texts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        assert run(["train", *arguments()]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(here, monkeypatch):
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+
+
+def test_report(here, capsys):
+    assert (here / "runs" / "probe" / "report.html").stat().st_size > 1000
+    assert run(["report", "probe"]) == 0
+    assert capsys.readouterr().out.strip().endswith("report.html")
+    assert run(["train", *arguments(run__name="silent", log__report="false")]) == 0
+    assert not (here / "runs" / "silent" / "report.html").exists()
+
+
+def test_a_finished_run_goes_on_with_more_steps(here, capsys):
+    assert run(["train", *arguments(run__name="longer")]) == 0
+    assert run(["train", *arguments(run__name="longer", train__steps="5")]) == 0
+    rows = (here / "runs" / "longer" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows if "loss" in json.loads(row)] == [1, 2, 3, 4, 5]
+
+
+def test_eval_agrees_with_the_runs_own_last_evaluation(here, capsys):
+    assert run(["eval", "probe", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in (here / "runs" / "probe" / "metrics.jsonl").read_text().splitlines()]
+    recorded = [row["eval"] for row in rows if "eval" in row][-1]
+    assert found["domains"].keys() == recorded.keys()
+    for domain, result in recorded.items():
+        assert found["domains"][domain]["loss"] == pytest.approx(result["loss"], rel=1e-6)
+        assert found["domains"][domain]["tokens"] == result["tokens"]
+    assert run(["eval", "probe"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_generate_is_the_same_for_the_same_seed(capsys):
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert run(["generate", "probe", "--prompt", "a red", "--tokens", "8", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("a red")
+
+
+def test_inspect_run_and_checkpoint(here, capsys):
+    assert run(["inspect", "runs/probe"]) == 0
+    text = capsys.readouterr().out
+    assert "linear" in text
+    assert run(["inspect", "runs/probe/checkpoints/step_00000003", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"model.embed_tokens.weight"} & {row["tensor"] for row in found["tensors"]}
+
+
+def test_dry_run_keeps_nothing(here, capsys):
+    assert run(["train", "--dry-run", *arguments(run__name="dry")]) == 0
+    assert not (here / "runs" / "dry").exists()
+    assert "measured" in capsys.readouterr().out.lower()
+
+
+def test_plan_says_yes_or_exits_3(capsys):
+    assert run(["plan", *arguments()]) == 0
+    assert capsys.readouterr().out
+    assert run(["plan", "--json", *arguments(plan__device_budget="1MB")]) == 3
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)
+    assert "tilewright: " in captured.err
+
+
+def test_bench_step(capsys):
+    assert run(["bench", "step", "--steps", "2", "--json", *arguments()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens_per_s"] > 0
+    assert found["step_s"]["min"] <= found["step_s"]["median"] <= found["step_s"]["max"]
+
+
+def test_a_run_without_a_checkpoint(here, capsys):
+    folder = here / "runs" / "empty"
+    folder.mkdir()
+    for name in ("run.toml", "tokenizer.json", "tokenizer_config.json"):
+        source = here / "runs" / "probe" / name
+        if source.exists():
+            (folder / name).write_bytes(source.read_bytes())
+    assert run(["eval", "empty"]) == 2
+    assert "no sound checkpoint" in capsys.readouterr().err
+    assert run(["generate", "nowhere"]) == 2
+    assert "in runs: " in capsys.readouterr().err
