@@ -1,5 +1,7 @@
 """`tilewright train`: a recipe, settings from the command line, the training loop, and the report at the end."""
 
+from pathlib import Path
+
 import click
 
 from tilewright.cli.common import RecipeCommand, overrides, recipe_argument, verbosity
@@ -23,6 +25,11 @@ def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
     from tilewright.report.page import write_report
     from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
 
-    result = run_training(loaded, dry_run=dry_run)
-    if loaded.recipe.log.report and not dry_run:
-        say(f"report: {write_report(result.run_dir)}")
+    recipe = loaded.recipe
+    try:
+        run_training(loaded, dry_run=dry_run)
+    finally:
+        # Also after an error: a run that stopped on bad numbers is the one to look at.
+        folder = Path(recipe.run.dir) / (recipe.run.name or loaded.name)
+        if recipe.log.report and not dry_run and (folder / "metrics.jsonl").is_file():
+            say(f"report: {write_report(folder)}")
