@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 
 from tilewright.cli.common import RecipeCommand, overrides, recipe_argument, verbosity
-from tilewright.core.load import load_recipe
+from tilewright.core.errors import TilewrightError
+from tilewright.core.load import Loaded, load_recipe
 from tilewright.core.log import say
 
 
@@ -22,14 +23,21 @@ def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
     loaded = load_recipe(recipe, overrides(ctx))
     for note in loaded.notes:
         say(f"note: {note}")
-    from tilewright.report.page import write_report
     from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
 
-    recipe = loaded.recipe
     try:
         run_training(loaded, dry_run=dry_run)
-    finally:
-        # Also after an error: a run that stopped on bad numbers is the one to look at.
-        folder = Path(recipe.run.dir) / (recipe.run.name or loaded.name)
-        if recipe.log.report and not dry_run and (folder / "metrics.jsonl").is_file():
-            say(f"report: {write_report(folder)}")
+    except TilewrightError:
+        _write_report(loaded, dry_run)  # a run that stopped on bad numbers is the one to look at
+        raise
+    _write_report(loaded, dry_run)
+
+
+def _write_report(loaded: Loaded, dry_run: bool) -> None:
+    """Write the report where the recipe wants one and the run has begun, and say where it is."""
+    from tilewright.report.page import write_report
+
+    recipe = loaded.recipe
+    folder = Path(recipe.run.dir) / (recipe.run.name or loaded.name)
+    if recipe.log.report and not dry_run and (folder / "metrics.jsonl").is_file():
+        say(f"report: {write_report(folder)}")
