@@ -6,6 +6,7 @@ Called by `corpus`; knows nothing of tokens.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,7 +143,7 @@ class _Reader:
                     self._sink.rejects.add(item)
                     continue
                 for piece in cut(item):
-                    cleaned = self._sink.clean(piece)
+                    cleaned = self._sink.clean(part, piece)
                     if cleaned:
                         yield piece.name, cleaned
 
@@ -151,7 +152,7 @@ def _readable(part: Part) -> Iterator[Document | Reject]:
     try:
         yield from part.read()
     except OSError as error:
-        yield Reject(part.name, "cannot be read", example=str(error.strerror or error))
+        yield Reject(_file_of(part), "cannot be read", example=str(error.strerror or error))
 
 
 class _Sink:
@@ -164,16 +165,16 @@ class _Sink:
         self._domains: list[int] = []
         self._lengths: list[int] = []
 
-    def clean(self, document: Document) -> bytes | None:
+    def clean(self, part: Part, document: Document) -> bytes | None:
         """UTF-8 with Unix line ends and no blank edges; None for a blank text, a duplicate or broken Unicode."""
         text = document.text.replace("\r\n", "\n").strip("\n")
         if not text.strip():
-            self.rejects.add(Reject(_file_of(document.name), "blank document"))
+            self.rejects.add(Reject(_file_of(part), "blank document"))
             return None
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
-            self.rejects.add(Reject(_file_of(document.name), "half a Unicode surrogate pair", example=error.reason))
+            self.rejects.add(Reject(_file_of(part), "half a Unicode surrogate pair", example=error.reason))
             return None
         digest = xxhash.xxh3_128_digest(data)
         if digest in self._seen:
@@ -210,9 +211,9 @@ class _Rejects:
         return [Reject(where, reason, count, example) for (where, reason), (count, example) in self._counts.items()]
 
 
-def _file_of(name: str) -> str:
-    """The file a document came from: its name without the row, line or piece."""
-    return name.split("#")[0].split(":")[0].split("@")[0]
+def _file_of(part: Part) -> str:
+    """The file that a part is of: its name without the place in the file."""
+    return re.sub(r"@\d+\Z", "", part.name)
 
 
 def _nothing_usable(source: Source, rejects: list[Reject], max_bytes: int) -> DataError:

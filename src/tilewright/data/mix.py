@@ -3,8 +3,9 @@
 Two parts. `apportion` spreads samples over domains in exact proportion to the weights, by integers: sample j of a
 stage goes to the first domain where round((j + 1) x) > round(j x), x being that domain's share of what is left over by
 the domains before it. Counts are sums of such steps, so they never fall; they stay within half the number of domains
-of the exact proportion; and sample j's index inside its domain needs no walk from the start. `permute` shuffles the rows of a domain anew each epoch by a Feistel network, also without
-state. So a resume needs four things (seed, fingerprint, next sample, log) whatever the number of ranks.
+of the exact proportion; and sample j's index inside its domain needs no walk from the start. `permute` shuffles the
+rows of a domain anew each epoch by a Feistel network, also without state. So a resume needs four things (seed,
+fingerprint, next sample, log) whatever the number of ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -171,6 +172,8 @@ class Mixture:
         size = np.full(BLOCK, BLOCK, np.int64)
         order = permute(np.arange(BLOCK), size, np.repeat(hash64(self.seed, 1, block), BLOCK))
         domain, index = apportion(self._shares[stage], offset + order)
+        # The shuffle is of domains only: inside each domain the indices ascend, so that epochs follow one another.
+        index[np.argsort(domain, kind="stable")] = index[np.lexsort((index, domain))]
         index += self._base[stage][domain]
         num_rows = self._num_rows[domain]
         epoch = index // num_rows

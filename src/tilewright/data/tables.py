@@ -34,7 +34,7 @@ def parquet_parts(domain: str, name: str, path: Path, field: str) -> list[Part |
     return parts
 
 
-def _column_bytes(row_group, field: str) -> int:
+def _column_bytes(row_group: pq.RowGroupMetaData, field: str) -> int:
     columns = (row_group.column(i) for i in range(row_group.num_columns))
     return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
 
@@ -44,7 +44,7 @@ def _read_row_group(name: str, path: Path, group: int, field: str) -> Iterator[D
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=[field]):
-                yield from _documents(f"{name}@{group}", row, batch.column(0))
+                yield from _documents(name, f"{name}@{group}", row, batch.column(0))
                 row += batch.num_rows
     except _DAMAGE as error:
         yield Reject(name, "damaged parquet file, the rest of the row group is lost", example=_first_line(error))
@@ -106,17 +106,17 @@ def _open_arrow(path: Path) -> pa.Table:
 def _read_arrow(name: str, path: Path, start: int, field: str) -> Iterator[Document | Reject]:
     try:
         rows = _open_arrow(path).column(field).slice(start, _ARROW_ROWS)
-        yield from _documents(name, start, rows)
+        yield from _documents(name, name, start, rows)
     except _DAMAGE as error:
         yield Reject(name, "damaged Arrow file", example=_first_line(error))
 
 
-def _documents(name: str, first_row: int, column) -> Iterator[Document | Reject]:
+def _documents(file: str, name: str, first_row: int, column: pa.Array) -> Iterator[Document | Reject]:
     for row, value in enumerate(column.to_pylist(), first_row):
         if isinstance(value, str):
             yield Document(f"{name}:{row}", value)
         else:
-            yield Reject(name, "row without text", example=f"row {row}: {value!r}")
+            yield Reject(file, "row without text", example=f"row {row}: {value!r}")
 
 
 def _field_problem(schema: pa.Schema, field: str) -> tuple[str, str] | None:
