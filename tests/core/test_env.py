@@ -56,6 +56,9 @@ def test_ranks_as_torchrun_sets_them():
     assert env.ranks({}) == env.Ranks(0, 0, 1)
     assert env.ranks({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}) == env.Ranks(5, 1, 8)
 
+    with pytest.raises(ConfigError, match="WORLD_SIZE is not a number"):
+        env.ranks({"WORLD_SIZE": "-1"})
+
 
 def test_colour_and_compiler():
     assert env.no_color({"NO_COLOR": "1"})

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tilewright.core.errors import Problem
+from tilewright.core.errors import ConfigError, Problem
 
 PREFIX = "TILEWRIGHT_"
 _TRUE = ("1", "true", "yes", "on")
@@ -160,6 +160,18 @@ class Ranks:
 
 
 def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
-    """Rank, local rank and world size as torchrun sets them."""
+    """Rank, local rank and world size as torchrun sets them.
+
+    Raises:
+        ConfigError: one of them is not an integer.
+    """
     environ = os.environ if environ is None else environ
-    return Ranks(int(environ.get("RANK", 0)), int(environ.get("LOCAL_RANK", 0)), int(environ.get("WORLD_SIZE", 1)))
+    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    found |= {name: environ[name] for name in found if environ.get(name)}
+    for name, text in found.items():
+        if not text.isdecimal():
+            where = f"environment variable {name}"
+            raise ConfigError(
+                f"{name} is not a number", got=repr(text), need="an integer", try_=f"unset {name}", where=where
+            )
+    return Ranks(*map(int, found.values()))
