@@ -5,15 +5,14 @@
     with ledger.phase("forward"): loss = ...      # any number of times
     row = ledger.snapshot(model, optimizer)       # since the last snapshot
 
-Parameters, optimizer states, gradients and buffers are exact (unique storages). The rest of the peak is split
-by when it is there: `other` is what is resident between steps and belongs to no owner (interpreter, libraries,
-compiled code, data, the allocator's leftovers); `activations` is what a phase adds on top of that. On the CPU
-the peak is the resident set, so pages that `malloc` keeps after a `free` appear as `other` and make the
-activations of later steps look smaller than their tensors. Memory of child processes, of the page cache and
-of other processes is not seen. On CUDA the context, cuBLAS workspaces outside the allocator and cached free
-blocks are not in the peak; `reserved_bytes` gives the allocator's whole holding.
+Parameters, optimizer states, gradients and buffers are exact (unique storages). `activations` is what a forward
+phase leaves allocated for backward, by the allocator's count of live bytes (glibc and CUDA; elsewhere by the resident
+set). `other` is the rest of the peak: interpreter, libraries, compiled code, data, what operations need while they
+run, and on the CPU the pages that `malloc` keeps after a `free`. Memory of child processes, of the page cache and of
+other processes is not seen. On CUDA the context and cached free blocks are not in the peak; `reserved_bytes` gives
+the allocator's whole holding.
 
-A phase costs two readings (about 0.1 ms); a snapshot walks the modules (a few ms for hundreds of modules), so
+A phase costs a few readings (about 0.2 ms); a snapshot walks the modules (a few ms for hundreds of modules), so
 take one where metrics are logged, not at every step. Called by `training`.
 """
 
@@ -51,7 +50,7 @@ class Ledger:
 
     def _start_window(self) -> None:
         self._phase_peak: dict[str, int] = {}
-        self._lowest_start: int | None = None
+        self._activations = 0
         self._gradients = 0
         self._accumulates = False
 
@@ -72,11 +71,12 @@ class Ledger:
         """
         self._credit()
         self._running.append(name)
-        if name == "forward":
-            self._note_forward_start()
+        start = self._forward_start() if name == "forward" else 0
         try:
             yield
         finally:
+            if name == "forward":
+                self._activations = max(self._activations, self._probe.live() - start)
             self._credit()
             self._running.pop()
             if name == "backward" and self._model is not None and self._gradients == 0:
@@ -88,11 +88,11 @@ class Ledger:
         self._phase_peak[name] = max(self._phase_peak.get(name, 0), self._probe.peak())
         self._probe.reset_peak()
 
-    def _note_forward_start(self) -> None:
-        start = self._probe.current()
-        self._lowest_start = start if self._lowest_start is None else min(start, self._lowest_start)
+    def _forward_start(self) -> int:
+        """Live bytes; notes whether gradients of an earlier micro-batch are among them."""
         if self._model is not None:
             self._accumulates |= any(p.grad is not None for p in self._model.parameters())
+        return self._probe.live()
 
     def snapshot(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """What was measured since the last snapshot; starts the next window.
@@ -128,9 +128,8 @@ class Ledger:
             gradients = max(gradients, self._gradients)
         gradients = min(gradients, max(0, peak - held))
         free = max(0, peak - held - gradients)
-        resident = free if self._lowest_start is None else max(0, self._lowest_start - held)
-        other = min(resident, free)
-        owners = owned | {"gradients": gradients, "activations": free - other, "other": other}
+        activations = min(self._activations, free)
+        owners = owned | {"gradients": gradients, "activations": activations, "other": free - activations}
         return {name: owners[name] for name in OWNERS}
 
     def close(self) -> None:

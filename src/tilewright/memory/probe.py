@@ -8,13 +8,15 @@ Three probes, picked by what the system allows and named in every measurement:
 `torch.cuda`  on a CUDA device: the caching allocator's peak of allocated bytes.
 
 The resident set counts pages, so it holds what tensors do not: the interpreter, shared libraries, code
-that a compiler made, and pages that `malloc` keeps after a `free`. Called by `memory.ledger`.
+that a compiler made, and pages that `malloc` keeps after a `free`. What is allocated and not freed at a moment,
+without those pages, is `live`: the allocator's own count, on CUDA and with glibc. Called by `memory.ledger`.
 """
 
+import ctypes
 import os
 import threading
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -25,11 +27,13 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class Probe(Protocol):
-    """Bytes held now and at most since the last `reset_peak`."""
+    """Bytes held now (`current`), allocated and not freed now (`live`), and held at most since `reset_peak`."""
 
     name: str
 
     def current(self) -> int: ...
+
+    def live(self) -> int: ...
 
     def peak(self) -> int: ...
 
@@ -38,7 +42,44 @@ class Probe(Protocol):
     def close(self) -> None: ...
 
 
-class HighWaterMark:
+class _ResidentSet:
+    """What both CPU probes share: the resident set now, and glibc's count of live bytes where there is glibc."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._mallinfo = _find_mallinfo()
+
+    def current(self) -> int:
+        return self._process.memory_info().rss
+
+    def live(self) -> int:
+        if self._mallinfo is None:
+            return self.current()
+        info = self._mallinfo()
+        return info.uordblks + info.hblkhd
+
+
+_MALLINFO_FIELDS = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
+
+
+class _MallInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc 2.33 and later: uordblks = bytes in use in arenas, hblkhd = in mapped blocks."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO_FIELDS)
+
+
+def _find_mallinfo() -> Any:
+    """glibc's mallinfo2, None in other C libraries."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None) if os.name == "posix" else None
+    if function is not None:
+        function.argtypes, function.restype = (), _MallInfo
+    return function
+
+
+class HighWaterMark(_ResidentSet):
     """The kernel's peak of the resident set (VmHWM), which writing 5 to clear_refs sets back to the present size.
 
     The mark is one a process: a reset is seen by everybody who reads it here, `getrusage` not included.
@@ -47,7 +88,7 @@ class HighWaterMark:
     name = "vm_hwm"
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
+        super().__init__()
         self.reset_peak()
 
     @staticmethod
@@ -60,9 +101,6 @@ class HighWaterMark:
         except OSError as error:
             return f"{_CLEAR_REFS} cannot be written ({error.strerror})"
         return None
-
-    def current(self) -> int:
-        return self._process.memory_info().rss
 
     def peak(self) -> int:
         with open(_STATUS, "rb") as status:
@@ -78,13 +116,13 @@ class HighWaterMark:
         """Nothing to end."""
 
 
-class Sampler:
+class Sampler(_ResidentSet):
     """A daemon thread that reads the resident set every 10 ms and keeps the largest."""
 
     name = "sampler"
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
+        super().__init__()
         self._peak = self.current()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
@@ -93,9 +131,6 @@ class Sampler:
     def _run(self) -> None:
         while not self._stop.wait(_SAMPLE_SECONDS):
             self._peak = max(self._peak, self.current())
-
-    def current(self) -> int:
-        return self._process.memory_info().rss
 
     def peak(self) -> int:
         self._peak = max(self._peak, self.current())
@@ -121,6 +156,8 @@ class CudaAllocator:
 
     def current(self) -> int:
         return torch.cuda.memory_allocated(self._device)
+
+    live = current
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
