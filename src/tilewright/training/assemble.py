@@ -4,12 +4,13 @@
 Components take plain arguments; this is the one file that reads a whole recipe. Called by `loop` and `dry_run`.
 """
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from tilewright.core import env
 from tilewright.core.config import Recipe
@@ -17,8 +18,11 @@ from tilewright.core.errors import FitError, HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.load import Loaded
 from tilewright.core.log import say
+from tilewright.core.units import format_bytes
+from tilewright.data.images import PreparedImages
 from tilewright.data.prepare import PreparedData, prepare
 from tilewright.data.stream import Stream
+from tilewright.data.tokenizer import Tokenizer
 from tilewright.memory.ledger import Ledger
 from tilewright.models.build import build_model, init_weights
 from tilewright.models.contract import Model
@@ -45,7 +49,7 @@ class Setup:
     loaded: Loaded
     machine: Machine
     kernels: Kernels
-    prepared: PreparedData
+    prepared: PreparedData | PreparedImages
     plan: Plan
 
     @property
@@ -57,6 +61,35 @@ class Setup:
     def device(self) -> torch.device:
         """Where the model lives."""
         return torch.device(self.machine.device)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The data's tokenizer; None where it is images."""
+        return self.prepared.tokenizer if isinstance(self.prepared, PreparedData) else None
+
+    @property
+    def recipe_digest(self) -> str:
+        """A hash of all settings."""
+        return xxhash.xxh3_128_hexdigest(self.recipe.model_dump_json().encode())
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled.
+
+        Raises:
+            HardwareError: the recipe insists, and there is no compiler.
+        """
+        wanted = self.recipe.train.compile
+        possible = self.machine.device == "cuda" or self.machine.cxx_compiler is not None
+        if wanted == "on" and not possible:
+            raise HardwareError(
+                "The layers cannot be compiled here.",
+                got="no C++ compiler found",
+                need="g++ or clang++, or CXX set to one",
+                try_='train.compile = "auto"',
+                where="train.compile",
+            )
+        return wanted == "on" or (wanted == "auto" and possible and self.recipe.model.kind == "decoder")
 
     @property
     def memory_limit(self) -> int:
@@ -72,6 +105,8 @@ class Modes:
     policy: Policy
     schedule: ModeSchedule
     mode: str
+    needs_loss_scaling: bool
+    """True where one of the run's modes passes gradients through FP16."""
 
     def enter(self, step: int) -> str | None:
         """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
@@ -81,6 +116,10 @@ class Modes:
         before, self.mode = self.mode, mode
         set_mode(self.model, self.policy.in_mode(mode))
         return f"{before} -> {mode} from step {step + 1} on"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The precision table of the present mode, for precision.json."""
+        return self.model.precision_report.rows.to_json()
 
 
 @dataclass
@@ -128,7 +167,7 @@ def set_up(loaded: Loaded) -> Setup:
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     kernels = Kernels(machine, recipe.ops.model_dump())
-    prepared = _prepare(recipe)
+    prepared = prepare_data(recipe)
     rates = ceilings.measure(machine, kernels=kernels, progress=say)
     plan = make_plan(recipe, prepared.vocab_size, machine, rates)
     if recipe.plan.enforce and not plan.fits:
@@ -151,7 +190,8 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
         modes = _modes(setup, model)
         optimizer = _optimizer(recipe, model, setup.kernels)
     ledger.watch(model)
-    scaler = _scaler(recipe, model, modes)
+    num_params = sum(param.numel() for param in model.parameters())
+    scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
     optim = recipe.optim
     clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold)
     executor = StandardExecutor(model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger)
@@ -159,8 +199,16 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     stream = _stream(recipe, setup.prepared)
-    return Parts(
-        model, modes, optimizer, scaler, clip, schedule, stream, ledger, executor, Counters(), setup
+    return Parts(model, modes, optimizer, scaler, clip, schedule, stream, ledger, executor, Counters(), setup)
+
+
+def does_not_fit(plan: Plan) -> FitError:
+    """The error of a run that the plan says does not fit, with the cheapest changes that make it fit."""
+    return FitError(
+        "This run does not fit.",
+        got=plan.verdict,
+        need=f"a peak below {format_bytes(plan.budget_bytes)}",
+        try_="\n".join(str(fix) for fix in plan.fixes) or "a smaller model",
     )
 
 
@@ -176,11 +224,11 @@ def refuse_ranks() -> None:
             "A run trains in one process.",
             got=f"{world} processes",
             need="1",
-            try_="start it without torchrun; training.step.StandardExecutor trains replicas on several ranks from Python",
+            try_="start it without torchrun; training.step.StandardExecutor trains replicas from Python",
         )
 
 
-def _stream(recipe: Recipe, prepared: PreparedData) -> Stream:
+def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
     return Stream(
         prepared,
         seed=recipe.run.seed,
@@ -197,37 +245,21 @@ def _model(setup: Setup, fresh: bool) -> Model:
     if fresh and recipe.model.weights == "random":
         init_weights(model, recipe.run.seed)
     model.activation_checkpoint = recipe.train.activation_checkpoint
-    if _compiles(setup):
+    if setup.compiles:
         model.compile_blocks()
     return model.train()
-
-
-def _compiles(setup: Setup) -> bool:
-    """Whether layers are compiled.
-
-    Raises:
-        HardwareError: the recipe insists, and there is no compiler.
-    """
-    wanted, machine = setup.recipe.train.compile, setup.machine
-    possible = machine.device == "cuda" or machine.cxx_compiler is not None
-    if wanted == "on" and not possible:
-        raise HardwareError(
-            "The layers cannot be compiled here.",
-            got="no C++ compiler found",
-            need="g++ or clang++, or CXX set to one",
-            try_='train.compile = "auto"',
-            where="train.compile",
-        )
-    return wanted == "on" or (wanted == "auto" and possible and setup.recipe.model.kind == "decoder")
 
 
 def _modes(setup: Setup, model: Model) -> Modes:
     section = setup.recipe.precision
     policy = Policy.from_section(section, setup.machine.device)
     schedule = ModeSchedule.from_section(section, setup.recipe.train.steps)
-    mode = schedule.at(0)
-    convert(model, policy.in_mode(mode), kernels=setup.kernels)
-    return Modes(model, policy, schedule, mode)
+    first, last = schedule.at(0), schedule.mode
+    scaled = convert(model, policy.in_mode(first), kernels=setup.kernels).needs_loss_scaling
+    if last != first:
+        scaled |= set_mode(model, policy.in_mode(last)).needs_loss_scaling
+        set_mode(model, policy.in_mode(first))
+    return Modes(model, policy, schedule, first, scaled)
 
 
 def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:
@@ -244,7 +276,8 @@ def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:
     )
 
 
-def _prepare(recipe: Recipe) -> PreparedData | PreparedImages:
+def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
+    """The data of a recipe, prepared or found prepared; see `data.prepare`."""
     data = recipe.data
     return prepare(
         data.source,

@@ -1,189 +1,94 @@
-"""The training loop: step after step, and what happens between steps.
+"""`train`: from a recipe to a finished, stopped or failed run, everything about it in the run folder.
 
     recipe -> assemble (machine, data, plan, model, precision, optimizer, executor)
-           -> resume from the newest sound checkpoint -> Run.train -> metrics, events, checkpoints in the run folder
+           -> resume (newest sound checkpoint) -> run.Run.train -> metrics, events, checkpoints
 
-The loop decides nothing about numbers: `step` computes, `assemble` builds, `checkpoint` and `state` keep,
-`record` tells. The report is written by the command line after `train` returns. Called by `cli.train` and by
-Python users.
+This file connects; the loop over steps is in `run`. The report is written by the command line after `train`
+returns or raises. Called by `cli.train` and by Python users.
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from tilewright.core.errors import CheckpointError, NumericsError
-from tilewright.core.units import format_bytes, format_seconds
-from tilewright.training.assemble import Parts, Setup
-from tilewright.training.checkpoint import CheckpointStore, SaveRecord
-from tilewright.training.evaluate import DomainLoss, evaluate
+from tilewright.core.load import Loaded, write_run_toml
+from tilewright.core.log import say
+from tilewright.training.assemble import Parts, Setup, build, refuse_ranks, set_up
+from tilewright.training.checkpoint import CheckpointStore
+from tilewright.training.dry_run import dry_run as run_dry
+from tilewright.training.metrics import RunLog
+from tilewright.training.progress import open_progress
 from tilewright.training.record import Recorder
 from tilewright.training.recover import StopRequest
+from tilewright.training.resume import Found, find, open_folder, restore
+from tilewright.training.run import Run, RunResult
 from tilewright.training.run_folder import RunFolder
-from tilewright.training.state import TrainState
-from tilewright.training.step import StepResult, all_finite
+from tilewright.training.sinks import open_sinks
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended."""
+def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
+    """Train what a recipe describes, or go on where its run folder stops.
 
-    run_dir: Path
-    step: int
-    loss: float | None
-    """Loss of the last step, None where no step was run."""
-    evals: Mapping[str, DomainLoss]
-    """Last evaluation by domain, empty where none was run."""
-    stopped: str | None
-    """Why the run ended before its last step (the name of a signal), None where it did not."""
+    Args:
+        loaded: a recipe from `core.load.load_recipe`.
+        dry_run: run two real steps, print planned beside measured memory and time, keep nothing.
+
+    Raises:
+        TilewrightError: its subclass says what kind of trouble; everything that was done is written down before.
+    """
+    began = time.perf_counter()
+    refuse_ranks()
+    if dry_run:
+        return RunResult(None, run_dry(loaded))
+    recipe = loaded.recipe
+    folder, moved_to = open_folder(recipe, loaded.name)
+    store = CheckpointStore(folder.checkpoints, keep=recipe.save.keep, background=recipe.save.background)
+    try:
+        if moved_to is not None:
+            say(f"the run that was in {folder.path} is now {moved_to}")
+        found = find(folder, store, recipe)
+        if found.step >= recipe.train.steps:
+            say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to go on.")
+            return RunResult(folder.path, found.step)
+        return _train(loaded, folder, store, found, began)
+    finally:
+        store.close()
+        folder.close()
 
 
-@dataclass
-class Run:
-    """One run, assembled and resumed: `train` brings it to its last step or to a stop."""
+def _train(loaded: Loaded, folder: RunFolder, store: CheckpointStore, found: Found, began: float) -> RunResult:
+    recipe = loaded.recipe
+    sinks = open_sinks(recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
+    setup = set_up(loaded)
+    parts = build(setup, fresh=found.checkpoint is None)
+    log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s)
+    recorder = Recorder(
+        log,
+        open_progress(),
+        sinks,
+        steps=recipe.train.steps,
+        log_every=recipe.train.log_every,
+        memory_limit=setup.memory_limit,
+        scaled=parts.scaler is not None,
+    )
+    try:
+        restore(found, parts, recorder)
+        _write_facts(folder, setup, parts)
+        run = Run(setup, parts, parts.state(), store, folder, recorder, resumed=found.checkpoint is not None)
+        run.begin(began)
+        with StopRequest() as stop:
+            return run.train(stop)
+    finally:
+        parts.stream.close()
+        parts.ledger.close()
+        recorder.close()
 
-    setup: Setup
-    parts: Parts
-    state: TrainState
-    store: CheckpointStore
-    folder: RunFolder
-    recorder: Recorder
-    evals: Mapping[str, DomainLoss] = field(default_factory=dict)
-    last: StepResult | None = None
-    _evaluated_step: int = -1
-    _stall_s: float = 0.0
 
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        return self.parts.counters.step
-
-    def train(self, stop: StopRequest) -> RunResult:
-        """Run to the last step, or until a stop is asked for; the state is saved and recorded either way.
-
-        Raises:
-            NumericsError: the numbers went bad; the last good state was saved.
-            CheckpointError: the last checkpoint could not be written.
-        """
-        steps = self.setup.recipe.train.steps
-        while self.step < steps and stop.reason is None:
-            try:
-                self._step()
-            except NumericsError as error:
-                self._keep_last_good(error)
-                raise
-            self._between_steps()
-        finished = self.step >= steps
-        if finished:
-            self._evaluate()
-        self._save_and_wait()
-        if finished:
-            self._finish()
-        else:
-            text = f"{stop.reason} after step {self.step}; saved, the same command goes on from there"
-            self.recorder.event(self.step, "stop", text)
-        loss = self.last.loss if self.last is not None else None
-        return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else stop.reason)
-
-    def _step(self) -> None:
-        parts = self.parts
-        if (switched := parts.precision.enter(self.step)) is not None:
-            self.recorder.event(self.step, "precision_switch", switched)
-        microbatches = parts.stream.next_step()
-        wait_s = parts.stream.wait_s
-        lr = parts.schedule.lr_at(self.step)
-        self.last = parts.executor.step(microbatches, lr)
-        parts.counters.add(self.last)
-        memory = parts.ledger.snapshot(parts.model, parts.optimizer) if self.recorder.line_due(self.step) else None
-        self.recorder.step(parts.counters, self.last, lr, wait_s, memory)
-
-    def _between_steps(self) -> None:
-        recipe = self.setup.recipe
-        if self.step == 1:
-            for note in self.parts.model.notes:
-                self.recorder.event(self.step, "fallback", note)
-        if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
-            self._evaluate()
-        if recipe.save.every and self.step % recipe.save.every == 0:
-            self._save()
-        self._tell_saves()
-
-    # ---- evaluation ----
-
-    def _evaluate(self) -> None:
-        if self._evaluated_step == self.step:
-            return
-        started = time.perf_counter()
-        fp32 = self.setup.recipe.precision.eval_fp32
-        self.evals = evaluate(self.parts.model, self.parts.eval_batches, device=self.setup.device, fp32=fp32)
-        self._evaluated_step = self.step
-        self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started)
-
-    # ---- checkpoints ----
-
-    def _save(self) -> None:
-        self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
-        self._stall_s += self.store.save(self.step, self.state.tensors(), self.state.meta())
-
-    def _save_and_wait(self) -> None:
-        """Save this step and see it on the disk.
-
-        Raises:
-            CheckpointError: it is not there.
-        """
-        self._save()
-        self.store.wait()
-        failed = self._tell_saves()
-        if failed is not None and failed.step == self.step:
-            raise CheckpointError(
-                f"The checkpoint of step {self.step} could not be written.",
-                got=failed.error or "",
-                need="room and the right to write there; the checkpoints before it are untouched",
-                try_="make room and run the same command: it goes on from the newest checkpoint",
-                where=str(self.store.folder),
-            )
-
-    def _tell_saves(self) -> SaveRecord | None:
-        """Record the saves that ended; returns the last one that failed."""
-        failed = None
-        for save in self.store.finished():
-            numbers = {"stall_s": save.stall_s, "write_s": save.write_s, "bytes": save.bytes}
-            if save.error is None:
-                where = "in the background" if save.background else "with training stopped"
-                text = (
-                    f"step {save.step}: {format_bytes(save.bytes)} written in {format_seconds(save.write_s)} {where}, "
-                    f"training stood still for {format_seconds(save.stall_s)}"
-                )
-                self.recorder.event(save.step, "save", text, background=save.background, **numbers)
-            else:
-                failed = save
-                text = f"the checkpoint of step {save.step} could not be written: {save.error}; the one before stays"
-                self.recorder.event(save.step, "save_failed", text, **numbers)
-        return failed
-
-    def _keep_last_good(self, error: NumericsError) -> None:
-        """After bad numbers: save the state if it is sound (the bad update was not applied), and write down why."""
-        self.parts.counters.step += 1
-        if all_finite(self.parts.model):
-            self._save()
-            self.store.wait()
-            self._tell_saves()
-        self.recorder.event(self.step, "stop", str(error))
-
-    # ---- the end ----
-
-    def _finish(self) -> None:
-        self._sample()
-        if self.setup.recipe.save.export_hf:
-            target = self.folder.path / "hf"
-            self.parts.model.save_hf(target)
-            self.setup.prepared.tokenizer.save(target / "tokenizer.json")
-            self.recorder.event(self.step, "export", f"Hugging Face folder in {target}")
-        elapsed_s = self.recorder.log.elapsed_s
-        share = self._stall_s / elapsed_s
-        text = (
-            f"{self.step} steps, {self.parts.counters.tokens:,} tokens in {format_seconds(elapsed_s)}; checkpoints "
-            f"held training up for {format_seconds(self._stall_s)} ({share:.2%})"
-        )
-        self.recorder.event(self.step, "done", text, stall_s=self._stall_s, stall_share=share)
+def _write_facts(folder: RunFolder, setup: Setup, parts: Parts) -> None:
+    """Everything about the run that is known before its first step."""
+    write_run_toml(setup.loaded, folder.recipe)
+    folder.write_json("machine.json", {**setup.machine.to_json(), "kernels": setup.kernels.explain()})
+    folder.write_json("plan.json", setup.plan.to_json())
+    folder.write_json("data.json", setup.prepared.summary)
+    folder.write_json("precision.json", parts.modes.rows())
+    if setup.tokenizer is not None:
+        setup.tokenizer.save(folder.path)
+    folder.link_latest()

@@ -47,6 +47,12 @@ class RunFolder:
         """Give the folder free."""
         self._lock.close()
 
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def has_run(self) -> bool:
         """True where a run has written here before."""
         return self.recipe.exists() or self.checkpoints.exists()

@@ -26,6 +26,8 @@ from tilewright.training.checkpoint import read_meta, read_tensors, stored_tenso
 
 _MAX_DIFFERENCES = 5
 
+Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
 
 class Stateful(Protocol):
     """A component with a small state of JSON types: scaler, clipping, data stream, progress."""
@@ -51,7 +53,7 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name, and copies of the generators' states."""
-        return self._model_tensors() | self._optimizer_tensors() | _torch_rng()
+        return model_tensors(self.model) | self._optimizer_tensors() | _torch_rng()
 
     def meta(self) -> dict[str, Any]:
         """Everything that is not a tensor, in JSON types."""
@@ -65,34 +67,25 @@ class TrainState:
     def restore(self, path: Path) -> dict[str, Any]:
         """Load a checkpoint into the live objects; returns its meta.
 
-        Optimizer states that exist are loaded in place in their own dtype, missing ones are made as stored.
+        Optimizer states that exist are loaded in place in their own dtype, missing ones are made as stored. A part
+        that the checkpoint does not hold (a loss scale that came with another precision) starts afresh.
 
         Raises:
             CheckpointError: the checkpoint is of another model or optimizer, or cannot be read.
         """
         meta = read_meta(path)
         stored = stored_tensors(path)
-        self._check_model(path, stored)
+        _check_model(path, self.model, stored)
         self._make_optimizer_states(path, stored)
-        targets = self._model_tensors() | self._optimizer_tensors()
+        targets = model_tensors(self.model) | self._optimizer_tensors()
         rng = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored.items() if name[:4] == "rng."}
         with torch.no_grad():
             read_tensors(path, targets | rng)
         for name, part in self.parts.items():
-            part.load_state_dict(meta["parts"][name])
+            if name in meta["parts"]:
+                part.load_state_dict(meta["parts"][name])
         _set_rng(rng, meta["rng"])
         return meta
-
-    def _model_tensors(self) -> dict[str, Tensor]:
-        named, seen = {}, set()
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor):
-                raise AssertionError(f"{name} in the model's state_dict is no tensor: {type(value).__name__}")
-            key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
-            if key not in seen:
-                seen.add(key)
-                named[f"model.{name}"] = value.detach()
-        return named
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         names = {param: name for name, param in self.model.named_parameters()}
@@ -103,12 +96,7 @@ class TrainState:
             for key, value in self.optimizer.state.get(param, {}).items()
         }
 
-    def _check_model(self, path: Path, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        here = {name: tuple(tensor.shape) for name, tensor in self._model_tensors().items()}
-        there = {name: shape for name, (_, shape) in stored.items() if name.startswith("model.")}
-        raise_on_difference(f"{path} is a checkpoint of another model.", "model.", here, there)
-
-    def _make_optimizer_states(self, path: Path, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def _make_optimizer_states(self, path: Path, stored: Stored) -> None:
         if any(self.optimizer.state.get(p) for group in self.optimizer.param_groups for p in group["params"]):
             here = {name: tuple(tensor.shape) for name, tensor in self._optimizer_tensors().items()}
             there = {name: shape for name, (_, shape) in stored.items() if name.startswith("optimizer.")}
@@ -120,6 +108,36 @@ class TrainState:
                 if key.startswith(prefix) and "." not in key[len(prefix) :]:
                     device = param.device if shape else "cpu"
                     self.optimizer.state[param][key[len(prefix) :]] = torch.empty(shape, dtype=dtype, device=device)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers as `model.<fqn>`, detached, each storage once under its first name."""
+    named, seen = {}, set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise AssertionError(f"{name} in the model's state_dict is no tensor: {type(value).__name__}")
+        key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
+        if key not in seen:
+            seen.add(key)
+            named[f"model.{name}"] = value.detach()
+    return named
+
+
+def load_model(path: Path, model: nn.Module) -> None:
+    """Read only the model's tensors of a checkpoint, in place, cast to the model's dtypes.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or cannot be read.
+    """
+    _check_model(path, model, stored_tensors(path))
+    with torch.no_grad():
+        read_tensors(path, model_tensors(model))
+
+
+def _check_model(path: Path, model: nn.Module, stored: Stored) -> None:
+    here = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
+    there = {name: shape for name, (_, shape) in stored.items() if name.startswith("model.")}
+    raise_on_difference(f"{path} is a checkpoint of another model.", "model.", here, there)
 
 
 def raise_on_difference(

@@ -1,0 +1,51 @@
+"""Two real steps on real data, and what they took beside what the plan said. Keeps nothing. Called by `loop`."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tilewright.core.load import Loaded
+from tilewright.core.log import say
+from tilewright.core.units import format_bytes, format_seconds
+from tilewright.memory.ledger import OWNERS
+from tilewright.plan.cost import Plan
+from tilewright.training.assemble import build, set_up
+
+NUM_STEPS = 2
+
+
+def dry_run(loaded: Loaded) -> int:
+    """Run the first steps of a recipe and print planned and measured; returns the steps run.
+
+    Raises:
+        FitError: the plan says that the run does not fit, and the recipe enforces it.
+    """
+    setup = set_up(loaded)
+    parts = build(setup, fresh=True)
+    try:
+        for step in range(NUM_STEPS):
+            parts.modes.enter(step)
+            started = time.perf_counter()
+            result = parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
+            compiled = " (compiles)" if step == 0 and setup.compiles else ""
+            say(f"step {step + 1}: loss {result.loss:.4f}, {format_seconds(time.perf_counter() - started)}{compiled}")
+        memory = parts.ledger.snapshot(parts.model, parts.optimizer)
+    finally:
+        parts.stream.close()
+        parts.ledger.close()
+    for line in comparison(setup.plan, memory, result.seconds):
+        say(line)
+    for note in parts.model.notes:
+        say(f"note: {note}")
+    return NUM_STEPS
+
+
+def comparison(plan: Plan, memory: Mapping[str, Any], step_s: float) -> list[str]:
+    """Planned beside measured: bytes by owner at the peak, the peak, and the seconds of a step."""
+    planned = plan.phases[plan.peak_phase]
+    rows = [(owner, planned.get(owner, 0), memory["owners"][owner]) for owner in OWNERS]
+    rows.append(("peak", plan.peak_bytes, memory["peak_bytes"]))
+    lines = [f"{'':<12} {'planned':>11} {'measured':>11}"]
+    lines += [f"{name:<12} {format_bytes(a):>11} {format_bytes(b):>11}" for name, a, b in rows]
+    lines.append(f"{'step':<12} {format_seconds(plan.step_s):>11} {format_seconds(step_s):>11}")
+    return lines

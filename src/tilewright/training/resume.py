@@ -1,0 +1,129 @@
+"""From a run folder to a run that goes on: which checkpoint, what changed in the recipe, what it took.
+
+`open_folder` and `find` look before any model is built; `restore` loads, and says everything that was found.
+Called by `loop`.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewright.core.config import Recipe
+from tilewright.core.errors import CheckpointError, ConfigError
+from tilewright.core.load import load_recipe
+from tilewright.core.units import format_seconds
+from tilewright.training.assemble import Parts
+from tilewright.training.checkpoint import CheckpointStore, Rejection, read_meta
+from tilewright.training.record import Recorder
+from tilewright.training.recover import Change, recipe_changes
+from tilewright.training.run_folder import RunFolder, move_away
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run folder holds: the checkpoint to go on from, and what must be said about it."""
+
+    checkpoint: Path | None
+    step: int
+    elapsed_s: float
+    """Seconds that the run had been going when the checkpoint was taken."""
+    rejected: tuple[Rejection, ...]
+    unfinished: tuple[Path, ...]
+    changes: tuple[Change, ...]
+    verify_s: float
+    """Seconds that finding and hashing took."""
+
+
+def open_folder(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
+    """The run's folder, locked, and where the run that was in it went with `save.resume = "never"`.
+
+    Args:
+        recipe: `[run]` says where; `[save]` whether to go on.
+        name: of the folder where the recipe names none.
+
+    Raises:
+        ConfigError: the folder cannot be written, or another process trains in it.
+    """
+    path = Path(recipe.run.dir) / (recipe.run.name or name)
+    folder = RunFolder(path)
+    if recipe.save.resume != "never" or not folder.has_run():
+        return folder, None
+    folder.close()
+    moved_to = move_away(folder.path)
+    return RunFolder(path), moved_to
+
+
+def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> Found:
+    """The newest sound checkpoint of the folder. Bad newer ones are set aside, unfinished ones removed.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is sound, or there is none where the recipe requires one.
+    """
+    started = time.perf_counter()
+    unfinished = store.remove_unfinished()
+    checkpoint, rejected = store.newest_sound()
+    if checkpoint is None and (rejected or recipe.save.resume == "required"):
+        raise _nothing_to_resume(store.folder, rejected)
+    for rejection in rejected:
+        store.set_aside(rejection)
+    counters = read_meta(checkpoint)["parts"]["counters"] if checkpoint is not None else {"step": 0, "elapsed_s": 0.0}
+    return Found(
+        checkpoint,
+        counters["step"],
+        counters["elapsed_s"],
+        tuple(rejected),
+        tuple(unfinished),
+        tuple(_changes(folder, recipe) if checkpoint is not None else ()),
+        time.perf_counter() - started,
+    )
+
+
+def restore(found: Found, parts: Parts, recorder: Recorder) -> None:
+    """Load the checkpoint into the parts, and record what was found in the folder.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, optimizer or data.
+    """
+    for path in found.unfinished:
+        text = f"{path.name} was never finished and is removed"
+        recorder.event(found.step, "checkpoint_rejected", text)
+    for rejection in found.rejected:
+        text = f"{rejection.path.name} cannot be used: {rejection.reason}; set aside, the one before is used"
+        recorder.event(found.step, "checkpoint_rejected", text)
+    if found.checkpoint is None:
+        return
+    for change in found.changes:
+        recorder.event(found.step, "recipe_change", str(change))
+    started = time.perf_counter()
+    parts.optimizer.init_states()
+    parts.state().restore(found.checkpoint)
+    load_s = time.perf_counter() - started
+    if any(change.field == "data.weights" for change in found.changes):
+        recipe, prepared = parts.setup.recipe, parts.setup.prepared
+        first = parts.stream.set_weights(recipe.data.weights or prepared.num_rows)
+        recorder.event(found.step, "recipe_change", f"the new data.weights hold from sample {first} on")
+    text = (
+        f"from step {found.step} ({found.checkpoint.name}); checked in {format_seconds(found.verify_s)}, "
+        f"loaded in {format_seconds(load_s)}"
+    )
+    recorder.event(found.step, "resume", text, verify_s=found.verify_s, load_s=load_s)
+
+
+def _changes(folder: RunFolder, recipe: Recipe) -> list[Change]:
+    """What differs from the recipe that the folder was written with; nothing where that cannot be read any more."""
+    try:
+        before = load_recipe(folder.recipe, environ={}).recipe
+    except ConfigError as error:
+        return [Change("run.toml", "a recipe that this version cannot read", str(error).splitlines()[0], True)]
+    return recipe_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
+
+
+def _nothing_to_resume(folder: Path, rejected: list[Rejection]) -> CheckpointError:
+    got = "\n".join(f"{rejection.path.name}: {rejection.reason}" for rejection in rejected)
+    return CheckpointError(
+        "There is no sound checkpoint to go on from.",
+        got=got or "no checkpoint",
+        need="a checkpoint whose files are what was written",
+        try_="--save.resume never, which starts anew and keeps this folder under another name",
+        where=str(folder),
+    )

@@ -1,0 +1,239 @@
+"""One run in motion: steps, and what is due between them (evaluation, checkpoints, the end).
+
+`loop` assembles a `Run` and calls `train`. The run decides nothing about numbers: `step` computes, `state` and
+`checkpoint` keep, `record` tells.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tilewright.core.errors import CheckpointError, NumericsError
+from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.training.assemble import Parts, Setup
+from tilewright.training.checkpoint import CheckpointStore, SaveRecord
+from tilewright.training.evaluate import DomainLoss, evaluate
+from tilewright.training.record import Recorder
+from tilewright.training.recover import StopRequest
+from tilewright.training.run_folder import RunFolder
+from tilewright.training.sample import write_sample
+from tilewright.training.state import TrainState
+from tilewright.training.step import StepResult, all_finite
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended."""
+
+    run_dir: Path | None
+    """None after a dry run, which keeps nothing."""
+    step: int
+    loss: float | None = None
+    """Loss of the last step, None where no step was run."""
+    evals: Mapping[str, DomainLoss] = field(default_factory=dict)
+    """Last evaluation by domain, empty where none was run."""
+    stopped: str | None = None
+    """Why the run ended before its last step (the name of a signal), None where it did not."""
+
+
+@dataclass
+class Run:
+    """One run, assembled and resumed: `train` brings it to its last step or to a stop."""
+
+    setup: Setup
+    parts: Parts
+    state: TrainState
+    store: CheckpointStore
+    folder: RunFolder
+    recorder: Recorder
+    resumed: bool
+    evals: Mapping[str, DomainLoss] = field(default_factory=dict)
+    last: StepResult | None = None
+    _began: float = 0.0
+    _elapsed_before_s: float = 0.0
+    _evaluated_step: int = -1
+    _stall_s: float = 0.0
+    _told_notes: int = 0
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.parts.counters.step
+
+    def begin(self, began: float) -> None:
+        """Record the start; `began` is the `perf_counter` at which the work on this run began."""
+        self._began = began
+        self._elapsed_before_s = self.recorder.log.elapsed_s
+        recipe, setup = self.setup.recipe, self.setup
+        if self.resumed:
+            return
+        num_params = sum(param.numel() for param in self.parts.model.parameters())
+        text = (
+            f"{format_count(num_params)} parameters in {self.parts.modes.mode} on {setup.machine.device_name}, "
+            f"{recipe.train.steps} steps of {recipe.train.batch_size} rows, in {self.folder.path}"
+        )
+        self.recorder.event(0, "start", text, parameters=num_params)
+
+    def train(self, stop: StopRequest) -> RunResult:
+        """Run to the last step, or until a stop is asked for; the state is saved and recorded either way.
+
+        Raises:
+            NumericsError: the numbers went bad; the last good state was saved.
+            CheckpointError: the last checkpoint could not be written.
+        """
+        steps, first = self.setup.recipe.train.steps, self.step
+        while self.step < steps and stop.reason is None:
+            try:
+                self._step()
+            except NumericsError as error:
+                self._keep_last_good(error)
+                raise
+            if self.resumed and self.step == first + 1:
+                self._tell_recovery()
+            self._between_steps()
+        finished = self.step >= steps
+        if finished:
+            self._evaluate()
+        self._save_and_wait()
+        if finished:
+            self._finish()
+        else:
+            text = f"{stop.reason} after step {self.step}; saved, the same command goes on from there"
+            self.recorder.event(self.step, "stop", text)
+        loss = self.last.loss if self.last is not None else None
+        return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else stop.reason)
+
+    def _step(self) -> None:
+        parts = self.parts
+        if (switched := parts.modes.enter(self.step)) is not None:
+            self.recorder.event(self.step, "precision_switch", switched)
+            self.folder.write_json("precision.json", parts.modes.rows())
+        microbatches = parts.stream.next_step()
+        wait_s = parts.stream.wait_s
+        lr = parts.schedule.lr_at(self.step)
+        self.last = parts.executor.step(microbatches, lr)
+        parts.counters.add(self.last)
+        memory = parts.ledger.snapshot(parts.model, parts.optimizer) if self.recorder.line_due(self.step) else None
+        self.recorder.step(parts.counters, self.last, lr, wait_s, memory)
+
+    def _between_steps(self) -> None:
+        recipe = self.setup.recipe
+        self._tell_notes()
+        if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
+            self._evaluate()
+        if recipe.save.every and self.step % recipe.save.every == 0:
+            self._save()
+        self._tell_saves()
+
+    def _tell_notes(self) -> None:
+        """What the model could not do as asked; it finds some of it out with the first batch."""
+        for note in self.parts.model.notes[self._told_notes :]:
+            self.recorder.event(self.step, "fallback", note)
+        self._told_notes = len(self.parts.model.notes)
+
+    def _tell_recovery(self) -> None:
+        recovery_s = time.perf_counter() - self._began
+        process_s = time.time() - psutil.Process().create_time()
+        text = (
+            f"step {self.step} done {format_seconds(recovery_s)} after the run was started again "
+            f"({format_seconds(process_s)} after its process)"
+        )
+        self.recorder.event(self.step, "recovered", text, recovery_s=recovery_s, process_s=process_s)
+
+    # ---- evaluation ----
+
+    def _evaluate(self) -> None:
+        if self._evaluated_step == self.step:
+            return
+        started = time.perf_counter()
+        fp32 = self.setup.recipe.precision.eval_fp32
+        self.evals = evaluate(self.parts.model, self.parts.eval_batches, device=self.setup.device, fp32=fp32)
+        self._evaluated_step = self.step
+        self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started)
+
+    # ---- checkpoints ----
+
+    def _save(self) -> None:
+        self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
+        meta = self.state.meta() | {"precision": self.parts.modes.mode, "recipe": self.setup.recipe_digest}
+        self._stall_s += self.store.save(self.step, self.state.tensors(), meta)
+
+    def _save_and_wait(self) -> None:
+        """Save this step and see it on the disk.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        self._save()
+        self.store.wait()
+        failed = self._tell_saves()
+        if failed is not None and failed.step == self.step:
+            raise CheckpointError(
+                f"The checkpoint of step {self.step} could not be written.",
+                got=failed.error or "",
+                need="room and the right to write there; the checkpoints before it are untouched",
+                try_="make room and run the same command: it goes on from the newest checkpoint",
+                where=str(self.store.folder),
+            )
+
+    def _tell_saves(self) -> SaveRecord | None:
+        """Record the saves that ended; returns the last one that failed."""
+        failed = None
+        for save in self.store.finished():
+            numbers = {"stall_s": save.stall_s, "write_s": save.write_s, "bytes": save.bytes}
+            if save.error is None:
+                where = "in the background" if save.background else "with training stopped"
+                text = (
+                    f"step {save.step}: {format_bytes(save.bytes)} written in {format_seconds(save.write_s)} {where}, "
+                    f"training stood still for {format_seconds(save.stall_s)}"
+                )
+                self.recorder.event(save.step, "save", text, background=save.background, **numbers)
+            else:
+                failed = save
+                text = f"the checkpoint of step {save.step} could not be written: {save.error}; the one before stays"
+                self.recorder.event(save.step, "save_failed", text, **numbers)
+        return failed
+
+    def _keep_last_good(self, error: NumericsError) -> None:
+        """After bad numbers: save the state if it is sound (the bad update was not applied), and write down why."""
+        self.parts.counters.step += 1
+        if all_finite(self.parts.model):
+            self._save()
+            self.store.wait()
+            self._tell_saves()
+        self.recorder.event(self.step, "stop", str(error))
+
+    # ---- the end ----
+
+    def _finish(self) -> None:
+        recipe, tokenizer = self.setup.recipe, self.setup.tokenizer
+        if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and tokenizer is not None:
+            num_tokens, seed = recipe.train.sample_tokens, recipe.run.seed
+            sample = write_sample(
+                self.parts.model, tokenizer, self.parts.eval_batches, num_tokens=num_tokens, seed=seed
+            )
+            self.recorder.log.sample(self.step, *sample)
+        if recipe.save.export_hf:
+            self._export()
+        elapsed_s = self.recorder.log.elapsed_s
+        share = self._stall_s / (elapsed_s - self._elapsed_before_s)
+        text = (
+            f"{self.step} steps, {self.parts.counters.tokens:,} tokens in {format_seconds(elapsed_s)}; checkpoints "
+            f"held training up for {format_seconds(self._stall_s)} ({share:.2%})"
+        )
+        self.recorder.event(self.step, "done", text, stall_s=self._stall_s, stall_share=share)
+
+    def _export(self) -> None:
+        """A Hugging Face folder with the model and its tokenizer."""
+        target, tokenizer = self.folder.path / "hf", self.setup.tokenizer
+        extra = {}
+        if tokenizer is not None:
+            extra = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+            extra["max_position_embeddings"] = self.setup.recipe.data.seq_len
+        self.parts.model.save_hf(target, extra=extra)
+        if tokenizer is not None:
+            tokenizer.save(target)
+        self.recorder.event(self.step, "export", f"Hugging Face folder in {target}")

@@ -1,0 +1,284 @@
+"""A whole run in small: what it writes, how it stops, and that going on equals never having stopped."""
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from tests.training.tiny import assert_same_run, last_state, rows, tiny
+from tilewright.core.errors import CheckpointError, ConfigError, FitError, HardwareError, NumericsError
+from tilewright.training.loop import train
+from tilewright.training.record import Recorder
+
+CASES = {
+    "bf16": {},
+    "loss_scale": {"precision__mode": "hybrid", "precision__loss_scale": 1024.0, "precision__loss_scale_window": 3},
+    "switch": {"precision__start_mode": "tf32", "precision__start_fraction": 0.5},
+    "pure_fp16": {"precision__mode": "pure_fp16"},
+    "bf16_states": {"optim__moments": "bf16", "optim__clip_adaptive": 1.05, "optim__schedule": "wsd"},
+    "moe": {"model__num_experts": 4, "model__attention": "mla"},
+    "checkpointing": {"train__activation_checkpoint": "full", "save__background": False},
+}
+
+
+@pytest.fixture(scope="module")
+def straight(data, tmp_path_factory):
+    """Uninterrupted runs by case, each made once."""
+    made = {}
+
+    def run(case: str):
+        if case not in made:
+            runs = tmp_path_factory.mktemp(case)
+            train(tiny(data, runs, **CASES[case]))
+            made[case] = runs / "tiny"
+        return made[case]
+
+    return run
+
+
+def _kill_at(monkeypatch, step: int, number: int = signal.SIGTERM):
+    """Send this process a signal in the middle of a step."""
+    real = Recorder.step
+
+    def recorded(self, counters, *args):
+        real(self, counters, *args)
+        if counters.step == step:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Recorder, "step", recorded)
+
+
+def test_run_folder_holds_everything(data, tmp_path, straight, capsys):
+    run = straight("bf16")
+    for name in ("run.toml", "machine.json", "plan.json", "data.json", "precision.json", "tokenizer.json"):
+        assert (run / name).stat().st_size > 0, name
+    assert json.loads((run / "machine.json").read_text())["kernels"]
+    metrics = rows(run / "metrics.jsonl")
+    steps = [row for row in metrics if "eval" not in row]
+    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
+    assert all(row["wait_share"] < 1 and row["tokens_per_s"] > 0 for row in steps)
+    assert [row["step"] for row in steps if "memory" in row] == [1, 4, 8, 12]
+    assert steps[-1]["tokens"] == sum(round(row["tokens_per_s"] * (row["step_s"] + row["wait_s"])) for row in steps)
+    evals = [row for row in metrics if "eval" in row]
+    assert [row["step"] for row in evals] == [6, 12]
+    assert set(evals[0]["eval"]) == {"alpha", "beta"}
+    assert evals[-1]["eval"]["alpha"]["ppl"] == pytest.approx(math.exp(evals[-1]["eval"]["alpha"]["loss"]))
+    kinds = [row["kind"] for row in rows(run / "events.jsonl")]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "done"
+    assert kinds.count("save") == 4
+    (sample,) = rows(run / "samples.jsonl")
+    assert sample["prompt"]
+    assert (run.parent / "latest").resolve() == run
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
+        "step_00000006", "step_00000009", "step_00000012",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stopped_and_resumed_equals_never_stopped_bitwise(case, data, tmp_path, straight, monkeypatch):
+    reference = straight(case)
+    with monkeypatch.context() as patch:
+        _kill_at(patch, step=5)
+        first = train(tiny(data, tmp_path, **CASES[case]))
+    assert first.stopped == "SIGTERM"
+    assert first.step == 5
+    assert rows(tmp_path / "tiny" / "events.jsonl")[-1]["kind"] == "stop"
+    torch.manual_seed(999)  # what the process did meanwhile
+    second = train(tiny(data, tmp_path, **CASES[case]))
+    assert second.stopped is None
+    assert_same_run(tmp_path / "tiny", reference)
+
+
+def test_two_straight_runs_are_bitwise_equal(data, tmp_path, straight):
+    train(tiny(data, tmp_path))
+    assert_same_run(tmp_path / "tiny", straight("bf16"))
+
+
+def test_loss_scale_and_switch_are_in_the_record(straight):
+    scales = [row["loss_scale"] for row in rows(straight("loss_scale") / "metrics.jsonl") if "loss_scale" in row]
+    assert scales[:4] == [1024.0, 1024.0, 1024.0, 2048.0]
+    switches = [row for row in rows(straight("switch") / "events.jsonl") if row["kind"] == "precision_switch"]
+    assert [(row["step"], row["message"]) for row in switches] == [(6, "tf32 -> bf16_mixed from step 7 on")]
+
+
+def test_torn_newest_checkpoint_is_said_and_the_one_before_is_used(data, tmp_path, straight, capsys):
+    train(tiny(data, tmp_path))
+    run = tmp_path / "tiny"
+    newest = run / "checkpoints" / "step_00000012" / "__0_0.distcp"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    (run / "checkpoints" / "step_00000015.partial").mkdir()
+    capsys.readouterr()
+    result = train(tiny(data, tmp_path))
+    assert result.step == 12
+    said = capsys.readouterr().out
+    assert "step_00000012 cannot be used: __0_0.distcp has 1000 bytes" in said
+    assert "step_00000015.partial was never finished" in said
+    assert "from step 9" in said
+    events = [row["kind"] for row in rows(run / "events.jsonl")]
+    assert events.count("checkpoint_rejected") == 2
+    assert "recovered" in events
+    assert_same_run(run, straight("bf16"))
+    assert (run / "checkpoints" / "step_00000012.rejected").is_dir()
+
+
+def test_nothing_sound_is_an_error_that_loses_nothing(data, tmp_path):
+    train(tiny(data, tmp_path, save__keep=1))
+    meta = tmp_path / "tiny" / "checkpoints" / "step_00000012" / "meta.json"
+    meta.write_text("{}")
+    with pytest.raises(CheckpointError, match="no sound checkpoint") as caught:
+        train(tiny(data, tmp_path))
+    assert "meta.json has 2 bytes" in caught.value.problems[0].got
+    assert meta.exists()
+    train(tiny(data, tmp_path, save__resume="never"))
+    assert (tmp_path / "tiny.old-1" / "checkpoints" / "step_00000012" / "meta.json").read_text() == "{}"
+    assert [row["kind"] for row in rows(tmp_path / "tiny" / "events.jsonl")][0] == "start"
+
+
+def test_required_resume_without_a_checkpoint(data, tmp_path):
+    with pytest.raises(CheckpointError, match="no sound checkpoint"):
+        train(tiny(data, tmp_path, save__resume="required"))
+
+
+def test_checkpoint_of_another_model(data, tmp_path):
+    train(tiny(data, tmp_path, train__steps=3))
+    with pytest.raises(CheckpointError, match="another model") as caught:
+        train(tiny(data, tmp_path, model__dim=64))
+    problem = caught.value.problems[0]
+    assert "in the checkpoint" in problem.got
+    assert problem.need
+    assert problem.try_
+    assert caught.value.exit_code == 2
+
+
+def test_checkpoint_of_other_data(data, tmp_path):
+    train(tiny(data, tmp_path, train__steps=3))
+    with pytest.raises(CheckpointError, match="other data"):
+        train(tiny(data, tmp_path, data__seq_len=48))
+
+
+def test_changed_recipe_is_said_and_goes_on(data, tmp_path, capsys):
+    train(tiny(data, tmp_path, train__steps=3))
+    capsys.readouterr()
+    train(tiny(data, tmp_path, train__steps=6, optim__lr=0.005, data__weights="{alpha = 1.0, beta = 0.0}"))
+    said = capsys.readouterr().out
+    assert "optim.lr: 0.001 -> 0.005 (changes the numbers)" in said
+    assert "train.steps: 3 -> 6" in said
+    assert "the new data.weights hold from sample" in said
+    assert last_state(tmp_path / "tiny")[1]["parts"]["stream"]["stages"][-1][1] == {"alpha": 1.0, "beta": 0.0}
+
+
+def test_a_finished_run_says_so(data, tmp_path, capsys):
+    train(tiny(data, tmp_path, train__steps=2))
+    before = (tmp_path / "tiny" / "events.jsonl").read_bytes()
+    capsys.readouterr()
+    assert train(tiny(data, tmp_path, train__steps=2)).step == 2
+    assert "has reached step 2 of 2" in capsys.readouterr().out
+    assert (tmp_path / "tiny" / "events.jsonl").read_bytes() == before
+
+
+def test_bad_numbers_stop_the_run_with_the_last_good_state(data, tmp_path, monkeypatch):
+    """From step 5 on the loss is NaN; the weights of step 4 are saved."""
+    from tilewright.training import assemble
+
+    real = assemble.build_model
+
+    def poisoned(*args, **kwargs):
+        model = real(*args, **kwargs)
+        loss, calls = model.loss, []
+
+        def bad(batch):
+            calls.append(1)
+            output = loss(batch)
+            return type(output)(output.loss_sum * (math.nan if len(calls) > 12 else 1.0), output.count)
+
+        model.loss = bad
+        return model
+
+    monkeypatch.setattr(assemble, "build_model", poisoned)
+    with pytest.raises(NumericsError, match="3 steps in a row") as caught:
+        train(tiny(data, tmp_path, train__eval_every=0))
+    assert caught.value.exit_code == 4
+    run = tmp_path / "tiny"
+    events = rows(run / "events.jsonl")
+    assert [row["step"] for row in events if row["kind"] == "skip"] == [5, 6]
+    assert events[-1]["kind"] == "stop"
+    assert "first in backward order" in events[-1]["message"]
+    tensors, meta = last_state(run)
+    assert meta["parts"]["counters"]["step"] == 7
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point())
+    metrics = [row for row in rows(run / "metrics.jsonl") if "loss" in row]
+    assert metrics[-1]["loss"] is None
+    assert metrics[-1]["skipped"]
+
+
+def test_a_disk_that_refuses_is_loud_and_the_run_goes_on_to_its_end(data, tmp_path, capsys):
+    run = tmp_path / "tiny"
+    run.mkdir()
+    (run / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match="step 12 could not be written") as caught:
+        train(tiny(data, tmp_path))
+    assert "FileExistsError" in caught.value.problems[0].got
+    assert "could not be written" in capsys.readouterr().out
+    events = [row["kind"] for row in rows(run / "events.jsonl")]
+    assert events.count("save_failed") == 5  # steps 3, 6, 9, 12, and once more at the end
+    assert rows(run / "metrics.jsonl")[-1]["step"] == 12
+
+
+def test_export_and_sinks(data, tmp_path):
+    pytest.importorskip("tensorboard")
+    train(tiny(data, tmp_path, train__steps=2, save__export_hf=True, log__sinks='["tensorboard"]'))
+    run = tmp_path / "tiny"
+    assert (run / "hf" / "config.json").exists()
+    assert list((run / "hf").glob("*.safetensors"))
+    assert (run / "hf" / "tokenizer.json").exists()
+    assert list((run / "tensorboard").iterdir())
+
+
+def test_dry_run_keeps_nothing_and_compares(data, tmp_path, capsys):
+    result = train(tiny(data, tmp_path), dry_run=True)
+    assert result.step == 2
+    assert result.run_dir is None
+    assert list(tmp_path.iterdir()) == []
+    said = capsys.readouterr().out
+    assert "step 2: loss" in said
+    for owner in ("parameters", "optimizer", "activations", "peak"):
+        assert owner in said
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_built(data, tmp_path):
+    with pytest.raises(FitError) as caught:
+        train(tiny(data, tmp_path, plan__device_budget="1MB"))
+    assert caught.value.exit_code == 3
+    assert caught.value.problems[0].try_
+    assert train(tiny(data, tmp_path, plan__device_budget="1MB", plan__enforce="false", train__steps=1)).step == 1
+
+
+def test_several_processes_are_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(HardwareError, match="one process"):
+        train(tiny(data, tmp_path))
+
+
+def test_a_compiler_that_is_not_there(data, tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from tilewright.training import assemble
+
+    real = assemble.detect_machine
+    monkeypatch.setattr(assemble, "detect_machine", lambda device: replace(real(device), cxx_compiler=None))
+    with pytest.raises(HardwareError, match="cannot be compiled"):
+        train(tiny(data, tmp_path, train__compile="on"))
+
+
+def test_a_missing_sink_stops_before_training(data, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="sink wandb"):
+        train(tiny(data, tmp_path, log__sinks='["wandb"]'))

@@ -1,0 +1,92 @@
+"""A run so small that a step takes milliseconds, and what is compared of it."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from tilewright.core.load import Loaded, load_recipe
+from tilewright.training.checkpoint import CheckpointStore, read_meta, read_tensors, stored_tensors
+
+WORDS = [
+    "tile",
+    "scale",
+    "block",
+    "layer",
+    "token",
+    "matrix",
+    "sum",
+    "row",
+    "column",
+    "loss",
+    "step",
+    "norm",
+    "weight",
+    "bias",
+    "head",
+]
+
+
+def write_text(folder: Path) -> Path:
+    """Two domains of documents that differ from each other."""
+    generator = torch.Generator().manual_seed(3)
+    for domain in ("alpha", "beta"):
+        (folder / domain).mkdir(parents=True)
+        for number in range(30):
+            picks = torch.randint(0, len(WORDS), (200,), generator=generator).tolist()
+            text = " ".join(WORDS[i] for i in picks)
+            (folder / domain / f"{number}.txt").write_text(f"{domain} {number}. {text}.\n")
+    return folder
+
+
+def settings(data: Path, runs: Path, **changes: object) -> dict[str, str]:
+    """Overrides of the tiny run; `changes` as section__field=value."""
+    values = {
+        "run.dir": runs, "run.name": "tiny", "run.threads": 1, "run.device": "cpu",
+        "model.dim": 32, "model.num_layers": 2, "model.num_heads": 2,
+        "data.source": data / "text", "data.cache_dir": data / "cache", "data.vocab_size": 300, "data.seq_len": 32,
+        "data.holdout": 0.2, "train.steps": 12, "train.batch_size": 5, "train.micro_batch": 2, "train.compile": "off",
+        "train.log_every": 4, "train.eval_every": 6, "train.eval_batches": 1, "train.sample_tokens": 4,
+        "optim.warmup_steps": 3, "save.every": 3, "ops.cross_entropy": "ref",
+    }  # fmt: skip
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    return {name: str(value) for name, value in values.items()}
+
+
+def tiny(data: Path, runs: Path, **changes: object) -> Loaded:
+    """The recipe of the tiny run."""
+    return load_recipe(None, settings(data, runs, **changes), environ={})
+
+
+def rows(path: Path) -> list[dict]:
+    """The rows of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def last_state(run: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """Tensors and meta of the newest checkpoint, which must be sound."""
+    store = CheckpointStore(run / "checkpoints")
+    path, rejected = store.newest_sound()
+    assert rejected == []
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored_tensors(path).items()}
+    read_tensors(path, tensors)
+    store.close()
+    return tensors, read_meta(path)
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """Final state bitwise equal, and the same rows of metrics, each once."""
+    (tensors, meta), (expected, expected_meta) = last_state(run), last_state(reference)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        difference = (tensors[name].double() - tensor.double()).abs().max().item() if tensor.numel() else 0.0
+        assert torch.equal(tensors[name], tensor), f"{name} is off by up to {difference}"
+    for record in (meta, expected_meta):
+        del record["parts"]["counters"]["elapsed_s"], record["recipe"]
+    assert meta == expected_meta
+    measured = ("time_s", "tokens_per_s", "step_s", "wait_s", "wait_share", "memory_bytes", "memory")
+    strip = [
+        [{key: value for key, value in row.items() if key not in measured} for row in rows(folder / "metrics.jsonl")]
+        for folder in (run, reference)
+    ]
+    assert strip[0] == strip[1]
