@@ -1,11 +1,13 @@
-"""Training throughput of one model of about 50M parameters, four ways, in turns on one machine.
+"""Training throughput and peak memory of one model of about 50M parameters, in turns on one machine.
 
 Contenders, each in a process of its own that stays alive and takes a few steps when it is its turn, so that
 every round compares them under the same conditions:
   fp32      a plain PyTorch loop over Hugging Face's Llama, FP32, fused AdamW
   autocast  the same under BF16 autocast
   trainer   Hugging Face's Trainer with bf16, torch_compile and the fused AdamW: its documentation's fastest settings
-  tilewright  our decoder under bf16_mixed through the standard executor
+  tilewright  our decoder under bf16_mixed through the standard executor, layers compiled
+and the steps that lead there and beyond (the ladder of the README): tilewright without compilation, with BF16
+moments, and with layers recomputed in the backward pass.
 All take the same rows (no padding, one document a row), batch 8 x 512, vocabulary 16384, clip norm 1.
 
 python -m benchmarks.throughput [--rounds 5]
@@ -14,6 +16,7 @@ python -m benchmarks.throughput [--rounds 5]
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -23,7 +26,6 @@ import torch
 from benchmarks.common import spread, write_result
 
 CLAIM = "BF16 training at least 3x a plain FP32 PyTorch loop, and at least 1.3x the Hugging Face Trainer with bf16"
-CONTENDERS = ("fp32", "autocast", "trainer", "tilewright")
 ROWS, SEQ, VOCAB, DIM, LAYERS, HEADS, FFN = 8, 512, 16384, 512, 12, 8, 1408
 WARMUP, STEPS = 3, 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,6 +49,13 @@ def hf_model():
     return LlamaForCausalLM(config).to(DEVICE)
 
 
+def peak_bytes() -> int:
+    """Most memory used so far: of the GPU, or resident memory of this process."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def synchronize() -> None:
     """Wait for the device."""
     if DEVICE == "cuda":
@@ -66,8 +75,13 @@ def turns(step) -> None:
         for _ in range(STEPS):
             step(count)
             count += 1
-        synchronize()
-        print((time.perf_counter() - start) / STEPS, flush=True)
+        tell(start)
+
+
+def tell(start: float) -> None:
+    """Seconds a step of the turn that began at `start`, and peak bytes, to the parent."""
+    synchronize()
+    print(json.dumps([(time.perf_counter() - start) / STEPS, peak_bytes()]), flush=True)
 
 
 def run_plain(dtype: torch.dtype | None) -> None:
@@ -110,8 +124,11 @@ def run_trainer() -> None:
             self.done += 1
             if self.done < WARMUP or (self.done - WARMUP) % STEPS:
                 return
-            synchronize()
-            print("ready" if self.done == WARMUP else (time.perf_counter() - self.start) / STEPS, flush=True)
+            if self.done == WARMUP:
+                synchronize()
+                print("ready", flush=True)
+            else:
+                tell(self.start)
             if not sys.stdin.readline():
                 control.should_training_stop = True
             self.start = time.perf_counter()
@@ -126,9 +143,10 @@ def run_trainer() -> None:
         Trainer(hf_model(), args, train_dataset=Rows(), callbacks=[Turns()]).train()
 
 
-def run_tilewright() -> None:
+def run_tilewright(*, compiled: bool = True, moments: str = "fp32", recompute: str = "none") -> None:
     """Our decoder, policy, optimizer and executor."""
     from tilewright.core.config import ModelSection
+    from tilewright.core.hardware import detect_machine
     from tilewright.models.build import build_model, init_weights
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
@@ -137,15 +155,18 @@ def run_tilewright() -> None:
     from tilewright.precision.convert import convert
     from tilewright.training.step import StandardExecutor
 
-    kernels = Kernels.default()
+    kernels = Kernels(detect_machine(), compile=compiled)
     section = ModelSection(dim=DIM, num_layers=LAYERS, num_heads=HEADS, ffn_dim=FFN)
     model = build_model(section, VOCAB, kernels, DEVICE)
     init_weights(model, 0)
     convert(model, "bf16_mixed", kernels=kernels)
-    model.compile_blocks()
+    model.activation_checkpoint = recompute
+    if compiled:
+        model.compile_blocks()
     optimizer = DeepSeekAdam(
-        decay_groups(model, HYPER["weight_decay"]), lr=HYPER["lr"], betas=HYPER["betas"], kernels=kernels
-    )
+        decay_groups(model, HYPER["weight_decay"]), lr=HYPER["lr"], betas=HYPER["betas"], moments=moments,
+        kernels=kernels,
+    )  # fmt: skip
     executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), device=DEVICE)
 
     def step(count: int) -> None:
@@ -159,12 +180,16 @@ RUNS = {
     "fp32": lambda: run_plain(None),
     "autocast": lambda: run_plain(torch.bfloat16),
     "trainer": run_trainer,
+    "tilewright_eager": lambda: run_tilewright(compiled=False),
     "tilewright": run_tilewright,
+    "tilewright_bf16_moments": lambda: run_tilewright(moments="bf16"),
+    "tilewright_recompute": lambda: run_tilewright(moments="bf16", recompute="full"),
 }
+CONTENDERS = tuple(RUNS)
 
 
-def contest(names: tuple[str, ...], rounds: int) -> dict[str, list[float]]:
-    """Seconds a step by contender, one sample a round."""
+def contest(names: tuple[str, ...], rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds a step by contender, one sample a round; and peak bytes by contender."""
     environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # as `tilewright train` sets it; all contenders get it
     workers = {}
     for name in names:
@@ -174,27 +199,27 @@ def contest(names: tuple[str, ...], rounds: int) -> dict[str, list[float]]:
         )
         answer(workers[name], name)
         print(f"{name}: ready", flush=True)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    peaks: dict[str, int] = {}
     for done in range(rounds):
         for name, worker in workers.items():
             worker.stdin.write("go\n")
             worker.stdin.flush()
-            samples[name].append(float(answer(worker, name)))
-        print(
-            f"round {done + 1}:", json.dumps({name: round(times[-1], 3) for name, times in samples.items()}), flush=True
-        )
+            taken, peaks[name] = json.loads(answer(worker, name))
+            seconds[name].append(taken)
+        latest = {name: round(times[-1], 3) for name, times in seconds.items()}
+        print(f"round {done + 1}: {json.dumps(latest)}", flush=True)
     for worker in workers.values():
         worker.stdin.close()
         worker.wait(timeout=120)
-    return samples
+    return seconds, peaks
 
 
 def answer(worker: subprocess.Popen, name: str) -> str:
-    """The worker's next "ready" or number; other lines that libraries print are passed over."""
+    """The worker's next "ready" or [seconds, bytes]; other lines that libraries print are passed over."""
     for line in worker.stdout:
-        text = line.strip()
-        if text == "ready" or text.replace(".", "", 1).isdigit():
-            return text
+        if line.strip() == "ready" or line.startswith("["):
+            return line.strip()
     raise SystemExit(f"contender {name} ended with code {worker.wait()}")
 
 
@@ -208,10 +233,10 @@ def main() -> None:
     if args.worker:
         RUNS[args.worker]()
         return
-    samples = contest(tuple(args.only), args.rounds)
+    samples, peaks = contest(tuple(args.only), args.rounds)
     results: dict[str, object] = {"unit": "tokens/s", "tokens_per_step": ROWS * SEQ}
     for name, times in samples.items():
-        results[name] = spread([ROWS * SEQ / seconds for seconds in times])
+        results[name] = spread([ROWS * SEQ / taken for taken in times]) | {"peak_bytes": peaks[name]}
     for name, times in samples.items():
         if name != "tilewright" and "tilewright" in samples:
             ratios = [theirs / ours for theirs, ours in zip(times, samples["tilewright"], strict=True)]
