@@ -1,0 +1,120 @@
+"""Decisions: modes, precedence of rules, and mistakes in a policy."""
+
+import pytest
+
+from tilewright.core.config import PrecisionRule, PrecisionSection
+from tilewright.core.errors import ConfigError
+from tilewright.precision.policy import ALWAYS_FP32, KINDS, MODES, Policy, Rule
+
+FORMATS_BY_MODE = {  # (product, embedding, storage) on CPU
+    "fp32": ("fp32", "fp32", "fp32"),
+    "tf32": ("tf32", "fp32", "fp32"),
+    "bf16_mixed": ("bf16", "bf16", "fp32"),
+    "hybrid": ("bf16", "fp32", "fp32"),
+    "pure_fp16": ("fp16", "fp16", "fp16"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode):
+    policy = Policy(mode, device_type="cpu")
+    product, embedding, storage = FORMATS_BY_MODE[mode]
+    for kind in ("linear", "conv", "attention", "head"):
+        assert policy.decide("a", kind).compute == product
+        assert policy.decide("a", kind).storage == storage
+    assert policy.decide("a", "embedding").compute == embedding
+    for kind in ALWAYS_FP32:
+        decision = policy.decide("a", kind)
+        assert (decision.compute, decision.storage) == ("fp32", "fp32")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [*KINDS, "other"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_decision_has_a_reason(mode, kind, device):
+    assert len(Policy(mode, device_type=device).decide("a.b", kind).reason) > 10
+
+
+def test_hybrid_depends_on_the_device_and_says_so():
+    cuda, cpu = (Policy("hybrid", device_type=d).decide("a", "linear") for d in ("cuda", "cpu"))
+    assert (cuda.compute, cpu.compute) == ("fp16", "bf16")
+    assert "loss scaling" in cuda.reason
+    assert "AMX" in cpu.reason
+
+
+def test_later_rules_win_over_earlier_ones_and_over_fp32_ops():
+    rules = (Rule("blocks.*", compute="fp16"), Rule("*.0.up", compute="bf16"))
+    policy = Policy("fp32", rules, fp32_ops=("linear",), device_type="cpu")
+    assert [policy.decide(name, "linear").compute for name in ("head", "blocks.1.up", "blocks.0.up")] == [
+        "fp32",
+        "fp16",
+        "bf16",
+    ]
+    assert policy.decide("blocks.0.up", "linear").reason.startswith("rule 2")
+    assert policy.decide("blocks.0.up", "linear").rule == 1
+
+
+def test_rules_by_kind():
+    policy = Policy(
+        "bf16_mixed", (Rule(op="linear", compute="fp32"), Rule(op="head", compute="bf16")), device_type="cpu"
+    )
+    assert policy.decide("a", "linear").compute == "fp32"
+    assert policy.decide("a", "head").compute == "bf16"
+    assert policy.decide("a", "conv").compute == "bf16"
+
+
+def test_a_linear_rule_means_the_head_too_but_not_the_router():
+    policy = Policy("bf16_mixed", (Rule(op="linear", compute="tf32"),), device_type="cpu")
+    assert policy.decide("a", "head").compute == "tf32"
+    assert policy.decide("a", "router").compute == "fp32"
+
+
+def test_exceptions_return_what_the_next_layer_expects():
+    policy = Policy("bf16_mixed", (Rule("*.wide", compute="fp32"),), device_type="cpu")
+    assert policy.decide("a.wide", "linear").output == "bf16"
+    assert policy.decide("a.wide", "head").output == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("op", "kind"), [("layer_norm", "norm"), ("embedding", "embedding"), ("attention", "attention"), ("conv", "conv")]
+)
+def test_fp32_ops_name_modules(op, kind):
+    assert Policy("bf16_mixed", fp32_ops=(op,), device_type="cpu").decide("a", kind).compute == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("make", "suggestion"),
+    [
+        (lambda: Policy("bf16_mixd"), "bf16_mixed"),
+        (lambda: Policy(fp32_ops=("layernorm",)), "layer_norm"),
+        (lambda: Policy(fp32_ops=("soft_max",)), "softmax"),
+        (lambda: Rule(op="linaer"), "linear"),
+        (lambda: Rule(compute="float16"), "fp16"),
+    ],
+)
+def test_unknown_names_are_errors_with_a_suggestion(make, suggestion):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert suggestion in caught.value.problems[0].try_
+
+
+@pytest.mark.parametrize("op", sorted(ALWAYS_FP32))
+def test_what_is_always_fp32_cannot_be_ruled_otherwise(op):
+    Rule(op=op, compute="fp32")
+    with pytest.raises(ConfigError, match="cannot compute in bf16"):
+        Rule(op=op, compute="bf16")
+
+
+def test_a_policy_without_a_device_cannot_decide():
+    with pytest.raises(ConfigError, match="no device"):
+        Policy().decide("a", "linear")
+
+
+def test_from_section_reads_every_field():
+    section = PrecisionSection(
+        mode="hybrid", rules=(PrecisionRule(match="x", op="linear", compute="fp16"),), fp32_ops=("softmax",)
+    )
+    assert Policy.from_section(section, "cuda") == Policy(
+        "hybrid", (Rule("x", "linear", "fp16"),), ("softmax",), "cuda"
+    )
+    assert Policy.from_section(PrecisionSection(enabled=False, mode="hybrid"), "cpu").mode == "fp32"
