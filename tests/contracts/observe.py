@@ -44,6 +44,15 @@ def write_texts(folder: Path) -> None:
     (folder.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_llama(folder: Path) -> None:
+    """A Hugging Face folder with the configuration of a tiny Llama, and no weights."""
+    folder.mkdir()
+    shape = {"vocab_size": 400, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape, **heads}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def observe(settings: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """Runs training with these settings in an empty folder; what came out, by name.
 

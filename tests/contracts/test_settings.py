@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.observe import observe, write_texts
+from tests.contracts.observe import observe, write_llama, write_texts
 from tilewright.core import schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +48,7 @@ FP16 = {"precision.mode": "hybrid", "precision.rules": '[{ match = "*", op = "li
 FP16 |= {"precision.loss_scale": "1024"}
 SWITCH = {"precision.start_mode": "bf16_mixed", "precision.start_fraction": "0.34"}
 ROWS = {"data.source": "rows.jsonl"}
+LLAMA = {"model.path": "llama"}
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ PROOFS: dict[str, Probe | str] = {
     "run.seed": Probe("7", "weights"),
     "run.device": "tests/core/test_hardware.py::test_cuda_that_is_not_there_says_why",
     "run.threads": Probe("2", "threads"),
-    "model.kind": Probe("hf", "error", {"model.path": "nowhere"}),
-    "model.path": Probe("nowhere", "error"),
-    "model.weights": Probe("load", "error"),
-    "model.task": Probe("masked_lm", "error", {"model.kind": "hf", "model.path": "nowhere"}),
+    "model.kind": Probe("hf", "weights", LLAMA),
+    "model.path": Probe("llama", "weights"),
+    "model.weights": Probe("load", "error", LLAMA),
+    "model.task": Probe("masked_lm", "error", LLAMA | {"model.kind": "hf"}),
     "model.dim": Probe("32", "weights"),
     "model.num_layers": Probe("1", "weights"),
     "model.num_heads": Probe("4", "weights"),
@@ -114,7 +115,7 @@ PROOFS: dict[str, Probe | str] = {
     "precision.fp32_ops": Probe('["linear"]', "precision", {"precision.mode": "bf16_mixed"}),
     "precision.loss_scale": Probe("512", "steps", FP16),
     "precision.loss_scale_window": Probe("1", "steps", FP16),
-    "precision.loss_scale_min": Probe("1024", "error", FP16 | {"precision.loss_scale": "1e30"}),
+    "precision.loss_scale_min": Probe("16777216", "error", FP16 | {"precision.loss_scale": "16777216"}),
     "precision.loss_scale_max": Probe("1024", "steps", FP16 | {"precision.loss_scale_window": "1"}),
     "precision.eval_fp32": Probe("false", "evals", {"precision.mode": "bf16_mixed"}),
     "optim.lr": Probe("0.01", "weights"),
@@ -128,14 +129,14 @@ PROOFS: dict[str, Probe | str] = {
     "optim.decay_fraction": Probe("0.9", "weights", {"optim.schedule": "wsd"}),
     "optim.min_lr_ratio": Probe("0.9", "weights"),
     "optim.clip_norm": Probe("0.01", "weights"),
-    "optim.clip_adaptive": "tests/optim/test_schedule_clip.py",
+    "optim.clip_adaptive": Probe("0.5", "weights", {"train.steps": "30"}),
     "optim.clip_threshold": Probe("0.001", "events"),
     "train.steps": Probe("2", "steps"),
     "train.batch_size": Probe("8", "weights"),
     "train.micro_batch": Probe("4", "evals"),
     "train.activation_checkpoint": "tests/models/test_decoder.py",
     "train.compile": "tests/models/test_decoder.py",
-    "train.log_every": Probe("2", "shown"),
+    "train.log_every": Probe("5", "shown"),
     "train.eval_every": Probe("1", "evals"),
     "train.eval_batches": Probe("2", "evals"),
     "train.sample_tokens": Probe("4", "samples"),
@@ -161,6 +162,7 @@ def shared(tmp_path_factory):
     """Texts and caches that all runs share, and the runs that several probes start from."""
     folder = tmp_path_factory.mktemp("settings")
     write_texts(folder / "texts")
+    write_llama(folder / "llama")
     return folder, {}
 
 
@@ -171,7 +173,7 @@ def run(settings, shared, tmp_path, monkeypatch):
     if key not in known:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        for name in ("texts", "rows.jsonl"):
+        for name in ("texts", "rows.jsonl", "llama"):
             (tmp_path / name).symlink_to(folder / name)
         known[key] = observe({"data.source": "texts", "data.cache_dir": str(folder / "cache")} | settings, tmp_path)
     return known[key]
