@@ -30,6 +30,20 @@ CASES = [
         {"model.kind": "hf", "model.path": "x", "model.task": "image_classification"},
         "the installed corpus holds no images",
     ),
+    ({"save.export_hf": "true", "model.num_experts": "4"}, "no Hugging Face layout holds this shape"),
+    (
+        {"save.export_hf": "true", "model.num_heads": "3", "model.head_dim": "4"},
+        "no Hugging Face layout holds this shape",
+    ),
+    (
+        {
+            "save.export_hf": "true",
+            "model.attention": "mla",
+            "model.num_experts": "4",
+            "model.num_shared_experts": "0",
+        },
+        "no Hugging Face layout holds this shape",
+    ),
     ({"data.weights": "{ a = -1 }"}, "mixture weights must be 0 or more, and not all 0"),
     ({"data.weights": "{ a = 0 }"}, "mixture weights must be 0 or more, and not all 0"),
     ({"data.weights": "{ a = 1 }", "data.domains": '["b"]'}, "weights for domains that data.domains leaves out"),

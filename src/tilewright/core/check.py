@@ -24,7 +24,7 @@ class Conflict:
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
     """Every contradiction in a recipe whose single values are all right."""
-    checks = (_model, _decoder_shape, _mla, _experts, _data, _precision, _optim, _train)
+    checks = (_model, _decoder_shape, _mla, _experts, _export, _data, _precision, _optim, _train)
     return [conflict for check in checks for conflict in check(recipe)]
 
 
@@ -143,6 +143,35 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
             "num_experts_per_token at most num_experts / num_expert_groups * num_limited_groups",
             f"model.num_experts_per_token = {min(2, reachable)}",
         )
+
+
+def _export(recipe: Recipe) -> Iterator[Conflict]:
+    """Shapes that no Hugging Face layout describes, told before the run instead of at its end."""
+    model = recipe.model
+    if not recipe.save.export_hf or model.kind != "decoder" or model.path:
+        return
+    if model.attention == "gqa" and (model.num_experts or model.dim % model.num_heads):
+        has = "experts" if model.num_experts else f"dim = {model.dim} and {model.num_heads} heads"
+        need = 'attention = "mla" with experts, or none; dim a multiple of num_heads'
+    elif model.num_experts and not model.num_shared_experts:
+        has, need = "no shared expert", "at least one shared expert"
+    elif model.num_experts and model.num_experts // model.num_expert_groups < 2:
+        has, need = "one expert a group", "at least two experts a group"
+    else:
+        return
+    yield Conflict(
+        (
+            "save.export_hf",
+            "model.attention",
+            "model.num_experts",
+            "model.num_shared_experts",
+            "model.num_expert_groups",
+        ),
+        "no Hugging Face layout holds this shape",
+        f'attention = "{model.attention}" with {has}',
+        need,
+        "save.export_hf = false, and keep tilewright's own checkpoint",
+    )
 
 
 def _data(recipe: Recipe) -> Iterator[Conflict]:
