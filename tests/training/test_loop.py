@@ -137,7 +137,7 @@ def test_nothing_sound_is_an_error_that_loses_nothing(data, tmp_path):
     assert meta.exists()
     train(tiny(data, tmp_path, save__resume="never"))
     assert (tmp_path / "tiny.old-1" / "checkpoints" / "step_00000012" / "meta.json").read_text() == "{}"
-    assert [row["kind"] for row in rows(tmp_path / "tiny" / "events.jsonl")][0] == "start"
+    assert rows(tmp_path / "tiny" / "events.jsonl")[0]["kind"] == "start"
 
 
 def test_required_resume_without_a_checkpoint(data, tmp_path):

@@ -8,23 +8,7 @@ import torch
 from tilewright.core.load import Loaded, load_recipe
 from tilewright.training.checkpoint import CheckpointStore, read_meta, read_tensors, stored_tensors
 
-WORDS = [
-    "tile",
-    "scale",
-    "block",
-    "layer",
-    "token",
-    "matrix",
-    "sum",
-    "row",
-    "column",
-    "loss",
-    "step",
-    "norm",
-    "weight",
-    "bias",
-    "head",
-]
+WORDS = "tile scale block layer token matrix sum row column loss step norm weight bias".split()  # noqa: SIM905
 
 
 def write_text(folder: Path) -> Path:

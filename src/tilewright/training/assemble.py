@@ -4,10 +4,12 @@
 Components take plain arguments; this is the one file that reads a whole recipe. Called by `loop` and `dry_run`.
 """
 
+import random
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -183,7 +185,7 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
         fresh: give the model its first weights; False where a checkpoint overwrites them.
     """
     recipe, device = setup.recipe, setup.device
-    torch.manual_seed(recipe.run.seed)
+    seed_everything(recipe.run.seed)
     ledger = Ledger(device)
     with ledger.phase("load"):
         model = _model(setup, fresh)
@@ -210,6 +212,13 @@ def does_not_fit(plan: Plan) -> FitError:
         need=f"a peak below {format_bytes(plan.budget_bytes)}",
         try_="\n".join(str(fix) for fix in plan.fixes) or "a smaller model",
     )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the process-wide generators that models may draw from; all three are in the checkpoint."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def refuse_ranks() -> None:

@@ -1,0 +1,65 @@
+"""Held-out loss: weighted by targets, in FP32 where asked, and without a trace in the model."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from tests.training.test_step import Toy, _rows
+from tilewright.precision.convert import convert
+from tilewright.training.evaluate import DomainLoss, evaluate, pooled
+
+
+class Noisy(Toy):
+    def loss(self, batch):
+        output = super().loss(batch)
+        noise = torch.rand(()) if self.training else 0.0
+        return type(output)(output.loss_sum + noise, output.count)
+
+
+def _by_hand(model, batches):
+    logits = [model.head(torch.tanh(model.mid(model.embed(batch["input_ids"])))).double() for batch in batches]
+    labels = torch.cat([batch["labels"].flatten() for batch in batches])
+    return torch.nn.functional.cross_entropy(torch.cat([x.flatten(0, 1) for x in logits]), labels).item()
+
+
+def test_uneven_batches_are_weighted_by_targets():
+    model = Toy()
+    batches = {"a": [_rows(1, seed=1), _rows(5, seed=2, ignored=0.1)], "b": [_rows(3, seed=3)]}
+    results = evaluate(model, batches, fp32=False)
+    for domain, rows in batches.items():
+        assert results[domain].loss == pytest.approx(_by_hand(model, rows), abs=1e-6)
+        assert results[domain].ppl == pytest.approx(math.exp(results[domain].loss))
+        assert results[domain].tokens == sum(int((row["labels"] != -100).sum()) for row in rows)
+    assert pooled(results).loss == pytest.approx(_by_hand(model, [*batches["a"], *batches["b"]]), abs=1e-6)
+
+
+def test_a_converted_model_is_evaluated_in_fp32_and_comes_back():
+    model, plain = Toy(), Toy()
+    convert(model, "bf16_mixed")
+    batches = {"a": [_rows(4, seed=4)]}
+    assert evaluate(model, batches, fp32=True) == evaluate(plain, batches, fp32=False)
+    assert evaluate(model, batches, fp32=False) != evaluate(plain, batches, fp32=False)
+    assert "bfloat16" in repr(model.mid)
+
+
+def test_mode_weights_gradients_and_generators_are_left_alone():
+    model = Noisy()
+    convert(model, "bf16_mixed")
+    model.train()
+    before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    evaluate(model, {"a": [_rows(4, seed=5)]}, fp32=True)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(param.grad is None for param in model.parameters())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_domains_without_targets_are_left_out():
+    empty = _rows(2, seed=6)
+    empty["labels"][:] = -100
+    assert evaluate(Toy(), {"a": [empty], "b": []}, fp32=False) == {}
+    assert pooled({}) is None
+    assert DomainLoss(1.0, math.e, 3).to_json() == {"loss": 1.0, "ppl": math.e, "tokens": 3}

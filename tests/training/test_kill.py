@@ -1,0 +1,92 @@
+"""A real process, killed for real: what comes out at the end is what would have come out anyway."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.training.tiny import assert_same_run, rows, settings, tiny
+from tilewright.training.loop import train
+
+STEPS = 60
+CHANGES = {"train__steps": STEPS, "save__every": 2, "train__eval_every": 20, "train__sample_tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def straight(data, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("straight")
+    train(tiny(data, runs, **CHANGES))
+    return runs / "tiny"
+
+
+def _start(data, runs) -> subprocess.Popen:
+    """`tilewright train` in a process of its own."""
+    wanted = settings(data, runs, **CHANGES, log__report="false")
+    options = [f"--{name}={value}" for name, value in wanted.items()]
+    recipe = data / "empty.toml"
+    recipe.write_text("")  # the schema's defaults, as in `tiny`
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tilewright", "train", str(recipe), *options]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _last_step(runs) -> int:
+    metrics = runs / "tiny" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+    return lines[-1].count(b'"step"') and int(lines[-1].split(b":")[1].split(b",")[0]) if lines else 0
+
+
+def _wait_for_step(process: subprocess.Popen, runs, step: int) -> None:
+    """Until the run has passed `step` (or ended)."""
+    deadline = time.monotonic() + 120
+    while _last_step(runs) < step and process.poll() is None:
+        assert time.monotonic() < deadline, "the run makes no progress"
+        time.sleep(0.002)
+
+
+def _kill(data, runs, step: int, after_s: float, number: int = signal.SIGKILL) -> tuple[int, str]:
+    process = _start(data, runs)
+    _wait_for_step(process, runs, step)
+    time.sleep(after_s)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=120)
+    return process.returncode, said
+
+
+def _kill_and_compare(data, runs, straight, kills: int, seed: int) -> None:
+    print(f"{seed = }")
+    draw = random.Random(seed)
+    step = 0
+    for _ in range(kills):
+        step += draw.randint(1, 2 * STEPS // (kills + 1) - 1)
+        code, said = _kill(data, runs, min(step, STEPS - 2), draw.uniform(0, 0.03))
+        assert code in (-signal.SIGKILL, 0), said
+    train(tiny(data, runs, **CHANGES))
+    assert_same_run(runs / "tiny", straight)
+    events = rows(runs / "tiny" / "events.jsonl")
+    recovered = [row["recovery_s"] for row in events if row["kind"] == "recovered"]
+    assert all(seconds < 15 for seconds in recovered)
+
+
+def test_killed_twice_at_random_moments(data, tmp_path, straight):
+    _kill_and_compare(data, tmp_path, straight, kills=2, seed=int.from_bytes(os.urandom(4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_six_times_at_random_moments(data, tmp_path, straight, seed):
+    _kill_and_compare(data, tmp_path, straight, kills=6, seed=seed)
+
+
+def test_sigterm_saves_and_exits_with_0(data, tmp_path, straight):
+    code, said = _kill(data, tmp_path, 7, 0.0, signal.SIGTERM)
+    assert code == 0, said
+    assert "SIGTERM" in said
+    assert "the same command goes on from there" in said
+    train(tiny(data, tmp_path, **CHANGES))
+    assert "recovered" in [row["kind"] for row in rows(tmp_path / "tiny" / "events.jsonl")]
+    assert_same_run(tmp_path / "tiny", straight)
