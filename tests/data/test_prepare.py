@@ -132,6 +132,17 @@ def test_a_torn_entry_is_made_again(corpus_folder, tmp_path, caplog, damage, kin
     assert files_of(tmp_path / "data") == whole
 
 
+def test_a_whole_entry_needs_no_lock(corpus_folder, tmp_path, monkeypatch):
+    """So that a read-only cache can be shared."""
+    prepare(str(corpus_folder), cache_dir=str(tmp_path), **OPTIONS)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("tilewright.data.cache._locked", refuse)
+    assert prepare(str(corpus_folder), cache_dir=str(tmp_path), **OPTIONS).summary["docs"] == 80
+
+
 def test_a_killed_preparation_leaves_nothing_that_hurts(corpus_folder, tmp_path):
     prepare(str(corpus_folder), cache_dir=str(tmp_path), **OPTIONS)
     entry = next((tmp_path / "data").glob("text-*/"))

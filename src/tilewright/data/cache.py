@@ -36,6 +36,8 @@ def cached(root: Path, key: str, build: Callable[[Path], None]) -> tuple[Path, b
         DataError: the cache folder cannot be written, or the disk is full. Nothing half-written stays.
     """
     entry = root / key
+    if damage(entry) is None:  # no lock needed: a whole entry never changes, and the folder may be read-only
+        return entry, False
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{key}.lock"):

@@ -61,7 +61,7 @@ class Tokenizer:
         """
         file = Path(path) if str(path).endswith(".json") else Path(path) / "tokenizer.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(file))
+        file.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
         config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config |= {name: self.backend.id_to_token(i) for name, i in ids.items() if i is not None}
