@@ -3,10 +3,11 @@
 import pytest
 
 from tilewright.core import schema
-from tilewright.core.check import _VOID, conflicts, without_effect
+from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.load import load_recipe
+from tilewright.core.void import _VOID, without_effect
 
 CASES = [
     ({"model.kind": "hf"}, 'model.kind = "hf" needs the folder of the model'),

@@ -1,11 +1,10 @@
-"""What the schema cannot say: settings that contradict each other, and settings that do nothing here.
+"""What the schema cannot say: settings that contradict each other.
 
 `conflicts` returns every contradiction with the fields it reads, so that the loader can name their
-places and leave out those whose fields are already known to be wrong. `without_effect` says which
-settings the rest of the recipe makes void: a user who wrote one must hear about it.
+places and leave out those whose fields are already known to be wrong.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.core.config import Recipe
@@ -286,47 +285,3 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
 def _multiple(value: int, of: int) -> int:
     """The multiple of `of` nearest to `value`, at least one."""
     return max(1, round(value / of)) * of
-
-
-_MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_EXPERTS = (
-    "num_experts_per_token",
-    "num_shared_experts",
-    "expert_dim",
-    "num_dense_layers",
-    "num_expert_groups",
-    "num_limited_groups",
-    "routed_scaling",
-    "balance_rate",
-)
-_SHAPE = (
-    *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "rope_theta", "norm_eps"),
-    *("tie_embeddings", "attention", "num_experts"),
-    *(_MLA + _EXPERTS),
-)
-_TEXT_DATA = ("domains", "max_bytes", "seq_len", "vocab_size", "tokenizer", "text_field")
-_LOW_PRECISION = ("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32")
-
-# (is it so here?, said how, section, its fields that then do nothing). What is in no row always has an effect.
-_VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = (
-    (lambda r: bool(r.model.path), "model.path gives the shape", "model", _SHAPE),
-    (lambda r: r.model.attention == "mla", 'model.attention = "mla"', "model", ("num_kv_heads", "head_dim")),
-    (lambda r: r.model.attention == "gqa", 'model.attention = "gqa"', "model", _MLA),
-    (lambda r: r.model.num_experts == 0, "model.num_experts = 0", "model", _EXPERTS),
-    (lambda r: r.model.weights == "load", 'model.weights = "load"', "model", ("init_std",)),
-    (lambda r: bool(r.data.tokenizer), "data.tokenizer is given", "data", ("vocab_size",)),
-    (lambda r: r.data.source == "installed", 'data.source = "installed"', "data", ("text_field",)),
-    (lambda r: r.model.task == "image_classification", "the task has no text", "data", _TEXT_DATA),
-    (lambda r: r.model.task != "image_classification", "the task has no images", "data", ("image_size",)),
-    (lambda r: r.model.task != "causal_lm", "only causal_lm writes text", "train", ("sample_tokens",)),
-    (lambda r: not r.precision.enabled, "precision.enabled = false", "precision", _LOW_PRECISION),
-    (lambda r: r.precision.start_mode is None, "there is no start_mode", "precision", ("start_fraction",)),
-    (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"', "optim", ("decay_fraction",)),
-    (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"', "optim", ("min_lr_ratio",)),
-)
-
-
-def without_effect(recipe: Recipe) -> dict[str, str]:
-    """Fields that the rest of the recipe makes void, with the setting that does it."""
-    rows = [row for row in _VOID if row[0](recipe)]
-    return {f"{section}.{name}": why for _, why, section, names in reversed(rows) for name in names}

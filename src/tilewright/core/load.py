@@ -15,11 +15,12 @@ import tomlkit
 from pydantic import ValidationError
 
 from tilewright.core import env, schema
-from tilewright.core.check import conflicts, without_effect
+from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
 from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.messages import by_line, not_a_section, schema_problems, unknown_setting
 from tilewright.core.toml_file import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml
+from tilewright.core.void import without_effect
 
 CLI = "cli"
 DEFAULT = "default"
