@@ -65,6 +65,6 @@ $(READY): pyproject.toml constraints.txt
 	  exit 5; \
 	fi >&2; \
 	echo "setting up .venv with $$($$found --version); the first time takes minutes"; \
-	[ -x $(BIN)/python ] || $$found -m venv .venv; \
+	[ -x $(BIN)/pip ] || $$found -m venv .venv; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'; \
 	touch $@
