@@ -63,7 +63,7 @@ def damage(entry: Path) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes instead of {size}"
             if size <= _CHECKED_BYTES and file_digest(path) != digest:
                 return f"{name} has changed"
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         return f"{Path(error.filename).name} is missing"
     except (ValueError, TypeError, AttributeError):
         return f"{_MANIFEST} cannot be read"
