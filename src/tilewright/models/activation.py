@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tilewright.models.contract import ActivationCheckpoint
+from tilewright.models.config import ActivationCheckpoint
 
 _aten = torch.ops.aten
 KEPT_OPS = (

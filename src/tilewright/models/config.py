@@ -10,6 +10,9 @@ from typing import Any, Literal
 from tilewright.core.config import ModelSection
 from tilewright.core.errors import ConfigError, Problem
 
+ActivationCheckpoint = Literal["none", "selective", "full"]
+"""none: keep all activations; selective: keep outputs of products and attention; full: recompute each layer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:

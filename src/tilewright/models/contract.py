@@ -8,12 +8,12 @@ so uneven micro-batches give exactly the gradient of the whole batch.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-ActivationCheckpoint = Literal["none", "selective", "full"]
+from tilewright.models.config import ActivationCheckpoint
 
 
 @dataclass(frozen=True)

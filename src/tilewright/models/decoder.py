@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from tilewright.models.activation import run_checkpointed
 from tilewright.models.attention import GroupedQueryAttention, LatentAttention
-from tilewright.models.config import DecoderConfig
-from tilewright.models.contract import ActivationCheckpoint, LossOutput
+from tilewright.models.config import ActivationCheckpoint, DecoderConfig
+from tilewright.models.contract import LossOutput
 from tilewright.models.head import head_loss
 from tilewright.models.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.moe import MoE, Router
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         torch.Size([2, 6, 50])
         >>> out = model.loss({"input_ids": ids, "labels": ids + 1})
         >>> out.count.item(), round(out.loss_sum.item() / 12, 1)
-        (12, 3.9)
+        (12, 4.0)
     """
 
     def __init__(self, config: DecoderConfig, kernels: Kernels | None = None):
@@ -97,6 +97,7 @@ class Decoder(nn.Module):
         self.residual_dtype: torch.dtype | None = None
         """Dtype of the residual stream; None keeps that of the embedding's output. Set by `precision.convert`."""
         self.notes: list[str] = []
+        self._compiled = False
         self._load_LE: Tensor | None = None
 
     @property
@@ -115,6 +116,7 @@ class Decoder(nn.Module):
             raise ValueError(f"activation_checkpoint is none, selective or full, not {mode!r}")
         for block in self.blocks:
             block.activation_checkpoint = mode
+        self._note_opaque_parts()
 
     def tie_weights(self) -> None:
         """Make head and embedding one parameter where the shape says so. Needed again after `to_empty`."""
@@ -170,10 +172,21 @@ class Decoder(nn.Module):
     def compile_blocks(self) -> None:
         """Compile each layer in place. Layers of one kind share one compiled graph.
 
-        Of a mixture-of-experts layer the attention is compiled; the loop over experts depends on the data.
+        A mixture-of-experts layer is compiled in parts, because which expert gets how many rows depends on the data:
+        attention, norms, shared experts, and one graph of variable length for all routed experts.
         """
         for block in self.blocks:
-            (block.self_attn if block.is_moe else block).compile()
+            if not block.is_moe:
+                block.compile()
+                continue
+            for part in (block.input_layernorm, block.self_attn, block.post_attention_layernorm):
+                part.compile()
+            if block.mlp.shared_experts is not None:
+                block.mlp.shared_experts.compile()
+            for expert in block.mlp.experts:
+                expert.compile(dynamic=True)
+        self._compiled = True
+        self._note_opaque_parts()
 
     def save_hf(
         self, folder: Path | str, *, dtype: torch.dtype | None = None, extra: Mapping[str, Any] | None = None
@@ -197,6 +210,13 @@ class Decoder(nn.Module):
             if load_E is not None:
                 loads.append(load_E)
         return self.model.norm(x_BSD), loads
+
+    def _note_opaque_parts(self) -> None:
+        if self._compiled and self.activation_checkpoint == "selective" and self.config.num_experts:
+            self.notes.append(
+                "Compiled mixture-of-experts layers are recomputed whole: selective checkpointing cannot see into "
+                "their compiled parts."
+            )
 
     def _routers(self) -> list[Router]:
         return [block.mlp.gate for block in self.blocks if block.is_moe]

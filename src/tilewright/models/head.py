@@ -18,14 +18,11 @@ IGNORED_LABEL = -100
 def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy of softmax(head(x)), summed over labels other than -100.
 
-    A head without bias computes in its `compute_dtype` where `precision.convert` gave it one, else in x's dtype.
-    A head that rounds its operands to TF32 in software runs as a module, its logits whole.
+    The head, which has no bias, computes in its `compute_dtype` where `precision.convert` gave it one, else in x's.
 
     Returns:
         (loss sum, FP32 scalar; number of targets, int64 scalar).
     """
-    if getattr(head, "round_tf32", False):
-        return logits_loss(head(x_ND), labels_N)
     dtype: torch.dtype = getattr(head, "compute_dtype", x_ND.dtype)
     return kernels.linear_cross_entropy(x_ND.to(dtype), head.weight, labels_N)
 

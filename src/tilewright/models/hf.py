@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.activation import selective_contexts
-from tilewright.models.contract import ActivationCheckpoint, LossOutput
+from tilewright.models.config import ActivationCheckpoint
+from tilewright.models.contract import LossOutput
 from tilewright.models.head import IGNORED_LABEL, head_loss, logits_loss
 from tilewright.models.hf_packing import documents_as_rows, forward_arguments
 from tilewright.models.hf_probe import InputStyle, probe_language_model

@@ -123,8 +123,9 @@ def read_config(folder: Path | str) -> DecoderConfig:
         "num_kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
     }
-    if layout == DEEPSEEK:
+    if layout == DEEPSEEK:  # its head_dim is the rotary part
         values |= {"attention": "mla", "q_lora_rank": raw.get("q_lora_rank") or 0}
+        values["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
         if values["num_dense_layers"] >= values["num_layers"]:
             values["num_experts"] = 0
     return DecoderConfig(**values)

@@ -1,0 +1,42 @@
+"""Tiny decoder shapes and batches that the model tests share."""
+
+import torch
+from torch import Tensor
+
+from tilewright.models.build import init_weights
+from tilewright.models.config import DecoderConfig
+from tilewright.models.decoder import Decoder
+
+_BASE = {"vocab_size": 61, "dim": 64, "num_layers": 2, "num_heads": 4, "ffn_dim": 96, "tie_embeddings": False}
+_MLA = {"attention": "mla", "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
+_EXPERTS = {"num_experts": 8, "num_experts_per_token": 2, "expert_dim": 32, "num_dense_layers": 1}
+_GROUPS = {"num_expert_groups": 4, "num_limited_groups": 2, "routed_scaling": 2.5}
+
+SHAPES = {
+    "gqa": DecoderConfig.of(**_BASE | {"num_kv_heads": 2}),
+    "tied": DecoderConfig.of(**_BASE | {"num_kv_heads": 1, "tie_embeddings": True, "rope_theta": 5e4}),
+    "mla": DecoderConfig.of(**_BASE | _MLA),
+    "mla_q_rank": DecoderConfig.of(**_BASE | _MLA | {"q_lora_rank": 20}),
+    "gqa_moe": DecoderConfig.of(**_BASE | _EXPERTS),
+    "deepseek": DecoderConfig.of(**_BASE | _MLA | _EXPERTS | _GROUPS | {"q_lora_rank": 20, "num_shared_experts": 2}),
+}
+
+
+def make_decoder(name: str, seed: int = 0) -> Decoder:
+    """A decoder with weights large enough that every part of it shows in the logits."""
+    torch.manual_seed(seed)
+    model = Decoder(SHAPES[name])
+    init_weights(model, seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(4.0) if param.dim() > 1 else param.add_(torch.randn_like(param) * 0.2)
+    return model
+
+
+def make_batch(rows: int = 2, positions: int = 16, seed: int = 0, vocab: int = 61) -> dict[str, Tensor]:
+    """input_ids and shifted labels, with a few positions without target."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab, (rows, positions + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[:, positions // 2] = -100
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
