@@ -1,37 +1,11 @@
-"""The two calls of a Python user that are more than a name of another module: `tilewright.convert` and `.train`."""
+"""`tilewright.train`: a run by one call from Python."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import nn
-
 from tilewright.core.load import load_recipe
-from tilewright.precision import convert as conversion
-from tilewright.precision.policy import Policy
 from tilewright.training.loop import RunResult
 from tilewright.training.loop import train as run_training
-
-
-def convert(model: nn.Module, policy: Policy | str = "bf16_mixed") -> nn.Module:
-    """Makes a model compute as a policy says, in place, and returns it.
-
-    Parameters, names and state_dict stay what they were, so optimizers and checkpoints keep working. What was
-    changed, what was not and why is in `model.precision_report`.
-
-    Args:
-        model: any module.
-        policy: a policy or the name of a mode: fp32, tf32, bf16_mixed, hybrid, pure_fp16.
-
-    Raises:
-        ConfigError: a policy that cannot be.
-
-    Example:
-        >>> model = convert(nn.Linear(4, 8), "bf16_mixed")
-        >>> model.precision_report.rows[0].compute
-        'bf16'
-    """
-    conversion.convert(model, policy)
-    return model
 
 
 def train(recipe: str | Path = "default", settings: Mapping[str, str] | None = None) -> RunResult:

@@ -127,13 +127,13 @@ def test_recomputation_changes_nothing(mode, recompute):
 
 
 @pytest.mark.parametrize("mode", ["bf16_mixed", "pure_fp16"])
-def test_gradients_accumulate_in_the_parameters_dtype(mode):
+def test_gradients_accumulate_in_fp32(mode):
     model = decoder()
     convert(model, mode, kernels=KERNELS)
     once = loss_and_gradient(model)[1]
     twice = loss_and_gradient(model)[1]
     torch.testing.assert_close(twice, 2 * once, rtol=2e-3, atol=1e-5)
-    assert all(parameter.grad.dtype == parameter.dtype for parameter in model.parameters())
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
 def test_pure_fp16_trains_with_masters_in_the_optimizer():
@@ -150,6 +150,25 @@ def test_pure_fp16_trains_with_masters_in_the_optimizer():
     assert losses[-1] < 0.8 * losses[0]
     weight = model.blocks[0].mlp.up_proj.weight
     assert optimizer.state[weight]["master"].dtype == torch.float32
+
+
+def test_bf16_parameters_train_by_stochastic_rounding():
+    model = decoder()
+    convert(model, Policy("bf16_mixed", parameters="bf16"), kernels=KERNELS)
+    assert {p.dtype for p in model.parameters() if p.ndim > 1} == {torch.bfloat16}
+    optimizer = DeepSeekAdam(model.parameters(), lr=1e-2, master="stochastic", kernels=KERNELS)
+    losses = []
+    for _ in range(8):
+        out = model.loss(batch())
+        (out.loss_sum / out.count).backward()
+        losses.append(out.loss_sum.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
+    assert all("master" not in state for state in optimizer.state.values())
+    with evaluating(model):
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.lm_head.weight.dtype == torch.bfloat16
 
 
 # ---- switching ----

@@ -118,3 +118,5 @@ def test_from_section_reads_every_field():
         "hybrid", (Rule("x", "linear", "fp16"),), ("softmax",), "cuda"
     )
     assert Policy.from_section(PrecisionSection(enabled=False, mode="hybrid"), "cpu").mode == "fp32"
+    assert Policy.from_section(section, "cpu", parameters="bf16").decide("a", "linear").storage == "bf16"
+    assert Policy.from_section(section, "cpu", parameters="bf16").decide("a", "norm").storage == "fp32"

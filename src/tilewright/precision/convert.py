@@ -237,13 +237,22 @@ def _store(plan: _Plan) -> str:
         nested = isinstance(site.module, nn.MultiheadAttention)
         for parameter in site.module.parameters(recurse=nested):
             if parameter.is_floating_point() and parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)  # the same Parameter object, as an optimizer may hold it
+                _store_parameter(parameter, dtype)
                 count += 1
         if site.kind in ("norm", "batch_norm"):
             for name, buffer in site.module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(site.module, name, buffer.to(torch.float32))
     return f"{count} parameters changed dtype for storage" if count else ""
+
+
+def _store_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Change the dtype of the same Parameter object, as an optimizer may hold it. Its gradient is FP32 always: in FP16
+    dividing by the loss scale would lose what the scale had saved."""
+    parameter.data = parameter.data.to(dtype)
+    grad, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = torch.float32
+    parameter.grad = None if grad is None else grad.to(torch.float32)
 
 
 def _apply(model: nn.Module, plan: _Plan, kernels: Kernels | None = None) -> None:

@@ -119,6 +119,8 @@ class Policy:
         rules: exceptions by name and kind, later ones win.
         fp32_ops: operations kept in FP32: `layer_norm`, `softmax`, ... (all names: `FP32_OPS`).
         device_type: "cpu" or "cuda". Empty: that of the model at conversion.
+        parameters: format that parameters are kept in, for all but norms and routers. Empty: that of the mode (FP16
+            for pure_fp16, else FP32). "bf16" is for an optimizer that updates BF16 weights by stochastic rounding.
 
     Raises:
         ConfigError: an unknown mode or operation, with the nearest known one.
@@ -133,19 +135,28 @@ class Policy:
     rules: tuple[Rule, ...] = ()
     fp32_ops: tuple[str, ...] = ()
     device_type: str = ""
+    parameters: str = ""
 
     def __post_init__(self) -> None:
         _known("precision.mode", self.mode, MODES)
         for op in self.fp32_ops:
             _known("precision.fp32_ops", op, FP32_OPS)
+        if self.parameters:
+            _known("parameters", self.parameters, ("fp32", "bf16", "fp16"))
 
     @classmethod
-    def from_section(cls, section: SectionFields, device_type: str) -> "Policy":
-        """The policy of a recipe's `[precision]` section. `enabled = false` is FP32 everywhere, without rules."""
+    def from_section(cls, section: SectionFields, device_type: str, *, parameters: str = "") -> "Policy":
+        """The policy of a recipe's `[precision]` section. `enabled = false` is FP32 everywhere, without rules.
+
+        Args:
+            section: `core.config.PrecisionSection`.
+            device_type: "cpu" or "cuda".
+            parameters: "bf16" where `optim.master = "stochastic"`.
+        """
         if not section.enabled:
-            return cls("fp32", device_type=device_type)
+            return cls("fp32", device_type=device_type, parameters=parameters)
         rules = tuple(Rule(rule.match, rule.op, rule.compute) for rule in section.rules)
-        return cls(section.mode, rules, tuple(section.fp32_ops), device_type)
+        return cls(section.mode, rules, tuple(section.fp32_ops), device_type, parameters)
 
     def on(self, device_type: str) -> "Policy":
         """This policy for a device, unless it already names one."""
@@ -170,7 +181,7 @@ class Policy:
     @property
     def storage(self) -> str:
         """Format of the parameters, but for norms and routers, which are FP32."""
-        return "fp16" if self.mode == "pure_fp16" else "fp32"
+        return self.parameters or ("fp16" if self.mode == "pure_fp16" else "fp32")
 
     @property
     def activation(self) -> str:

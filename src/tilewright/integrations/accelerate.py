@@ -1,0 +1,117 @@
+"""tilewright's precision inside Hugging Face accelerate: a conversion before `accelerator.prepare`.
+
+accelerate keeps doing the loop's other work: devices, distribution, accumulation, clipping. Its own mixed precision
+stays off, because two tools cannot decide one thing. Called by user code and by `integrations.transformers`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.errors import ConfigError
+from tilewright.precision.convert import convert
+from tilewright.precision.loss_scale import DynamicScaler, found_inf
+from tilewright.precision.policy import Policy
+from tilewright.precision.table import ConversionReport
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class AcceleratorScaler:
+    """A `DynamicScaler` with the methods that accelerate calls on a GradScaler.
+
+    Gradients are divided by the scale when they arrive, by a hook on each parameter, so that clipping and gradient
+    accumulation see true gradients. The hooks stay for the life of the parameters.
+
+    Args:
+        scaler: decides on the scale.
+        model: its parameters' gradients are unscaled.
+    """
+
+    def __init__(self, scaler: DynamicScaler, model: nn.Module):
+        self.scaler = scaler
+        self._found_inf: Tensor | None = None
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._unscale)
+
+    def _unscale(self, grad: Tensor) -> Tensor:
+        return grad * self.scaler.inv_scale
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale."""
+        return self.scaler.scale(loss)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing to do: gradients arrive unscaled."""
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
+        """Step unless a gradient is not finite."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        bad = found_inf(params)
+        self._found_inf = bad if self._found_inf is None else self._found_inf | bad
+        if not bad:
+            optimizer.step(closure)
+
+    def update(self) -> None:
+        """Move the scale by what `step` found since the last update."""
+        self.scaler.update(self._found_inf if self._found_inf is not None else False)
+        self._found_inf = None
+
+    def get_scale(self) -> float:
+        """The scale."""
+        return self.scaler.scale_value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state; accelerate saves it with the rest."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.scaler.load_state_dict(state)
+
+
+def convert_for(
+    accelerator: "Accelerator", model: nn.Module, policy: Policy | str, *, scaler: DynamicScaler | None = None
+) -> ConversionReport:
+    """Convert a model that accelerate will train; call it before `accelerator.prepare`.
+
+    Args:
+        accelerator: with `mixed_precision="no"`.
+        model: not yet prepared.
+        policy: a policy, or the name of a mode.
+        scaler: loss scaling to use; None makes one, from the parameter count, where the policy has FP16 gradients.
+
+    Raises:
+        ConfigError: accelerate's own mixed precision is on, or it has prepared something already.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = nn.Linear(4, 4)
+        >>> report = convert_for(accelerator, model, "bf16_mixed")
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        >>> accelerator.backward(model(torch.ones(1, 4)).sum()); optimizer.step(); report.rows[0].compute
+        'bf16'
+    """
+    if accelerator.mixed_precision != "no":
+        raise ConfigError(
+            "accelerate's own mixed precision is on.",
+            got=f'mixed_precision="{accelerator.mixed_precision}"',
+            need='mixed_precision="no": tilewright decides on the formats',
+            try_='Accelerator(mixed_precision="no")',
+        )
+    if accelerator._models or accelerator._optimizers:
+        raise ConfigError(
+            "accelerate has prepared a model or an optimizer already.",
+            need="the conversion first",
+            try_="call convert_for before accelerator.prepare",
+        )
+    report = convert(model, policy)
+    if scaler is None and report.needs_loss_scaling:
+        scaler = DynamicScaler(num_params=sum(parameter.numel() for parameter in model.parameters()))
+    if scaler is not None:
+        accelerator.scaler = AcceleratorScaler(scaler, model)
+    return report

@@ -1,0 +1,129 @@
+"""tilewright's precision inside the Hugging Face Trainer: one call before `trainer.train()`.
+
+The Trainer keeps its loop, data, logging and checkpoints. Its own `bf16` and `fp16` stay off, because two tools cannot
+decide one thing. Called by user code; tilewright itself never imports it.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tilewright.core.errors import ConfigError
+from tilewright.integrations.accelerate import AcceleratorScaler, convert_for
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.precision.convert import evaluating, set_mode
+from tilewright.precision.loss_scale import DynamicScaler
+from tilewright.precision.policy import Policy, as_policy
+from tilewright.precision.schedule import ModeSchedule
+from tilewright.precision.table import ConversionReport
+
+
+def attach(
+    trainer: Trainer,
+    policy: Policy | str,
+    *,
+    start_mode: str | None = None,
+    start_fraction: float = 0.2,
+    eval_fp32: bool = True,
+    scaler: DynamicScaler | None = None,
+) -> ConversionReport:
+    """Make a Trainer's model compute as a policy says, for all of its training.
+
+    Args:
+        trainer: made with neither `bf16` nor `fp16`, and not yet training.
+        policy: a policy, or the name of a mode.
+        start_mode: mode of the first `start_fraction` of the steps, for example "tf32".
+        start_fraction: read where `start_mode` is given.
+        eval_fp32: evaluate in FP32 during training. (For `trainer.evaluate()` on its own: inside
+            `with tilewright.evaluating(model)`.)
+        scaler: loss scaling to use; None makes one where the policy has FP16 gradients. Its scale and its skipped
+            steps are then in the Trainer's logs.
+
+    Raises:
+        ConfigError: the Trainer's own mixed precision is on, it trains already, or the mode stores FP16 parameters and
+            the optimizer keeps no FP32 masters.
+
+    See: docs/integrations.md for a whole program.
+    """
+    policy = as_policy(policy)
+    _check(trainer, policy)
+    report = convert_for(trainer.accelerator, trainer.model, policy, scaler=scaler)
+    callback = PrecisionCallback(report.policy.mode, start_mode, start_fraction, eval_fp32)
+    if isinstance(trainer.accelerator.scaler, AcceleratorScaler):
+        callback.scaler = trainer.accelerator.scaler.scaler
+    trainer.add_callback(callback)
+    return report
+
+
+class PrecisionCallback(TrainerCallback):
+    """Switches the mode where the schedule says, evaluates in FP32, and logs the loss scale. Made by `attach`.
+
+    Args:
+        mode: the mode proper.
+        start_mode: mode of the first part of the run, or None.
+        start_fraction: length of that part.
+        eval_fp32: evaluate in FP32.
+    """
+
+    def __init__(self, mode: str, start_mode: str | None = None, start_fraction: float = 0.2, eval_fp32: bool = True):
+        self.mode, self.start_mode, self.start_fraction = mode, start_mode, start_fraction
+        self.eval_fp32 = eval_fp32
+        self.scaler: DynamicScaler | None = None
+        self._schedule = ModeSchedule(mode)
+        self._evaluation = ExitStack()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """The number of steps is known now: the schedule is, too."""
+        self._schedule = ModeSchedule.over(
+            state.max_steps, mode=self.mode, start_mode=self.start_mode, start_fraction=self.start_fraction
+        )
+        if args.eval_on_start:
+            self._begin_evaluation(kwargs["model"])
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Switch where this step belongs to another mode than the last one; also after a resume."""
+        model, mode = kwargs["model"], self._schedule.at(state.global_step)
+        if model.precision_report.policy.mode != mode:
+            set_mode(model, mode)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """The Trainer evaluates next, if it does."""
+        if control.should_evaluate:
+            self._begin_evaluation(kwargs["model"])
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Back to the precision of training."""
+        self._evaluation.close()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Loss scale and skipped steps beside the loss."""
+        if self.scaler is not None and state.log_history:
+            state.log_history[-1] |= {"loss_scale": self.scaler.scale_value, "skipped_steps": self.scaler.skipped}
+
+    def _begin_evaluation(self, model) -> None:
+        self._evaluation.close()
+        if self.eval_fp32:
+            self._evaluation.enter_context(evaluating(model))
+
+
+def _check(trainer: Trainer, policy: Policy) -> None:
+    args = trainer.args
+    on = [name for name in ("bf16", "fp16") if getattr(args, name)]
+    if on:
+        raise ConfigError(
+            "The Trainer's own mixed precision is on.",
+            got=f"TrainingArguments({on[0]}=True)",
+            need="bf16=False and fp16=False: tilewright decides on the formats",
+            try_=f"leave {on[0]} out of the TrainingArguments",
+        )
+    optimizer = trainer.optimizer_cls_and_kwargs or (type(trainer.optimizer),)
+    if policy.storage != "fp32" and not issubclass(optimizer[0], DeepSeekAdam):
+        raise ConfigError(
+            f"{policy.mode} stores parameters in {policy.storage}, and the Trainer's optimizer keeps no FP32 masters.",
+            got=args.optim if optimizer[0] is type(None) else optimizer[0].__name__,
+            need="tilewright.DeepSeekAdam",
+            try_='Trainer(..., optimizer_cls_and_kwargs=(tilewright.DeepSeekAdam, {"lr": 1e-4})), or "bf16_mixed"',
+        )

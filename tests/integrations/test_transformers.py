@@ -1,0 +1,175 @@
+"""Converted models inside the Hugging Face Trainer: losses of a plain loop, schedule, FP32 evaluation, loss scaling."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import tilewright
+from tilewright.core.errors import ConfigError
+from tilewright.integrations.transformers import attach
+from tilewright.precision.loss_scale import DynamicScaler
+from tilewright.precision.policy import Policy, Rule
+
+STEPS, ROWS = 4, 2
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 80}
+FP16 = Policy("hybrid", (Rule(op="linear", compute="fp16"),))
+
+
+class Rows(Dataset):
+    """Random token rows, the same every time."""
+
+    def __len__(self):
+        return STEPS * ROWS
+
+    def __getitem__(self, index):
+        ids = torch.randint(0, 80, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Losses(TrainerCallback):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.rows.append(dict(logs))
+
+    @property
+    def losses(self):
+        return [row["loss"] for row in self.rows if "loss" in row]
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2))
+
+
+def bert():
+    torch.manual_seed(0)
+    config = BertConfig(**SHAPE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForMaskedLM(config)
+
+
+def trainer_of(model, folder, **settings) -> tuple[Trainer, Losses]:
+    defaults = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": ROWS,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.0,
+    }
+    keys = {key: settings.pop(key) for key in ("optimizer_cls_and_kwargs", "eval_dataset") if key in settings}
+    losses = Losses()
+    trainer = Trainer(
+        model, TrainingArguments(**(defaults | settings)), train_dataset=Rows(), callbacks=[losses], **keys
+    )
+    return trainer, losses
+
+
+def plain_losses(model, trainer) -> list[float]:
+    """The same steps in a plain loop, over the batches that the Trainer draws."""
+    torch.manual_seed(trainer.args.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    model.train()
+    for batch in trainer.get_train_dataloader():
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("make", [llama, bert])
+@pytest.mark.parametrize("policy", ["bf16_mixed", "hybrid", FP16], ids=["bf16_mixed", "hybrid", "fp16"])
+def test_trainer_equals_a_plain_loop(make, policy, tmp_path):
+    trainer, log = trainer_of(make(), tmp_path)
+    report = attach(trainer, policy)
+    trainer.train()
+    assert "linear" in {row.op for row in report.changed}
+
+    plain = tilewright.convert(make(), policy)
+    want = plain_losses(plain, trainer_of(plain, tmp_path)[0])
+    assert log.losses == pytest.approx(want, rel=3e-3)  # the bound of BF16: 2^-8 relative a product
+    fp32 = plain_losses(make(), trainer_of(make(), tmp_path)[0])
+    assert log.losses == pytest.approx(fp32, rel=1e-2)
+
+
+def test_fp16_scaling_is_in_the_logs_and_skips_overflows(tmp_path):
+    model = llama()
+    trainer, _ = trainer_of(model, tmp_path)
+    scaler = DynamicScaler(2.0**40, max=2.0**40, backoff=2.0**-10)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    skipped = []
+
+    class Watch(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            same = all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+            skipped.append(same)
+
+    trainer.add_callback(Watch())
+    attach(trainer, FP16, scaler=scaler)
+    trainer.train()
+    assert skipped[0]  # 2^40 overflows FP16
+    assert not skipped[-1]
+    assert scaler.skipped == sum(skipped)
+    assert trainer.state.log_history[0]["loss_scale"] == 2.0**30
+    assert trainer.state.log_history[0]["skipped_steps"] == 1
+
+
+def test_fp16_brings_its_own_scaler_from_the_parameter_count(tmp_path):
+    trainer, _ = trainer_of(llama(), tmp_path)
+    assert attach(trainer, FP16).needs_loss_scaling
+    assert trainer.accelerator.scaler.get_scale() == 2.0**7  # about 20 thousand parameters
+
+
+def test_schedule_switches_and_evaluation_is_fp32(tmp_path):
+    model = llama()
+    trainer, _ = trainer_of(model, tmp_path, eval_strategy="steps", eval_steps=3, eval_dataset=Rows())
+    seen = []
+    layer = model.model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda m, args, out: seen.append((m.training, m.compute_dtype, m.round_tf32)))
+    attach(trainer, "bf16_mixed", start_mode="tf32", start_fraction=0.5)
+    trainer.train()
+    training = [entry[1:] for entry in seen if entry[0]]
+    assert training == [(torch.float32, True)] * 2 + [(torch.bfloat16, False)] * 2
+    assert {entry[1:] for entry in seen if not entry[0]} == {(torch.float32, False)}
+    assert layer.compute_dtype == torch.bfloat16
+
+
+def test_pure_fp16_trains_with_our_optimizer_only(tmp_path):
+    trainer, _ = trainer_of(llama(), tmp_path)
+    with pytest.raises(ConfigError, match="keeps no FP32 masters"):
+        attach(trainer, "pure_fp16")
+    settings = {"lr": 1e-3, "weight_decay": 0.0}
+    trainer, log = trainer_of(llama(), tmp_path, optimizer_cls_and_kwargs=(tilewright.DeepSeekAdam, settings))
+    attach(trainer, "pure_fp16")
+    trainer.train()
+    want = plain_losses(llama(), trainer_of(llama(), tmp_path)[0])
+    assert log.losses == pytest.approx(want, rel=1e-2)
+    assert trainer.model.lm_head.weight.dtype == torch.float16
+
+
+def test_two_tools_cannot_decide_one_thing(tmp_path):
+    trainer, _ = trainer_of(llama(), tmp_path, bf16=True)
+    with pytest.raises(ConfigError, match="own mixed precision is on"):
+        attach(trainer, "bf16_mixed")
