@@ -186,9 +186,9 @@ def _function_rows(policy: Policy, own: bool) -> list[Row]:
         return [replace(loss, set_by_policy=False)]
     rest = "sums, softmax and element-wise functions follow torch's autocast lists"
     reason = f"products called as functions; {rest}" if policy.activation != "fp32" else "no autocast in an FP32 stream"
-    names = ", ".join(sorted(_fp32_functions(policy)))
     rows = [Row("(functions)", "matmul, attention", policy.activation, "-", policy.activation, reason)]
-    rows += [Row("(functions)", names, "fp32", "-", policy.activation, "fp32_ops names them")] if names else []
+    for name in sorted(_fp32_functions(policy)):
+        rows.append(Row("(functions)", name, "fp32", "-", policy.activation, "fp32_ops names it"))
     return [*rows, loss]
 
 

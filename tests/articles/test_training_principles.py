@@ -1,0 +1,82 @@
+"""Code samples of the article "Training principles of DeepSeek's large models: architecture and practice"."""
+
+import pytest
+import torch
+
+from tilewright import DynamicScaler, load_recipe
+from tilewright.precision.schedule import ModeSchedule
+
+
+class ArticleScaler:
+    """The DynamicScaler sample as printed, but for a buffer that needs a GPU and is never read."""
+
+    def __init__(self, init_scale=2**15):
+        self.current_scale = init_scale
+        self.found_inf = False
+
+    def update_scale(self, has_overflow):
+        if has_overflow:
+            self.current_scale /= 2
+            self.found_inf = True
+        else:
+            if self.found_inf and self.current_scale < 2**16:
+                self.current_scale *= 2
+                self.found_inf = False
+
+
+def test_the_printed_scaler_never_grows_without_an_overflow():
+    """Wrong, first: it only grows where an overflow came before, so a scale that starts too low stays there."""
+    printed, ours = ArticleScaler(init_scale=2**4), DynamicScaler(2.0**4, window=10)
+    for _ in range(100):
+        printed.update_scale(False)
+        ours.update(False)
+    assert printed.current_scale == 2**4
+    assert ours.scale_value == 2.0**14
+
+
+def test_the_printed_scaler_doubles_right_back_into_the_overflow():
+    """Wrong, second: it doubles after one clean step, without a window. Where gradients overflow above a scale of 2^10,
+    it loses every other step for ever; ours loses one in `window`, and the steps of finding the scale."""
+    limit, steps = 2**10, 1000
+    printed, ours = ArticleScaler(), DynamicScaler(2.0**15, window=100)
+    lost = {"printed": 0, "ours": 0}
+    for _ in range(steps):
+        overflow = printed.current_scale > limit
+        lost["printed"] += overflow
+        printed.update_scale(overflow)
+        overflow = ours.scale_value > limit
+        lost["ours"] += overflow
+        ours.update(overflow)
+    assert lost["printed"] >= steps // 2
+    assert lost["ours"] == 5 + (steps - 5) // 101
+    assert lost["ours"] == ours.skipped
+
+
+def test_the_printed_scaler_has_no_floor():
+    """Wrong, third: an overflow that no scale can mend drives it towards zero in silence; ours stops the run."""
+    from tilewright.core.errors import NumericsError
+
+    printed, ours = ArticleScaler(), DynamicScaler(2.0**15)
+    for _ in range(60):
+        printed.update_scale(True)
+    assert printed.current_scale < 1e-12
+    for _ in range(15):
+        ours.update(True)
+    assert ours.scale_value == ours.min
+    with pytest.raises(NumericsError):
+        ours.update(True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the line works where there is a GPU")
+def test_the_printed_buffer_needs_a_gpu():
+    """Wrong, fourth: `torch.cuda.FloatTensor([0.0])` fails without CUDA, and nothing reads it."""
+    with pytest.raises((TypeError, RuntimeError)):
+        torch.cuda.FloatTensor([0.0])
+
+
+def test_tf32_for_a_fifth_of_the_steps_then_bf16():
+    """Advice in section 5, as settings."""
+    overrides = {"precision.mode": "bf16_mixed", "precision.start_mode": "tf32", "precision.start_fraction": "0.2"}
+    section = load_recipe("default", overrides, environ={}).recipe.precision
+    schedule = ModeSchedule.from_section(section, steps=1000)
+    assert [schedule.at(step) for step in (0, 199, 200, 999)] == ["tf32", "tf32", "bf16_mixed", "bf16_mixed"]
