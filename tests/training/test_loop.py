@@ -12,6 +12,7 @@ from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, HardwareError, NumericsError
 from tilewright.training.loop import train
 from tilewright.training.record import Recorder
+from tilewright.training.step import StandardExecutor
 
 CASES = {
     "bf16": {},
@@ -215,6 +216,23 @@ def test_bad_numbers_stop_the_run_with_the_last_good_state(data, tmp_path, monke
     metrics = [row for row in rows(run / "metrics.jsonl") if "loss" in row]
     assert metrics[-1]["loss"] is None
     assert metrics[-1]["skipped"]
+
+
+def test_running_out_of_device_memory_names_owners_and_keeps_the_checkpoint(data, tmp_path, monkeypatch):
+    real = StandardExecutor.step
+
+    def step(self, microbatches, lr):
+        if len(self.optimizer.state) and int(next(iter(self.optimizer.state.values()))["step"]) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(self, microbatches, lr)
+
+    monkeypatch.setattr(StandardExecutor, "step", step)
+    with pytest.raises(FitError, match="ran out of memory in step 5") as caught:
+        train(tiny(data, tmp_path))
+    assert "activations" in caught.value.problems[0].got
+    assert "micro_batch" in caught.value.problems[0].try_
+    assert last_state(tmp_path / "tiny")[1]["parts"]["counters"]["step"] == 3
+    assert rows(tmp_path / "tiny" / "events.jsonl")[-1]["kind"] == "stop"
 
 
 def test_a_disk_that_refuses_is_loud_and_the_run_goes_on_to_its_end(data, tmp_path, capsys):

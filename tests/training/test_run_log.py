@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -115,6 +116,22 @@ def test_tensorboard_gets_the_scalars(tmp_path):
     events.Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_trackers_are_told_name_config_scalars_and_the_end(name, tmp_path, monkeypatch):
+    told = []
+    module = types.SimpleNamespace(
+        init=lambda **options: told.append(("init", options)),
+        log=lambda values, step: told.append((step, values)),
+        finish=lambda: told.append("finish"),
+    )
+    monkeypatch.setitem(sys.modules, name, module)
+    (sink,) = open_sinks([name], tmp_path / "run7", {"optim": {"lr": 0.1}})
+    sink.log(3, {"loss": 1.5})
+    sink.close()
+    options = {"project": "tilewright", "name": "run7", "config": {"optim": {"lr": 0.1}}}
+    assert told == [("init", options), (3, {"loss": 1.5}), "finish"]
 
 
 def test_step_line_has_fixed_columns():

@@ -131,12 +131,14 @@ class Recorder:
             "tokens_per_s": interval.tokens / interval.seconds,
             "wait_share": interval.wait_s / interval.seconds,
         }
+        # The first step compiles: no estimate from it alone.
+        seconds_left = interval.seconds / interval.steps * (self._steps - counters.step) if interval.steps > 1 else None
         line = step_line(
             shown,
             steps=self._steps,
             memory_limit=self._memory_limit,
             num_skips=counters.num_skips,
-            seconds_left=interval.seconds / interval.steps * (self._steps - counters.step),
+            seconds_left=seconds_left,
             scaled=self._scaled,
         )
         self._progress.line(line)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import torch
 
-from tilewright.core.errors import CheckpointError, NumericsError
+from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.checkpoint import CheckpointStore, SaveRecord
@@ -82,6 +83,7 @@ class Run:
 
         Raises:
             NumericsError: the numbers went bad; the last good state was saved.
+            FitError: the device's memory ran out; the newest checkpoint stays.
             CheckpointError: the last checkpoint could not be written.
         """
         steps, first = self.setup.recipe.train.steps, self.step
@@ -91,6 +93,8 @@ class Run:
             except NumericsError as error:
                 self._keep_last_good(error)
                 raise
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory(error) from error
             if self.resumed and self.step == first + 1:
                 self._tell_recovery()
             self._between_steps()
@@ -205,6 +209,19 @@ class Run:
             self.store.wait()
             self._tell_saves()
         self.recorder.event(self.step, "stop", str(error))
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> FitError:
+        """The error of a step that found no memory. The step may be half done, so nothing is saved."""
+        memory = self.parts.ledger.snapshot(self.parts.model, self.parts.optimizer)
+        owners = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in memory["owners"].items())
+        fit = FitError(
+            f"The device ran out of memory in step {self.step + 1}.",
+            got=f"{str(error).splitlines()[0]}\nat the peak ({memory['peak_phase']}): {owners}",
+            need="a smaller peak; the newest checkpoint is untouched, and the same command goes on from it",
+            try_='a smaller train.micro_batch (changes no loss), or train.activation_checkpoint = "full"',
+        )
+        self.recorder.event(self.step, "stop", str(fit))
+        return fit
 
     # ---- the end ----
 
