@@ -99,11 +99,13 @@ class FlopCount:
         layers: one number a layer: products with weights.
         attention: of one layer: scores and weighted values.
         head: the output projection.
+        last: one number a layer: its last product, whose result nobody needs in backward, so it is not recomputed.
     """
 
     layers: tuple[int, ...]
     attention: float
     head: int
+    last: tuple[int, ...]
 
     @property
     def forward(self) -> float:
@@ -117,9 +119,10 @@ class FlopCount:
 
     def step(self, activation_checkpoint: str = "none") -> float:
         """Forward and backward as executed: flash attention's backward forms its scores again (2.5 times its forward),
-        "full" runs each layer once more, "selective" no product again."""
-        again = sum(self.layers) + len(self.layers) * self.attention if activation_checkpoint == "full" else 0
-        return self.forward + self.backward + 0.5 * len(self.layers) * self.attention + again
+        "full" runs each layer up to its last product once more, "selective" no product."""
+        attention = len(self.layers) * self.attention
+        again = sum(self.layers) - sum(self.last) + attention if activation_checkpoint == "full" else 0
+        return self.forward + self.backward + 0.5 * attention + again
 
 
 def count_flops(config: DecoderConfig, seq_len: int, *, causal: bool = True) -> FlopCount:
@@ -140,4 +143,8 @@ def count_flops(config: DecoderConfig, seq_len: int, *, causal: bool = True) -> 
         for layer in range(config.num_layers)
     )
     attention = 2 * config.num_heads * (config.qk_head_dim + config.value_head_dim) * pairs
-    return FlopCount(layers, attention, 2 * config.vocab_size * config.dim)
+    last = tuple(
+        2 * config.dim * (config.num_shared_experts * config.expert_dim if config.is_moe(layer) else config.ffn_dim)
+        for layer in range(config.num_layers)
+    )
+    return FlopCount(layers, attention, 2 * config.vocab_size * config.dim, last)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tilewright.core.errors import CheckpointError, ConfigError
@@ -22,6 +23,7 @@ from tilewright.models.activation import selective_contexts
 from tilewright.models.config import ActivationCheckpoint
 from tilewright.models.contract import LossOutput
 from tilewright.models.head import IGNORED_LABEL, head_loss, logits_loss
+from tilewright.models.hf_config import read_json, write_json
 from tilewright.models.hf_packing import documents_as_rows, forward_arguments
 from tilewright.models.hf_probe import InputStyle, probe_language_model
 from tilewright.ops.kernels import Kernels
@@ -135,12 +137,13 @@ class HFModel(nn.Module):
     ) -> None:
         """Write a Hugging Face folder; see `contract.Model.save_hf`."""
         dtype = dtype or self.net.dtype
-        state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in self._state()}
-        before = self.config.to_dict()
-        self.config.update({**dict(extra or {}), "dtype": str(dtype).removeprefix("torch.")})
+        state = self.net.state_dict()
+        state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
         try:
             self.net.save_pretrained(folder, state_dict=state)
-        except OSError as error:
+            config = read_json(folder) | dict(extra or {}) | {"dtype": str(dtype).removeprefix("torch.")}
+            write_json(Path(folder) / "config.json", config)
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 "the Hugging Face folder cannot be written.",
                 got=str(error),
@@ -148,11 +151,6 @@ class HFModel(nn.Module):
                 try_="free space or choose another folder",
                 where=str(folder),
             ) from error
-        finally:
-            self.config.update(before)
-
-    def _state(self) -> list[tuple[str, Tensor]]:
-        return list(self.net.state_dict().items())
 
     def _input_style(self, packed: bool) -> InputStyle:
         """What the probe found; what it means for this run is noted the first time."""

@@ -92,6 +92,13 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     return value
 
 
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
 def read_config(folder: Path | str) -> DecoderConfig:
     """The decoder's shape from a folder of Llama or DeepSeek-V3 layout.
 

@@ -5,9 +5,7 @@ that does not fit is reported at once, before a byte is copied. Writing puts con
 not yet a model. transformers reads what is written here, and the other way round. The shape is `hf_config`'s matter.
 """
 
-import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 from tilewright.models.decoder import Decoder
-from tilewright.models.hf_config import read_config, read_json, to_hf_config
+from tilewright.models.hf_config import read_config, read_json, to_hf_config, write_json
 from tilewright.ops.kernels import Kernels
 
 __all__ = ["load_decoder", "load_weights", "read_config", "save_decoder", "scan_folder", "write_shards"]
@@ -148,7 +146,7 @@ def save_decoder(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
         write_shards(state, folder, dtype, shard_bytes)
-        _write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             "the Hugging Face folder cannot be written.",
@@ -187,7 +185,7 @@ def write_shards(state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, 
     (folder / INDEX).unlink(missing_ok=True)
     if total > 1:
         num_bytes = sum(t.numel() * _stored_dtype(n, dtype).itemsize for n, t in state.items())
-        _write_json(folder / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
 
 
 def mismatch_error(
@@ -259,13 +257,9 @@ def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
 def _summary(names: Iterable[str]) -> str:
-    """Names with layer and expert numbers folded: `model.layers.*.mlp.up_proj.weight (12)`."""
-    folded = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
-    return ", ".join(name if count == 1 and "*" not in name else f"{name} ({count})" for name, count in folded.items())
+    """Names, those that differ by layer or expert number folded: `model.layers.*.mlp.up_proj.weight (12)`."""
+    folded: dict[str, list[str]] = {}
+    for name in names:
+        folded.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
+    return ", ".join(same[0] if len(same) == 1 else f"{key} ({len(same)})" for key, same in folded.items())

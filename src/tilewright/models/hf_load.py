@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from tilewright.core.errors import CheckpointError, ConfigError, HardwareError
@@ -108,12 +109,14 @@ def _transformers() -> Any:
 
 def _read_hf_config(transformers: Any, path: Path | str) -> Any:
     model_type = read_json(path).get("model_type")
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         raise CheckpointError(
             "transformers cannot make a model of this config.json.",
-            got=f"model_type {model_type!r}: {error}".splitlines()[0],
+            got=f"model_type {model_type!r}: {' '.join(str(error).split())}",
             need="a model_type and values that the installed transformers knows",
             try_="correct config.json, or a newer transformers",
             where=str(Path(path) / "config.json"),
@@ -125,9 +128,14 @@ def _load_weights(auto: Any, path: Path | str | Any, config: Any) -> nn.Module:
         raise TypeError('weights = "load" needs a folder, not a config object')
     try:
         net, info = auto.from_pretrained(
-            str(path), config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            str(path),
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # only to list them all below
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             "the weights in the folder cannot be loaded.",
             got=str(error).strip().splitlines()[0],

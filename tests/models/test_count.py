@@ -1,0 +1,68 @@
+"""Counts from the shape against real modules and torch's own FLOP counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.models.shapes import SHAPES, make_batch
+from tilewright.core.hardware import detect_machine
+from tilewright.models.build import init_weights
+from tilewright.models.count import count_flops, count_parameters, layer_parameters
+from tilewright.models.decoder import Decoder
+from tilewright.ops.kernels import Kernels
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters(name):
+    with torch.device("meta"):
+        model = Decoder(SHAPES[name])
+    count = count_parameters(SHAPES[name])
+    assert count.total == sum(param.numel() for param in model.parameters())
+    for layer, block in enumerate(model.blocks):
+        assert layer_parameters(SHAPES[name], layer) == sum(param.numel() for param in block.parameters())
+
+
+def test_active_parameters_leave_out_idle_experts():
+    count = count_parameters(SHAPES["deepseek"])
+    assert count.total - count.active == (8 - 2) * 3 * 64 * 32
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_flops_of_forward_and_backward(name):
+    """Held against torch's counter over the reference attention, which is made of plain products."""
+    overrides = dict.fromkeys(("attention", "linear", "cross_entropy"), "ref")
+    model = Decoder(SHAPES[name], Kernels(detect_machine("cpu"), overrides))
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    batch = make_batch(rows=2, positions=16)
+    count = count_flops(SHAPES[name], 16, causal=False)
+    with FlopCounterMode(display=False) as counter:
+        out = model.loss(batch)
+    assert counter.get_total_flops() == 32 * count.forward
+    with FlopCounterMode(display=False) as counter:
+        out.loss_sum.backward()
+    assert counter.get_total_flops() == 32 * count.backward
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla", "deepseek"])
+def test_recomputation_runs_the_layers_again(name):
+    model = Decoder(SHAPES[name], Kernels(detect_machine("cpu"), {"attention": "ref", "cross_entropy": "ref"}))
+    init_weights(model, 0)
+    batch = make_batch(rows=2, positions=16)
+    count = count_flops(SHAPES[name], 16, causal=False)
+    measured = {}
+    for mode in ("none", "selective", "full"):
+        model.activation_checkpoint = mode
+        with FlopCounterMode(display=False) as counter:
+            model.loss(batch).loss_sum.backward()
+        measured[mode] = counter.get_total_flops() / 32
+    # The reference attention forms no scores again, so the flash term of `step` is taken out.
+    flash = 0.5 * len(count.layers) * count.attention
+    assert measured["none"] == count.step("none") - flash
+    assert measured["selective"] == measured["none"]
+    assert measured["full"] == count.step("full") - flash
+
+
+def test_causal_counts_half_the_pairs():
+    full, half = (count_flops(SHAPES["gqa"], 15, causal=causal).attention for causal in (False, True))
+    assert half == full * 8 / 15
