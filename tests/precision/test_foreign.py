@@ -10,6 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tilewright.core.errors import ConfigError
+from tilewright.core.hardware import detect_machine
+from tilewright.models.hf import HFModel
+from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.policy import Policy, Rule
 from tilewright.precision.sites import find_sites
@@ -318,3 +321,24 @@ def test_whole_model_compiles_to_one_graph():
         exact = model(**inputs("llama")).loss.item()
         assert compiled(**inputs("llama")).loss.item() == pytest.approx(exact, rel=1e-6)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+@pytest.mark.parametrize("mode", ["tf32", "bf16_mixed", "hybrid", "pure_fp16"])
+def test_our_wrapper_of_hugging_face_models(name, mode):
+    """Its loss enters the model below the root, and takes the head's weight without calling the head."""
+    task = {"llama": "causal_lm", "bert": "masked_lm", "vit": "image_classification"}[name]
+    model = HFModel(build(name), task, Kernels(detect_machine(), compile=False))
+    want = model.loss(inputs(name))
+    convert(model, mode)
+    got = model.loss(inputs(name))
+    assert got.loss_sum.dtype == torch.float32
+    assert got.loss_sum.item() == pytest.approx(want.loss_sum.item(), rel={"tf32": 2e-4}.get(mode, 3e-3))
+    if name == "llama":
+        low = {"tf32": torch.float32, "pure_fp16": torch.float16}.get(mode, torch.bfloat16)
+        assert model.net.lm_head.compute_dtype == low
+        assert torch.is_autocast_enabled("cpu") is False
+    with evaluating(model):
+        assert model.loss(inputs(name)).loss_sum.item() == pytest.approx(
+            want.loss_sum.item(), rel=2e-4 if mode == "pure_fp16" else 1e-7
+        )

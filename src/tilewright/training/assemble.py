@@ -261,7 +261,8 @@ def _model(setup: Setup, fresh: bool) -> Model:
 
 def _modes(setup: Setup, model: Model) -> Modes:
     section = setup.recipe.precision
-    policy = Policy.from_section(section, setup.machine.device)
+    parameters = "bf16" if setup.recipe.optim.master == "stochastic" else ""
+    policy = Policy.from_section(section, setup.machine.device, parameters=parameters)
     schedule = ModeSchedule.from_section(section, setup.recipe.train.steps)
     first, last = schedule.at(0), schedule.mode
     scaled = convert(model, policy.in_mode(first), kernels=setup.kernels).needs_loss_scaling
