@@ -63,6 +63,14 @@ def test_background_save_holds_the_values_of_its_call(tmp_path):
         assert torch.equal(target["w"], torch.full((300_000,), value))
 
 
+def test_save_now_is_written_when_it_returns_and_makes_no_copy(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(4, _tensors(4), {}, now=True)
+    assert store.newest_sound()[0] == store.path_of(4)
+    assert store._staging.num_bytes == 0
+    assert store.finished()[0].background is False
+
+
 def test_keeps_the_newest(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (5, 10, 15, 20):

@@ -244,7 +244,7 @@ def test_a_disk_that_refuses_is_loud_and_the_run_goes_on_to_its_end(data, tmp_pa
     assert "FileExistsError" in caught.value.problems[0].got
     assert "could not be written" in capsys.readouterr().out
     events = [row["kind"] for row in rows(run / "events.jsonl")]
-    assert events.count("save_failed") == 5  # steps 3, 6, 9, 12, and once more at the end
+    assert events.count("save_failed") == 4  # steps 3, 6, 9 and 12
     assert rows(run / "metrics.jsonl")[-1]["step"] == 12
 
 

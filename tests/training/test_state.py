@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tilewright.core.errors import CheckpointError
+from tilewright.memory.ledger import Ledger
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.training.checkpoint import CheckpointStore
@@ -90,6 +91,23 @@ def test_tied_weights_are_stored_once_and_caches_not_at_all():
     assert "model.head.weight" not in names
     assert "model.cache" not in names
     assert "model.norm.num_batches_tracked" in names
+
+
+def test_restoring_holds_one_tensor_beside_the_model(tmp_path):
+    """A state of 96 MiB in 12 tensors: the peak of loading stays far below a second copy."""
+    model = nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(4)))
+    optimizer = _adam(model)
+    optimizer.init_states()
+    state = TrainState(model, optimizer, {})
+    store = CheckpointStore(tmp_path)
+    store.save(1, state.tensors(), state.meta(), now=True)
+    state.restore(store.path_of(1))  # code and caches
+    ledger = Ledger("cpu")
+    with ledger.phase("restore"):
+        before = ledger.baseline_bytes
+        state.restore(store.path_of(1))
+    assert ledger.snapshot(None, None)["phases"]["restore"] - before < 40 * 2**20
+    ledger.close()
 
 
 def test_states_made_beforehand_keep_their_dtype(tmp_path):

@@ -78,9 +78,10 @@ class CheckpointStore:
 
     # ---- saving ----
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> float:
+    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, now: bool = False) -> float:
         """Save the state after `step`; returns the seconds that training stood still. Never raises for a bad disk.
 
+        `now` writes it before returning, without a copy, whatever `background` says.
         A save that is still being written is waited for first, and that wait counts. What became of the save is
         a `SaveRecord` in `finished()`. A step that is already in place is not written again.
         """
@@ -89,7 +90,7 @@ class CheckpointStore:
         if step == self._saved_step:
             return time.perf_counter() - started
         text = json.dumps(meta, allow_nan=False)
-        if not self.background:
+        if now or not self.background:
             record = self._write(step, tensors, text)
             stall_s = time.perf_counter() - started
             self._finished.append(replace(record, stall_s=stall_s, background=False))

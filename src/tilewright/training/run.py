@@ -101,7 +101,7 @@ class Run:
         finished = self.step >= steps
         if finished:
             self._evaluate()
-        self._save_and_wait()
+        self._save_at_end()
         if finished:
             self._finish()
         else:
@@ -128,8 +128,8 @@ class Run:
         self._tell_notes()
         if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
             self._evaluate()
-        if recipe.save.every and self.step % recipe.save.every == 0:
-            self._save()
+        if recipe.save.every and self.step % recipe.save.every == 0 and self.step < recipe.train.steps:
+            self._stall_s += self._save()
         self._tell_saves()
 
     def _tell_notes(self) -> None:
@@ -160,19 +160,19 @@ class Run:
 
     # ---- checkpoints ----
 
-    def _save(self) -> None:
+    def _save(self, now: bool = False) -> float:
+        """Save this step; returns the seconds that training stood still."""
         self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
         meta = self.state.meta() | {"precision": self.parts.modes.mode, "recipe": self.setup.recipe_digest}
-        self._stall_s += self.store.save(self.step, self.state.tensors(), meta)
+        return self.store.save(self.step, self.state.tensors(), meta, now=now)
 
-    def _save_and_wait(self) -> None:
+    def _save_at_end(self) -> None:
         """Save this step and see it on the disk.
 
         Raises:
             CheckpointError: it is not there.
         """
-        self._save()
-        self.store.wait()
+        self._save(now=True)
         failed = self._tell_saves()
         if failed is not None and failed.step == self.step:
             raise CheckpointError(
@@ -189,11 +189,9 @@ class Run:
         for save in self.store.finished():
             numbers = {"stall_s": save.stall_s, "write_s": save.write_s, "bytes": save.bytes}
             if save.error is None:
-                where = "in the background" if save.background else "with training stopped"
-                text = (
-                    f"step {save.step}: {format_bytes(save.bytes)} written in {format_seconds(save.write_s)} {where}, "
-                    f"training stood still for {format_seconds(save.stall_s)}"
-                )
+                text = f"step {save.step}: {format_bytes(save.bytes)} written in {format_seconds(save.write_s)}"
+                if save.background:
+                    text += f" in the background, training stood still for {format_seconds(save.stall_s)}"
                 self.recorder.event(save.step, "save", text, background=save.background, **numbers)
             else:
                 failed = save
@@ -205,8 +203,7 @@ class Run:
         """After bad numbers: save the state if it is sound (the bad update was not applied), and write down why."""
         self.parts.counters.step += 1
         if all_finite(self.parts.model):
-            self._save()
-            self.store.wait()
+            self._save(now=True)
             self._tell_saves()
         self.recorder.event(self.step, "stop", str(error))
 
