@@ -3,9 +3,14 @@
 import torch
 from torch import Tensor
 
+from tilewright.core.hardware import detect_machine
 from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
+from tilewright.ops.kernels import Kernels
+
+KERNELS = Kernels(detect_machine("cpu"), compile=False)
+"""Operations that need no compiler, so that tests start at once."""
 
 _BASE = {"vocab_size": 61, "dim": 64, "num_layers": 2, "num_heads": 4, "ffn_dim": 96, "tie_embeddings": False}
 _MLA = {"attention": "mla", "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
@@ -25,7 +30,7 @@ SHAPES = {
 def make_decoder(name: str, seed: int = 0) -> Decoder:
     """A decoder with weights large enough that every part of it shows in the logits."""
     torch.manual_seed(seed)
-    model = Decoder(SHAPES[name])
+    model = Decoder(SHAPES[name], KERNELS)
     init_weights(model, seed)
     with torch.no_grad():
         for param in model.parameters():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.shapes import make_batch, make_decoder
+from tests.models.shapes import KERNELS, make_batch, make_decoder
 from tilewright.core.config import ModelSection
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import build_model, init_weights, materialize
@@ -15,7 +15,7 @@ SECTION = ModelSection(dim=64, num_layers=2, num_heads=4)
 
 
 def test_meta_by_default_then_real():
-    model = build_model(SECTION, 100)
+    model = build_model(SECTION, 100, KERNELS)
     assert {param.device.type for param in model.parameters()} == {"meta"}
     materialize(model, "cpu")
     init_weights(model, 0)
@@ -67,7 +67,7 @@ def test_a_folder_replaces_the_shape_and_gives_weights(tmp_path):
 def test_any_hugging_face_folder(tmp_path):
     source = make_decoder("gqa").eval()
     source.save_hf(tmp_path)
-    model = build_model(ModelSection(kind="hf", path=str(tmp_path), weights="load"), 61, device="cpu").eval()
+    model = build_model(ModelSection(kind="hf", path=str(tmp_path), weights="load"), 61, KERNELS, "cpu").eval()
     assert isinstance(model, HFModel)
     batch = make_batch()
     assert abs(model.loss(batch).loss_sum.item() - source.loss(batch).loss_sum.item()) < 1e-4

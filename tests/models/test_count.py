@@ -31,7 +31,7 @@ def test_active_parameters_leave_out_idle_experts():
 def test_flops_of_forward_and_backward(name):
     """Held against torch's counter over the reference attention, which is made of plain products."""
     overrides = dict.fromkeys(("attention", "linear", "cross_entropy"), "ref")
-    model = Decoder(SHAPES[name], Kernels(detect_machine("cpu"), overrides))
+    model = Decoder(SHAPES[name], Kernels(detect_machine("cpu"), overrides, compile=False))
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.02)
     batch = make_batch(rows=2, positions=16)
@@ -46,7 +46,8 @@ def test_flops_of_forward_and_backward(name):
 
 @pytest.mark.parametrize("name", ["gqa", "mla", "deepseek"])
 def test_recomputation_runs_the_layers_again(name):
-    model = Decoder(SHAPES[name], Kernels(detect_machine("cpu"), {"attention": "ref", "cross_entropy": "ref"}))
+    overrides = {"attention": "ref", "cross_entropy": "ref"}
+    model = Decoder(SHAPES[name], Kernels(detect_machine("cpu"), overrides, compile=False))
     init_weights(model, 0)
     batch = make_batch(rows=2, positions=16)
     count = count_flops(SHAPES[name], 16, causal=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.shapes import SHAPES, make_batch, make_decoder
+from tests.models.shapes import KERNELS, SHAPES, make_batch, make_decoder
 from tests.ops.compare import assert_snr
 from tilewright.models.build import init_weights
 from tilewright.models.decoder import Decoder
@@ -71,7 +71,7 @@ def test_activation_checkpoint_must_be_a_mode():
 @pytest.mark.parametrize("stream", ["bf16_mixed", "hybrid"])
 @pytest.mark.parametrize("name", ["gqa", "deepseek"])
 def test_residual_stream_keeps_its_dtype(name, stream):
-    model = Decoder(SHAPES[name])
+    model = Decoder(SHAPES[name], KERNELS)
     init_weights(model, 0)
     batch = make_batch()
     want = model.loss(batch).loss_sum.item()

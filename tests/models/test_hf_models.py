@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.models.shapes import make_batch
+from tests.models.shapes import KERNELS, make_batch
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import init_weights
 from tilewright.models.hf_load import load_hf
@@ -46,7 +46,7 @@ def make(name):
         for group, task in ((CAUSAL, "causal_lm"), (MASKED, "masked_lm"), (IMAGES, "image_classification"))
         if name in group
     )
-    model = load_hf(AutoConfig.for_model(name, **sizes), task)
+    model = load_hf(AutoConfig.for_model(name, **sizes), task, kernels=KERNELS)
     init_weights(model, 0)
     return model
 
@@ -243,3 +243,19 @@ def test_wrong_task():
 
     with pytest.raises(ConfigError, match="does not do causal_lm"):
         load_hf(ViTConfig(**_VIT), "causal_lm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert", "resnet"])
+def test_compiled_models_compute_the_same(name):
+    torch._dynamo.reset()
+    model = make(name).eval()
+    batch = make_inputs(model)
+    model.loss(batch).loss_sum.backward()
+    want = [param.grad.clone() for param in model.parameters()]
+    model.compile_blocks()
+    model.zero_grad()
+    model.loss(batch).loss_sum.backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for param, grad in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=1e-3, atol=1e-4)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tests.models.shapes import SHAPES, make_batch, make_decoder
+from tests.models.shapes import KERNELS, SHAPES, make_batch, make_decoder
 from tests.ops.compare import assert_snr
 from tilewright.models.moe import MoE
-from tilewright.ops.kernels import Kernels
 
 
 def one_token_at_a_time(moe: MoE, x_ND: torch.Tensor) -> torch.Tensor:
@@ -64,7 +63,7 @@ def test_padding_is_not_load():
 def test_bias_evens_out_the_load():
     """A router that prefers two of eight experts is balanced by the bias alone; weights do not see the bias."""
     config = SHAPES["gqa_moe"]
-    moe = MoE(config, Kernels.default())
+    moe = MoE(config, KERNELS)
     torch.nn.init.normal_(moe.gate.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     for expert in (*moe.experts, moe.shared_experts):
         for param in expert.parameters():

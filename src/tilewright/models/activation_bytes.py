@@ -42,7 +42,7 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
     Example:
         >>> from tilewright.models.presets import PRESETS
         >>> [layer_bytes(PRESETS["cpu_50m"], 0, mode, Storage()) for mode in ("none", "selective", "full")]
-        [16680, 12832, 1024]
+        [16680, 11808, 1024]
     """
     entry = config.dim * storage.stream
     if mode == "full":

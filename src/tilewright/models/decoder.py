@@ -24,7 +24,7 @@ from tilewright.models.config import ActivationCheckpoint, DecoderConfig
 from tilewright.models.contract import LossOutput
 from tilewright.models.head import head_loss
 from tilewright.models.layers import MLP, RMSNorm, rope_angles
-from tilewright.models.moe import MoE, Router
+from tilewright.models.moe import MoE
 from tilewright.ops.kernels import Kernels
 
 
@@ -161,12 +161,15 @@ class Decoder(nn.Module):
 
     def after_step(self) -> None:
         """Balance the experts by the load since the last call, summed over all ranks. Nothing to do when dense."""
-        if self._load_LE is None:
+        routers = [block.mlp.gate for block in self.blocks if block.is_moe]
+        if not routers:
             return
         load_LE, self._load_LE = self._load_LE, None
+        if load_LE is None:  # this rank had no rows, others may have had some
+            load_LE = torch.zeros(len(routers), self.config.num_experts, device=routers[0].weight.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(load_LE)
-        for router, load_E in zip(self._routers(), load_LE, strict=True):
+        for router, load_E in zip(routers, load_LE, strict=True):
             router.rebalance(load_E)
 
     def compile_blocks(self) -> None:
@@ -217,9 +220,6 @@ class Decoder(nn.Module):
                 "Compiled mixture-of-experts layers are recomputed whole: selective checkpointing cannot see into "
                 "their compiled parts."
             )
-
-    def _routers(self) -> list[Router]:
-        return [block.mlp.gate for block in self.blocks if block.is_moe]
 
     @torch.no_grad()
     def _note_loads(self, loads: list[Tensor]) -> dict[str, Tensor]:

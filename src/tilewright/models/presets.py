@@ -10,7 +10,7 @@ from tilewright.models.config import DecoderConfig
 
 PRESETS = MappingProxyType(
     {
-        # 10.0M parameters: minutes on a laptop.
+        # 10.2M parameters: minutes on a laptop.
         "tiny": DecoderConfig.of(vocab_size=8192, dim=320, num_layers=6, num_heads=5, ffn_dim=896),
         # 46.9M: the model of the CPU throughput benchmark.
         "cpu_50m": DecoderConfig.of(vocab_size=16384, dim=512, num_layers=12, num_heads=8, ffn_dim=1408),
