@@ -22,9 +22,9 @@ def row_lse(logits_CV: Tensor) -> Tensor:
     return torch.logsumexp(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)), dim=-1, keepdim=True)
 
 
-def masked_softmax(logits_CV: Tensor, lse_C1: Tensor, keep_C1: Tensor) -> Tensor:
-    """Softmax of each row from its log-sum-exp, zero where `keep` is, in the logits' dtype: [C, V]."""
-    return ((logits_CV.to(lse_C1.dtype) - lse_C1).exp() * keep_C1).to(logits_CV.dtype)
+def masked_softmax_(logits_CV: Tensor, lse_C1: Tensor, keep_C1: Tensor) -> None:
+    """Softmax of each row from its log-sum-exp, zero where `keep` is, written over the logits."""
+    logits_CV.copy_((logits_CV.to(lse_C1.dtype) - lse_C1).exp() * keep_C1)
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,28 @@ class ChunkStep:
     """Loss and gradient of one chunk's logits.
 
     The two loops are separate functions, because compiled as one they ran three times slower on CPU (inductor
-    fuses the passes over a row badly); the target's element is patched in afterwards, not compared for in the loop.
+    fuses the passes over a row badly); the targets' elements are patched in afterwards, not compared for in the loop.
     """
 
     row_lse: Callable[[Tensor], Tensor]
-    masked_softmax: Callable[[Tensor, Tensor, Tensor], Tensor]
+    masked_softmax_: Callable[[Tensor, Tensor, Tensor], None]
 
-    def __call__(self, logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss sum (FP32 scalar) and gradient with respect to the logits [C, V] (their dtype)."""
-        target_C1 = labels_C.clamp(min=0).unsqueeze(-1)
+    def __call__(self, logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+        """Loss sum (FP32 scalar); the gradient with respect to the logits is written over them.
+
+        Args:
+            logits_CV: [C, V] contiguous, any float dtype.
+            labels_C: [C] int64, -100 where there is no target.
+        """
+        keep_C = labels_C != -100
+        flat = torch.arange(len(labels_C), device=labels_C.device) * logits_CV.shape[1] + labels_C.clamp(min=0)
         lse_C1 = self.row_lse(logits_CV)
-        keep_C1 = (labels_C != -100).unsqueeze(-1).to(lse_C1.dtype)
-        log_prob_C1 = (logits_CV.gather(-1, target_C1) - lse_C1) * keep_C1
-        grad_CV = self.masked_softmax(logits_CV, lse_C1, keep_C1)
-        grad_CV.scatter_(-1, target_C1, ((log_prob_C1.exp() - 1) * keep_C1).to(grad_CV.dtype))
-        return -log_prob_C1.sum(), grad_CV
+        high = lse_C1.dtype
+        target_logit_C = logits_CV.view(-1).index_select(0, flat).to(high)
+        log_prob_C = (target_logit_C - lse_C1.squeeze(-1)) * keep_C
+        self.masked_softmax_(logits_CV, lse_C1, keep_C.to(high).unsqueeze(-1))
+        logits_CV.view(-1).index_copy_(0, flat, ((log_prob_C.exp() - 1) * keep_C).to(logits_CV.dtype))
+        return -log_prob_C.sum()
 
 
 def chunk_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
@@ -66,14 +73,14 @@ class _ChunkedLoss(torch.autograd.Function):
         rows = _chunk_rows(x_ND, weight_VD)
         total = torch.zeros((), dtype=high, device=x_ND.device)
         dx_ND = torch.empty_like(x_ND)
-        dweight_VD = None
+        dweight_VD = torch.zeros_like(weight_VD, dtype=high)
+        logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
         for start in range(0, x_ND.shape[0], rows):
-            x_CD = x_ND[start : start + rows]
-            loss, dlogits_CV = step(x_CD @ low_weight_VD.T, labels_N[start : start + rows])
-            total += loss
-            torch.mm(dlogits_CV, low_weight_VD, out=dx_ND[start : start + rows])
-            part_VD = dlogits_CV.T @ x_CD
-            dweight_VD = part_VD.to(high) if dweight_VD is None else dweight_VD.add_(part_VD)
+            x_CD, labels_C = x_ND[start : start + rows], labels_N[start : start + rows]
+            part_CV = torch.mm(x_CD, low_weight_VD.T, out=logits_CV[: len(labels_C)])
+            total += step(part_CV, labels_C)
+            torch.mm(part_CV, low_weight_VD, out=dx_ND[start : start + rows])
+            dweight_VD += part_CV.T @ x_CD
         ctx.save_for_backward(dx_ND, dweight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return total
@@ -95,7 +102,7 @@ def _chunk_rows(x_ND: Tensor, weight_VD: Tensor) -> int:
 
 @functools.cache
 def _compiled_step() -> ChunkStep:
-    return ChunkStep(torch.compile(row_lse), torch.compile(masked_softmax))
+    return ChunkStep(torch.compile(row_lse), torch.compile(masked_softmax_))
 
 
 def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +112,7 @@ def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor,
 
 def eager(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     """See `ops.loss`; the chunk's loops as eager torch operations."""
-    return _linear_cross_entropy(x_ND, weight_VD, labels_N, lambda: ChunkStep(row_lse, masked_softmax))
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, lambda: ChunkStep(row_lse, masked_softmax_))
 
 
 def _linear_cross_entropy(x_ND, weight_VD, labels_N, make_step: Callable[[], ChunkStep]) -> tuple[Tensor, Tensor]:
