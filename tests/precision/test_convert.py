@@ -357,15 +357,39 @@ def switches(model: nn.Module, policy: Policy) -> list[str]:
 def test_cuda_tf32_uses_the_process_wide_switch_and_says_so():
     notes = switches(SmallResNet(), Policy("tf32", device_type="cuda"))
     assert len(notes) == 1
-    assert '"tf32"' in notes[0]
+    assert "TF32" in notes[0]
 
 
 def test_cuda_tf32_beside_fp32_is_emulated_and_says_so():
     policy = Policy("tf32", (Rule("classifier", compute="fp32"),), device_type="cuda")
     notes = switches(SmallResNet(), policy)
-    assert '"ieee"' in notes[0]
+    assert "FP32" in notes[0]
     assert "emulated" in notes[1]
     assert "emulated" in explain(SmallResNet(), policy)[0].reason
+
+
+@pytest.fixture
+def _switches_restored():
+    """torch's switches are those of the whole process."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.usefixtures("_switches_restored")
+def test_cuda_switches_are_set_and_evaluation_puts_them_back():
+    model = SmallResNet()
+    convert(model, Policy("tf32", device_type="cuda"))
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
+    assert not model.conv.round_tf32
+    with evaluating(model):
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", False)
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
+    set_mode(model, "bf16_mixed")
+    with evaluating(model):
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_cuda_bf16_leaves_the_switch_alone():

@@ -173,6 +173,47 @@ def test_a_rule_reaches_modules_that_use_parameters_in_their_own_way():
     assert other(torch.randn(1, 4, 128)).dtype == torch.bfloat16
 
 
+class Positions(nn.Module):
+    """Adds a parameter, as vision transformers do, and multiplies by another in a way of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(4, 8))
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.proj(x) + self.position, x @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("mode", "stream", "product"),
+    [
+        ("bf16_mixed", torch.bfloat16, torch.bfloat16),
+        ("hybrid", torch.float32, torch.bfloat16),
+        ("pure_fp16", torch.float16, torch.float16),
+    ],
+)
+def test_parameters_that_are_added_do_not_change_the_stream(mode, stream, product):
+    model = nn.ModuleDict({"inner": Positions(), "other": nn.Linear(2, 2)})
+    convert(model, mode)
+    added, multiplied = model["inner"](torch.randn(2, 4, 8))
+    assert (added.dtype, multiplied.dtype) == (stream, product)
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "pure_fp16"])
+def test_a_rule_on_a_module_with_children_holds(mode):
+    """It is a place of entry too, whose region must not be overwritten; its parameters are FP32 then."""
+    model = nn.ModuleDict({"inner": Positions(), "other": nn.Linear(2, 2)})
+    convert(model, Policy(mode, (Rule("inner", compute="fp32"),), fp32_ops=("softmax",)))
+    x = torch.randn(2, 4, 8)
+    _, multiplied = model["inner"](x)
+    want = (x @ model["inner"].weight.float()).to(torch.bfloat16 if mode == "bf16_mixed" else torch.float16)
+    assert torch.equal(multiplied, want)
+    assert model["inner"].weight.dtype == torch.float32
+    assert model["inner"].proj.compute_dtype != torch.float32
+
+
 def test_torchs_attention_module_as_one_unit():
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)

@@ -39,7 +39,7 @@ class _Plan:
     round_tf32: bool
     """TF32 operands are rounded here, because no TF32 unit does it."""
     switch: str
-    """What torch's process-wide FP32 switches on CUDA are set to; empty: left alone."""
+    """What torch's process-wide switches for FP32 products on CUDA are set to, fp32 or tf32; empty: left alone."""
 
 
 def convert(model: nn.Module, policy: Policy | str, *, kernels: Kernels | None = None) -> ConversionReport:
@@ -117,6 +117,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = [(module, module.training) for module in model.modules()]
     wide = _decide_all(model, Policy("fp32", device_type=report.policy.device_type))
     narrow = _decide_all(model, report.policy)
+    switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) if wide.switch else None
     model.eval()
     _store(wide)
     _apply(model, wide)
@@ -125,6 +126,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         _store(narrow)  # exact: FP16 values went through FP32 and back
         _apply(model, narrow)
+        if switches is not None:
+            torch.set_float32_matmul_precision(switches[0])
+            torch.backends.cudnn.allow_tf32 = switches[1]
         for module, was_training in training:
             module.training = was_training
 
@@ -150,9 +154,9 @@ def _decide_all(model: nn.Module, policy: Policy) -> _Plan:
     formats = {decision.compute for site, decision in decided if site.kind in _MATRIX_KINDS}
     cuda = policy.device_type == "cuda"
     round_tf32 = "tf32" in formats and (not cuda or "fp32" in formats)
-    switch = "" if not cuda or not formats & {"fp32", "tf32"} else "ieee" if "fp32" in formats else "tf32"
+    switch = "" if not cuda or not formats & {"fp32", "tf32"} else "fp32" if "fp32" in formats else "tf32"
     sites = tuple((site, _possible(site, decision, round_tf32)) for site, decision in decided)
-    rows = [_row(site, decision) for site, decision in sites]
+    rows = [_row(site, decision, policy) for site, decision in sites]
     report = ConversionReport(
         policy,
         Table([*rows, *_function_rows(policy, own)]),
@@ -164,6 +168,8 @@ def _decide_all(model: nn.Module, policy: Policy) -> _Plan:
 
 def _possible(site: Site, decision: Decision, round_tf32: bool) -> Decision:
     """The decision as it can be carried out: TF32 without a unit exists for plain products only."""
+    if site.handling is Handling.REGION and decision.compute not in ("bf16", "fp16"):
+        decision = replace(decision, storage="fp32")  # its own code multiplies its parameters as they are stored
     can_round = site.kind in _EMULATED_KINDS and site.handling is Handling.SWAP
     if decision.compute == "tf32" and round_tf32 and not can_round:
         reason = "FP32, more than asked: TF32 is emulated here, and only in linear layers and convolutions"
@@ -173,10 +179,11 @@ def _possible(site: Site, decision: Decision, round_tf32: bool) -> Decision:
     return decision
 
 
-def _row(site: Site, decision: Decision) -> Row:
+def _row(site: Site, decision: Decision, policy: Policy) -> Row:
     reason = f"{site.remark}: {decision.reason}" if site.remark else decision.reason
     own = site.handling is Handling.OWN
-    return Row(site.fqn, site.kind, decision.compute, decision.storage, decision.output, reason, not own)
+    output = "-" if site.handling is Handling.REGION and policy.stream != policy.activation else decision.output
+    return Row(site.fqn, site.kind, decision.compute, decision.storage, output, reason, not own)
 
 
 def _function_rows(policy: Policy, own: bool) -> list[Row]:
@@ -203,7 +210,8 @@ def _without_effect(policy: Policy, decided: list[tuple[Site, Decision]], own: b
     for index, rule in enumerate(policy.rules):
         matched = [(site, d) for site, d in decided if rule.matches(site.fqn, kinds_of(site.kind))]
         if not matched:
-            yield f"rule {index + 1}: {rule} matches no module"
+            hint = '; fp32_ops = ["attention"] reaches functions' if rule.op == "attention" and not own else ""
+            yield f"rule {index + 1}: {rule} matches no module{hint}"
         elif all(d.rule is None for _, d in matched) and rule.compute != "fp32":
             yield f"rule {index + 1}: {rule} matches only norms and routers, which compute in FP32 in every mode"
         elif all(d.rule != index for _, d in matched if d.rule is not None) and rule.compute != "fp32":
@@ -218,10 +226,7 @@ def _without_effect(policy: Policy, decided: list[tuple[Site, Decision]], own: b
 
 def _switch_notes(switch: str, round_tf32: bool, cuda: bool) -> Iterator[str]:
     if switch:
-        yield (
-            f"torch's process-wide switches for FP32 products on CUDA (matmul and cuDNN convolution) are "
-            f'set to "{switch}"'
-        )
+        yield f"torch's process-wide switches for FP32 products on CUDA (matmul and cuDNN) are set to {switch.upper()}"
     if round_tf32 and cuda:
         yield "some products stay FP32, so the process-wide TF32 switch cannot be on: TF32 is emulated by rounding"
 
@@ -263,15 +268,16 @@ def _apply(model: nn.Module, plan: _Plan, kernels: Kernels | None = None) -> Non
         elif site.handling is Handling.SETTING:
             site.module.compute_dtype = SPECS[decision.compute].dtype
         elif site.handling in (Handling.WRAP, Handling.REGION):
-            _wrap(site, decision, policy.device_type)
+            _wrap(site, decision, policy)
     for module in model.modules():
         if "residual_dtype" in vars(module):
             module.residual_dtype = SPECS[policy.stream].dtype
     if not plan.own:
-        _surround(model, policy)
+        _surround(model, policy, {id(site.module) for site, _ in plan.sites})
     if plan.switch:
-        torch.backends.cuda.matmul.fp32_precision = plan.switch
-        torch.backends.cudnn.conv.fp32_precision = plan.switch
+        # The older interface: torch refuses to read it once the newer one (fp32_precision) has been written.
+        torch.set_float32_matmul_precision("high" if plan.switch == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = plan.switch == "tf32"
 
 
 def _swap(module: nn.Module, decision: Decision, round_tf32: bool, kernels: Kernels | None) -> None:
@@ -283,21 +289,27 @@ def _swap(module: nn.Module, decision: Decision, round_tf32: bool, kernels: Kern
         module.kernel = kernels.linear
 
 
-def _wrap(site: Site, decision: Decision, device_type: str) -> None:
-    """Formats of a module that is not torch's: FP32 tensors and no autocast, or autocast to the 16-bit format."""
-    region = region_of(site.module, device_type)
+def _wrap(site: Site, decision: Decision, policy: Policy) -> None:
+    """Formats of a module that is not torch's: FP32 tensors and no autocast, or autocast to the 16-bit format.
+
+    A norm returns its input's dtype. What another module returns may be the residual stream (embeddings with positions
+    added) or a product; it is cast where the two have one format, and else left as it comes.
+    """
+    region = region_of(site.module, policy.device_type)
     low = decision.compute in ("bf16", "fp16")
     region.autocast = SPECS[decision.compute].dtype if low else None
     region.inputs = None if low else torch.float32
-    if site.kind != "router":
-        region.outputs = "input" if decision.output == "input" else SPECS[decision.output].dtype
+    if site.kind in ("norm", "batch_norm"):
+        region.outputs = "input"
+    elif site.kind != "router":
+        region.outputs = SPECS[policy.stream].dtype if policy.stream == policy.activation else None
 
 
-def _surround(model: nn.Module, policy: Policy) -> None:
+def _surround(model: nn.Module, policy: Policy, decided: set[int]) -> None:
     """Autocast regions on every module through which a forward may enter, down to the repeated layers.
 
     Functions kept in FP32 need one on each layer too: recomputing a layer in backward enters there, and torch restores
-    autocast for it but not this.
+    autocast for it but not this. The modules `decided` on have their formats already.
     """
     functions = _fp32_functions(policy)
     autocast = SPECS[policy.activation].dtype if policy.activation != "fp32" else None
@@ -307,7 +319,9 @@ def _surround(model: nn.Module, policy: Policy) -> None:
     known = [layer for layer in layers if functions or hasattr(layer, "precision_region")]
     for module in [*entries, *known]:
         region = region_of(module, policy.device_type)
-        region.autocast, region.functions = autocast, functions
+        region.functions = functions
+        if id(module) not in decided:
+            region.autocast = autocast
         if module is model:
             region.outputs = torch.float32
 
