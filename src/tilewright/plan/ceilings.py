@@ -1,9 +1,10 @@
 """What this machine reaches: measured once in a few seconds, cached, the ceilings of every plan's roofline.
 
-Every rate is measured through the kernels that a run would use, forward and backward together, at a few
-sizes, and is the median of several timings. The cache file is keyed by machine, torch, thread count and
-chosen kernels; delete it or pass `refresh` to measure again. Rates of a busy machine are low: measure on
-a quiet one. Called by the command line (`plan`, `doctor`, `train`) and `benchmarks/`.
+Every rate is measured through `ops`, forward and backward together, at a few sizes, and is the median of several
+timings. Nothing is compiled for it, because compiling takes longer than all of this: what compiled loops reach is
+bounded by `bandwidth` and `exp`. The cache file is keyed by machine, torch and thread count; pass `refresh` to measure
+again. Rates of a busy machine are low: measure on a quiet one. Called by the command line (`plan`, `bench`), `training`
+and `benchmarks/`.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from tilewright.core.log import get_logger
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.ref.adam import AdamHyper
 
-_FORMAT = 3
+_FORMAT = 4
 """Raise when the meaning of a field changes, so that old cache files are not read."""
 _WIDTHS = (256, 512, 1024, 2048)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,7 +42,7 @@ class Ceilings:
     `attention`: FLOP/s of causal attention by format, forward and backward, the masked half not counted.
     `bandwidth`: bytes/s of a copy, read and write counted. `elementwise`: bytes/s read and written by a norm and a
     SwiGLU in eager form. `loss`: logits/s through the loss of the head by format, its GEMMs not counted.
-    `adam`: parameters/s by storage of the moments. `touch`: bytes/s of writing fresh memory for the first time.
+    `adam`: parameters/s by storage of the moments. `exp`: exponentials/s in FP32.
     """
 
     key: str
@@ -51,7 +52,7 @@ class Ceilings:
     elementwise: Mapping[str, float]
     adam: Mapping[str, float]
     bandwidth: float
-    touch: float
+    exp: float
     threads: int
     measured_s: float
 
@@ -87,7 +88,6 @@ def measure(
     machine: Machine,
     cache_dir: str | Path | None = None,
     *,
-    kernels: Kernels | None = None,
     refresh: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Ceilings:
@@ -96,29 +96,26 @@ def measure(
     Args:
         machine: facts about this machine; its device is the one measured.
         cache_dir: folder of the cache; the user's cache folder by default.
-        kernels: implementations to measure; the machine's best by default.
         refresh: measure again.
         progress: called with a line of text before each measurement.
 
     A cache folder that cannot be written is told by a warning, and the measurement is used all the same.
     """
-    kernels = kernels or Kernels(machine)
-    key = _key(machine, kernels)
+    key = _key(machine)
     folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
     path = folder / "ceilings" / f"{key}.json"
     if not refresh and (cached := _read(path)) is not None:
         return cached
-    ceilings = _measure_all(machine, kernels, key, progress or (lambda line: None))
+    ceilings = _measure_all(machine, key, progress or (lambda line: None))
     _write(path, ceilings)
     return ceilings
 
 
-def _key(machine: Machine, kernels: Kernels) -> str:
+def _key(machine: Machine) -> str:
     facts = {
         "device": [machine.device, machine.device_name, machine.capability, sorted(machine.cpu_features)],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "kernels": sorted((str(row["op"]), str(row["case"]), str(row["chosen"])) for row in kernels.explain()),
         "format": _FORMAT,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -144,8 +141,8 @@ def _write(path: Path, ceilings: Ceilings) -> None:
         _log.warning("ceilings: not cached, %s cannot be written (%s)", path, error.strerror)
 
 
-def _measure_all(machine: Machine, kernels: Kernels, key: str, progress: Callable[[str], None]) -> Ceilings:
-    device = torch.device(machine.device)
+def _measure_all(machine: Machine, key: str, progress: Callable[[str], None]) -> Ceilings:
+    device, kernels = torch.device(machine.device), Kernels(machine, compile=False)
     start = time.perf_counter()
     progress(f"measuring this machine once: {machine.device_name}")
     matmul = {fmt: _matmul_rates(kernels, dtype, device) for fmt, dtype in _DTYPES.items()}
@@ -158,7 +155,6 @@ def _measure_all(machine: Machine, kernels: Kernels, key: str, progress: Callabl
     loss = {fmt: _loss_rate(kernels, dtype, device, matmul[fmt][512]) for fmt, dtype in _DTYPES.items()}
     elementwise = {fmt: _elementwise_rate(kernels, dtype, device) for fmt, dtype in _DTYPES.items()}
     adam = {fmt: _adam_rate(kernels, _DTYPES[fmt], device) for fmt in ("fp32", "bf16")}
-    bandwidth, touch = _bandwidth(device), _touch_rate(device)
     return Ceilings(
         key=key,
         matmul=matmul,
@@ -166,8 +162,8 @@ def _measure_all(machine: Machine, kernels: Kernels, key: str, progress: Callabl
         loss=loss | {"tf32": loss["fp32"]},
         elementwise=elementwise | {"tf32": elementwise["fp32"]},
         adam=adam,
-        bandwidth=bandwidth,
-        touch=touch,
+        bandwidth=_bandwidth(device),
+        exp=_exp_rate(device),
         threads=torch.get_num_threads(),
         measured_s=round(time.perf_counter() - start, 2),
     )
@@ -272,7 +268,7 @@ def _adam_rate(kernels: Kernels, moments: torch.dtype, device: torch.device) -> 
     num_params = 2**23 if device.type == "cpu" else 2**27
     param, grad = (_random(num_params, dtype=torch.float32, device=device) for _ in range(2))
     first, second = (torch.zeros(num_params, dtype=moments, device=device) for _ in range(2))
-    update = kernels.adam(device.type, torch.float32)
+    update = kernels.adam(device.type, moments)
     hyper = AdamHyper(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, seed=0)
     return num_params / median_seconds(lambda: update([param], [grad], [first], [second], hyper), device)
 
@@ -283,7 +279,7 @@ def _bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
-def _touch_rate(device: torch.device) -> float:
-    """Bytes/s of filling memory that was just asked for; on a CPU the pages come from the system one by one."""
-    num_bytes = 2**26
-    return num_bytes / median_seconds(lambda: torch.empty(num_bytes, dtype=torch.uint8, device=device).fill_(1), device)
+def _exp_rate(device: torch.device) -> float:
+    """Exponentials/s over 4 MiB, which stay in the cache."""
+    x = torch.zeros(2**20, device=device)
+    return x.numel() / median_seconds(lambda: torch.exp(x, out=x), device, _SECONDS_EACH / 4)

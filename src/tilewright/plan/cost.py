@@ -1,0 +1,158 @@
+"""The plan of a run: whether it fits, how fast it will be, what binds, and the cheapest changes that make it fit.
+
+Needs no weights, no data and no GPU: shapes come from a model on the meta device, rates from `ceilings`. `make_plan` is
+called by `training` before a run, by the command line (`plan`), and by the benchmark that holds it against real runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tilewright.core.config import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.plan.ceilings import Ceilings
+from tilewright.plan.explain import plan_table, plan_verdict
+from tilewright.plan.fixes import Fix, changed, find_fixes
+from tilewright.plan.footprint import footprint
+from tilewright.plan.roofline import binding, step_seconds
+from tilewright.plan.workload import Planner, Workload
+
+STEP_PHASES = ("load", "forward", "backward", "update")
+"""Phases that the memory ledger measures in every step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted bytes and seconds of a run. Bytes are of the device; seconds of one optimizer step.
+
+    `phases`: bytes by owner (as in `memory.ledger`) at load, forward, backward, update, evaluate and checkpoint.
+    `seconds`: of a step, by part. `bound_by`: compute or bandwidth, and the largest part under it.
+    """
+
+    device: str
+    num_parameters: int
+    phases: Mapping[str, Mapping[str, int]]
+    other_parts: Mapping[str, int]
+    budget_bytes: int
+    reserve_bytes: int
+    seconds: Mapping[str, float]
+    tokens_per_step: int
+    bound_by: tuple[str, str]
+    notes: tuple[str, ...] = ()
+    fixes: tuple[Fix, ...] = ()
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with the most bytes."""
+        return max(self.phases, key=self.phase_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes at any phase."""
+        return self.phase_bytes(self.peak_phase)
+
+    @property
+    def step_phase(self) -> str:
+        """The phase of a training step with the most bytes; evaluation and checkpoints left out."""
+        return max(STEP_PHASES, key=self.phase_bytes)
+
+    def phase_bytes(self, phase: str) -> int:
+        """Bytes of all owners at a phase."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak, and what the device holds besides, is within the budget."""
+        return self.peak_bytes + self.reserve_bytes <= self.budget_bytes
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens (of images: rows) a second."""
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def verdict(self) -> str:
+        """The plan in a sentence."""
+        return plan_verdict(self)
+
+    def table(self) -> str:
+        """The plan as plain text for people."""
+        return plan_table(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types for plan.json: the fields, and what follows from them."""
+        derived = ("peak_phase", "peak_bytes", "step_phase", "fits", "step_s", "tokens_per_s", "verdict")
+        return {name: getattr(self, name) for name in derived} | asdict(self) | {"bound_by": list(self.bound_by)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "Plan":
+        """What `to_json` gave."""
+        fields = {name: row[name] for name in cls.__dataclass_fields__}
+        fields["bound_by"] = tuple(fields["bound_by"])
+        fields["notes"] = tuple(fields["notes"])
+        fields["fixes"] = tuple(Fix(**fix) for fix in fields["fixes"])
+        return cls(**fields)
+
+
+def make_plan(recipe: Recipe, vocab_size: int, machine: Machine, rates: Ceilings) -> Plan:
+    """Plan a run.
+
+    Args:
+        recipe: the run's settings.
+        vocab_size: of the tokenizer; classes for image classification.
+        machine: where it would run; its memory is the budget unless `plan.device_budget` is set.
+        rates: measured ceilings of that machine.
+
+    Raises:
+        ConfigError, CheckpointError: the model cannot be built.
+    """
+    planner = Planner(vocab_size, machine)
+    plan = _plan(planner.workload(recipe), rates)
+    if plan.fits:
+        return plan
+
+    def fix(base: Recipe, settings: dict[str, Any], keeps_result: bool) -> Fix:
+        other = changed(base, settings)
+        smaller = Planner(settings["data.vocab_size"], machine) if "data.vocab_size" in settings else planner
+        tried = _plan(smaller.workload(other), rates)
+        return Fix(settings, keeps_result, tried.fits, tried.peak_bytes, tried.step_s, 1 / tried.tokens_per_s)
+
+    return Plan(**{**_fields(plan), "fixes": find_fixes(recipe, fix)})
+
+
+def _fields(plan: Plan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in Plan.__dataclass_fields__}
+
+
+def _plan(work: Workload, rates: Ceilings) -> Plan:
+    seconds, bytes_ = step_seconds(work, rates), footprint(work)
+    budget = work.recipe.plan.device_budget or work.machine.device_memory_bytes
+    return Plan(
+        device=work.machine.device,
+        num_parameters=work.num_parameters,
+        phases=bytes_.phases,
+        other_parts=bytes_.other_parts,
+        budget_bytes=budget,
+        reserve_bytes=bytes_.reserve_bytes,
+        seconds=seconds,
+        tokens_per_step=work.step_tokens,
+        bound_by=binding(seconds),
+        notes=_notes(work),
+    )
+
+
+def _notes(work: Workload) -> tuple[str, ...]:
+    """What the plan does not know."""
+    notes = []
+    if work.trace is not None and work.trace.trouble:
+        notes.append(f"activations and products of the layers are not in the plan: {work.trace.trouble}")
+    if work.trace is not None and work.compiled:
+        notes.append("activations are those of eager layers; compiled ones keep less")
+    if work.machine.device == "cuda":
+        notes.append("no CUDA device has been measured for these constants; expect a larger error")
+    return tuple(notes)

@@ -1,0 +1,48 @@
+"""A plan in words: one sentence, and a table of plain text. Called by `plan.cost`."""
+
+from typing import TYPE_CHECKING
+
+from tilewright.core.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from tilewright.plan.cost import Plan
+
+OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "other")
+
+
+def plan_verdict(plan: "Plan") -> str:
+    """Whether it fits, at which phase the peak is and whose, and how fast a step is, in a sentence."""
+    owners = plan.phases[plan.peak_phase]
+    largest = max(owners, key=lambda owner: owners[owner])
+    verb = "The run fits" if plan.fits else "The run does not fit"
+    needs = format_bytes(plan.peak_bytes + plan.reserve_bytes)
+    text = f"{verb}: {needs} of {format_bytes(plan.budget_bytes)} at the peak ({plan.peak_phase}, mostly {largest})"
+    ceiling, part = plan.bound_by
+    speed = f"{format_count(plan.tokens_per_s)} tokens/s, bound by {ceiling} ({part})"
+    return f"{text}; a step takes about {format_seconds(plan.step_s)}, {speed}."
+
+
+def plan_table(plan: "Plan") -> str:
+    """Verdict, bytes by owner and phase, seconds by part, notes, and fixes where it does not fit."""
+    lines = [plan.verdict, "", f"{format_count(plan.num_parameters)} parameters on {plan.device}", ""]
+    phases = list(plan.phases)
+    lines.append(f"{'bytes':<12}" + "".join(f"{phase:>12}" for phase in phases))
+    for owner in OWNERS:
+        cells = [plan.phases[phase].get(owner, 0) for phase in phases]
+        if any(cells):
+            lines.append(f"{owner:<12}" + "".join(f"{format_bytes(cell) if cell else '-':>12}" for cell in cells))
+    lines.append(f"{'sum':<12}" + "".join(f"{format_bytes(plan.phase_bytes(phase)):>12}" for phase in phases))
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.other_parts.items() if size)
+    lines += [f"  other: {parts}" if parts else "", ""]
+    if plan.reserve_bytes:
+        lines.append(f"  outside the allocator: {format_bytes(plan.reserve_bytes)}")
+    lines.append(f"{'seconds':<12}{'of a step':>12}{'share':>8}")
+    for name, seconds in sorted(plan.seconds.items(), key=lambda item: -item[1]):
+        if seconds:
+            lines.append(f"{name:<12}{format_seconds(seconds):>12}{seconds / plan.step_s:>8.0%}")
+    lines.append(f"{'sum':<12}{format_seconds(plan.step_s):>12}{format_count(plan.tokens_per_s):>10} tokens/s")
+    lines += [f"note: {note}" for note in plan.notes]
+    if plan.fixes:
+        lines += ["", "What makes it fit, cheapest first:" if plan.fixes[0].fits else "Nothing fits; closest:"]
+        lines += [f"  {fix}" for fix in plan.fixes]
+    return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""Changes of a recipe that make it fit, cheapest first, each planned anew.
+
+Two kinds: settings that leave the result as it is (smaller micro-batches, recomputation, compiled layers), and
+settings that change what is learned or how exactly (16-bit moments and weights, shorter rows, a smaller model). The
+first kind comes first; inside a kind the order is that of seconds a token. Called by `plan.cost`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.core.config import Recipe
+from tilewright.core.units import format_bytes, format_seconds
+
+NUM_FIXES = 3
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One change, and the plan with it. `keeps_result`: the same losses as before, up to rounding."""
+
+    settings: dict[str, Any]
+    keeps_result: bool
+    fits: bool
+    peak_bytes: int
+    step_s: float
+    token_s: float
+
+    def __str__(self) -> str:
+        settings = " ".join(f"--{name} {value}" for name, value in self.settings.items())
+        ends = "" if self.fits else ", still too much"
+        return f"{settings:<44} peak {format_bytes(self.peak_bytes)}, step {format_seconds(self.step_s)}{ends}"
+
+
+def changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    """The recipe with other settings, by `section.field`."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    update = {name: getattr(recipe, name).model_copy(update=fields) for name, fields in sections.items()}
+    return recipe.model_copy(update=update)
+
+
+def candidates(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Settings worth trying, and whether they keep the result. Alone, and the sparing ones together."""
+    for size in _halves(min(recipe.train.micro_batch, recipe.train.batch_size), 1):
+        yield {"train.micro_batch": size}, True
+    for mode in ("selective", "full"):
+        if recipe.train.activation_checkpoint == "none" or (mode, recipe.train.activation_checkpoint) == (
+            "full",
+            "selective",
+        ):
+            yield {"train.activation_checkpoint": mode}, True
+            if recipe.train.micro_batch > 1:
+                yield {"train.activation_checkpoint": mode, "train.micro_batch": 1}, True
+    if recipe.precision.mode in ("fp32", "tf32"):
+        yield {"precision.mode": "bf16_mixed"}, False
+    if recipe.optim.moments == "fp32":
+        yield {"optim.moments": "bf16"}, False
+    if recipe.optim.master == "fp32" and recipe.precision.mode == "bf16_mixed":
+        yield {"optim.master": "stochastic"}, False
+        yield {"optim.master": "stochastic", "optim.moments": "bf16"}, False
+        yield {**_SPARING, "optim.master": "stochastic", "optim.moments": "bf16"}, False
+    if recipe.model.task != "image_classification":
+        for length in _halves(recipe.data.seq_len, 128):
+            yield {"data.seq_len": length}, False
+    if recipe.model.kind == "decoder" and not recipe.model.path:
+        yield from _smaller_models(recipe)
+
+
+_SPARING = {"train.activation_checkpoint": "full", "train.micro_batch": 1}
+
+
+def _smaller_models(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
+    if not recipe.data.tokenizer:
+        for size in _halves(recipe.data.vocab_size, 4096):
+            yield {"data.vocab_size": size}, False
+    for layers in _halves(recipe.model.num_layers, 2):
+        yield {"model.num_layers": layers}, False
+        yield {**_SPARING, "model.num_layers": layers}, False
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    while (value := value // 2) >= least:
+        yield value
+
+
+def find_fixes(recipe: Recipe, plan: Callable[[Recipe, dict[str, Any], bool], Fix]) -> tuple[Fix, ...]:
+    """The cheapest changes that fit, one for each set of settings; where nothing fits, those that save most.
+
+    Args:
+        recipe: does not fit.
+        plan: plans the recipe with the settings and returns the fix.
+    """
+    found = [plan(recipe, settings, keeps) for settings, keeps in candidates(recipe)]
+    fitting = sorted((fix for fix in found if fix.fits), key=lambda fix: (not fix.keeps_result, fix.token_s))
+    if not fitting:
+        return tuple(sorted(found, key=lambda fix: fix.peak_bytes)[:NUM_FIXES])
+    best: dict[tuple[str, ...], Fix] = {}
+    for fix in fitting:
+        best.setdefault(tuple(sorted(fix.settings)), fix)
+    return tuple(best.values())[:NUM_FIXES]

@@ -1,0 +1,170 @@
+"""Bytes of a run by owner at each phase, from its workload.
+
+Parameters, optimizer states, gradients and activations are counted from shapes. `other` is what no tensor of the model
+accounts for, in three physical terms:
+
+process     interpreter, torch, libraries, and what the compiler leaves in the process. On CUDA it is not in the
+            allocator's figures and stands in `reserve_bytes`.
+work        what operations need while they run: the chunks of the head's loss, a layer's gradients in backward.
+kept pages  what glibc's malloc does not give back after a free. They are what backward's work leaves, so the same
+            number stands for both (CPU only).
+
+The constants of the last two are measured; benchmarks/plan_accuracy.py holds the sums against real runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, weight_copy_bytes
+from tilewright.ops.native.loss import CHUNK_BYTES
+from tilewright.plan.workload import BYTES, Workload
+
+MIB = 2**20
+PROCESS_BYTES = 330 * MIB
+"""Resident set with torch and this package imported and the data open, before the model (measured, CPU build)."""
+COMPILER_BYTES = 105 * MIB
+"""Added by torch.compile: its own modules, and the code it made (measured)."""
+CUDA_RESERVE_BYTES = 700 * MIB
+"""CUDA context and kernels, outside the allocator (not measured by this project yet)."""
+LAYER_WORK = 3.3
+"""Backward of a layer needs this many times what the layer keeps: gradients of it, in FP32 in part, and the
+allocator's gaps (measured, 2 to 16 rows, 6 and 12 layers)."""
+LOSS_CHUNKS = {(True, 2): 3.75, (False, 2): 4.75, (True, 4): 2.0, (False, 4): 2.9}
+"""Chunk-sized blocks alive at once in the head's loss, by (compiled, bytes of a logit): logits and their gradient;
+in 16 bit the copies that oneDNN makes of a transposed operand; in eager form the FP32 softmax (measured)."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by owner at each phase. `reserve_bytes`: held on the device outside these figures.
+    `other_parts`: what `other` consists of at its largest."""
+
+    phases: Mapping[str, Mapping[str, int]]
+    other_parts: Mapping[str, int]
+    reserve_bytes: int
+
+
+def footprint(work: Workload) -> Footprint:
+    """The bytes of a run; where it passes through several precision modes, the larger ones."""
+    cpu = work.machine.device == "cpu"
+    process = (PROCESS_BYTES + (COMPILER_BYTES if work.compiled or work.loss_compiled else 0)) if cpu else 0
+    activations = max(activation_bytes(work, mode) for mode in work.modes)
+    layer_work = max(_layer_work(work, mode) for mode in work.modes)
+    loss_work = max(_loss_work(work, mode) for mode in work.modes)
+    gradients = 4 * work.num_parameters  # FP32 also where parameters are stored in 16 bit
+    held = {"parameters": work.parameter_bytes, "optimizer": _optimizer_bytes(work), "buffers": _buffer_bytes(work)}
+    kept = layer_work if cpu else 0
+    first = {"gradients": gradients if work.num_micro > 1 else 0}
+    phases = {
+        "load": {"parameters": held["parameters"], "buffers": held["buffers"], "other": process},
+        "forward": held | first | {"activations": activations, "other": process + loss_work + kept},
+        "backward": held | _backward(activations, gradients, work.num_micro) | {"other": process + layer_work},
+        "update": held | {"gradients": gradients, "other": process + kept + (activations if cpu else 0)},
+        "evaluate": _evaluation(work, held, process, activations + kept if cpu else 0, loss_work),
+    }
+    staging = held["parameters"] + held["optimizer"]
+    phases["checkpoint"] = _checkpoint(work, phases, staging)
+    parts = {"process": process, "loss of the head": loss_work, "backward of a layer": layer_work}
+    return Footprint(phases, parts, 0 if cpu else CUDA_RESERVE_BYTES)
+
+
+def _backward(activations: int, gradients: int, num_micro: int) -> dict[str, int]:
+    """Gradients grow while activations go: with one micro-batch the larger of the two is the peak."""
+    if num_micro > 1:
+        return {"gradients": gradients, "activations": activations}
+    return {"gradients": gradients, "activations": max(0, activations - gradients)}
+
+
+def _evaluation(work: Workload, held: dict[str, int], process: int, kept: int, loss_work: int) -> dict[str, int]:
+    """No gradients; FP32 throughout where the recipe says so. On a CPU it runs inside the pages that training left."""
+    wide = work.recipe.precision.eval_fp32
+    factor = 4 / BYTES[work.policies[work.modes[-1]].activation] if wide else 1
+    parameters = 4 * work.num_parameters if wide else work.parameter_bytes
+    return held | {"parameters": parameters, "other": process + kept + int(loss_work * factor)}
+
+
+def _checkpoint(work: Workload, phases: Mapping[str, Mapping[str, int]], staging: int) -> dict[str, int]:
+    """While a checkpoint is written: a host copy of the state, beside training that goes on."""
+    save = work.recipe.save
+    training = save.background and 0 < save.every < work.recipe.train.steps
+    busiest = max(phases.values(), key=lambda owners: sum(owners.values())) if training else phases["update"]
+    copy = staging if save.background and work.machine.device == "cpu" else 0
+    return dict(busiest) | {"other": busiest["other"] + copy}
+
+
+def _optimizer_bytes(work: Workload) -> int:
+    """Two moments, and an FP32 master for parameters that are stored in 16 bit (but not with stochastic rounding)."""
+    moment = 2 if work.recipe.optim.moments == "bf16" else 4
+    has_master = work.recipe.optim.master == "fp32"
+    narrow = (4 * work.num_parameters - work.parameter_bytes) // 2  # parameters in 16 bit
+    return 2 * moment * work.num_parameters + (4 * narrow if has_master else 0)
+
+
+def _buffer_bytes(work: Workload) -> int:
+    """Router biases; everything else that modules hold is small or made in the step."""
+    if work.config is None or not work.config.num_experts:
+        return 0
+    return sum(4 * work.config.num_experts for i in range(work.config.num_layers) if work.config.is_moe(i))
+
+
+def storage(work: Workload, mode: str) -> Storage:
+    """What activations are kept in."""
+    policy = work.policies[mode]
+    return Storage(BYTES[policy.stream], BYTES[policy.activation], work.compiled)
+
+
+def activation_bytes(work: Workload, mode: str) -> int:
+    """Bytes alive between forward and backward of one micro-batch, weight copies of the products among them."""
+    if work.config is None:
+        assert work.trace is not None
+        if work.trace.head is None:
+            return work.trace.kept_bytes
+        num_tokens, dim, vocab_size = work.trace.head
+        return work.trace.kept_bytes + num_tokens * dim * BYTES[work.policies[mode].activation] + 4 * vocab_size * dim
+    config, kept = work.config, storage(work, mode)
+    checkpoint = work.recipe.train.activation_checkpoint
+    stored = BYTES[work.policies[mode].storage]
+    layers = range(config.num_layers)
+    tokens = sum(layer_bytes(config, i, checkpoint, kept) for i in layers) * work.num_tokens
+    copies = sum(weight_copy_bytes(config, i, checkpoint, kept, stored) for i in layers)
+    return tokens + copies + head_bytes(config, work.num_tokens, kept) + _masks(work, kept)
+
+
+def _masks(work: Workload, kept: Storage) -> int:
+    """Eager attention keeps one mask a layer and row, in the products' format."""
+    if kept.compiled or work.recipe.train.activation_checkpoint != "none" or work.config is None:
+        return 0
+    return work.config.num_layers * work.num_tokens * work.seq_len * kept.product
+
+
+def _layer_work(work: Workload, mode: str) -> int:
+    """Backward's need for the layer that keeps most; a recomputed layer keeps its all first."""
+    if work.config is None:
+        assert work.trace is not None
+        return int(LAYER_WORK * work.trace.kept_bytes / work.num_layers)
+    kept = storage(work, mode)
+    largest = max(layer_bytes(work.config, i, "none", kept) for i in range(work.config.num_layers))
+    rebuilt = work.recipe.train.activation_checkpoint != "none"
+    return int((LAYER_WORK + (1 if rebuilt else 0)) * largest * work.num_tokens)
+
+
+def _loss_work(work: Workload, mode: str) -> int:
+    """What the head's loss holds at its busiest chunk, beyond the gradients that it leaves (see `ops.native.loss`)."""
+    head = head_shape(work)
+    if head is None:
+        assert work.trace is not None
+        return work.trace.peak_bytes - work.trace.kept_bytes
+    num_tokens, dim, vocab_size = head
+    size = BYTES[work.policies[mode].activation]
+    logits = num_tokens * vocab_size * size
+    num_chunks = -(-logits // CHUNK_BYTES)
+    blocks = LOSS_CHUNKS[work.loss_compiled, size] if work.machine.device == "cpu" else 2.0
+    blocks += 1 if num_chunks > 1 else 0  # the gradient of the chunk before is still there
+    return int(blocks * logits / num_chunks) + size * vocab_size * dim
+
+
+def head_shape(work: Workload) -> tuple[int, int, int] | None:
+    """(tokens of a micro-batch, width, vocabulary) of a head whose loss is `ops.loss`; None for other heads."""
+    if work.config is not None:
+        return work.num_tokens, work.config.dim, work.config.vocab_size
+    return work.trace.head if work.trace is not None else None

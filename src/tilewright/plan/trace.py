@@ -1,0 +1,172 @@
+"""What a Hugging Face model keeps for backward and computes, found by running its forward pass on fake tensors.
+
+Fake tensors have shapes and dtypes but no data, so a model of any size is traced in about a second with no weights.
+Every tensor alive after forward that was not alive before it counts. Data-dependent choices (how documents of a row are
+kept apart, which labels count) are not made here: rows are taken as packed, with an attention mask where the model has
+one. Called by `plan.workload`.
+"""
+
+import inspect
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from tilewright.core.config import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.models.build import build_model
+from tilewright.models.hf import HFModel
+from tilewright.models.hf_packing import forward_arguments
+from tilewright.precision.convert import convert
+from tilewright.precision.policy import Policy
+from tilewright.precision.schedule import ModeSchedule
+
+MASKED_SHARE = 0.15
+"""Share of the tokens that a masked language model predicts."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch of a Hugging Face model.
+
+    `kept_bytes`: alive after forward, for backward. `peak_bytes`: most alive inside forward. `flops`: of forward,
+    the head included. `head`: (tokens, width, vocabulary) where the head's loss is ours, and not in the other numbers.
+    `trouble`: why nothing is known; empty where all went well.
+    """
+
+    kept_bytes: int
+    peak_bytes: int
+    flops: float
+    head: tuple[int, int, int] | None
+    trouble: str = ""
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts bytes of storages that operations make, for as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        old = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage(), old)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage, old: set[int]) -> None:
+        key = storage._cdata
+        if key in self._known or id(storage) in old:
+            return
+        size = storage.nbytes()
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def trace_model(recipe: Recipe, vocab_size: int, machine: Machine, rows: int) -> Trace:
+    """Trace one micro-batch of `rows` rows.
+
+    Raises:
+        ConfigError, CheckpointError: the model cannot be built, or cannot do what the recipe asks.
+    """
+    mode = ModeSchedule.from_section(recipe.precision, recipe.train.steps).mode
+    policy = Policy.from_section(recipe.precision, machine.device).in_mode(mode)
+    section = recipe.model.model_copy(update={"weights": "random"})
+    model = build_model(section, vocab_size, device="meta")
+    assert isinstance(model, HFModel)
+    model.activation_checkpoint = recipe.train.activation_checkpoint
+    device = torch.device(machine.device)
+    with FakeTensorMode(), _quiet():
+        _to_fake(model, device)
+        convert(model, policy)
+        try:
+            return _run(model.train(), recipe, rows, device)
+        except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException) as error:
+            reason = str(error).splitlines()[0]
+            return Trace(0, 0, 0.0, None, f"the forward pass cannot be traced without data ({reason})")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What fake tensors cannot do is told by `Trace.trouble`; torch would print a traceback besides."""
+    logger = logging.getLogger(fake_tensor.__name__)
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _to_fake(model: nn.Module, device: torch.device) -> None:
+    """Replace meta parameters and buffers by fake ones on `device`, ties kept."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            made[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for group in (module._parameters, module._buffers):
+            for name, tensor in group.items():
+                if tensor is not None:
+                    group[name] = fake(tensor)
+
+
+def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Trace:
+    live, flops = _LiveBytes(), FlopCounterMode(display=False)
+    head = None
+    if recipe.model.task == "image_classification":
+        side = recipe.data.image_size
+        pixels = torch.empty(rows, 3, side, side, device=device)
+        with flops, live:
+            out = model.net(pixel_values=pixels)  # held until the bytes are counted
+        kept, peak = live.live, live.peak
+    else:
+        ids, arguments = _text_inputs(model, rows, recipe.data.seq_len, device)
+        layer = model.net.get_output_embeddings()
+        ours = recipe.model.task == "causal_lm" and isinstance(layer, nn.Linear) and layer.bias is None
+        with flops, live:
+            out = (model.net.base_model if ours else model.net)(input_ids=ids, **arguments)
+        kept, peak = live.live, live.peak
+        if ours:
+            head = (ids.numel(), layer.in_features, layer.out_features)
+        else:  # FP32 logits of the predicted tokens, and their softmax
+            wanted = MASKED_SHARE if recipe.model.task == "masked_lm" else 1.0
+            logits = int(wanted * ids.numel()) * out.logits.shape[-1] * 4
+            kept, peak = kept + 2 * logits, peak + 3 * logits
+    return Trace(kept, peak, flops.get_total_flops(), head)
+
+
+def _text_inputs(model: HFModel, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """Packed rows: with positions and a block mask where the model takes positions, else plain rows."""
+    ids = torch.zeros(rows, seq_len, dtype=torch.int64, device=device)
+    if "position_ids" not in inspect.signature(model.net.forward).parameters:
+        return ids, forward_arguments(model.net)
+    causal = model.task == "causal_lm"
+    return ids, forward_arguments(model.net, "blocks", causal, ids, torch.zeros_like(ids))

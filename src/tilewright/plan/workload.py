@@ -1,0 +1,175 @@
+"""What a recipe asks of a machine, resolved: model shapes, formats, micro-batches, what is compiled. No weights.
+
+Made once for each plan from a model on the meta device; `footprint` turns it into bytes and `roofline` into seconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tilewright.core.config import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.models.build import build_model
+from tilewright.models.config import DecoderConfig
+from tilewright.models.decoder import Decoder
+from tilewright.ops.kernels import Kernels
+from tilewright.plan.trace import Trace, trace_model
+from tilewright.precision.convert import explain
+from tilewright.precision.policy import Policy
+from tilewright.precision.schedule import ModeSchedule
+
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product with a weight: its shape, the share of tokens that pass it, the format it computes in."""
+
+    fqn: str
+    num_in: int
+    num_out: int
+    share: float
+    compute: str
+    is_head: bool
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the weight."""
+        return self.num_in * self.num_out
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One optimizer step in numbers. Bytes are of the whole model; `rows` and `num_micro` describe the batch."""
+
+    recipe: Recipe
+    machine: Machine
+    config: DecoderConfig | None
+    """Shape of tilewright's own decoder; None for a Hugging Face model."""
+    trace: Trace | None
+    """What a Hugging Face model's forward pass keeps and computes."""
+    modes: tuple[str, ...]
+    """Precision modes that the run passes through."""
+    policies: Mapping[str, Policy]
+    products: Mapping[str, tuple[Product, ...]]
+    """Products by mode."""
+    num_parameters: int
+    parameter_bytes: int
+    num_layers: int
+    compiled: bool
+    loss_compiled: bool
+    rows: int
+    num_micro: int
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a row; 1 for images."""
+        return 1 if self.recipe.model.task == "image_classification" else self.recipe.data.seq_len
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.rows * self.seq_len
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.recipe.train.batch_size * self.seq_len
+
+
+class Planner:
+    """Makes workloads of one model family; keeps what is slow to find (meta models, traces) between them."""
+
+    def __init__(self, vocab_size: int, machine: Machine) -> None:
+        self.vocab_size = vocab_size
+        self.machine = machine
+        self._models: dict[object, nn.Module] = {}
+        self._traces: dict[object, Trace] = {}
+
+    def workload(self, recipe: Recipe) -> Workload:
+        """The workload of a recipe.
+
+        Raises:
+            ConfigError, CheckpointError: the model cannot be built.
+        """
+        model = self._model(recipe)
+        config = model.config if isinstance(model, Decoder) else None
+        kernels = Kernels(self.machine, recipe.ops.model_dump())
+        schedule = ModeSchedule.from_section(recipe.precision, recipe.train.steps)
+        modes = tuple(dict.fromkeys(mode for mode in (schedule.start_mode, schedule.mode) if mode))
+        parameters = "bf16" if recipe.optim.master == "stochastic" else ""
+        policy = Policy.from_section(recipe.precision, self.machine.device, parameters=parameters)
+        policies = {mode: policy.in_mode(mode) for mode in modes}
+        rows = min(recipe.train.micro_batch, recipe.train.batch_size)
+        head = DTYPES[policies[modes[-1]].activation]
+        choice = kernels.choices["cross_entropy", self.machine.device, head]
+        return Workload(
+            recipe=recipe,
+            machine=self.machine,
+            config=config,
+            trace=None if config else self._trace(recipe, rows),
+            modes=modes,
+            policies=policies,
+            products={mode: _products(model, policies[mode], config) for mode in modes},
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            parameter_bytes=_parameter_bytes(model, policies[modes[-1]]),
+            num_layers=config.num_layers if config else _longest_stack(model),
+            compiled=_compiles(recipe, self.machine),
+            loss_compiled=choice.candidate.name == "compiled",
+            rows=rows,
+            num_micro=-(-recipe.train.batch_size // rows),
+        )
+
+    def _model(self, recipe: Recipe) -> nn.Module:
+        key = recipe.model
+        if key not in self._models:
+            self._models[key] = build_model(recipe.model, self.vocab_size, Kernels(self.machine), "meta")
+        return self._models[key]
+
+    def _trace(self, recipe: Recipe, rows: int) -> Trace:
+        key = (recipe.model, recipe.precision, recipe.train.activation_checkpoint, recipe.data, rows)
+        if key not in self._traces:
+            self._traces[key] = trace_model(recipe, self.vocab_size, self.machine, rows)
+        return self._traces[key]
+
+
+def _compiles(recipe: Recipe, machine: Machine) -> bool:
+    """Whether layers are compiled; as `training.assemble` decides it."""
+    possible = machine.device == "cuda" or machine.cxx_compiler is not None
+    wanted = recipe.train.compile
+    return wanted == "on" or (wanted == "auto" and possible and recipe.model.kind == "decoder")
+
+
+def _products(model: nn.Module, policy: Policy, config: DecoderConfig | None) -> tuple[Product, ...]:
+    """Linear layers and the router, in the model's order, with the formats that the policy gives them."""
+    rows = {row.fqn: row for row in explain(model, policy)}
+    found = []
+    for fqn, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if fqn not in rows or weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
+            continue
+        share = config.num_experts_per_token / config.num_experts if config and ".experts." in fqn else 1.0
+        row = rows[fqn]
+        found.append(Product(fqn, weight.shape[1], weight.shape[0], share, row.compute, row.op == "head"))
+    return tuple(found)
+
+
+def _parameter_bytes(model: nn.Module, policy: Policy) -> int:
+    """Bytes of the parameters as stored; tied ones once."""
+    storage = {row.fqn: row.storage for row in explain(model, policy)}
+    seen: set[int] = set()
+    total = 0
+    for fqn, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                total += parameter.numel() * BYTES.get(storage.get(fqn, "fp32"), 4)
+    return total
+
+
+def _longest_stack(model: nn.Module) -> int:
+    """Layers of a model that we did not make: its longest list of modules."""
+    return max((len(module) for module in model.modules() if isinstance(module, nn.ModuleList)), default=1)
