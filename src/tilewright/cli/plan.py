@@ -33,7 +33,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool) -> None:
 
     torch.set_num_threads(settings.run.threads or machine.physical_cores)
     kernels = Kernels(machine, settings.ops.model_dump())
-    rates = measure(machine, kernels=kernels, progress=None if as_json else say)
+    rates = measure(machine, progress=None if as_json else say)
     found = make_plan(settings, _vocab_size(settings), machine, rates)
     if as_json:
         print_json(found.to_json())

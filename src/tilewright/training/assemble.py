@@ -170,7 +170,7 @@ def set_up(loaded: Loaded) -> Setup:
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     kernels = Kernels(machine, recipe.ops.model_dump())
     prepared = prepare_data(recipe)
-    rates = ceilings.measure(machine, kernels=kernels, progress=say)
+    rates = ceilings.measure(machine, progress=say)
     plan = make_plan(recipe, prepared.vocab_size, machine, rates)
     if recipe.plan.enforce and not plan.fits:
         raise does_not_fit(plan)
