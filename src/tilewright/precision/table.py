@@ -15,7 +15,8 @@ from tilewright.precision.policy import Policy
 class Row:
     """One part: its name, kind, the formats of its operands, parameters and result, and the reason.
 
-    "-" stands for what the part decides itself. `set_by_policy` is False where the part does what it does of itself, whatever the policy says.
+    "-" stands for what the part decides itself. `set_by_policy` is False where the part does what it does of itself,
+    whatever the policy says.
     """
 
     fqn: str
