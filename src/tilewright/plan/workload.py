@@ -130,7 +130,7 @@ class Planner:
         return self._models[key]
 
     def _trace(self, recipe: Recipe, rows: int) -> Trace:
-        key = (recipe.model, recipe.precision, recipe.train.activation_checkpoint, recipe.data, rows)
+        key = (recipe.model, recipe.precision, recipe.train.activation_checkpoint, recipe.data.model_dump_json(), rows)
         if key not in self._traces:
             self._traces[key] = trace_model(recipe, self.vocab_size, self.machine, rows)
         return self._traces[key]
