@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.contracts.observe import write_texts
+from tests.contracts.observe import fixed_ceilings, write_texts
 from tests.contracts.test_settings import BASE
 from tilewright.cli.app import run
 
@@ -24,7 +24,7 @@ def here(tmp_path_factory):
     write_texts(folder / "texts")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)
         assert run(["train", *arguments()]) == 0
     return folder
 
@@ -32,7 +32,7 @@ def here(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _there(here, monkeypatch):
     monkeypatch.chdir(here)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    monkeypatch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)
 
 
 def test_report(here, capsys):

@@ -15,6 +15,7 @@ PUBLIC = {
     "LRSchedule",
     "Policy",
     "Recipe",
+    "Rule",
     "TilewrightError",
     "__version__",
     "convert",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.observe import observe, write_llama, write_texts
+from tests.contracts.observe import fixed_ceilings, observe, write_llama, write_texts
 from tilewright.core import schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,9 +104,9 @@ PROOFS: dict[str, Probe | str] = {
     "data.vocab_size": Probe("310", "data"),
     "data.tokenizer": Probe("nowhere", "error"),
     "data.text_field": Probe("other", "data", ROWS),
-    "data.image_size": "tests/data/test_images.py",
+    "data.image_size": "tests/data/test_images.py::test_prepare_and_stream",
     "data.cache_dir": Probe("another_cache", "siblings", {"run.dir": "."}),
-    "data.prefetch": "tests/data/test_stream.py",
+    "data.prefetch": "tests/data/test_stream.py::test_prefetch_changes_nothing_but_time",
     "precision.enabled": Probe("false", "precision", {"precision.mode": "bf16_mixed"}),
     "precision.mode": Probe("bf16_mixed", "precision"),
     "precision.start_mode": Probe("bf16_mixed", "events"),
@@ -134,15 +134,15 @@ PROOFS: dict[str, Probe | str] = {
     "train.steps": Probe("2", "steps"),
     "train.batch_size": Probe("8", "weights"),
     "train.micro_batch": Probe("4", "evals"),
-    "train.activation_checkpoint": "tests/models/test_decoder.py",
-    "train.compile": "tests/models/test_decoder.py",
+    "train.activation_checkpoint": "tests/models/test_activation_bytes.py::test_eager_layer",
+    "train.compile": "tests/training/test_loop.py::test_a_compiler_that_is_not_there",
     "train.log_every": Probe("5", "shown"),
     "train.eval_every": Probe("1", "evals"),
     "train.eval_batches": Probe("2", "evals"),
     "train.sample_tokens": Probe("4", "samples"),
     "save.every": Probe("1", "checkpoints"),
     "save.keep": Probe("1", "checkpoints", {"save.every": "1"}),
-    "save.background": Probe("false", "saves"),
+    "save.background": Probe("false", "saves", {"save.every": "1"}),
     "save.resume": Probe("required", "error"),
     "save.export_hf": Probe("true", "files"),
     "log.sinks": Probe('["tensorboard"]', "files"),
@@ -172,7 +172,7 @@ def run(settings, shared, tmp_path, monkeypatch):
     key = tuple(sorted(settings.items()))
     if key not in known:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        monkeypatch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)
         for name in ("texts", "rows.jsonl", "llama"):
             (tmp_path / name).symlink_to(folder / name)
         known[key] = observe({"data.source": "texts", "data.cache_dir": str(folder / "cache")} | settings, tmp_path)
