@@ -20,6 +20,7 @@ CASES = {
     "switch": {"precision__start_mode": "tf32", "precision__start_fraction": 0.5},
     "pure_fp16": {"precision__mode": "pure_fp16"},
     "bf16_states": {"optim__moments": "bf16", "optim__clip_adaptive": 1.05, "optim__schedule": "wsd"},
+    "stochastic": {"optim__master": "stochastic", "optim__moments": "bf16"},
     "moe": {"model__num_experts": 4, "model__attention": "mla"},
     "checkpointing": {"train__activation_checkpoint": "full", "save__background": False},
 }

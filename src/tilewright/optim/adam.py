@@ -102,7 +102,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 )
                 self.kernels.adam(device, dtype)(targets, grads, firsts, seconds, hyper)
                 for param, target in zip(params, targets, strict=True):
-                    if target is not param:
+                    if target.data_ptr() != param.data_ptr():
                         param.copy_(target)
         return loss
 
@@ -114,8 +114,11 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 continue
             state = self._init_state(param)
             state["step"] += 1
-            target = state.get("master", param)
-            grad = param.grad if param.grad.dtype == target.dtype else param.grad.to(target.dtype)
+            # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
+            target = state.get("master", param.data)
+            # A wide target needs a gradient of its own dtype; a BF16 one takes the FP32 gradient as it is.
+            wide = target.dtype == torch.promote_types(target.dtype, torch.float32)
+            grad = param.grad.to(target.dtype) if wide else param.grad
             narrowest = min(target.dtype, state["exp_avg"].dtype, key=lambda dtype: dtype.itemsize)
             key = (int(state["step"]), param.device.type, narrowest)
             lists = batches.setdefault(key, ([], [], [], [], []))

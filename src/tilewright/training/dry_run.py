@@ -42,9 +42,9 @@ def dry_run(loaded: Loaded) -> int:
 
 def comparison(plan: Plan, memory: Mapping[str, Any], step_s: float) -> list[str]:
     """Planned beside measured: bytes by owner at the peak, the peak, and the seconds of a step."""
-    planned = plan.phases[plan.peak_phase]
+    planned = plan.phases[plan.step_phase]
     rows = [(owner, planned.get(owner, 0), memory["owners"][owner]) for owner in OWNERS]
-    rows.append(("peak", plan.peak_bytes, memory["peak_bytes"]))
+    rows.append(("peak", plan.phase_bytes(plan.step_phase), memory["peak_bytes"]))
     lines = [f"{'':<12} {'planned':>11} {'measured':>11}"]
     lines += [f"{name:<12} {format_bytes(a):>11} {format_bytes(b):>11}" for name, a, b in rows]
     lines.append(f"{'step':<12} {format_seconds(plan.step_s):>11} {format_seconds(step_s):>11}")
