@@ -71,12 +71,10 @@ def _matmul(recipe: Recipe, as_json: bool) -> None:
     import torch
 
     from tilewright.core.hardware import detect_machine
-    from tilewright.ops.kernels import Kernels
     from tilewright.plan.ceilings import measure
 
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
-    kernels = Kernels(machine, recipe.ops.model_dump())
     rates = measure(machine, refresh=True, progress=None if as_json else say)
     if as_json:
         print_json({"device": machine.device_name} | rates.to_json())

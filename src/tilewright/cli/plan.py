@@ -22,7 +22,6 @@ def plan(ctx: click.Context, recipe: str, as_json: bool) -> None:
     """
     loaded = load_recipe(recipe, overrides(ctx))
     from tilewright.core.hardware import detect_machine
-    from tilewright.ops.kernels import Kernels
     from tilewright.plan.ceilings import measure
     from tilewright.plan.cost import make_plan
     from tilewright.training.assemble import does_not_fit
@@ -32,7 +31,6 @@ def plan(ctx: click.Context, recipe: str, as_json: bool) -> None:
     import torch
 
     torch.set_num_threads(settings.run.threads or machine.physical_cores)
-    kernels = Kernels(machine, settings.ops.model_dump())
     rates = measure(machine, progress=None if as_json else say)
     found = make_plan(settings, _vocab_size(settings), machine, rates)
     if as_json:
