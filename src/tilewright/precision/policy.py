@@ -79,18 +79,30 @@ class Rule:
 class RuleFields(Protocol):
     """A rule as the recipe has it."""
 
-    match: str
-    op: str
-    compute: str
+    @property
+    def match(self) -> str: ...
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def compute(self) -> str: ...
 
 
 class SectionFields(Protocol):
     """The fields of the recipe's `[precision]` section that make a policy (`core.config.PrecisionSection`)."""
 
-    enabled: bool
-    mode: str
-    rules: tuple[RuleFields, ...]
-    fp32_ops: tuple[str, ...]
+    @property
+    def enabled(self) -> bool: ...
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def rules(self) -> tuple[RuleFields, ...]: ...
+
+    @property
+    def fp32_ops(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,17 @@ from typing import Protocol
 class ScheduleFields(Protocol):
     """The fields of the recipe's `[precision]` section read here."""
 
-    enabled: bool
-    mode: str
-    start_mode: str | None
-    start_fraction: float
+    @property
+    def enabled(self) -> bool: ...
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def start_mode(self) -> str | None: ...
+
+    @property
+    def start_fraction(self) -> float: ...
 
 
 @dataclass(frozen=True)
