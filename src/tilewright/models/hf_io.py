@@ -178,6 +178,7 @@ def write_shards(state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, 
         tensors = {n: state[n].detach().to("cpu", _stored_dtype(n, dtype)).contiguous() for n in names}
         partial = folder / f"{file}.partial"
         save_file(tensors, partial, metadata={"format": "pt"})
+        del tensors  # before the next shard is copied
         partial.replace(folder / file)
         weight_map |= dict.fromkeys(names, file)
     for stale in {p.name for p in folder.glob("model*.safetensors*")} - {*files, INDEX}:

@@ -67,30 +67,24 @@ def load_hf(
 
 @torch.no_grad()
 def init_hf(model: HFModel, seed: int) -> None:
-    """Draw first weights as transformers would, each module from a generator seeded by its name, on the CPU."""
+    """Draw first weights as transformers would, each module from a generator seeded by its name.
+
+    It happens on the CPU, so that every device gets the same numbers; the model visits it for that.
+    """
     from transformers import PreTrainedModel
 
+    net, device = model.net, model.net.device
     owner: dict[str, Any] = {}
-    for name, module in model.net.named_modules():
-        parent = owner.get(name.rpartition(".")[0], model.net)
+    for name, module in net.named_modules():
+        parent = owner.get(name.rpartition(".")[0], net)
         owner[name] = module if isinstance(module, PreTrainedModel) else parent
+    net.cpu()
     with torch.random.fork_rng(devices=[]):
         # Children first: some architectures correct a child's weight in the parent's turn.
-        for name, module in reversed(list(model.net.named_modules())):
-            torch.manual_seed(name_seed(seed, name))
-            _on_cpu(module, owner[name]._init_weights)
-
-
-def _on_cpu(module: nn.Module, init: Any) -> None:
-    """init(module) with the module's tensors on the CPU, so that every device gets the same numbers."""
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device.type != "cpu"]
-    places = [tensor.data for tensor in tensors]
-    for tensor in tensors:
-        tensor.data = tensor.data.cpu()
-    init(module)
-    for tensor, place in zip(tensors, places, strict=True):
-        place.copy_(tensor.data)
-        tensor.data = place
+        for name, module in reversed(list(net.named_modules())):
+            torch.default_generator.manual_seed(name_seed(seed, name))
+            owner[name]._init_weights(module)
+    net.to(device)
 
 
 def _transformers() -> Any:
