@@ -132,7 +132,8 @@ def _to_fake(model: nn.Module, device: torch.device) -> None:
         return made[id(tensor)]
 
     for module in model.modules():
-        for group in (module._parameters, module._buffers):
+        groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for group in groups:
             for name, tensor in group.items():
                 if tensor is not None:
                     group[name] = fake(tensor)
@@ -140,19 +141,20 @@ def _to_fake(model: nn.Module, device: torch.device) -> None:
 
 def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Trace:
     live, flops = _LiveBytes(), FlopCounterMode(display=False)
+    net: Any = model.net
     head = None
     if recipe.model.task == "image_classification":
         side = recipe.data.image_size
         pixels = torch.empty(rows, 3, side, side, device=device)
         with flops, live:
-            out = model.net(pixel_values=pixels)  # held until the bytes are counted
+            out = net(pixel_values=pixels)  # held until the bytes are counted
         kept, peak = live.live, live.peak
     else:
         ids, arguments = _text_inputs(model, rows, recipe.data.seq_len, device)
-        layer = model.net.get_output_embeddings()
+        layer = net.get_output_embeddings()
         ours = recipe.model.task == "causal_lm" and isinstance(layer, nn.Linear) and layer.bias is None
         with flops, live:
-            out = (model.net.base_model if ours else model.net)(input_ids=ids, **arguments)
+            out = (net.base_model if ours else net)(input_ids=ids, **arguments)
         kept, peak = live.live, live.peak
         if ours:
             head = (ids.numel(), layer.in_features, layer.out_features)

@@ -126,7 +126,9 @@ class Planner:
     def _model(self, recipe: Recipe) -> nn.Module:
         key = recipe.model
         if key not in self._models:
-            self._models[key] = build_model(recipe.model, self.vocab_size, Kernels(self.machine), "meta")
+            model = build_model(recipe.model, self.vocab_size, Kernels(self.machine), "meta")
+            assert isinstance(model, nn.Module)
+            self._models[key] = model
         return self._models[key]
 
     def _trace(self, recipe: Recipe, rows: int) -> Trace:
