@@ -125,7 +125,7 @@ def _to_fake(model: nn.Module, device: torch.device) -> None:
     """Replace meta parameters and buffers by fake ones on `device`, ties kept."""
     made: dict[int, Tensor] = {}
 
-    def fake(tensor: Tensor) -> Tensor:
+    def fake(tensor: Tensor) -> Any:
         if id(tensor) not in made:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             made[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
