@@ -83,6 +83,21 @@ def test_residual_stream_keeps_its_dtype(name, stream):
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_learns(name, policy):
+    model, batch = make_decoder(name), make_batch(rows=4)
+    convert(model, policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        out, _ = loss_and_grads(model, batch)
+        optimizer.step()
+        model.after_step()
+        losses.append(out.loss_sum.item() / out.count.item())
+    assert losses[-1] < 0.5 * losses[0], losses
+
+
 def test_meta_model_matches_its_materialised_twin():
     with torch.device("meta"):
         meta = Decoder(SHAPES["deepseek"])

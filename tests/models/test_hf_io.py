@@ -1,6 +1,7 @@
 """Llama and DeepSeek-V3 folders: transformers reads what we write, we read what transformers writes."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -230,6 +231,24 @@ def test_unwritable_folder(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be written") as error:
         make_decoder("gqa").save_hf(tmp_path / "file")
     assert "in a writable folder" in error.value.problems[0].need
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no file size limit to set")
+def test_a_full_disk_leaves_no_half_model(tmp_path):
+    """The limit on the size of a file makes the write fail as a full disk does, in the middle."""
+    import resource
+
+    make_decoder("gqa").save_hf(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            make_decoder("gqa", seed=1).save_hf(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_decoder(tmp_path)
 
 
 def test_reading_holds_one_slice_beside_the_model(tmp_path, monkeypatch):

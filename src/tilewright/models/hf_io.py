@@ -148,6 +148,8 @@ def save_decoder(
         write_shards(state, folder, dtype, shard_bytes)
         write_json(folder / "config.json", config)
     except (OSError, SafetensorError) as error:
+        for partial in folder.glob("*.partial"):
+            partial.unlink()
         raise CheckpointError(
             "the Hugging Face folder cannot be written.",
             got=str(error),
