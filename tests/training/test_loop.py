@@ -106,7 +106,18 @@ def test_loss_scale_and_switch_are_in_the_record(straight):
     scales = [row["loss_scale"] for row in rows(straight("loss_scale") / "metrics.jsonl") if "loss_scale" in row]
     assert scales[:4] == [1024.0, 1024.0, 1024.0, 2048.0]
     switches = [row for row in rows(straight("switch") / "events.jsonl") if row["kind"] == "precision_switch"]
-    assert [(row["step"], row["message"]) for row in switches] == [(6, "tf32 -> bf16_mixed from step 7 on")]
+    assert [(row["step"], row["message"]) for row in switches] == [(7, "tf32 -> bf16_mixed from step 7 on")]
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_a_switch_is_told_once_wherever_the_run_stops(step, data, tmp_path, straight, monkeypatch):
+    with monkeypatch.context() as patch:
+        _kill_at(patch, step)
+        train(tiny(data, tmp_path, **CASES["switch"]))
+    train(tiny(data, tmp_path, **CASES["switch"]))
+    events = rows(tmp_path / "tiny" / "events.jsonl")
+    assert [row["step"] for row in events if row["kind"] == "precision_switch"] == [7]
+    assert_same_run(tmp_path / "tiny", straight("switch"))
 
 
 def test_torn_newest_checkpoint_is_said_and_the_one_before_is_used(data, tmp_path, straight, capsys):
@@ -167,10 +178,11 @@ def test_checkpoint_of_other_data(data, tmp_path):
 def test_changed_recipe_is_said_and_goes_on(data, tmp_path, capsys):
     train(tiny(data, tmp_path, train__steps=3))
     capsys.readouterr()
-    train(tiny(data, tmp_path, train__steps=6, optim__lr=0.005, data__weights="{alpha = 1.0, beta = 0.0}"))
+    train(tiny(data, tmp_path, train__steps=6, run__seed=5, optim__lr=0.005, data__weights="{alpha = 1.0, beta = 0.0}"))
     said = capsys.readouterr().out
     assert "optim.lr: 0.001 -> 0.005 (changes the numbers)" in said
     assert "train.steps: 3 -> 6" in said
+    assert "the order of the data stays that of the checkpoint's seed" in said
     assert "the new data.weights hold from sample" in said
     assert last_state(tmp_path / "tiny")[1]["parts"]["stream"]["stages"][-1][1] == {"alpha": 1.0, "beta": 0.0}
 

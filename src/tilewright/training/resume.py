@@ -97,11 +97,14 @@ def restore(found: Found, parts: Parts, recorder: Recorder) -> None:
     started = time.perf_counter()
     parts.optimizer.init_states()
     parts.state().restore(found.checkpoint)
+    parts.modes.enter(found.step - 1)
     load_s = time.perf_counter() - started
     if any(change.field == "data.weights" for change in found.changes):
         recipe, prepared = parts.setup.recipe, parts.setup.prepared
         first = parts.stream.set_weights(recipe.data.weights or prepared.num_rows)
         recorder.event(found.step, "recipe_change", f"the new data.weights hold from sample {first} on")
+    if any(change.field == "run.seed" for change in found.changes):
+        recorder.event(found.step, "recipe_change", "the order of the data stays that of the checkpoint's seed")
     text = (
         f"from step {found.step} ({found.checkpoint.name}); checked in {format_seconds(found.verify_s)}, "
         f"loaded in {format_seconds(load_s)}"

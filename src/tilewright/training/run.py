@@ -54,6 +54,7 @@ class Run:
     evals: Mapping[str, DomainLoss] = field(default_factory=dict)
     last: StepResult | None = None
     _began: float = 0.0
+    _ready_s: float = 0.0
     _elapsed_before_s: float = 0.0
     _evaluated_step: int = -1
     _stall_s: float = 0.0
@@ -67,6 +68,7 @@ class Run:
     def begin(self, began: float) -> None:
         """Record the start; `began` is the `perf_counter` at which the work on this run began."""
         self._began = began
+        self._ready_s = time.perf_counter() - began
         self._elapsed_before_s = self.recorder.log.elapsed_s
         recipe, setup = self.setup.recipe, self.setup
         if self.resumed:
@@ -113,7 +115,7 @@ class Run:
     def _step(self) -> None:
         parts = self.parts
         if (switched := parts.modes.enter(self.step)) is not None:
-            self.recorder.event(self.step, "precision_switch", switched)
+            self.recorder.event(self.step + 1, "precision_switch", switched)
             self.folder.write_json("precision.json", parts.modes.rows())
         microbatches = parts.stream.next_step()
         wait_s = parts.stream.wait_s
@@ -142,10 +144,11 @@ class Run:
         recovery_s = time.perf_counter() - self._began
         process_s = time.time() - psutil.Process().create_time()
         text = (
-            f"step {self.step} done {format_seconds(recovery_s)} after the run was started again "
-            f"({format_seconds(process_s)} after its process)"
+            f"ready {format_seconds(self._ready_s)} after the run was started again, step {self.step} done after "
+            f"{format_seconds(recovery_s)} ({format_seconds(process_s)} after its process)"
         )
-        self.recorder.event(self.step, "recovered", text, recovery_s=recovery_s, process_s=process_s)
+        numbers = {"ready_s": self._ready_s, "recovery_s": recovery_s, "process_s": process_s}
+        self.recorder.event(self.step, "recovered", text, **numbers)
 
     # ---- evaluation ----
 
