@@ -205,3 +205,22 @@ def test_padding_is_no_token():
     batch["segments"] = torch.zeros(2, 6, dtype=torch.int32)
     batch["segments"][1, 4:] = -1
     assert _executor(Toy()).step([batch], 0.1).num_tokens == 10
+
+
+def test_what_the_model_tells_besides_its_loss_is_the_mean_over_micro_batches():
+    class Telling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def loss(self, batch):
+            count = (batch["labels"] != -100).sum()
+            return LossOutput(self.weight.sum(), count, {"fullest": batch["labels"].float().mean()})
+
+        def after_step(self):
+            pass
+
+    model = Telling()
+    executor = StandardExecutor(model, torch.optim.SGD(model.parameters(), lr=0.1), clip=GradClip(0.0))
+    batches = [{"input_ids": torch.zeros(1, 2), "labels": torch.tensor([[1, value]])} for value in (3, 5)]
+    assert executor.step(batches, lr=0.1).aux == {"fullest": 2.5}

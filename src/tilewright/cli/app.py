@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import click
 
+from tilewright.core import env
 from tilewright.core.errors import EXIT_INPUT, ConfigError, TilewrightError
 
 EXIT_INTERRUPTED = 130
@@ -97,6 +98,7 @@ def main(args: list[str] | None = None) -> None:
 def run(args: list[str]) -> int:
     """Runs one command and returns the exit code; a bug of ours leaves with its traceback."""
     state = State()
+    env.ask_for_huge_pages()
     try:
         result = cli.main(args, prog_name="tilewright", standalone_mode=False, obj=state)
         sys.stdout.flush()
@@ -134,6 +136,4 @@ def _print_error(error: TilewrightError) -> None:
 
 def _color() -> bool | None:
     """False under NO_COLOR, else click's own choice: colour on a terminal."""
-    from tilewright.core import env
-
     return False if env.no_color() else None

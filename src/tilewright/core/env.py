@@ -54,6 +54,12 @@ VARIABLES = (
     ),
     Variable("NO_COLOR", "", "any text", "no colour on a terminal"),
     Variable("CXX", "", "a command", "C++ compiler for compiled layers; else g++ or clang++ is looked for"),
+    Variable(
+        "THP_MEM_ALLOC_ENABLE",
+        "",
+        "1 or 0",
+        "torch asks for huge pages for large CPU tensors: about 5 % faster. The command line sets 1 where it is unset",
+    ),
     Variable("RANK", "", "an integer", "rank of this process, set by torchrun; only rank 0 prints"),
     Variable("LOCAL_RANK", "", "an integer", "rank of this process on its machine, set by torchrun"),
     Variable("WORLD_SIZE", "", "an integer", "number of processes, set by torchrun"),
@@ -148,6 +154,15 @@ def no_color(environ: Mapping[str, str] | None = None) -> bool:
 def compiler(environ: Mapping[str, str] | None = None) -> str:
     """The C++ compiler named by `CXX`; empty where it is not set."""
     return (os.environ if environ is None else environ).get("CXX", "").strip()
+
+
+def ask_for_huge_pages() -> None:
+    """Huge pages for torch's large CPU tensors, unless the user decided. Call before torch allocates anything.
+
+    A training step allocates and frees every activation; with pages of 4 KiB the kernel clears and maps each of
+    them anew at every step.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 @dataclass(frozen=True)

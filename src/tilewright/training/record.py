@@ -79,6 +79,7 @@ class Recorder:
             "step_s": result.seconds,
             "wait_s": wait_s,
             "wait_share": wait_s / seconds,
+            **result.aux,
         }
         if memory is not None:
             row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}

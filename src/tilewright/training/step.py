@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -46,6 +46,8 @@ class StepResult:
     loss_scale: float
     """Loss scale that this step used, 1 without scaling."""
     seconds: float
+    aux: Mapping[str, float] = field(default_factory=dict)
+    """What the model reports besides its loss, mean over the micro-batches of this rank."""
 
 
 class Executor(Protocol):
@@ -111,7 +113,7 @@ class StandardExecutor:
         self._sum_over_ranks([totals])
         num_targets, num_tokens = totals.tolist()
         scale = self.scaler.scale_value if self.scaler is not None else 1.0
-        loss_sum = self._accumulate(microbatches, scale / max(num_targets, 1))
+        loss_sum, aux = self._accumulate(microbatches, scale / max(num_targets, 1))
         self._sum_over_ranks([loss_sum])
         with self._phase("update"):
             self._share_gradients()
@@ -121,10 +123,15 @@ class StandardExecutor:
             if skipped is None:
                 self._apply(lr)
             self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, num_targets, num_tokens, norm, skipped, scale, time.perf_counter() - started)
+            told = {name: float(value) / len(microbatches) for name, value in aux.items()}
+        return StepResult(loss, num_targets, num_tokens, norm, skipped, scale, time.perf_counter() - started, told)
 
-    def _accumulate(self, microbatches: Sequence[Batch], factor: float) -> Tensor:
-        """Sum of the losses over all targets (FP32); `factor` times its gradient is left in `param.grad`."""
+    def _accumulate(self, microbatches: Sequence[Batch], factor: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sums over the micro-batches of the loss over all targets, and of what the model tells besides.
+
+        `factor` times the gradient of the loss is left in `param.grad`.
+        """
+        aux: dict[str, Tensor] = {}
         loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
         loss_sum = loss_sum.to(self.device)
         for host_batch in microbatches:
@@ -134,7 +141,9 @@ class StandardExecutor:
             with self._phase("backward"):
                 (output.loss_sum * factor).backward()
             loss_sum += output.loss_sum.detach()
-        return loss_sum
+            for name, value in output.aux.items():
+                aux[name] = aux[name] + value if name in aux else value
+        return loss_sum, aux
 
     def _judge(self, loss: float, inv_scale: float) -> tuple[float, str | None]:
         """Unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason not to apply it."""
