@@ -20,7 +20,7 @@ from tilewright.ops.native.loss import CHUNK_BYTES
 from tilewright.plan.workload import BYTES, Workload
 
 MIB = 2**20
-PROCESS_BYTES = 330 * MIB
+PROCESS_BYTES = 380 * MIB
 """Resident set with torch and this package imported and the data open, before the model (measured, CPU build)."""
 COMPILER_BYTES = 105 * MIB
 """Added by torch.compile: its own modules, and the code it made (measured)."""
@@ -29,9 +29,9 @@ CUDA_RESERVE_BYTES = 700 * MIB
 LAYER_WORK = 3.3
 """Backward of a layer needs this many times what the layer keeps: gradients of it, in FP32 in part, and the
 allocator's gaps (measured, 2 to 16 rows, 6 and 12 layers)."""
-LOSS_CHUNKS = {(True, 2): 3.75, (False, 2): 4.75, (True, 4): 2.0, (False, 4): 2.9}
-"""Chunk-sized blocks alive at once in the head's loss, by (compiled, bytes of a logit): logits and their gradient;
-in 16 bit the copies that oneDNN makes of a transposed operand; in eager form the FP32 softmax (measured)."""
+LOSS_CHUNKS = {(True, 2): 1.0, (True, 4): 1.0, (False, 2): 5.0, (False, 4): 2.9}
+"""Chunk-sized blocks alive at once in the head's loss, by (compiled, bytes of a logit): the logits, which become their
+own gradient, and in eager form the FP32 softmax and its intermediates (measured)."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,6 @@ def _loss_work(work: Workload, mode: str) -> int:
     logits = num_tokens * vocab_size * size
     num_chunks = -(-logits // CHUNK_BYTES)
     blocks = LOSS_CHUNKS[work.loss_compiled, size] if work.machine.device == "cpu" else 2.0
-    blocks += 1 if num_chunks > 1 else 0  # the gradient of the chunk before is still there
     return int(blocks * logits / num_chunks) + size * vocab_size * dim
 
 

@@ -70,6 +70,9 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
         parts["loss"] = tokens * vocab_size / _loss_rate(work, fmt, rates)
     if work.trace is not None:
         parts["matmul"] = passes * work.trace.flops / rates.matmul_rate(fmt, _usual_width(work, mode))
+        causal = 0.5 if work.recipe.model.task == "causal_lm" else 1.0
+        attention = (4.5 if full else 3.5) * causal * work.trace.attention_flops
+        parts["attention"] = attention / rates.attention[fmt]
         return parts
     for product in work.products[mode]:
         if product.is_head:

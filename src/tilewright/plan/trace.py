@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
@@ -43,16 +43,33 @@ MASKED_SHARE = 0.15
 class Trace:
     """One micro-batch of a Hugging Face model.
 
-    `kept_bytes`: alive after forward, for backward. `peak_bytes`: most alive inside forward. `flops`: of forward,
-    the head included. `head`: (tokens, width, vocabulary) where the head's loss is ours, and not in the other numbers.
+    `kept_bytes`: alive after forward, for backward. `peak_bytes`: most alive inside forward. `flops`: of forward's
+    products. `attention_flops`: of its fused attention, all pairs of positions counted. `head`: (tokens, width,
+    vocabulary) where the head's loss is ours, and not in the other numbers.
     `trouble`: why nothing is known; empty where all went well.
     """
 
     kept_bytes: int
     peak_bytes: int
     flops: float
+    attention_flops: float
     head: tuple[int, int, int] | None
     trouble: str = ""
+
+
+def _flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+_aten = torch.ops.aten
+_FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
+"""torch's counter knows the fused attentions of CUDA only."""
+_ATTENTION = (
+    *_FLASH_ON_CPU,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -106,7 +123,7 @@ def trace_model(recipe: Recipe, vocab_size: int, machine: Machine, rows: int) ->
             return _run(model.train(), recipe, rows, device)
         except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException) as error:
             reason = str(error).splitlines()[0]
-            return Trace(0, 0, 0.0, None, f"the forward pass cannot be traced without data ({reason})")
+            return Trace(0, 0, 0.0, 0.0, None, f"the forward pass cannot be traced without data ({reason})")
 
 
 @contextmanager
@@ -140,7 +157,7 @@ def _to_fake(model: nn.Module, device: torch.device) -> None:
 
 
 def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Trace:
-    live, flops = _LiveBytes(), FlopCounterMode(display=False)
+    live, flops = _LiveBytes(), FlopCounterMode(display=False, custom_mapping=_FLASH_ON_CPU)
     net: Any = model.net
     head = None
     if recipe.model.task == "image_classification":
@@ -162,7 +179,9 @@ def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Tra
             wanted = MASKED_SHARE if recipe.model.task == "masked_lm" else 1.0
             logits = int(wanted * ids.numel()) * out.logits.shape[-1] * 4
             kept, peak = kept + 2 * logits, peak + 3 * logits
-    return Trace(kept, peak, flops.get_total_flops(), head)
+    counts = flops.get_flop_counts().get("Global", {})
+    attention = sum(count for op, count in counts.items() if op in _ATTENTION)
+    return Trace(kept, peak, flops.get_total_flops() - attention, attention, head)
 
 
 def _text_inputs(model: HFModel, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:

@@ -1,0 +1,94 @@
+"""Ceilings: measured once, cached by machine, and read back; between widths by straight line."""
+
+import json
+import logging
+import time
+
+import pytest
+import torch
+
+from tests.plan.rates import make_rates
+from tilewright.core.hardware import detect_machine
+from tilewright.plan import ceilings
+from tilewright.plan.ceilings import Ceilings, measure
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return detect_machine("cpu")
+
+
+@pytest.fixture(scope="module")
+def measured(machine, tmp_path_factory):
+    """One real measurement, each rate timed once."""
+
+    def once(work, device, budget_s=0.0):
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ceilings, "median_seconds", once)
+    patch.setattr(ceilings, "_WIDTHS", (256, 512))
+    lines = []
+    found = measure(machine, tmp_path_factory.mktemp("cache"), progress=lines.append)
+    patch.undo()
+    assert lines, "progress is told"
+    return found
+
+
+def test_every_rate_is_positive_and_sane(measured):
+    row = measured.to_json()
+    for name in ("matmul", "attention", "loss", "elementwise", "adam"):
+        for fmt, rate in row[name].items():
+            rates = rate.values() if isinstance(rate, dict) else [rate]
+            assert all(1e6 < value < 1e16 for value in rates), (name, fmt, rate)
+    assert 1e8 < measured.bandwidth < 1e13
+    assert measured.threads == torch.get_num_threads()
+
+
+def test_second_call_reads_the_cache(machine, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(ceilings, "_measure_all", lambda *a: calls.append(1) or make_rates())
+    first = measure(machine, tmp_path)
+    assert measure(machine, tmp_path) == first
+    assert len(calls) == 1
+    measure(machine, tmp_path, refresh=True)
+    assert len(calls) == 2
+
+
+def test_other_thread_counts_have_their_own_entry(machine, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(ceilings, "_measure_all", lambda *a: calls.append(1) or make_rates())
+    measure(machine, tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    measure(machine, tmp_path)
+    assert len(calls) == 2
+    assert len(list((tmp_path / "ceilings").iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', json.dumps({"format": 4, "matmul": {}})])
+def test_damaged_cache_is_measured_again_and_said(machine, tmp_path, monkeypatch, caplog, text):
+    monkeypatch.setattr(ceilings, "_measure_all", lambda *a: make_rates())
+    measure(machine, tmp_path)
+    next((tmp_path / "ceilings").iterdir()).write_text(text)
+    with caplog.at_level(logging.WARNING, logger="tilewright"):
+        assert measure(machine, tmp_path) == make_rates()
+    assert "measuring again" in caplog.text
+
+
+def test_cache_that_cannot_be_written_is_said_and_does_not_stop(machine, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(ceilings, "_measure_all", lambda *a: make_rates())
+    (tmp_path / "ceilings").write_text("a file in the way")
+    with caplog.at_level(logging.WARNING, logger="tilewright"):
+        assert measure(machine, tmp_path) == make_rates()
+    assert "cannot be" in caplog.text
+
+
+def test_json_round_trip(measured):
+    assert Ceilings.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+
+
+def test_rate_between_widths_is_on_a_straight_line_and_flat_beyond():
+    rates = make_rates(matmul={"fp32": {256: 100.0, 512: 200.0, 1024: 150.0}})
+    assert [rates.matmul_rate("fp32", w) for w in (64, 256, 384, 768, 1024, 9999)] == [100, 100, 150, 175, 150, 150]

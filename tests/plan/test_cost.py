@@ -1,0 +1,268 @@
+"""Plans against real models, optimizers and runs, and against seconds computed by hand."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
+from tilewright.memory.ledger import Ledger
+from tilewright.memory.owners import owner_bytes
+from tilewright.models.build import build_model, init_weights
+from tilewright.ops.kernels import Kernels
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.groups import decay_groups
+from tilewright.plan.cost import STEP_PHASES, Plan, make_plan
+from tilewright.plan.fixes import changed
+from tilewright.plan.footprint import activation_bytes
+from tilewright.plan.roofline import binding
+from tilewright.plan.workload import Planner
+from tilewright.precision.convert import convert
+from tilewright.precision.policy import Policy
+
+MACHINE = make_machine()
+MOE = {"num_experts": 4, "num_experts_per_token": 2, "expert_dim": 32, "num_dense_layers": 1, "tie_embeddings": False}
+MLA = {"attention": "mla", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+       "v_head_dim": 16}  # fmt: skip
+
+
+def plan_of(recipe, machine=MACHINE, vocab_size=512, **rates) -> Plan:
+    return make_plan(recipe, vocab_size, machine, make_rates(**rates))
+
+
+def real_model(recipe, vocab_size=512):
+    model = build_model(recipe.model, vocab_size, Kernels(MACHINE), "cpu")
+    init_weights(model, 0)
+    model.activation_checkpoint = recipe.train.activation_checkpoint
+    parameters = "bf16" if recipe.optim.master == "stochastic" else ""
+    convert(model, Policy.from_section(recipe.precision, "cpu", parameters=parameters), kernels=Kernels(MACHINE))
+    return model.train()
+
+
+def make_batch(recipe, vocab_size=512):
+    rows, length = recipe.train.micro_batch, recipe.data.seq_len
+    ids = torch.randint(0, vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+    half = torch.arange(length) % (length // 2)  # two documents a row
+    positions = half.expand(rows, -1).contiguous()
+    segments = (torch.arange(length) >= length // 2).int().expand(rows, -1).contiguous()
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), "positions": positions, "segments": segments}
+
+
+@pytest.mark.parametrize("model", [{}, MOE, MLA, MLA | MOE], ids=["dense", "moe", "mla", "mla_moe"])
+@pytest.mark.parametrize(
+    ("precision", "optim"),
+    [
+        ({"mode": "fp32"}, {}),
+        ({"mode": "bf16_mixed"}, {"moments": "bf16"}),
+        ({"mode": "bf16_mixed"}, {"master": "stochastic"}),
+        ({"mode": "pure_fp16"}, {}),
+    ],
+)
+def test_held_bytes_equal_those_of_a_real_model_and_optimizer(model, precision, optim):
+    recipe = make_recipe(model=model, precision=precision, optim=optim)
+    built = real_model(recipe)
+    optimizer = DeepSeekAdam(
+        decay_groups(built, 0.1), moments=recipe.optim.moments, master=recipe.optim.master, kernels=Kernels(MACHINE)
+    )
+    optimizer.init_states()
+    owned = owner_bytes(built, optimizer, "cpu")
+    update = plan_of(recipe).phases["update"]
+    counters = 8 * len(list(built.parameters()))
+    assert update["parameters"] == owned["parameters"]
+    assert update["optimizer"] == owned["optimizer"] - counters
+    assert update["buffers"] == owned["buffers"]
+    assert update["gradients"] == 4 * sum(p.numel() for p in built.parameters())
+
+
+def measured_activations(recipe, vocab_size=512) -> int:
+    """Live bytes that a second forward pass leaves."""
+    model, batch, ledger = real_model(recipe, vocab_size), make_batch(recipe, vocab_size), Ledger("cpu")
+    for _ in range(2):
+        with ledger.phase("forward"):
+            out = model.loss(batch)
+        row = ledger.snapshot(model, None)
+        out.loss_sum.backward()
+    return row["owners"]["activations"]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "hybrid"])
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", [{}, MLA | MOE], ids=["dense", "mla_moe"])
+def test_activations_equal_those_of_a_real_forward_pass(model, mode, checkpoint):
+    recipe = make_recipe(
+        model={"dim": 128, "num_layers": 3, "num_heads": 2} | model,
+        precision={"mode": mode},
+        train={"micro_batch": 4, "activation_checkpoint": checkpoint},
+    )
+    planned = activation_bytes(Planner(512, MACHINE).workload(recipe), mode)
+    measured = measured_activations(recipe)
+    assert planned == pytest.approx(measured, rel=0.05, abs=200_000), f"{planned / measured - 1:+.1%}"
+
+
+HF = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def hf_folder(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    return tmp_path
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
+def test_activations_of_a_foreign_model_are_traced(hf_folder, mode):
+    recipe = make_recipe(
+        model={"kind": "hf", "path": str(hf_folder)}, precision={"mode": mode}, train={"micro_batch": 4}
+    )
+    work = Planner(512, MACHINE).workload(recipe)
+    assert work.trace is not None
+    assert not work.trace.trouble
+    planned, measured = activation_bytes(work, mode), measured_activations(recipe)
+    assert planned == pytest.approx(measured, rel=0.06), f"{planned / measured - 1:+.1%}"
+    weights = 3 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 320)
+    attention = 3 * 4 * 4 * 128 * 128 * 128
+    assert work.trace.flops == 2 * 4 * 128 * weights
+    assert work.trace.attention_flops == attention
+
+
+def test_forward_pass_that_cannot_be_traced_is_said(hf_folder, monkeypatch):
+    monkeypatch.setattr("tilewright.plan.trace._run", lambda *a: (_ for _ in ()).throw(RuntimeError("no such\nthing")))
+    plan = plan_of(make_recipe(model={"kind": "hf", "path": str(hf_folder)}))
+    assert any("cannot be traced without data (no such)" in note for note in plan.notes)
+    assert "note: activations" in plan.table()
+
+
+def test_seconds_by_hand():
+    recipe = make_recipe(precision={"mode": "fp32"}, train={"batch_size": 8, "micro_batch": 4})
+    plan = plan_of(recipe)
+    dim, ffn, layers, vocab, tokens, length = 64, 192, 3, 512, 4 * 128, 128
+    layer = 4 * dim * dim + 3 * dim * ffn
+    assert plan.seconds["matmul"] == pytest.approx(2 * 6 * tokens * layers * layer / 1e12)
+    assert plan.seconds["head"] == pytest.approx(2 * 6 * tokens * dim * vocab / 1e12)
+    assert plan.seconds["loss"] == pytest.approx(2 * tokens * vocab / 1e9)
+    attention = 4 * dim * (length + 1) / 2
+    assert plan.seconds["attention"] == pytest.approx(2 * 3.5 * tokens * layers * attention / 1e11)
+    num_parameters = layers * (layer + 2 * dim) + dim + vocab * dim
+    assert plan.num_parameters == num_parameters
+    assert plan.seconds["optimizer"] == pytest.approx(num_parameters / 1e9 + 12 * num_parameters / 1e10)
+    assert plan.tokens_per_s == pytest.approx(8 * 128 / plan.step_s)
+
+
+def test_experts_count_by_the_share_of_tokens_that_pass_them():
+    dense = plan_of(make_recipe(model={"ffn_dim": 64, "num_layers": 2}))
+    experts = MOE | {"ffn_dim": 64, "num_layers": 2, "num_dense_layers": 0, "num_shared_experts": 0, "expert_dim": 32}
+    sparse = plan_of(make_recipe(model=experts))
+    router = 6 * 16 * 128 * 2 * 64 * 4 / 1e12
+    assert sparse.seconds["matmul"] - router == pytest.approx(dense.seconds["matmul"])
+
+
+def test_recomputation_trades_seconds_for_bytes():
+    plans = {
+        mode: plan_of(make_recipe(train={"activation_checkpoint": mode})) for mode in ("none", "selective", "full")
+    }
+    kept = [plans[mode].phases["forward"]["activations"] for mode in ("none", "selective", "full")]
+    assert kept == sorted(kept, reverse=True)
+    assert plans["full"].seconds["matmul"] == pytest.approx(4 / 3 * plans["none"].seconds["matmul"])
+
+
+def test_start_mode_counts_for_bytes():
+    both = plan_of(make_recipe(precision={"mode": "bf16_mixed", "start_mode": "fp32"}))
+    late = plan_of(make_recipe(precision={"mode": "bf16_mixed"}))
+    early = plan_of(make_recipe(precision={"mode": "fp32"}))
+    assert both.phases["forward"]["activations"] == early.phases["forward"]["activations"]
+    assert both.seconds["matmul"] == late.seconds["matmul"]
+
+
+def test_staging_copy_counts_where_training_goes_on():
+    quiet = plan_of(make_recipe(save={"every": 0}))
+    busy = plan_of(make_recipe(save={"every": 100}, train={"steps": 400}))
+    copy = busy.phases["update"]["parameters"] + busy.phases["update"]["optimizer"]
+    assert busy.phase_bytes("checkpoint") == max(busy.phase_bytes(p) for p in (*STEP_PHASES, "evaluate")) + copy
+    assert quiet.phase_bytes("checkpoint") == quiet.phase_bytes("update") + copy
+
+
+def test_no_fixes_where_it_fits():
+    plan = plan_of(make_recipe())
+    assert plan.fits
+    assert plan.fixes == ()
+    assert plan.verdict.startswith("The run fits: ")
+
+
+BIG = {"model": {"dim": 512, "num_layers": 12, "num_heads": 8}, "data": {"seq_len": 512, "vocab_size": 16384},
+       "train": {"micro_batch": 16}, "save": {"every": 0}}  # fmt: skip
+
+
+def test_fixes_fit_when_planned_anew_and_come_cheapest_first():
+    recipe = make_recipe(**BIG, plan={"device_budget": 2 * GIB})
+    plan = plan_of(recipe, vocab_size=16384)
+    assert not plan.fits
+    assert 1 <= len(plan.fixes) <= 3
+    for fix in plan.fixes:
+        again = plan_of(changed(recipe, fix.settings), vocab_size=fix.settings.get("data.vocab_size", 16384))
+        assert again.fits
+        assert (again.peak_bytes, again.step_s) == (fix.peak_bytes, pytest.approx(fix.step_s))
+    order = [(not fix.keeps_result, fix.token_s) for fix in plan.fixes]
+    assert order == sorted(order)
+    assert plan.verdict.startswith("The run does not fit: ")
+    assert "cheapest first" in plan.table()
+
+
+def test_where_nothing_fits_the_closest_are_named():
+    plan = plan_of(make_recipe(**BIG, plan={"device_budget": 2**20}), vocab_size=16384)
+    assert len(plan.fixes) == 3
+    assert not any(fix.fits for fix in plan.fixes)
+    assert "Nothing fits; closest" in plan.table()
+    assert "still too much" in str(plan.fixes[0])
+
+
+def test_json_round_trip():
+    for plan in (plan_of(make_recipe()), plan_of(make_recipe(plan={"device_budget": 2**20}))):
+        text = json.dumps(plan.to_json())
+        assert Plan.from_json(json.loads(text)) == plan
+        assert json.loads(text)["tokens_per_s"] == plan.tokens_per_s
+
+
+def test_table_names_every_phase_and_its_sum():
+    plan = plan_of(make_recipe())
+    text = plan.table()
+    for phase in plan.phases:
+        assert phase in text
+    assert f"{plan.step_s * 1e3:.3g} ms" in text
+
+
+def test_binding_ceiling_is_that_of_most_seconds():
+    assert binding({"matmul": 1.0, "head": 1.0, "optimizer": 1.9, "loss": 0.0}) == ("compute", "matmul")
+    assert binding({"matmul": 1.0, "head": 0.5, "optimizer": 0.6, "loss": 1.0}) == ("bandwidth", "loss")
+
+
+def test_forty_two_billion_parameters_are_planned_without_memory():
+    dim, layers, heads, kv_heads, ffn, vocab = 7680, 66, 60, 12, 20480, 128_256
+    model = {"dim": dim, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": ffn}
+    recipe = make_recipe(
+        model=model | {"tie_embeddings": False},
+        data={"seq_len": 8192},
+        train={"micro_batch": 1, "batch_size": 1},
+    )
+    plan = plan_of(recipe, make_machine(139 * GIB, "cuda"), vocab_size=vocab)
+    attention = dim * 128 * (2 * heads + 2 * kv_heads)
+    assert plan.num_parameters == layers * (attention + 3 * dim * ffn + 2 * dim) + dim + 2 * vocab * dim
+    assert plan.num_parameters > 42e9
+    assert plan.phases["load"]["parameters"] == 4 * plan.num_parameters
+    assert not plan.fits
+    assert any("no CUDA device" in note for note in plan.notes)
+
+
+def test_planning_a_decoder_does_not_import_transformers():
+    code = (
+        "import sys, json\n"
+        "from tests.plan.test_cost import plan_of, make_recipe\n"
+        "plan_of(make_recipe())\n"
+        "print([m for m in ('transformers', 'triton') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
