@@ -73,8 +73,8 @@ def claims() -> list[str]:
             ("`tilewright --help`", "under 0.5 s", f"{result['help_s']['median']:.2f} s", record),
         ]
     if record := read("plan_accuracy"):
-        errors = [row["error_percent"] for row in record["results"]["recipes"].values()]
-        text = f"{min(errors):+.1f} % to {max(errors):+.1f} % over {len(errors)} recipes"
+        errors = [100 * case["error"] for case in record["results"]["cases"].values()]
+        text = f"{min(errors):+.1f} % to {max(errors):+.1f} % over {len(errors)} runs"
         rows.append(("planned against measured peak memory", "within 10 %", text, record))
     lines = ["", "| | promised | measured | by |", "|---|---|---|---|"]
     return lines + [f"| {what} | {want} | {got} | `{record['command']}` |" for what, want, got, record in rows]
