@@ -1,5 +1,6 @@
 """The ledger's bytes against sizes known by construction."""
 
+import mmap
 import time
 
 import pytest
@@ -69,8 +70,11 @@ def ledger(request, monkeypatch):
     ledger.close()
 
 
-def hold(mib: int) -> torch.Tensor:
-    block = torch.ones(mib * MIB, dtype=torch.uint8)
+def hold(mib: int) -> mmap.mmap:
+    """Resident memory that goes back to the system when dropped, past malloc, which may keep what it is given."""
+    block = mmap.mmap(-1, mib * MIB)
+    for start in range(0, mib * MIB, mmap.PAGESIZE):
+        block[start] = 1
     time.sleep(0.05)
     return block
 
@@ -94,10 +98,12 @@ class TestLedger:
         model, optimizer = make_pair(1024)
         ledger.watch(model)
         with ledger.phase("forward"):
-            kept = hold(100)
+            kept = torch.ones(100 * MIB, dtype=torch.uint8)
             loss = model(torch.ones(2, 1024)).sum() + kept[0]
+            time.sleep(0.05)
         with ledger.phase("backward"):
             loss.backward()
+            hold(30)
         with ledger.phase("update"):
             optimizer.step()
         optimizer.zero_grad()
