@@ -12,7 +12,7 @@ from tilewright.report.charts import Mark, Series, bar_chart, histogram, line_ch
 from tilewright.report.fits import fit_log_normal, smooth
 from tilewright.report.scales import format_number, make_scale
 
-numbers = st.floats(-1e12, 1e12, allow_nan=False)
+numbers = st.floats(-1e12, 1e12, allow_nan=False).filter(lambda x: x == 0 or abs(x) > 1e-200)
 
 
 @given(st.lists(numbers, max_size=30), st.booleans(), st.booleans())
@@ -23,7 +23,8 @@ def test_scale_keeps_values_inside_and_ticks_rise(values, log, zero):
             assert 10 - 1e-6 <= scale(value) <= 200 + 1e-6
     ticks = scale.ticks()
     assert ticks == sorted(set(ticks))
-    assert all(scale.low - 1e-9 * abs(scale.low) <= tick <= scale.high + 1e-9 * abs(scale.high) for tick in ticks)
+    slack = 1e-8 * (scale.high - scale.low)
+    assert all(scale.low - slack <= tick <= scale.high + slack for tick in ticks)
     assert len(ticks) <= 16
 
 
