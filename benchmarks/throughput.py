@@ -15,7 +15,6 @@ python -m benchmarks.throughput [--rounds 5]
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import time
 import torch
 
 from benchmarks.common import spread, write_result
+from tilewright.core.env import tune_cpu_runtime
 
 CLAIM = "BF16 training at least 3x a plain FP32 PyTorch loop, and at least 1.3x the Hugging Face Trainer with bf16"
 ROWS, SEQ, VOCAB, DIM, LAYERS, HEADS, FFN = 8, 512, 16384, 512, 12, 8, 1408
@@ -190,13 +190,11 @@ CONTENDERS = tuple(RUNS)
 
 def contest(names: tuple[str, ...], rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds a step by contender, one sample a round; and peak bytes by contender."""
-    environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}  # as `tilewright train` sets it; all contenders get it
+    tune_cpu_runtime()  # as `tilewright train` does; every contender inherits it
     workers = {}
     for name in names:
         command = [sys.executable, "-m", "benchmarks.throughput", "--worker", name]
-        workers[name] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        workers[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         answer(workers[name], name)
         print(f"{name}: ready", flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in names}

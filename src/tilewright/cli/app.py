@@ -98,7 +98,7 @@ def main(args: list[str] | None = None) -> None:
 def run(args: list[str]) -> int:
     """Runs one command and returns the exit code; a bug of ours leaves with its traceback."""
     state = State()
-    env.ask_for_huge_pages()
+    env.tune_cpu_runtime()
     try:
         result = cli.main(args, prog_name="tilewright", standalone_mode=False, obj=state)
         sys.stdout.flush()

@@ -58,7 +58,13 @@ VARIABLES = (
         "THP_MEM_ALLOC_ENABLE",
         "",
         "1 or 0",
-        "torch asks for huge pages for large CPU tensors: about 5 % faster. The command line sets 1 where it is unset",
+        "torch asks for huge pages for large CPU tensors. The command line sets 1 where it is unset",
+    ),
+    Variable(
+        "GOMP_SPINCOUNT",
+        "",
+        "an integer",
+        "how long a CPU thread spins for its next work. The command line sets 10000 where it is unset",
     ),
     Variable("RANK", "", "an integer", "rank of this process, set by torchrun; only rank 0 prints"),
     Variable("LOCAL_RANK", "", "an integer", "rank of this process on its machine, set by torchrun"),
@@ -156,13 +162,16 @@ def compiler(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get("CXX", "").strip()
 
 
-def ask_for_huge_pages() -> None:
-    """Huge pages for torch's large CPU tensors, unless the user decided. Call before torch allocates anything.
+def tune_cpu_runtime() -> None:
+    """Settings of torch's CPU runtime that it reads once, unless the user decided. Call before torch is imported.
 
-    A training step allocates and frees every activation; with pages of 4 KiB the kernel clears and maps each of
-    them anew at every step.
+    Huge pages: a training step allocates and frees every activation; with pages of 4 KiB the kernel clears and maps
+    each of them anew at every step. Spinning: by default an OpenMP thread spins for milliseconds at every barrier,
+    so one other busy process on the machine slows a step several times over; short spinning costs nothing when
+    alone. Measured in docs/log.md.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 @dataclass(frozen=True)
