@@ -19,6 +19,7 @@ def make_rates(**changes) -> Ceilings:
         "bandwidth": 1e10,
         "exp": 1e9,
         "threads": 2,
+        "busy": 1.0,
         "measured_s": 0.0,
     }
     return Ceilings(**(fields | changes))

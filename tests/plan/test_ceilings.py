@@ -9,7 +9,7 @@ import torch
 
 from tests.plan.rates import make_rates
 from tilewright.core.hardware import detect_machine
-from tilewright.plan import ceilings
+from tilewright.plan import ceilings, probe
 from tilewright.plan.ceilings import Ceilings, measure
 
 
@@ -21,15 +21,10 @@ def machine():
 @pytest.fixture(scope="module")
 def measured(machine, tmp_path_factory):
     """One real measurement, each rate timed once."""
-
-    def once(work, device, budget_s=0.0):
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-
     patch = pytest.MonkeyPatch()
-    patch.setattr(ceilings, "median_seconds", once)
-    patch.setattr(ceilings, "_WIDTHS", (256, 512))
+    patch.setattr(probe, "_FEWEST", 1)
+    patch.setattr(probe, "_MOST", 1)
+    patch.setattr(probe, "WIDTHS", (256, 512))
     lines = []
     found = measure(machine, tmp_path_factory.mktemp("cache"), progress=lines.append)
     patch.undo()
@@ -67,7 +62,7 @@ def test_other_thread_counts_have_their_own_entry(machine, tmp_path, monkeypatch
     assert len(list((tmp_path / "ceilings").iterdir())) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', json.dumps({"format": 4, "matmul": {}})])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', json.dumps({"format": 5, "matmul": {}})])
 def test_damaged_cache_is_measured_again_and_said(machine, tmp_path, monkeypatch, caplog, text):
     monkeypatch.setattr(ceilings, "_measure_all", lambda *a: make_rates())
     measure(machine, tmp_path)
@@ -83,6 +78,24 @@ def test_cache_that_cannot_be_written_is_said_and_does_not_stop(machine, tmp_pat
     with caplog.at_level(logging.WARNING, logger="tilewright"):
         assert measure(machine, tmp_path) == make_rates()
     assert "cannot be" in caplog.text
+
+
+def test_a_busy_machine_is_told(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(probe.Probe, "busy", lambda self: 2.5)
+    for name in ("matmul", "attention", "loss", "elementwise", "adam"):
+        monkeypatch.setattr(probe.Probe, name, lambda self, *a: {512: 1.0})
+    for name in ("bandwidth", "exp"):
+        monkeypatch.setattr(probe.Probe, name, lambda self: 1.0)
+    lines = []
+    measure(machine, tmp_path, progress=lines.append)
+    assert "2.5x" in lines[-1]
+
+
+def test_the_clock_takes_the_fastest_and_remembers_the_rest():
+    seconds = iter([0.0, 0.02, 0.01, 0.03, 0.02])
+    clock = probe.Clock(torch.device("cpu"))
+    assert clock(lambda: time.sleep(next(seconds)), budget_s=0.0) == pytest.approx(0.01, abs=0.004)
+    assert clock.ratios[0] == pytest.approx(2.0, abs=0.5)
 
 
 def test_json_round_trip(measured):

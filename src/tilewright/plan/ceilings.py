@@ -1,15 +1,14 @@
 """What this machine reaches: measured once in a few seconds, cached, the ceilings of every plan's roofline.
 
-Every rate is measured through `ops`, forward and backward together, at a few sizes, and is the median of several
-timings. Nothing is compiled for it, because compiling takes longer than all of this: what compiled loops reach is
-bounded by `bandwidth` and `exp`. The cache file is keyed by machine, torch and thread count; pass `refresh` to measure
-again. Rates of a busy machine are low: measure on a quiet one. Called by the command line (`plan`, `bench`), `training`
-and `benchmarks/`.
+Every rate is measured through `ops`, forward and backward together, at a few sizes, and is that of the fastest of
+several timings: other programs only make it slower. Nothing is compiled for it, because compiling takes longer than
+all of this: what compiled loops reach is bounded by `bandwidth` and `exp`. The cache file is keyed by machine, torch
+and thread count; pass `refresh` to measure again. `busy` tells how far the medians were from the fastest: on a busy
+machine even the fastest is slow. Called by the command line (`plan`, `bench`), `training` and `benchmarks/`.
 """
 
 import hashlib
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -18,19 +17,17 @@ from pathlib import Path
 
 import platformdirs
 import torch
-from torch import Tensor
 
 from tilewright.core.hardware import Machine
 from tilewright.core.log import get_logger
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.ref.adam import AdamHyper
+from tilewright.plan.probe import Probe
 
-_FORMAT = 4
+_FORMAT = 5
 """Raise when the meaning of a field changes, so that old cache files are not read."""
-_WIDTHS = (256, 512, 1024, 2048)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SECONDS_EACH = 0.12
-"""Time given to one rate, the two warm-up calls not counted."""
+_BUSY = 1.3
+"""Above this, timings tell more of other programs than of the machine."""
 _log = get_logger(__name__)
 
 
@@ -42,7 +39,8 @@ class Ceilings:
     `attention`: FLOP/s of causal attention by format, forward and backward, the masked half not counted.
     `bandwidth`: bytes/s of a copy, read and write counted. `elementwise`: bytes/s read and written by a norm and a
     SwiGLU in eager form. `loss`: logits/s through the loss of the head by format, its GEMMs not counted.
-    `adam`: parameters/s by storage of the moments. `exp`: exponentials/s in FP32.
+    `adam`: parameters/s by storage of the moments. `exp`: exponentials/s in FP32. `busy`: median over the rates of how
+    much longer the median timing took than the fastest, 1.0 on a quiet machine.
     """
 
     key: str
@@ -54,6 +52,7 @@ class Ceilings:
     bandwidth: float
     exp: float
     threads: int
+    busy: float
     measured_s: float
 
     def matmul_rate(self, fmt: str, width: float) -> float:
@@ -142,144 +141,30 @@ def _write(path: Path, ceilings: Ceilings) -> None:
 
 
 def _measure_all(machine: Machine, key: str, progress: Callable[[str], None]) -> Ceilings:
-    device, kernels = torch.device(machine.device), Kernels(machine, compile=False)
+    probe = Probe(Kernels(machine, compile=False), torch.device(machine.device))
     start = time.perf_counter()
     progress(f"measuring this machine once: {machine.device_name}")
-    matmul = {fmt: _matmul_rates(kernels, dtype, device) for fmt, dtype in _DTYPES.items()}
-    if machine.device == "cuda":
-        matmul["tf32"] = _tf32_rates(kernels, device)
-    else:
-        matmul["tf32"] = matmul["fp32"]
+    matmul = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}
+    matmul["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else matmul["fp32"]
     progress("  attention, loss, element-wise work, optimizer, memory")
-    attention = {fmt: _attention_rate(kernels, dtype, device) for fmt, dtype in _DTYPES.items()}
-    loss = {fmt: _loss_rate(kernels, dtype, device, matmul[fmt][512]) for fmt, dtype in _DTYPES.items()}
-    elementwise = {fmt: _elementwise_rate(kernels, dtype, device) for fmt, dtype in _DTYPES.items()}
-    adam = {fmt: _adam_rate(kernels, _DTYPES[fmt], device) for fmt in ("fp32", "bf16")}
-    return Ceilings(
+    attention = {fmt: probe.attention(dtype) for fmt, dtype in _DTYPES.items()}
+    loss = {fmt: probe.loss(dtype, matmul[fmt][512]) for fmt, dtype in _DTYPES.items()}
+    elementwise = {fmt: probe.elementwise(dtype) for fmt, dtype in _DTYPES.items()}
+    ceilings = Ceilings(
         key=key,
         matmul=matmul,
         attention=attention | {"tf32": attention["fp32"]},
         loss=loss | {"tf32": loss["fp32"]},
         elementwise=elementwise | {"tf32": elementwise["fp32"]},
-        adam=adam,
-        bandwidth=_bandwidth(device),
-        exp=_exp_rate(device),
+        adam={fmt: probe.adam(_DTYPES[fmt]) for fmt in ("fp32", "bf16")},
+        bandwidth=probe.bandwidth(),
+        exp=probe.exp(),
         threads=torch.get_num_threads(),
+        busy=round(probe.busy(), 2),
         measured_s=round(time.perf_counter() - start, 2),
     )
-
-
-def median_seconds(work: Callable[[], object], device: torch.device, budget_s: float = _SECONDS_EACH) -> float:
-    """Median seconds of one call, after two warm-up calls, from at least 3 calls and about `budget_s` of them."""
-    for _ in range(2):
-        work()
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < budget_s and len(times) < 50):
-        _wait(device)
-        start = time.perf_counter()
-        work()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _random(*shape: int, dtype: torch.dtype, device: torch.device, grad: bool = False) -> Tensor:
-    return (torch.randn(*shape, device=device) * 0.1).to(dtype).requires_grad_(grad)
-
-
-def _matmul_rates(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> dict[int, float]:
-    """FLOP/s of forward, input gradient and weight gradient of a square linear, by width."""
-    rates = {}
-    for width in _WIDTHS:
-        num_tokens = min(1024, 2**20 // width) if device.type == "cpu" else 8192
-        x = _random(num_tokens, width, dtype=dtype, device=device, grad=True)
-        weight = _random(width, width, dtype=dtype, device=device, grad=True)
-        upstream = _random(num_tokens, width, dtype=dtype, device=device)
-
-        def work(x: Tensor = x, weight: Tensor = weight, upstream: Tensor = upstream) -> None:
-            torch.autograd.grad(kernels.linear(x, weight), (x, weight), upstream)
-
-        rates[width] = 6 * num_tokens * width * width / median_seconds(work, device, _SECONDS_EACH / 2)
-    return rates
-
-
-def _tf32_rates(kernels: Kernels, device: torch.device) -> dict[int, float]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        return _matmul_rates(kernels, torch.float32, device)
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _attention_rate(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of causal attention with documents: 4 S^2/2 D forward, 2.5 times that backward (5 GEMMs for 2)."""
-    num_rows, num_heads, num_positions, head_dim = (4 if device.type == "cpu" else 32), 4, 512, 64
-    shape = (num_rows, num_heads, num_positions, head_dim)
-    q, k, v = (_random(*shape, dtype=dtype, device=device, grad=True) for _ in range(3))
-    segments = (torch.arange(num_positions, device=device) >= num_positions // 2).int().expand(num_rows, -1)
-    upstream = _random(*shape, dtype=dtype, device=device)
-
-    def work() -> None:
-        torch.autograd.grad(kernels.attention(q, k, v, segments=segments), (q, k, v), upstream)
-
-    flop = 3.5 * 2 * num_rows * num_heads * num_positions**2 * head_dim
-    return flop / median_seconds(work, device)
-
-
-def _loss_rate(kernels: Kernels, dtype: torch.dtype, device: torch.device, matmul_rate: float) -> float:
-    """Logits/s of the head's softmax and loss: the whole operation's time less that of its three GEMMs."""
-    num_tokens, vocab_size, dim = (512 if device.type == "cpu" else 4096), 8192, 512
-    x = _random(num_tokens, dim, dtype=dtype, device=device, grad=True)
-    weight = _random(vocab_size, dim, dtype=torch.float32, device=device, grad=True)
-    labels = torch.arange(num_tokens, device=device)
-
-    def work() -> None:
-        loss, _ = kernels.linear_cross_entropy(x, weight, labels)
-        torch.autograd.grad(loss, (x, weight))
-
-    seconds = median_seconds(work, device)
-    gemm_seconds = 6 * num_tokens * vocab_size * dim / matmul_rate
-    return num_tokens * vocab_size / max(seconds - gemm_seconds, 0.1 * seconds)
-
-
-def _elementwise_rate(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes/s of tensors read and written by a norm and a SwiGLU, forward and backward (14 passes)."""
-    num_tokens, dim = 2048, 1024
-    gate = _random(num_tokens, dim, dtype=dtype, device=device, grad=True)
-    up = _random(num_tokens, dim, dtype=dtype, device=device, grad=True)
-    weight = torch.ones(dim, device=device, requires_grad=True)
-    upstream = _random(num_tokens, dim, dtype=dtype, device=device)
-
-    def work() -> None:
-        out = kernels.rms_norm(kernels.swiglu(gate, up), weight, 1e-5)
-        torch.autograd.grad(out, (gate, up, weight), upstream)
-
-    return 14 * num_tokens * dim * gate.element_size() / median_seconds(work, device)
-
-
-def _adam_rate(kernels: Kernels, moments: torch.dtype, device: torch.device) -> float:
-    """Parameters/s of one AdamW update of FP32 parameters."""
-    num_params = 2**23 if device.type == "cpu" else 2**27
-    param, grad = (_random(num_params, dtype=torch.float32, device=device) for _ in range(2))
-    first, second = (torch.zeros(num_params, dtype=moments, device=device) for _ in range(2))
-    update = kernels.adam(device.type, moments)
-    hyper = AdamHyper(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, seed=0)
-    return num_params / median_seconds(lambda: update([param], [grad], [first], [second], hyper), device)
-
-
-def _bandwidth(device: torch.device) -> float:
-    """Bytes/s of a copy between two buffers of 128 MiB, reads and writes counted."""
-    source, target = (torch.ones(2**25, device=device) for _ in range(2))
-    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
-
-
-def _exp_rate(device: torch.device) -> float:
-    """Exponentials/s over 4 MiB, which stay in the cache."""
-    x = torch.zeros(2**20, device=device)
-    return x.numel() / median_seconds(lambda: torch.exp(x, out=x), device, _SECONDS_EACH / 4)
+    if ceilings.busy > _BUSY:
+        progress(
+            f"  other programs are running (timings vary {ceilings.busy:.1f}x); predicted seconds will be too long"
+        )
+    return ceilings

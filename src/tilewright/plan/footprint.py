@@ -24,6 +24,8 @@ PROCESS_BYTES = 380 * MIB
 """Resident set with torch and this package imported and the data open, before the model (measured, CPU build)."""
 COMPILER_BYTES = 105 * MIB
 """Added by torch.compile: its own modules, and the code it made (measured)."""
+TRANSFORMERS_BYTES = 65 * MIB
+"""Added by transformers where the model is one of its own (measured)."""
 CUDA_RESERVE_BYTES = 700 * MIB
 """CUDA context and kernels, outside the allocator (not measured by this project yet)."""
 LAYER_WORK = 3.3
@@ -47,7 +49,7 @@ class Footprint:
 def footprint(work: Workload) -> Footprint:
     """The bytes of a run; where it passes through several precision modes, the larger ones."""
     cpu = work.machine.device == "cpu"
-    process = (PROCESS_BYTES + (COMPILER_BYTES if work.compiled or work.loss_compiled else 0)) if cpu else 0
+    process = _process_bytes(work) if cpu else 0
     activations = max(activation_bytes(work, mode) for mode in work.modes)
     layer_work = max(_layer_work(work, mode) for mode in work.modes)
     loss_work = max(_loss_work(work, mode) for mode in work.modes)
@@ -66,6 +68,12 @@ def footprint(work: Workload) -> Footprint:
     phases["checkpoint"] = _checkpoint(work, phases, staging)
     parts = {"process": process, "loss of the head": loss_work, "backward of a layer": layer_work}
     return Footprint(phases, parts, 0 if cpu else CUDA_RESERVE_BYTES)
+
+
+def _process_bytes(work: Workload) -> int:
+    compiles = work.compiled or (work.loss_compiled and head_shape(work) is not None)
+    foreign = work.config is None
+    return PROCESS_BYTES + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
 
 
 def _backward(activations: int, gradients: int, num_micro: int) -> dict[str, int]:

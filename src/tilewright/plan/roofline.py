@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from tilewright.models.count import count_flops
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.footprint import activation_bytes, head_shape
+from tilewright.plan.probe import ACTIVATION_PASSES
 from tilewright.plan.workload import BYTES, Workload
 
-ACTIVATION_PASSES = 5
-"""What backward keeps is written once and read once; its gradient is written and read; one more pass for the rest."""
 BOUND_BY = {
     "matmul": "compute",
     "attention": "compute",

@@ -1,0 +1,150 @@
+"""The measurements behind `plan.ceilings`: a few operations at a few sizes, each timed for a tenth of a second.
+
+Legend: N tokens, D width, V vocabulary, B rows, H heads, S positions.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.kernels import Kernels
+from tilewright.ops.ref.adam import AdamHyper
+
+WIDTHS = (256, 512, 1024, 2048)
+_BUDGET_S = 0.1
+_FEWEST, _MOST = 4, 100
+ACTIVATION_PASSES = 5
+"""What backward keeps is written once and read once; its gradient is written and read; one more pass for the rest."""
+
+
+class Clock:
+    """Times calls; remembers how much slower the median was than the fastest."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ratios: list[float] = []
+
+    def __call__(self, work: Callable[[], object], budget_s: float = _BUDGET_S) -> float:
+        """Fewest seconds of one call: one warm-up, then 4 calls at least and about `budget_s` of them."""
+        work()
+        times: list[float] = []
+        while len(times) < _FEWEST or (sum(times) < budget_s and len(times) < _MOST):
+            self._wait()
+            start = time.perf_counter()
+            work()
+            self._wait()
+            times.append(time.perf_counter() - start)
+        self.ratios.append(statistics.median(times) / min(times))
+        return min(times)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Probe:
+    """Measures one device through `kernels`. Sizes are larger on CUDA, so that launches do not count.
+
+    Args:
+        kernels: implementations to measure.
+        device: where.
+    """
+
+    def __init__(self, kernels: Kernels, device: torch.device) -> None:
+        self.kernels = kernels
+        self.device = device
+        self.clock = Clock(device)
+        self._scale = 1 if device.type == "cpu" else 8
+
+    def busy(self) -> float:
+        """Median over all measurements of median time over fastest time."""
+        return statistics.median(self.clock.ratios)
+
+    def _random(self, *shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
+        return (torch.randn(*shape, device=self.device) * 0.1).to(dtype).requires_grad_(grad)
+
+    def matmul(self, dtype: torch.dtype) -> dict[int, float]:
+        """FLOP/s of forward, input gradient and weight gradient of a square linear, by width."""
+        rates = {}
+        for width in WIDTHS:
+            num_tokens = self._scale * min(1024, 2**20 // width)
+            x_ND = self._random(num_tokens, width, dtype=dtype, grad=True)
+            weight_DD = self._random(width, width, dtype=dtype, grad=True)
+            upstream_ND = self._random(num_tokens, width, dtype=dtype)
+
+            def work(x: Tensor = x_ND, weight: Tensor = weight_DD, upstream: Tensor = upstream_ND) -> None:
+                torch.autograd.grad(self.kernels.linear(x, weight), (x, weight), upstream)
+
+            rates[width] = 6 * num_tokens * width * width / self.clock(work, _BUDGET_S / 2)
+        return rates
+
+    def matmul_tf32(self) -> dict[int, float]:
+        """The same with TF32 allowed for FP32 operands (CUDA)."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            return self.matmul(torch.float32)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def attention(self, dtype: torch.dtype) -> float:
+        """FLOP/s of causal attention over two documents: 2 S^2 D forward, 2.5 times that backward."""
+        shape = num_rows, num_heads, num_positions, head_dim = 4 * self._scale, 4, 512, 64
+        q_BHSD, k_BHSD, v_BHSD, upstream_BHSD = (self._random(*shape, dtype=dtype, grad=i < 3) for i in range(4))
+        segments_BS = (torch.arange(num_positions, device=self.device) >= num_positions // 2).int().expand(num_rows, -1)
+
+        def work() -> None:
+            out_BHSD = self.kernels.attention(q_BHSD, k_BHSD, v_BHSD, segments=segments_BS)
+            torch.autograd.grad(out_BHSD, (q_BHSD, k_BHSD, v_BHSD), upstream_BHSD)
+
+        return 3.5 * 2 * num_rows * num_heads * num_positions**2 * head_dim / self.clock(work)
+
+    def loss(self, dtype: torch.dtype, matmul_rate: float) -> float:
+        """Logits/s of the head's softmax and loss: the whole operation's time less that of its three products."""
+        num_tokens, vocab_size, dim = 512 * self._scale, 8192, 512
+        x_ND = self._random(num_tokens, dim, dtype=dtype, grad=True)
+        weight_VD = self._random(vocab_size, dim, dtype=torch.float32, grad=True)
+        labels_N = torch.arange(num_tokens, device=self.device)
+
+        def work() -> None:
+            loss, _ = self.kernels.linear_cross_entropy(x_ND, weight_VD, labels_N)
+            torch.autograd.grad(loss, (x_ND, weight_VD))
+
+        seconds = self.clock(work)
+        products = 6 * num_tokens * vocab_size * dim / matmul_rate
+        return num_tokens * vocab_size / max(seconds - products, 0.1 * seconds)
+
+    def elementwise(self, dtype: torch.dtype) -> float:
+        """Bytes/s that an eager norm and SwiGLU keep for backward, each counted ACTIVATION_PASSES times."""
+        num_tokens, dim = 2048 * self._scale, 1024
+        gate_ND, up_ND, upstream_ND = (self._random(num_tokens, dim, dtype=dtype, grad=i < 2) for i in range(3))
+        weight_D = torch.ones(dim, device=self.device, requires_grad=True)
+
+        def work() -> None:
+            out_ND = self.kernels.rms_norm(self.kernels.swiglu(gate_ND, up_ND), weight_D, 1e-5)
+            torch.autograd.grad(out_ND, (gate_ND, up_ND, weight_D), upstream_ND)
+
+        kept = num_tokens * dim * (5 * 4 + gate_ND.element_size())  # three of SwiGLU and two of the norm in FP32
+        return ACTIVATION_PASSES * kept / self.clock(work)
+
+    def adam(self, moments: torch.dtype) -> float:
+        """Parameters/s of one AdamW update of FP32 parameters."""
+        num_params = 2**22 * self._scale
+        param, grad = (self._random(num_params, dtype=torch.float32) for _ in range(2))
+        first, second = (torch.zeros(num_params, dtype=moments, device=self.device) for _ in range(2))
+        update = self.kernels.adam(self.device.type, moments)
+        hyper = AdamHyper(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, seed=0)
+        return num_params / self.clock(lambda: update([param], [grad], [first], [second], hyper))
+
+    def bandwidth(self) -> float:
+        """Bytes/s of a copy between two buffers of 128 MiB, reads and writes counted."""
+        source, target = (torch.ones(2**25, device=self.device) for _ in range(2))
+        return 2 * source.nbytes / self.clock(lambda: target.copy_(source))
+
+    def exp(self) -> float:
+        """Exponentials/s over 4 MiB, which stay in the cache."""
+        x = torch.zeros(2**20, device=self.device)
+        return x.numel() / self.clock(lambda: torch.exp(x, out=x), _BUDGET_S / 4)
