@@ -1,4 +1,4 @@
-"""Claim: the plan's peak memory is within 10 % of the measured one, for every recipe shipped and two Hugging Face models.
+"""Claim: the plan's peak memory is within 10 % of the measured one, for all shipped recipes and two foreign models.
 
 Each recipe runs `tilewright train RECIPE --dry-run` in a process of its own: two real steps on real data, whose last
 lines are the plan beside the ledger's measurement. A first pass, not counted, prepares and caches the data, because
