@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.report.conftest import write_run
 from tilewright.core.errors import DataError
 from tilewright.report.collect import collect
-from tilewright.report.figures import settled_norms
+from tilewright.report.figures import memory_bars_figure, settled_norms
 from tilewright.report.page import render, write_report
 from tilewright.report.summary import MISSING, tiles, total_tokens, verdict
 from tilewright.report.tables import event_rows, facts, kernel_rows, precision_groups
@@ -110,6 +111,17 @@ def test_held_out_perplexity_weighs_domains_by_tokens(run_dir):
     assert {t.label: t.value for t in tiles(collect(run_dir))}["Held-out perplexity"] == "2.7"
 
 
+def test_planned_memory_is_that_of_a_training_step(run_dir):
+    plan = json.loads((run_dir / "plan.json").read_text())
+    plan["phases"]["checkpoint"] = {"parameters": 1, "other": 5 * 2**30}
+    plan |= {"peak_phase": "checkpoint", "step_phase": "backward"}
+    (run_dir / "plan.json").write_text(json.dumps(plan))
+    figure = memory_bars_figure(collect(run_dir))
+    planned = sum(plan["phases"]["backward"].values())
+    assert f"peak, planned: {planned / 2**20:.0f} MiB" in figure.svg
+    assert "activations, planned: 428 MiB" in figure.svg
+
+
 def test_every_number_of_an_empty_run_is_not_recorded(tmp_path):
     (tmp_path / "empty").mkdir()
     run = collect(tmp_path / "empty")
@@ -166,7 +178,12 @@ def test_later_rows_of_a_step_count(run_dir):
 
 def test_norms_of_the_warm_up_stay_out_of_the_distribution(run_dir):
     run = collect(run_dir)
-    assert len(settled_norms(run)) == 400 - run.setting("optim", "warmup_steps")
+    norms, which = settled_norms(run)
+    assert len(norms) == 400 - run.setting("optim", "warmup_steps")
+    assert which == "recorded steps after warm-up"
+    short = replace(run, steps=run.steps[:15])
+    assert settled_norms(short)[1] == "recorded steps", "all of them, and not called otherwise"
+    assert len(settled_norms(short)[0]) == 15
 
 
 def test_settings_carry_their_source(run_dir):

@@ -195,7 +195,9 @@ def _axes(
         )
     base = height - _BOTTOM
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{base}" y2="{base}"/>')
-    for tick in x.ticks(max(3, width // 130)):
+    ticks = x.ticks(max(3, width // 130))
+    whole = [tick for tick in ticks if float(tick).is_integer()]
+    for tick in whole if x_label == "step" and len(whole) > 1 else ticks:
         at = x(tick)
         parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>')
         parts.append(

@@ -114,22 +114,25 @@ def norm_figure(run: RunData) -> Figure | None:
     return Figure("Gradient norm", svg, healthy, legend, note)
 
 
-def settled_norms(run: RunData) -> list[float]:
-    """Positive norms of the recorded steps after the warm-up (all of them where that leaves fewer than 8)."""
+def settled_norms(run: RunData) -> tuple[list[float], str]:
+    """Positive norms of the recorded steps after the warm-up (all of them where that leaves fewer than 8), and
+    which steps these are, in words."""
     warmup = run.setting("optim", "warmup_steps") or 0
     pairs = [(s, n) for s, n in zip(*run.column("grad_norm"), strict=True) if n > 0 and math.isfinite(n)]
     late = [norm for step, norm in pairs if step > warmup]
-    return late if len(late) >= 8 else [norm for _, norm in pairs]
+    if warmup and len(late) >= 8:
+        return late, "recorded steps after warm-up"
+    return [norm for _, norm in pairs], "recorded steps"
 
 
 def norm_distribution_figure(run: RunData) -> Figure | None:
     """Histogram of the gradient norm against the log-normal law with the same log-moments."""
-    norms = settled_norms(run)
+    norms, which = settled_norms(run)
     fit = fit_log_normal(norms)
     if fit is None:
         return None
     svg = histogram(norms, fit.density, label="distribution of the gradient norm", x_label="global norm, log scale")
-    legend = [(0, "recorded steps after warm-up", str(fit.count)), (1, "log-normal fit", "")]
+    legend = [(0, which, str(fit.count)), (1, "log-normal fit", "")]
     healthy = (
         "The articles expect log-normal norms: bars along the curve. A second hump or a heavy right tail "
         "points to bad batches or instability; a loss that still falls fast drifts and widens it."
@@ -223,13 +226,16 @@ def memory_figure(run: RunData) -> Figure | None:
 def memory_bars_figure(run: RunData) -> Figure | None:
     """Planned against measured bytes by owner, at the peak of each."""
     plan = run.plan or {}
-    planned = (plan.get("phases") or {}).get(plan.get("peak_phase")) or {}
+    planned = (plan.get("phases") or {}).get(plan.get("step_phase") or plan.get("peak_phase")) or {}
     measured = peak_memory_row(run, with_owners=True) or peak_memory_row(run) or {}
     owned = measured.get("memory") or {}
     if not planned and not owned:
         return None
-    rows: list[tuple[str, list[float | None]]] = [(o, [planned.get(o), owned.get(o)]) for o in OWNERS]
-    totals = [plan.get("peak_bytes"), measured.get("memory_bytes")]
+    rows: list[tuple[str, list[float | None]]] = [
+        (owner, [planned.get(owner, 0) if planned else None, owned.get(owner, 0) if owned else None])
+        for owner in OWNERS
+    ]
+    totals = [sum(planned.values()) if planned else None, measured.get("memory_bytes")]
     svg = bar_chart([*rows, ("peak", totals)], ("planned", "measured"), label="memory by owner", value_format="bytes")
     note = ""
     if _finite(totals[0]) and _finite(totals[1]) and totals[1]:

@@ -94,7 +94,7 @@ def tiles(run: RunData) -> Sequence[Tile]:
         Tile(
             "Loss",
             f"{span.start:.2f} \u2192 {span.end:.2f}" if span else MISSING,
-            f"nats a token, mean of the last {span.count} record{'s' if span.count > 1 else ''}" if span else "",
+            _loss_words(span) if span else "",
         ),
         Tile(
             "Held-out perplexity",
@@ -114,6 +114,10 @@ def tiles(run: RunData) -> Sequence[Tile]:
             f"planned {format_bytes(planned)}" if planned else "",
         ),
     ]
+
+
+def _loss_words(span: LossSpan) -> str:
+    return f"nats a token, mean of the last {span.count} records" if span.count > 1 else "nats a token, first and last"
 
 
 def _steps(run: RunData) -> str:

@@ -116,7 +116,7 @@ def _table(value: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[Sequence[s
 def _text(name: str, value: object) -> str:
     """A value as people read it: sizes by the unit in their name, counts with separators."""
     if value is None:
-        return "not recorded"
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (int, float)):
