@@ -3,11 +3,10 @@
 from typing import TYPE_CHECKING
 
 from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.memory.ledger import OWNERS
 
 if TYPE_CHECKING:
     from tilewright.plan.cost import Plan
-
-OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "other")
 
 
 def plan_verdict(plan: "Plan") -> str:
@@ -33,9 +32,9 @@ def plan_table(plan: "Plan") -> str:
             lines.append(f"{owner:<12}" + "".join(f"{format_bytes(cell) if cell else '-':>12}" for cell in cells))
     lines.append(f"{'sum':<12}" + "".join(f"{format_bytes(plan.phase_bytes(phase)):>12}" for phase in phases))
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.other_parts.items() if size)
-    lines += [f"  other: {parts}" if parts else "", ""]
-    if plan.reserve_bytes:
-        lines.append(f"  outside the allocator: {format_bytes(plan.reserve_bytes)}")
+    lines += [f"  other: {parts}"] if parts else []
+    lines += [f"  outside the allocator: {format_bytes(plan.reserve_bytes)}"] if plan.reserve_bytes else []
+    lines.append("")
     lines.append(f"{'seconds':<12}{'of a step':>12}{'share':>8}")
     for name, seconds in sorted(plan.seconds.items(), key=lambda item: -item[1]):
         if seconds:
