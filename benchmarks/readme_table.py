@@ -21,6 +21,7 @@ STEPS = (
     ("fp32", "plain PyTorch loop, Hugging Face Llama, FP32"),
     ("autocast", "the same under BF16 autocast"),
     ("trainer", "Hugging Face `Trainer`, bf16, torch_compile, fused AdamW"),
+    ("trainer_tuned", "the same with huge pages and short spinning, which tilewright sets for itself"),
     ("tilewright_eager", "**tilewright** decoder, `bf16_mixed`, not compiled"),
     ("tilewright", "+ layers compiled (the default)"),
     ("tilewright_bf16_moments", '+ `optim.moments = "bf16"`'),

@@ -5,6 +5,7 @@ every round compares them under the same conditions:
   fp32      a plain PyTorch loop over Hugging Face's Llama, FP32, fused AdamW
   autocast  the same under BF16 autocast
   trainer   Hugging Face's Trainer with bf16, torch_compile and the fused AdamW: its documentation's fastest settings
+  trainer_tuned  the same in a process with huge pages and short spinning, which `tilewright train` sets for itself
   tilewright  our decoder under bf16_mixed through the standard executor, layers compiled
 and the steps that lead there and beyond (the ladder of the README): tilewright without compilation, with BF16
 moments, and with layers recomputed in the backward pass.
@@ -15,6 +16,7 @@ python -m benchmarks.throughput [--rounds 5]
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -180,17 +182,21 @@ RUNS = {
     "fp32": lambda: run_plain(None),
     "autocast": lambda: run_plain(torch.bfloat16),
     "trainer": run_trainer,
+    "trainer_tuned": run_trainer,
     "tilewright_eager": lambda: run_tilewright(compiled=False),
     "tilewright": run_tilewright,
     "tilewright_bf16_moments": lambda: run_tilewright(moments="bf16"),
     "tilewright_recompute": lambda: run_tilewright(moments="bf16", recompute="full"),
 }
 CONTENDERS = tuple(RUNS)
+PLAIN = ("fp32", "autocast", "trainer")
+"""Contenders in the environment as it is."""
 
 
 def contest(names: tuple[str, ...], rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds a step by contender, one sample a round; and peak bytes by contender."""
-    tune_cpu_runtime()  # as `tilewright train` does; every contender inherits it
+    plain = dict(os.environ)
+    tune_cpu_runtime()  # as `tilewright train` does for itself; a peer gets it in a row of its own
     workers = {}
     for name in names:
         command = [sys.executable, "-m", "benchmarks.throughput", "--worker", name]
