@@ -200,7 +200,9 @@ def contest(names: tuple[str, ...], rounds: int) -> tuple[dict[str, list[float]]
     workers = {}
     for name in names:
         command = [sys.executable, "-m", "benchmarks.throughput", "--worker", name]
-        workers[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        workers[name] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain if name in PLAIN else None
+        )
         answer(workers[name], name)
         print(f"{name}: ready", flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in names}
