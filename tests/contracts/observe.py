@@ -68,6 +68,7 @@ def fixed_ceilings(*args: object, **kwargs: object) -> Ceilings:
         exp=1e9,
         threads=1,
         measured_s=0.0,
+        busy=1.0,
     )
 
 
