@@ -1,6 +1,6 @@
 """Causal document attention on torch's own kernels, with a backward of ours on CPU.
 
-torch's CPU flash backward takes five times its forward on BF16 (benchmarks/results/attention_cpu.json).
+torch's CPU flash backward took five times its forward on BF16 (docs/log.md, 2026-11-20).
 Here the forward is torch's flash kernel, and the backward recomputes probabilities from the saved
 log-sum-exp in blocks of query rows: five batched GEMMs and two element-wise loops a block, and no work
 above the diagonal. The loops fuse only under torch.compile, so the eager path keeps torch's backward.
