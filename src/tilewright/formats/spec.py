@@ -1,6 +1,6 @@
-"""What a floating-point format can hold, and rounding to it, bit for bit.
+"""What a floating-point format can hold, and rounding to the wider ones, bit for bit.
 
-The 16- and 32-bit formats of training. Not scaling, tiles or storage: those come on top. Rounding is to nearest,
+Not scaling, tiles or storage: those come on top (`encode` rounds to the 8-bit formats). Rounding is to nearest,
 ties to even, by integer arithmetic on the FP32 bits where torch has no dtype for the format (TF32), by torch's own
 cast where it has. Called by `precision`.
 """
@@ -15,7 +15,7 @@ FP32_MANTISSA_BITS = 23
 
 @dataclass(frozen=True)
 class FloatSpec:
-    """A binary floating-point format with infinities, NaN and subnormals (IEEE 754 layout).
+    """A binary floating-point format with subnormals and NaN, in the layout of IEEE 754.
 
     Args:
         name: as written in recipes.
@@ -23,10 +23,11 @@ class FloatSpec:
         exponent_bits: width of the exponent.
         mantissa_bits: width of the fraction, without the hidden one.
         dtype: the torch dtype that values of this format are kept in.
+        has_infinity: False where the highest exponent holds numbers too, and only all ones is NaN (E4M3).
 
     Example:
-        >>> BF16.max, FP16.max, TF32.eps == 2.0**-10
-        (3.3895313892515355e+38, 65504.0, True)
+        >>> BF16.max, FP16.max, E4M3.max, E5M2.max, TF32.eps == 2.0**-10
+        (3.3895313892515355e+38, 65504.0, 448.0, 57344.0, True)
     """
 
     name: str
@@ -34,21 +35,27 @@ class FloatSpec:
     exponent_bits: int
     mantissa_bits: int
     dtype: torch.dtype
+    has_infinity: bool = True
+
+    @property
+    def bias(self) -> int:
+        """What is added to an exponent to store it."""
+        return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest finite value, also the exponent's bias."""
-        return 2 ** (self.exponent_bits - 1) - 1
+        """Exponent of the largest finite value."""
+        return self.bias if self.has_infinity else self.bias + 1
 
     @property
     def max(self) -> float:
         """Largest finite value."""
-        return (2.0 - self.eps) * 2.0**self.max_exponent
+        return (2.0 - (self.eps if self.has_infinity else 2 * self.eps)) * 2.0**self.max_exponent
 
     @property
     def tiny(self) -> float:
         """Smallest positive normal value."""
-        return 2.0 ** (1 - self.max_exponent)
+        return 2.0 ** (1 - self.bias)
 
     @property
     def smallest(self) -> float:
@@ -65,7 +72,12 @@ FP32 = FloatSpec("fp32", 32, 8, 23, torch.float32)
 TF32 = FloatSpec("tf32", 19, 8, 10, torch.float32)
 BF16 = FloatSpec("bf16", 16, 8, 7, torch.bfloat16)
 FP16 = FloatSpec("fp16", 16, 5, 10, torch.float16)
+E4M3 = FloatSpec("e4m3", 8, 4, 3, torch.float8_e4m3fn, has_infinity=False)
+E5M2 = FloatSpec("e5m2", 8, 5, 2, torch.float8_e5m2)
 SPECS = {spec.name: spec for spec in (FP32, TF32, BF16, FP16)}
+"""Formats that values are computed in without a scale."""
+FP8_SPECS = {spec.name: spec for spec in (E4M3, E5M2)}
+"""Formats that need a scale: 8 bits an element."""
 
 
 def round_to(x: Tensor, spec: FloatSpec) -> Tensor:
@@ -78,7 +90,7 @@ def round_to(x: Tensor, spec: FloatSpec) -> Tensor:
         spec: the format.
 
     Raises:
-        TypeError: `x` is not FP32.
+        TypeError: `x` is not FP32, or the format is an 8-bit one (see `encode.encode`).
 
     Example:
         >>> round_to(torch.tensor([1.0 + 2**-11, 1.0 + 3 * 2**-11]), TF32)  # two ties: down to 1, up to 1 + 2^-9
@@ -86,6 +98,8 @@ def round_to(x: Tensor, spec: FloatSpec) -> Tensor:
     """
     if x.dtype != torch.float32:
         raise TypeError(f"round_to takes FP32 values, not {x.dtype}")
+    if spec.bits == 8:
+        raise TypeError(f"round_to does not scale, which {spec.name} needs: use formats.quantize")
     if spec.dtype != torch.float32:
         return x.to(spec.dtype).to(torch.float32)
     dropped = FP32_MANTISSA_BITS - spec.mantissa_bits
