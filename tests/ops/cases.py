@@ -43,3 +43,35 @@ def attention_cases() -> Iterator[AttentionCase]:
     yield AttentionCase(1, 2, 1, 301, 32, 32, docs=3)
     yield AttentionCase(1, 2, 2, 65, 24, 16, docs=2)
     yield AttentionCase(1, 2, 2, 520, 16, 16)
+
+
+def awkward_matrix(rows: int, cols: int, dtype: torch.dtype, seed: int, layout: str = "plain") -> Tensor:
+    """A matrix [rows, cols] that is hard to quantise: wide range, zeros and zero tiles, subnormals, infinities, NaN.
+
+    Args:
+        rows: rows.
+        cols: columns.
+        dtype: any float dtype.
+        seed: of the values.
+        layout: plain, turned (columns contiguous), cut (rows further apart), strided (nothing contiguous), or repeated
+            (stride 0 down).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    stored = {"turned": (cols, rows), "cut": (rows, cols + 3), "strided": (rows, 2 * cols), "repeated": (1, cols)}
+    shape = stored.get(layout, (rows, cols))
+    values = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator) * 5)
+    kind = torch.rand(shape, generator=generator)
+    values[kind < 0.02] = 0.0
+    values[(kind > 0.02) & (kind < 0.03)] *= 1e-39
+    values[(kind > 0.03) & (kind < 0.04)] *= 1e36
+    values[(kind > 0.04) & (kind < 0.042)] = torch.nan
+    values[(kind > 0.042) & (kind < 0.044)] = -torch.inf
+    values[:, 128:256] *= float(torch.rand((), generator=generator) < 0.7)
+    x = values.to(dtype)
+    views = {
+        "turned": lambda: x.T,
+        "cut": lambda: x[:, 3:],
+        "strided": lambda: x[:, ::2],
+        "repeated": lambda: x.expand(rows, cols),
+    }
+    return views.get(layout, lambda: x)()

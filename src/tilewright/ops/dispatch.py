@@ -18,13 +18,14 @@ from tilewright.core.hardware import Machine
 
 @dataclass(frozen=True)
 class Case:
-    """What a choice depends on: the device type and the compute dtype of the main operand."""
+    """What a choice depends on: device type, dtype of the main operand, kind of call where the operation has kinds."""
 
     device_type: str
     dtype: torch.dtype
+    kind: str = ""
 
     def __str__(self) -> str:
-        return f"{self.device_type} {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.device_type} {str(self.dtype).removeprefix('torch.')} {self.kind}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation and its implementations, best first; the last one is the reference and always runs."""
+    """An operation and its implementations, best first; the last one is the reference and always runs.
+
+    Args:
+        name: its name.
+        candidates: implementations.
+        kinds: what a choice depends on besides device and dtype; a case for each.
+        setting: field of the recipe section `[ops]` that forces a candidate; empty: the name.
+    """
 
     name: str
     candidates: tuple[Candidate, ...]
+    kinds: tuple[str, ...] = ("",)
+    setting: str = ""
+
+    @property
+    def field(self) -> str:
+        """Name of its field in `[ops]`."""
+        return self.setting or self.name
 
 
 @dataclass(frozen=True)
@@ -86,15 +101,15 @@ def choose(
     if forced != "auto" and forced not in names:
         close = difflib.get_close_matches(forced, names, n=1)
         raise ConfigError(
-            f"ops.{op.name}: no candidate {forced!r}.",
+            f"ops.{op.field}: no candidate {forced!r}.",
             got=repr(forced),
             need=f"auto or one of {', '.join(names)}",
-            try_=f'ops.{op.name} = "{close[0] if close else "auto"}"',
+            try_=f'ops.{op.field} = "{close[0] if close else "auto"}"',
         )
     rejected = []
     for candidate in op.candidates:
         if forced not in ("auto", candidate.name):
-            rejected.append((candidate.name, f'ops.{op.name} = "{forced}" was asked for'))
+            rejected.append((candidate.name, f'ops.{op.field} = "{forced}" was asked for'))
             continue
         reason = (barred or {}).get(candidate.name) or candidate.why_not(machine, case)
         if reason is None:
@@ -105,5 +120,5 @@ def choose(
         f"ops.{op.name} cannot run here.",
         got=f"{case}: {reasons}",
         need="a candidate that can run this device and dtype",
-        try_=f'ops.{op.name} = "auto"',
+        try_=f'ops.{op.field} = "auto"',
     )

@@ -13,18 +13,27 @@ from torch import Tensor
 
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
+from tilewright.formats.scaling import Tile
+from tilewright.formats.spec import FloatSpec
+from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.adam import ADAM
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.dispatch import Case, Choice, choose
+from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
+from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.norm import RMS_NORM
+from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
 from tilewright.ops.ref import math as ref
 
-OPS = (LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM)
+OPS = (
+    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM),
+    *(QUANTIZE, QUANTIZE_BOTH, TILE_GEMM, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE),
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-Key = tuple[str, str, torch.dtype]
+Key = tuple[str, str, torch.dtype, str]
 
 
 class Kernels:
@@ -50,13 +59,13 @@ class Kernels:
         devices = ("cpu",) if machine.device == "cpu" else ("cpu", machine.device)
         self.choices: dict[Key, Choice] = {}
         self.impossible: dict[Key, HardwareError] = {}
-        for op, device, dtype in itertools.product(OPS, devices, DTYPES):
+        cases = ((op, Case(*case)) for op in OPS for case in itertools.product(devices, DTYPES, op.kinds))
+        for op, case in cases:
+            key = (op.name, case.device_type, case.dtype, case.kind)
             try:
-                choice = choose(op, machine, Case(device, dtype), overrides.get(op.name, "auto"), barred)
+                self.choices[key] = choose(op, machine, case, overrides.get(op.field, "auto"), barred)
             except HardwareError as error:  # told when, and only if, a run needs this case
-                self.impossible[op.name, device, dtype] = error
-            else:
-                self.choices[op.name, device, dtype] = choice
+                self.impossible[key] = error
         self._run = {key: choice.candidate.run for key, choice in self.choices.items()}
 
     @classmethod
@@ -64,10 +73,10 @@ class Kernels:
         """The best implementations for the machine this runs on."""
         return cls(detect_machine())
 
-    def _find(self, op: str, device: str, dtype: torch.dtype) -> Callable[..., Any]:
-        run = self._run.get((op, device, dtype))
+    def _find(self, op: str, device: str, dtype: torch.dtype, kind: str = "") -> Callable[..., Any]:
+        run = self._run.get((op, device, dtype, kind))
         if run is None:
-            raise self.impossible[op, device, dtype]
+            raise self.impossible[op, device, dtype, kind]
         return run
 
     def linear(self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
@@ -106,6 +115,37 @@ class Kernels:
         """Rotary positions, FP32 inside; one form only, fused by the compiler."""
         return ref.rope(x_BSHD, cos_BSD, sin_BSD)
 
+    def quantize(
+        self, x_MK: Tensor, spec: FloatSpec, tile: Tile, *, power_of_two: bool = True, noise: Tensor | None = None
+    ) -> TiledTensor:
+        """See `ops.quantize`."""
+        return self._find("quantize", x_MK.device.type, x_MK.dtype)(x_MK, spec, tile, power_of_two, noise)
+
+    def quantize_both(
+        self, x_MK: Tensor, spec: FloatSpec, *, power_of_two: bool = True
+    ) -> tuple[TiledTensor, TiledTensor]:
+        """See `ops.quantize`."""
+        return self._find("quantize_both", x_MK.device.type, x_MK.dtype)(x_MK, spec, power_of_two)
+
+    def tile_gemm(
+        self, a: TiledTensor, b: TiledTensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype
+    ) -> Tensor:
+        """See `ops.gemm`."""
+        return self._find("tile_gemm", a.codes.device.type, out_dtype, kind_of(a))(a, b, bias_N, out_dtype)
+
+    def rms_norm_quantize(
+        self, x: Tensor, weight_D: Tensor, eps: float, spec: FloatSpec, *, power_of_two: bool = True
+    ) -> tuple[Tensor, TiledTensor, TiledTensor]:
+        """See `ops.fused_quantize`."""
+        run = self._find("rms_norm_quantize", x.device.type, x.dtype)
+        return run(x, weight_D, eps, spec, power_of_two)
+
+    def swiglu_quantize(
+        self, gate: Tensor, up: Tensor, spec: FloatSpec, *, power_of_two: bool = True
+    ) -> tuple[Tensor, TiledTensor, TiledTensor]:
+        """See `ops.fused_quantize`."""
+        return self._find("swiglu_quantize", gate.device.type, gate.dtype)(gate, up, spec, power_of_two)
+
     def explain(self) -> list[dict[str, object]]:
         """One row an operation and case: op, case, chosen (None: nothing can run it), rejected
         [(candidate, reason)]."""
@@ -118,7 +158,7 @@ class Kernels:
             }
             for choice in self.choices.values()
         ]
-        for (op, device, dtype), error in self.impossible.items():
+        for (op, *case), error in self.impossible.items():
             reasons = [["all", error.problems[0].got]]
-            rows.append({"op": op, "case": str(Case(device, dtype)), "chosen": None, "rejected": reasons})
+            rows.append({"op": op, "case": str(Case(*case)), "chosen": None, "rejected": reasons})
         return rows

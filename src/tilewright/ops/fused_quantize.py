@@ -1,0 +1,61 @@
+"""rms_norm_quantize, swiglu_quantize: a norm or activation and 8-bit copies of its result. Forward only, no autograd.
+
+rms_norm_quantize(x, weight_D, eps, spec, power_of_two=True) -> (y, row, column)
+swiglu_quantize(gate, up, spec, power_of_two=True) -> (y, row, column)
+y is what `rms_norm` and `swiglu` return, in x's dtype and shape [..., D]; row and column are `quantize_both` of y as
+[tokens, D]. The copies are of y as rounded to its dtype. The case's dtype is x's (gate's).
+"""
+
+from tilewright.ops.cpu import build
+from tilewright.ops.dispatch import Candidate, Op, always
+from tilewright.ops.norm import native as rms_norm
+from tilewright.ops.ref import fp8 as ref
+from tilewright.ops.ref import math
+from tilewright.ops.triton.rules import needs_triton
+
+
+def _triton_norm(x, weight_D, eps, spec, power_of_two=True):
+    from tilewright.ops.triton import fused  # it imports triton
+
+    return fused.rms_norm_quantize(x, weight_D, eps, spec, power_of_two)
+
+
+def _triton_swiglu(gate, up, spec, power_of_two=True):
+    from tilewright.ops.triton import fused
+
+    return fused.swiglu_quantize(gate, up, spec, power_of_two)
+
+
+def _cpu_norm(x, weight_D, eps, spec, power_of_two=True):
+    """Not fused: on a CPU the norm is compiled with its neighbours, and its result is read from the cache."""
+    return _cpu_copies(rms_norm(x, weight_D, eps), spec, power_of_two)
+
+
+def _cpu_swiglu(gate, up, spec, power_of_two=True):
+    return _cpu_copies(math.swiglu(gate, up), spec, power_of_two)
+
+
+def _cpu_copies(y, spec, power_of_two):
+    from tilewright.ops.cpu import fp8  # it registers torch operators
+
+    return y, *fp8.quantize_both(y.reshape(-1, y.shape[-1]), spec, power_of_two)
+
+
+RMS_NORM_QUANTIZE = Op(
+    "rms_norm_quantize",
+    (
+        Candidate("triton", _triton_norm, needs_triton),
+        Candidate("cpu", _cpu_norm, build.why_not),
+        Candidate("ref", ref.rms_norm_quantize, always),
+    ),
+    setting="quantize",
+)
+SWIGLU_QUANTIZE = Op(
+    "swiglu_quantize",
+    (
+        Candidate("triton", _triton_swiglu, needs_triton),
+        Candidate("cpu", _cpu_swiglu, build.why_not),
+        Candidate("ref", ref.swiglu_quantize, always),
+    ),
+    setting="quantize",
+)

@@ -1,0 +1,75 @@
+"""8-bit operands decoded to BF16, then torch's ordinary BF16 product: the same operand bits on any device.
+
+A code times a power of two is exact in BF16, so only the order of the sum and the rounding of the result differ from an
+8-bit unit. With other scales, or where the CPU has no BF16 kernels, operands are decoded to FP32 instead. That depends
+on the scales' values, so the product is one operator to torch.compile, which does not look inside.
+
+An FP32 result is not rounded on CUDA. On CPU torch 2.13 has no BF16 product with an FP32 result (`torch.mm(out_dtype=)`
+is CUDA's alone), so it is the product rounded to BF16, in FP32: what a BF16 layer's weight gradient is, too.
+
+Legend: M, N rows  K columns.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewright.formats.scaling import Tile
+from tilewright.formats.spec import FP8_SPECS, FloatSpec
+from tilewright.formats.tiled import TiledTensor
+
+_FP32_MANTISSA = 0x007FFFFF
+
+
+def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """See `ops.gemm`."""
+    return _product(
+        a.codes, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
+        b.codes, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,
+        bias_N, out_dtype,
+    )  # fmt: skip
+
+
+def decoded_product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """a @ b.T + bias, summed in FP32, of decoded operands, both BF16 or both FP32."""
+    bias = None if bias_N is None else bias_N.to(out_dtype)
+    if a_MK.dtype == out_dtype:
+        return F.linear(a_MK, b_NK, bias)
+    if a_MK.is_cuda and a_MK.dtype == torch.bfloat16:
+        out_MN = torch.mm(a_MK, b_NK.T, out_dtype=torch.float32)
+    else:
+        out_MN = F.linear(a_MK, b_NK).to(torch.float32)
+    return (out_MN if bias is None else out_MN + bias.to(torch.float32)).to(out_dtype)
+
+
+def is_fast_bf16(device: torch.device) -> bool:
+    """Whether torch has kernels for BF16 products on this device, rather than loops."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def is_power_of_two(scale: Tensor) -> bool:
+    """Whether all of these positive FP32 numbers are; waits for the device."""
+    return not bool((scale.view(torch.int32) & _FP32_MANTISSA).any())
+
+
+def tiled_of(codes: Tensor, scale_inv: Tensor, tile: list[int], spec: FloatSpec) -> TiledTensor:
+    """A TiledTensor from what an operator of torch can take."""
+    return TiledTensor(codes, scale_inv, Tile(tile[0], tile[1]), spec)
+
+
+@torch.library.custom_op("tilewright::dequant_gemm", mutates_args=())
+def _product(
+    a_codes: Tensor, a_scale: Tensor, a_tile: list[int], a_spec: str,
+    b_codes: Tensor, b_scale: Tensor, b_tile: list[int], b_spec: str,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    a = tiled_of(a_codes, a_scale, a_tile, FP8_SPECS[a_spec])
+    b = tiled_of(b_codes, b_scale, b_tile, FP8_SPECS[b_spec])
+    exact = is_fast_bf16(a_codes.device) and is_power_of_two(a_scale) and is_power_of_two(b_scale)
+    dtype = torch.bfloat16 if exact else torch.float32
+    return decoded_product(a.dequantize(dtype), b.dequantize(dtype), bias, out_dtype)
+
+
+@_product.register_fake
+def _(a_codes, a_scale, a_tile, a_spec, b_codes, b_scale, b_tile, b_spec, bias, out_dtype):
+    return a_codes.new_empty((a_codes.shape[0], b_codes.shape[0]), dtype=out_dtype)

@@ -1,0 +1,57 @@
+"""quantize, quantize_both: a matrix to 8-bit codes with a scale a tile. No autograd.
+
+quantize(x_MK, spec, tile, power_of_two=True, noise=None) -> TiledTensor [M, K].
+quantize_both(x_MK, spec, power_of_two=True) -> (row, column), from one read of x: `row` is x in tiles of 1x128, and
+`column` is x transposed in tiles of 1x128 along the tokens, a TiledTensor [K, M]; on CPU its codes are a transposed
+view. `formats.quantize` is the definition: codes and scales of every candidate are equal to its, bit for bit.
+x is FP32, BF16 or FP16. The case's dtype is x's.
+"""
+
+from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.cpu import build
+from tilewright.ops.dispatch import Candidate, Op, always
+from tilewright.ops.ref import fp8 as ref
+from tilewright.ops.triton.rules import needs_triton
+
+
+def _triton(x_MK, spec, tile, power_of_two=True, noise=None) -> TiledTensor:
+    from tilewright.ops.triton import quantize  # it imports triton
+
+    return quantize.quantize(x_MK, spec, tile, power_of_two, noise)
+
+
+def _triton_both(x_MK, spec, power_of_two=True) -> tuple[TiledTensor, TiledTensor]:
+    from tilewright.ops.triton import quantize
+
+    return quantize.quantize_both(x_MK, spec, power_of_two)
+
+
+def _cpu(x_MK, spec, tile, power_of_two=True, noise=None) -> TiledTensor:
+    from tilewright.ops.cpu import fp8  # it registers torch operators
+
+    return fp8.quantize(x_MK, spec, tile, power_of_two, noise)
+
+
+def _cpu_both(x_MK, spec, power_of_two=True) -> tuple[TiledTensor, TiledTensor]:
+    from tilewright.ops.cpu import fp8
+
+    return fp8.quantize_both(x_MK, spec, power_of_two)
+
+
+QUANTIZE = Op(
+    "quantize",
+    (
+        Candidate("triton", _triton, needs_triton),
+        Candidate("cpu", _cpu, build.why_not),
+        Candidate("ref", ref.quantize, always),
+    ),
+)
+QUANTIZE_BOTH = Op(
+    "quantize_both",
+    (
+        Candidate("triton", _triton_both, needs_triton),
+        Candidate("cpu", _cpu_both, build.why_not),
+        Candidate("ref", ref.quantize_both, always),
+    ),
+    setting="quantize",
+)
