@@ -73,20 +73,35 @@ def loss_and_gradient(model: nn.Module, name: str) -> tuple[float, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16"])
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", "fp8_tile", "fp8_tensorwise"])
 def test_any_architecture_in_any_mode(name, mode):
     model = build(name)
     want = loss_and_gradient(model, name)
     convert(model, mode)
     got = loss_and_gradient(model, name)
-    bound = {"fp32": 0.0, "tf32": 5e-4, "bf16_mixed": 3e-3, "hybrid": 3e-3, "pure_fp16": 5e-4}[mode]
+    bound = {"fp32": 0.0, "tf32": 5e-4, "bf16_mixed": 3e-3, "hybrid": 3e-3, "pure_fp16": 5e-4}.get(mode, 2e-2)
     assert abs(got[0] - want[0]) <= bound * want[0], f"{got[0]} against {want[0]}"
     cosine = torch.cosine_similarity(got[1], want[1], dim=0).item()
-    assert cosine >= {"fp32": 1 - 1e-9, "tf32": 1 - 1e-4}.get(mode, 0.99), f"cosine {cosine}"
+    least = {"fp32": 1 - 1e-9, "tf32": 1 - 1e-4, "fp8_tile": 0.97, "fp8_tensorwise": 0.85}
+    assert cosine >= least.get(mode, 0.99), f"cosine {cosine}"
     out = model(**inputs(name))
     assert (out.loss.dtype, out.logits.dtype) == (torch.float32, torch.float32)
     with evaluating(model):
         assert abs(model(**inputs(name)).loss.item() - want[0]) <= (2e-4 if mode == "pure_fp16" else 0.0)
+
+
+def test_the_report_says_what_is_in_8_bits_and_why_the_rest_is_not():
+    llama, gpt2 = build("llama"), build("gpt2")
+    rows = {row.fqn: row for row in convert(llama, "fp8_tile").rows}
+    assert rows["model.layers.0.mlp.up_proj"].compute == "fp8_tile"
+    assert rows["model.layers.0.self_attn.o_proj"].compute == "fp8_tile/bf16/bf16"
+    assert rows["lm_head"].compute == rows["model.embed_tokens"].compute == "bf16"
+    assert rows["model.norm"].compute == "fp32"
+    text = str(llama.precision_report)
+    assert "linear layers only, without the head" in text
+    # GPT-2 multiplies by a class of its own, which nothing here can reach into.
+    row = next(row for row in convert(gpt2, "fp8_tile").rows if row.fqn.endswith("c_fc"))
+    assert row.compute == "bf16"
 
 
 def dtypes_inside(model: nn.Module, fqn: str, call) -> tuple[torch.dtype, torch.dtype]:

@@ -1,9 +1,12 @@
 """Decisions: modes, precedence of rules, and mistakes in a policy."""
 
+from dataclasses import replace
+
 import pytest
 
 from tilewright.core.config import PrecisionRule, PrecisionSection
 from tilewright.core.errors import ConfigError
+from tilewright.precision.gemms import FP8_FORMATS, Gemms
 from tilewright.precision.policy import ALWAYS_FP32, KINDS, MODES, Policy, Rule
 
 FORMATS_BY_MODE = {  # (product, embedding, storage) on CPU
@@ -12,6 +15,9 @@ FORMATS_BY_MODE = {  # (product, embedding, storage) on CPU
     "bf16_mixed": ("bf16", "bf16", "fp32"),
     "hybrid": ("bf16", "fp32", "fp32"),
     "pure_fp16": ("fp16", "fp16", "fp16"),
+    "fp8_tile": ("bf16", "bf16", "fp32"),  # and linear layers: see test_fp8_modes
+    "fp8_hybrid": ("bf16", "bf16", "fp32"),
+    "fp8_tensorwise": ("bf16", "bf16", "fp32"),
 }
 
 
@@ -20,7 +26,7 @@ def test_modes(mode):
     policy = Policy(mode, device_type="cpu")
     product, embedding, storage = FORMATS_BY_MODE[mode]
     for kind in ("linear", "conv", "attention", "head"):
-        assert policy.decide("a", kind).compute == product
+        assert policy.decide("a", kind).compute == (mode if kind == "linear" and policy.is_fp8 else product)
         assert policy.decide("a", kind).storage == storage
     assert policy.decide("a", "embedding").compute == embedding
     for kind in ALWAYS_FP32:
@@ -33,6 +39,61 @@ def test_modes(mode):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_decision_has_a_reason(mode, kind, device):
     assert len(Policy(mode, device_type=device).decide("a.b", kind).reason) > 10
+
+
+@pytest.mark.parametrize("mode", FP8_FORMATS)
+def test_fp8_modes(mode):
+    policy = Policy(mode, device_type="cpu")
+    assert policy.decide("layers.0.up_proj", "linear", (64, 64)).gemms == Gemms.all(mode)
+    decoupled = policy.decide("layers.0.self_attn.o_proj", "linear", (64, 64))
+    assert decoupled.compute == f"{mode}/bf16/bf16"
+    assert "precision.decouple" in decoupled.reason
+    assert replace(policy, decouple=()).decide("layers.0.self_attn.o_proj", "linear", (64, 64)).compute == mode
+
+
+def test_recipe_and_library_decouple_the_same_layers():
+    assert Policy.from_section(PrecisionSection(mode="fp8_tile"), "cpu") == Policy("fp8_tile", device_type="cpu")
+
+
+def test_layers_too_small_to_gain_are_left_alone_on_a_gpu_with_the_number():
+    policy = Policy("fp8_tile", device_type="cuda")
+    small, large = policy.decide("a", "linear", (256, 256)), policy.decide("a", "linear", (4096, 4096))
+    assert (small.compute, large.compute) == ("bf16", "fp8_tile")
+    assert "0.67x" in small.reason
+    assert replace(policy, fp8_min_gain=0.0).decide("a", "linear", (256, 256)).compute == "fp8_tile"
+    assert Policy("fp8_tile", device_type="cpu").decide("a", "linear", (256, 256)).compute == "fp8_tile"
+    forced = Policy("fp8_tile", (Rule("a", compute="fp8_tile"),), device_type="cuda")
+    assert forced.decide("a", "linear", (256, 256)).compute == "fp8_tile"
+
+
+def test_rules_for_single_products():
+    def gemms(mode, *rules, kind="linear"):
+        return Policy(mode, rules, device_type="cpu").decide("a", kind).gemms
+
+    assert gemms("bf16_mixed", Rule("a", wgrad="fp32")) == Gemms("bf16", "bf16", "fp32")
+    assert gemms("fp8_tile", Rule("a", dgrad="bf16")) == Gemms("fp8_tile", "bf16", "fp8_tile")
+    assert gemms("fp8_tile", Rule("a", dgrad="bf16"), Rule("a", fprop="bf16")) == Gemms("bf16", "bf16", "fp8_tile")
+    assert gemms("fp8_tile", Rule("a", compute="bf16")) is None
+    assert gemms("bf16_mixed", Rule("a", compute="fp8_hybrid", wgrad="bf16")) == Gemms(
+        "fp8_hybrid", "fp8_hybrid", "bf16"
+    )
+    assert gemms("fp8_tile", Rule("*", wgrad="bf16"), kind="conv") is None
+    assert gemms("bf16_mixed", Rule("*", op="head", compute="fp8_tile"), kind="head") == Gemms.all("fp8_tile")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda: Rule("a"), "names no format"),
+        (lambda: Rule(op="conv", wgrad="bf16"), "linear layers only"),
+        (lambda: Rule(op="embedding", compute="fp8_tile"), "linear layers only"),
+        (lambda: Rule("a", wgrad="fp8_tiel"), "fp8_tile"),
+        (lambda: Policy("hybrid", (Rule("a", wgrad="bf16"),), device_type="cuda").decide("a", "linear"), "fp16"),
+    ],
+)
+def test_mistakes_in_rules_for_products(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        rule()
 
 
 def test_hybrid_depends_on_the_device_and_says_so():
@@ -101,7 +162,7 @@ def test_unknown_names_are_errors_with_a_suggestion(make, suggestion):
 @pytest.mark.parametrize("op", sorted(ALWAYS_FP32))
 def test_what_is_always_fp32_cannot_be_ruled_otherwise(op):
     Rule(op=op, compute="fp32")
-    with pytest.raises(ConfigError, match="cannot compute in bf16"):
+    with pytest.raises(ConfigError, match="cannot compute in anything but FP32"):
         Rule(op=op, compute="bf16")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewright.formats.spec import SPECS
+from tilewright.ops.kernels import Kernels
 from tilewright.precision.rounding import tf32_product
 
 
@@ -62,23 +63,24 @@ class Cast:
 class CastLinear(Cast, nn.Linear):
     """x W^T + b in `compute_dtype` with FP32 accumulation. x [..., K] any float dtype -> [..., N] `output_dtype`."""
 
-    kernel: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
-    """The product: torch's, or that of the run's `ops.Kernels`."""
+    kernels: Kernels | None = None
+    """Implementations of the operations; None takes torch's own linear."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self._no_autocast(self._run, x)
 
     def _run(self, x: Tensor) -> Tensor:
         if self.round_tf32:
-            out = self._product(self._without_bias, x, self.weight)
+            out = self._product(self._multiply, x, self.weight)
             out = out if self.bias is None else out + self.bias
         else:
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-            out = self.kernel(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias)
+            out = self._multiply(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias)
         return out.to(self.output_dtype)
 
-    def _without_bias(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.kernel(x, weight, None)
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        linear = F.linear if self.kernels is None else self.kernels.linear
+        return linear(x, weight, bias)
 
 
 class CastEmbedding(Cast, nn.Embedding):

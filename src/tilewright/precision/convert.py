@@ -17,14 +17,16 @@ from tilewright.core.errors import ConfigError
 from tilewright.formats.spec import SPECS
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import CASTS, Cast, CastLinear
-from tilewright.precision.policy import FUNCTION_OPS, KIND_OPS, Decision, Policy, as_policy, kinds_of
+from tilewright.precision.checks import refuse_fallbacks, refuse_lost_rules, without_effect
+from tilewright.precision.fp8_linear import Fp8Linear
+from tilewright.precision.policy import KIND_OPS, Decision, Policy, as_policy
 from tilewright.precision.region import FUNCTIONS, region_of
+from tilewright.precision.sharing import group_experts, share_inputs
 from tilewright.precision.sites import Handling, Site, find_sites, is_own
 from tilewright.precision.table import ConversionReport, Row, Table
+from tilewright.precision.tile_linear import TileLinear
 
 _log = logging.getLogger(__name__)
-_OWN_FP32 = ("softmax", "log_softmax", "cross_entropy", "silu")
-"""Functions that tilewright's own operations compute in FP32 in every mode."""
 _EMULATED_KINDS = ("linear", "conv")
 _MATRIX_KINDS = ("linear", "conv", "head", "router", "attention", "other")
 
@@ -50,13 +52,15 @@ def convert(model: nn.Module, policy: Policy | str, *, kernels: Kernels | None =
     Args:
         model: any module; its parameters stay the same objects.
         policy: a policy, or the name of a mode.
-        kernels: implementations of the operations; None takes torch's own linear.
+        kernels: implementations of the operations; None takes torch's own linear, and for 8-bit products the best
+            for this machine.
 
     Returns:
         What was changed, what was not, and why; also kept as `model.precision_report`.
 
     Raises:
-        ConfigError: a policy that cannot be.
+        ConfigError: a policy that cannot be, or a rule that matches no module.
+        HardwareError: the policy is strict, and something would run in another way than it says.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -64,6 +68,9 @@ def convert(model: nn.Module, policy: Policy | str, *, kernels: Kernels | None =
         ('bf16', torch.float32, torch.float32)
     """
     plan = _decide_all(model, _placed(model, policy))
+    refuse_lost_rules(plan.report.policy, plan.sites)
+    if plan.report.policy.strict:
+        refuse_fallbacks(plan.report.policy, plan.sites)
     moved = _store(plan)
     if moved:
         plan = replace(plan, report=replace(plan.report, notes=(*plan.report.notes, moved)))
@@ -150,7 +157,7 @@ def _placed(model: nn.Module, policy: Policy | str) -> Policy:
 
 def _decide_all(model: nn.Module, policy: Policy) -> _Plan:
     own = is_own(model)
-    decided = [(site, policy.decide(site.fqn, site.kind)) for site in find_sites(model)]
+    decided = [(site, policy.decide(site.fqn, site.kind, _features(site.module))) for site in find_sites(model)]
     formats = {decision.compute for site, decision in decided if site.kind in _MATRIX_KINDS}
     cuda = policy.device_type == "cuda"
     round_tf32 = "tf32" in formats and (not cuda or "fp32" in formats)
@@ -160,30 +167,57 @@ def _decide_all(model: nn.Module, policy: Policy) -> _Plan:
     report = ConversionReport(
         policy,
         Table([*rows, *_function_rows(policy, own)]),
-        tuple(_without_effect(policy, decided, own)),
+        tuple(without_effect(policy, decided, own)),
         tuple(_switch_notes(switch, round_tf32, cuda)),
     )
     return _Plan(report, sites, own, round_tf32, switch)
 
 
+def _kernels_of(model: nn.Module) -> Kernels | None:
+    """What an earlier conversion gave the layers of a model."""
+    found = (module.kernels for module in model.modules() if isinstance(module, CastLinear | TileLinear))
+    return next((kernels for kernels in found if kernels is not None), None)
+
+
+def _features(module: nn.Module) -> tuple[int, int] | None:
+    """In and out features of a linear layer."""
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
+
+
 def _possible(site: Site, decision: Decision, round_tf32: bool) -> Decision:
-    """The decision as it can be carried out: TF32 without a unit exists for plain products only."""
+    """The decision as it can be carried out: TF32 without a unit and 8 bits exist for plain linear layers only."""
+    if isinstance(site.module, Fp8Linear):
+        return _frozen(site.module, decision)
+    if decision.gemms is not None and site.handling is not Handling.SWAP:
+        wanted = decision.gemms.fprop
+        reason = f"BF16, not {wanted}: this layer multiplies by code of its own ({decision.reason})"
+        decision = replace(decision, compute="bf16", gemms=None, reason=reason, fallback=True)
     if site.handling is Handling.REGION and decision.compute not in ("bf16", "fp16"):
         decision = replace(decision, storage="fp32")  # its own code multiplies its parameters as they are stored
     can_round = site.kind in _EMULATED_KINDS and site.handling is Handling.SWAP
     if decision.compute == "tf32" and round_tf32 and not can_round:
         reason = "FP32, more than asked: TF32 is emulated here, and only in linear layers and convolutions"
-        return replace(decision, compute="fp32", reason=reason)
+        return replace(decision, compute="fp32", reason=reason, fallback=True)
     if decision.compute == "tf32" and round_tf32:
-        return replace(decision, reason=f"{decision.reason}; emulated in FP32, no TF32 unit is used")
+        reason = f"{decision.reason}; emulated in FP32, no TF32 unit is used"
+        return replace(decision, reason=reason, fallback=True)
     return decision
+
+
+def _frozen(module: Fp8Linear, decision: Decision) -> Decision:
+    """The decision for a layer whose weight is FP8 codes and stays so."""
+    if decision.gemms is not None:
+        module.check_gemms(decision.gemms)
+    compute = "fp32" if decision.compute == "tf32" else decision.compute
+    return replace(decision, compute=compute, reason=f"{decision.reason}; the weight is frozen, in FP8")
 
 
 def _row(site: Site, decision: Decision, policy: Policy) -> Row:
     reason = f"{site.remark}: {decision.reason}" if site.remark else decision.reason
     own = site.handling is Handling.OWN
     output = "-" if site.handling is Handling.REGION and policy.stream != policy.activation else decision.output
-    return Row(site.fqn, site.kind, decision.compute, decision.storage, output, reason, not own)
+    storage = "fp8" if isinstance(site.module, Fp8Linear) else decision.storage
+    return Row(site.fqn, site.kind, decision.compute, storage, output, reason, not own, decision.gemms)
 
 
 def _function_rows(policy: Policy, own: bool) -> list[Row]:
@@ -203,25 +237,6 @@ def _fp32_functions(policy: Policy) -> frozenset[str]:
     """Functions that the policy's `fp32_ops` mean, of 16-bit modes; FP32 tensors need no help."""
     names = {*policy.function_ops(), *(kind for op in policy.fp32_ops for kind in KIND_OPS.get(op, ()))}
     return frozenset(names & set(FUNCTIONS)) if policy.activation != "fp32" else frozenset()
-
-
-def _without_effect(policy: Policy, decided: list[tuple[Site, Decision]], own: bool) -> Iterator[str]:
-    """Rules and `fp32_ops` that change nothing in this model, each with the reason."""
-    for index, rule in enumerate(policy.rules):
-        matched = [(site, d) for site, d in decided if rule.matches(site.fqn, kinds_of(site.kind))]
-        if not matched:
-            hint = '; fp32_ops = ["attention"] reaches functions' if rule.op == "attention" and not own else ""
-            yield f"rule {index + 1}: {rule} matches no module{hint}"
-        elif all(d.rule is None for _, d in matched) and rule.compute != "fp32":
-            yield f"rule {index + 1}: {rule} matches only norms and routers, which compute in FP32 in every mode"
-        elif all(d.rule != index for _, d in matched if d.rule is not None) and rule.compute != "fp32":
-            yield f"rule {index + 1}: {rule} is overruled by later rules wherever it matches"
-    kinds = {kind for site, _ in decided for kind in kinds_of(site.kind)}
-    for op in policy.fp32_ops:
-        if op in FUNCTION_OPS and own and op not in _OWN_FP32:
-            yield f'fp32_ops "{op}": the fused operations of tilewright\'s models do not expose it'
-        elif op in KIND_OPS and not kinds & set(KIND_OPS[op]) and (own or not set(KIND_OPS[op]) & set(FUNCTIONS)):
-            yield f'fp32_ops "{op}": the model has no such module'
 
 
 def _switch_notes(switch: str, round_tf32: bool, cuda: bool) -> Iterator[str]:
@@ -262,13 +277,17 @@ def _store_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 def _apply(model: nn.Module, plan: _Plan, kernels: Kernels | None = None) -> None:
     policy = plan.report.policy
+    if kernels is None and any(decision.gemms for _, decision in plan.sites):
+        kernels = _kernels_of(model) or Kernels.default()
     for site, decision in plan.sites:
         if site.handling is Handling.SWAP:
-            _swap(site.module, decision, plan.round_tf32, kernels)
+            _swap(site.module, decision, plan, kernels)
         elif site.handling is Handling.SETTING:
             site.module.compute_dtype = SPECS[decision.compute].dtype
         elif site.handling in (Handling.WRAP, Handling.REGION):
             _wrap(site, decision, policy)
+    share_inputs(model)
+    group_experts(model)
     for module in model.modules():
         if "residual_dtype" in vars(module):
             module.residual_dtype = SPECS[policy.stream].dtype
@@ -280,13 +299,19 @@ def _apply(model: nn.Module, plan: _Plan, kernels: Kernels | None = None) -> Non
         torch.backends.cudnn.allow_tf32 = plan.switch == "tf32"
 
 
-def _swap(module: nn.Module, decision: Decision, round_tf32: bool, kernels: Kernels | None) -> None:
+def _swap(module: nn.Module, decision: Decision, plan: _Plan, kernels: Kernels | None) -> None:
     if not isinstance(module, Cast):
         module.__class__ = CASTS[type(module)]
+    if isinstance(module, CastLinear | TileLinear):
+        module.__class__ = CastLinear if decision.gemms is None else TileLinear
+        if kernels is not None:
+            module.kernels = kernels
+    if decision.gemms is not None:
+        module.set_gemms(decision.gemms, power_of_two=plan.report.policy.power_of_two)
+        module.output_dtype = SPECS[decision.output].dtype
+        return
     output = decision.compute if decision.output == "input" else decision.output  # norms read their input's dtype
-    module.set_formats(decision.compute, output, round_tf32=round_tf32 and decision.compute == "tf32")
-    if isinstance(module, CastLinear) and kernels is not None:
-        module.kernel = kernels.linear
+    module.set_formats(decision.compute, output, round_tf32=plan.round_tf32 and decision.compute == "tf32")
 
 
 def _wrap(site: Site, decision: Decision, policy: Policy) -> None:

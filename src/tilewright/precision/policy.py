@@ -11,9 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tilewright.core.errors import ConfigError
+from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms, expected_gain
 
-MODES = ("fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16")
-FORMATS = ("fp32", "tf32", "bf16", "fp16")
+MODES = ("fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", *FP8_FORMATS)
+FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS)
+FP8_KINDS = ("linear", "head")
+"""Kinds of module that can compute in 8 bits."""
+DECOUPLED = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
+"""Names of attention output projections, whose gradients the FP8 modes compute in BF16 ("precision decoupling")."""
 KINDS = ("linear", "conv", "embedding", "norm", "batch_norm", "attention", "head", "router")
 """Kinds of module a rule can name. `head` is also `linear`, `batch_norm` is also `norm`."""
 
@@ -48,28 +53,54 @@ FP32_OPS = tuple(sorted({*KIND_OPS, *FUNCTION_OPS}))
 class Rule:
     """An exception: modules whose name matches the glob `match` and whose kind is `op` compute in `compute`.
 
+    Args:
+        match: glob on the module's name.
+        op: kind of module, or "*".
+        compute: format, one of `FORMATS`. Empty: as it was decided before this rule.
+        fprop: format of a linear layer's forward product alone, one of `GEMM_FORMATS`. Empty: as `compute` says.
+        dgrad: the same for the product that gives the input's gradient.
+        wgrad: the same for the product that gives the weight's gradient.
+
     Raises:
-        ConfigError: an unknown kind or format, or another format than FP32 for a kind that is always FP32.
+        ConfigError: an unknown kind or format, another format than FP32 for a kind that is always FP32, or a rule
+            that says nothing.
+
+    Example:
+        >>> print(Rule("*.o_proj", dgrad="bf16", wgrad="bf16"))
+        match = "*.o_proj" dgrad = "bf16" wgrad = "bf16"
     """
 
     match: str = "*"
     op: str = "*"
-    compute: str = "fp32"
+    compute: str = ""
+    fprop: str = ""
+    dgrad: str = ""
+    wgrad: str = ""
 
     def __post_init__(self) -> None:
         _known("precision.rules.op", self.op, ("*", *KINDS))
-        _known("precision.rules.compute", self.compute, FORMATS)
-        if self.op in ALWAYS_FP32 and self.compute != "fp32":
-            raise ConfigError(
-                f"{self.op} cannot compute in {self.compute}.",
-                got=str(self),
-                need=f"fp32: {ALWAYS_FP32[self.op]}",
-                try_="leave the rule out",
-                where="precision.rules",
+        _known("precision.rules.compute", self.compute, ("", *FORMATS))
+        for name in GEMM_NAMES:
+            _known(f"precision.rules.{name}", getattr(self, name), ("", *GEMM_FORMATS))
+        if not self.compute and not self.gemms:
+            raise _rule_error("A rule names no format.", self, "compute, or one of fprop, dgrad, wgrad")
+        if self.op in ALWAYS_FP32 and (self.compute != "fp32" or self.gemms):
+            raise _rule_error(f"{self.op} cannot compute in anything but FP32.", self, f"fp32: {ALWAYS_FP32[self.op]}")
+        if self.op not in ("*", *FP8_KINDS) and (self.compute in FP8_FORMATS or self.gemms):
+            raise _rule_error(
+                f"{self.op} has no product that can be set so.",
+                self,
+                "8-bit formats and fprop, dgrad, wgrad for linear layers only",
             )
 
+    @property
+    def gemms(self) -> dict[str, str]:
+        """Formats of single products, those that the rule names."""
+        return {name: value for name in GEMM_NAMES if (value := getattr(self, name))}
+
     def __str__(self) -> str:
-        return f'match = "{self.match}" op = "{self.op}" compute = "{self.compute}"'
+        parts = {"match": self.match, "op": self.op if self.op != "*" else "", "compute": self.compute, **self.gemms}
+        return " ".join(f'{name} = "{value}"' for name, value in parts.items() if value)
 
     def matches(self, fqn: str, kinds: Iterable[str]) -> bool:
         """True where this rule speaks about the module."""
@@ -88,6 +119,15 @@ class RuleFields(Protocol):
     @property
     def compute(self) -> str: ...
 
+    @property
+    def fprop(self) -> str: ...
+
+    @property
+    def dgrad(self) -> str: ...
+
+    @property
+    def wgrad(self) -> str: ...
+
 
 class SectionFields(Protocol):
     """The fields of the recipe's `[precision]` section that make a policy (`core.config.PrecisionSection`)."""
@@ -104,6 +144,18 @@ class SectionFields(Protocol):
     @property
     def fp32_ops(self) -> tuple[str, ...]: ...
 
+    @property
+    def fp8_scale(self) -> str: ...
+
+    @property
+    def fp8_min_gain(self) -> float: ...
+
+    @property
+    def decouple(self) -> tuple[str, ...]: ...
+
+    @property
+    def strict(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -111,6 +163,7 @@ class Decision:
 
     An `output` of "input" means the format that came in.
     `rule` is the index of the rule that decided, None where none did.
+    `gemms` says it for each product of a linear layer, where they differ or have 8-bit operands; else None.
     """
 
     compute: str
@@ -118,6 +171,9 @@ class Decision:
     output: str
     reason: str
     rule: int | None = None
+    gemms: Gemms | None = None
+    fallback: bool = False
+    """True where the module does not do what the policy asked for."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +182,19 @@ class Policy:
 
     Args:
         mode: fp32 | tf32 (FP32 with TF32 products) | bf16_mixed (BF16 products and residual stream) | hybrid (16-bit
-            products; FP32 residual stream, norms, softmax and loss) | pure_fp16 (FP16 parameters and activations).
+            products; FP32 residual stream, norms, softmax and loss) | pure_fp16 (FP16 parameters and activations) |
+            fp8_tile, fp8_hybrid, fp8_tensorwise (bf16_mixed with the products of linear layers in 8 bits, see
+            `gemms.GEMM_FORMATS`; embedding, head, norms, router and softmax as in bf16_mixed).
             Sums are accumulated in FP32 and masters are FP32 in all of them.
         rules: exceptions by name and kind, later ones win.
         fp32_ops: operations kept in FP32: `layer_norm`, `softmax`, ... (all names: `FP32_OPS`).
         device_type: "cpu" or "cuda". Empty: that of the model at conversion.
         parameters: format that parameters are kept in, for all but norms and routers. Empty: that of the mode (FP16
             for pure_fp16, else FP32). "bf16" is for an optimizer that updates BF16 weights by stochastic rounding.
+        power_of_two: scales of 8-bit operands are powers of two, which keeps them exact in BF16; else FP32.
+        fp8_min_gain: on a GPU, linear layers whose `expected_gain` is below this stay in BF16 in the FP8 modes.
+        decouple: globs of linear layers whose gradients the FP8 modes compute in BF16.
+        strict: `convert` refuses what would run in another way than the policy says: emulated, or in another format.
 
     Raises:
         ConfigError: an unknown mode or operation, with the nearest known one.
@@ -148,6 +210,10 @@ class Policy:
     fp32_ops: tuple[str, ...] = ()
     device_type: str = ""
     parameters: str = ""
+    power_of_two: bool = True
+    fp8_min_gain: float = 1.0
+    decouple: tuple[str, ...] = DECOUPLED
+    strict: bool = False
 
     def __post_init__(self) -> None:
         _known("precision.mode", self.mode, MODES)
@@ -167,8 +233,20 @@ class Policy:
         """
         if not section.enabled:
             return cls("fp32", device_type=device_type, parameters=parameters)
-        rules = tuple(Rule(rule.match, rule.op, rule.compute) for rule in section.rules)
-        return cls(section.mode, rules, tuple(section.fp32_ops), device_type, parameters)
+        rules = tuple(
+            Rule(rule.match, rule.op, rule.compute, rule.fprop, rule.dgrad, rule.wgrad) for rule in section.rules
+        )
+        return cls(
+            section.mode,
+            rules,
+            tuple(section.fp32_ops),
+            device_type,
+            parameters,
+            power_of_two=section.fp8_scale == "power_of_two",
+            fp8_min_gain=section.fp8_min_gain,
+            decouple=tuple(section.decouple),
+            strict=section.strict,
+        )
 
     def on(self, device_type: str) -> "Policy":
         """This policy for a device, unless it already names one."""
@@ -180,14 +258,23 @@ class Policy:
 
     @property
     def product(self) -> str:
-        """Format of matrix products without exceptions."""
+        """Format of matrix products without exceptions, 8-bit ones apart."""
         if self.mode == "hybrid":
             return "fp16" if self.device_type == "cuda" else "bf16"
+        if self.is_fp8:
+            return "bf16"
         return {"fp32": "fp32", "tf32": "tf32", "bf16_mixed": "bf16", "pure_fp16": "fp16"}[self.mode]
+
+    @property
+    def is_fp8(self) -> bool:
+        """True for the modes in which linear layers have 8-bit operands."""
+        return self.mode in FP8_FORMATS
 
     @property
     def stream(self) -> str:
         """Format of the residual stream: what embeddings return and norms receive."""
+        if self.is_fp8:
+            return "bf16"
         return {"bf16_mixed": "bf16", "pure_fp16": "fp16"}.get(self.mode, "fp32")
 
     @property
@@ -204,8 +291,13 @@ class Policy:
         """Entries of `fp32_ops` that mean functions called in a forward, not modules."""
         return tuple(op for op in self.fp32_ops if op in FUNCTION_OPS)
 
-    def decide(self, fqn: str, kind: str) -> Decision:
+    def decide(self, fqn: str, kind: str, features: tuple[int, int] | None = None) -> Decision:
         """What the module `fqn` of kind `kind` (one of `KINDS`, or `other`) does.
+
+        Args:
+            fqn: the module's name.
+            kind: what it is.
+            features: in and out features of a linear layer; None where they are not known or there are none.
 
         Raises:
             ConfigError: the policy names no device yet (see `on`).
@@ -215,23 +307,39 @@ class Policy:
         kinds = kinds_of(kind)
         if kind in ALWAYS_FP32:
             return Decision("fp32", "fp32", "fp32" if kind == "router" else "input", ALWAYS_FP32[kind])
-        decision = self._by_mode(kind)
+        decision = self._by_mode(fqn, kind, features)
         named = [op for op in self.fp32_ops if set(KIND_OPS.get(op, ())) & set(kinds)]
         if named:
-            decision = replace(decision, compute="fp32", reason=f'fp32_ops names "{named[-1]}"')
+            decision = replace(decision, compute="fp32", reason=f'fp32_ops names "{named[-1]}"', gemms=None)
         for index, rule in enumerate(self.rules):
             if rule.matches(fqn, kinds):
-                decision = replace(decision, compute=rule.compute, reason=f"rule {index + 1}: {rule}", rule=index)
+                decision = _follow(rule, index, decision, kind)
         if kind == "head":
             decision = replace(decision, output="fp32" if decision.compute == "tf32" else decision.compute)
         if decision.compute == "fp16" and self.device_type == "cpu" and kind != "embedding":
             decision = replace(decision, reason=decision.reason + "; slow on CPUs: no matrix unit for FP16")
         return decision
 
-    def _by_mode(self, kind: str) -> Decision:
+    def _by_mode(self, fqn: str, kind: str, features: tuple[int, int] | None) -> Decision:
         if kind == "embedding":
             return Decision(self.stream, self.storage, self.stream, _EMBEDDING[self.stream])
-        return Decision(self.product, self.storage, self.activation, self._product_reason())
+        if not self.is_fp8:
+            return Decision(self.product, self.storage, self.activation, self._product_reason())
+        if kind != "linear":
+            reason = f"{self.mode}: linear layers only, without the head; the rest in BF16 with FP32 accumulation"
+            return Decision("bf16", self.storage, "bf16", reason)
+        gain = expected_gain(*features) if features else 0.0
+        if features and self.device_type == "cuda" and gain < self.fp8_min_gain:
+            reason = (
+                f"{self.mode}: too small, {features[0]} -> {features[1]} features are expected to run "
+                f"{gain:.2f}x as fast as in BF16, and fp8_min_gain is {self.fp8_min_gain:g}"
+            )
+            return Decision("bf16", self.storage, "bf16", reason)
+        gemms, reason = Gemms.all(self.mode), f"{self.mode}: {_FP8_REASONS[self.mode]}"
+        if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.decouple):
+            gemms = gemms.changed({"dgrad": "bf16", "wgrad": "bf16"})
+            reason += "; gradients in BF16: attention output projections are sensitive (precision.decouple)"
+        return Decision(str(gemms), self.storage, "bf16", reason, gemms=gemms)
 
     def _product_reason(self) -> str:
         if self.mode == "hybrid" and self.device_type == "cuda":
@@ -246,11 +354,30 @@ class Policy:
         }[self.mode]
 
 
+_FP8_REASONS = {
+    "fp8_tile": "E4M3 in 1x128 tiles, weights 128x128, FP32 accumulation and master weights",
+    "fp8_hybrid": "E4M3, gradients E5M2, in 1x128 tiles, weights 128x128, FP32 accumulation and master weights",
+    "fp8_tensorwise": "E4M3, gradients E5M2, one scale a tensor, FP32 accumulation and master weights",
+}
+
 _EMBEDDING = {
     "fp32": "a look-up multiplies nothing: FP32 rows start an FP32 residual stream",
     "bf16": "a look-up multiplies nothing: its rows are rounded to the BF16 residual stream",
     "fp16": "a look-up multiplies nothing: its rows start the FP16 residual stream",
 }
+
+
+def _follow(rule: Rule, index: int, decision: Decision, kind: str) -> Decision:
+    """The decision after a rule that matches. 8-bit formats and single products mean linear layers only."""
+    if kind not in FP8_KINDS and (rule.compute in FP8_FORMATS or not rule.compute):
+        return decision
+    reason = f"rule {index + 1}: {rule}"
+    gemms = Gemms.all(rule.compute) if rule.compute in FP8_FORMATS else None if rule.compute else decision.gemms
+    if rule.gemms:
+        gemms = (gemms or _all_gemms(rule.compute or decision.compute, rule)).changed(rule.gemms)
+        gemms = None if gemms.uniform and not gemms.any_fp8 else gemms
+    compute = str(gemms) if gemms else (rule.gemms.get("fprop") or rule.compute or decision.compute)
+    return replace(decision, compute=compute, reason=reason, rule=index, gemms=gemms)
 
 
 def kinds_of(kind: str) -> tuple[str, ...]:
@@ -266,6 +393,18 @@ def kinds_of(kind: str) -> tuple[str, ...]:
 def as_policy(policy: "Policy | str") -> Policy:
     """A policy from itself or from the name of a mode."""
     return Policy(policy) if isinstance(policy, str) else policy
+
+
+def _all_gemms(compute: str, rule: Rule) -> Gemms:
+    if compute not in GEMM_FORMATS:
+        raise _rule_error(
+            f"Single products cannot be set in a layer that computes in {compute}.", rule, ", ".join(GEMM_FORMATS)
+        )
+    return Gemms.all(compute)
+
+
+def _rule_error(what: str, rule: Rule, need: str) -> ConfigError:
+    return ConfigError(what, got=str(rule), need=need, try_="leave the rule out", where="precision.rules")
 
 
 def _known(what: str, value: str, known: tuple[str, ...]) -> None:

@@ -18,7 +18,8 @@ def convert(model: ModuleT, policy: Policy | str = "bf16_mixed") -> ModuleT:
 
     Args:
         model: any module.
-        policy: a policy or the name of a mode: fp32, tf32, bf16_mixed, hybrid, pure_fp16.
+        policy: a policy or the name of a mode: fp32, tf32, bf16_mixed, hybrid, pure_fp16, fp8_tile, fp8_hybrid,
+            fp8_tensorwise.
 
     Raises:
         ConfigError: a policy that cannot be.

@@ -3,7 +3,6 @@
 A site is a module that owns parameters or computes attention: one row of the precision table. Called by `convert`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from tilewright.models.routers import find_routers
 from tilewright.precision.cast import CASTS, Cast
 
 
@@ -50,7 +50,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     """All sites of a model in the order of `named_modules`. A module in several places is one site."""
     own = is_own(model)
     head = _head(model)
-    routers = set(_routers(model))
+    routers = set(find_routers(model))
     inside: list[str] = []  # modules that use their children's parameters without calling them
     sites = []
     for fqn, module in model.named_modules():
@@ -103,22 +103,3 @@ def _head(model: nn.Module) -> nn.Module | None:
     if linears and any(linears[-1].out_features == embedding.num_embeddings for embedding in embeddings):
         return linears[-1]
     return None
-
-
-def _routers(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules with a [experts, width] weight that stand beside a collection of just as many experts."""
-    for parent in model.modules():
-        children = list(parent.children())
-        counts = {count for child in children if (count := _num_experts(child)) > 1}
-        for child in children:
-            weight = getattr(child, "weight", None)
-            if weight is not None and weight.ndim == 2 and weight.shape[0] in counts and not list(child.children()):
-                yield child
-
-
-def _num_experts(module: nn.Module) -> int:
-    """How many experts a module holds: a list of modules of one type, or stacked weights [E, N, K]; else 0."""
-    if isinstance(module, nn.ModuleList):
-        return len(module) if len({type(child) for child in module}) == 1 else 0
-    stacked = {p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3}
-    return stacked.pop() if len(stacked) == 1 else 0

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tilewright.precision.gemms import Gemms
 from tilewright.precision.policy import Policy
 
 
@@ -16,7 +17,7 @@ class Row:
     """One part: its name, kind, the formats of its operands, parameters and result, and the reason.
 
     "-" stands for what the part decides itself. `set_by_policy` is False where the part does what it does of itself,
-    whatever the policy says.
+    whatever the policy says. `gemms` are the formats of a linear layer's products where 8-bit operands are among them.
     """
 
     fqn: str
@@ -26,6 +27,7 @@ class Row:
     output: str
     reason: str
     set_by_policy: bool = True
+    gemms: Gemms | None = None
 
 
 class Table(tuple[Row, ...]):

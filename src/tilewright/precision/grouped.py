@@ -1,0 +1,144 @@
+"""The linear layers of many experts as one operation: rows quantised once for all experts, then a product each.
+
+An expert's rows are padded to whole tiles of 128, so that the column-wise copies that weight gradients read hold no
+tile of two experts. Called by `models.moe` through `ExpertRunner`, which `convert` sets. Read `ExpertRunner` first.
+
+Legend: P rows of all experts, each expert's padded to a multiple of 128  K input features  M output features.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import TiledTensor
+from tilewright.precision.fused import QuantizingSwiGLU
+from tilewright.precision.gemms import FP8_FORMATS
+from tilewright.precision.input_share import InputCopies
+from tilewright.precision.tile_linear import (
+    TileLinear,
+    gradient_spec,
+    input_copies,
+    input_tile,
+    quantize_copies,
+    weight_tile,
+)
+
+ROWS = 128
+"""Rows of a tile of the column-wise copies."""
+
+
+def groupable(experts: Sequence[nn.Module]) -> bool:
+    """True where all experts' layers have 8-bit products throughout and agree on their formats, and have no bias.
+
+    Nor adapters, which are added where a layer is called.
+    """
+    layers = [layer for expert in experts for layer in expert.children()]
+    settings = {(layer.gemms, layer.power_of_two) for layer in layers if isinstance(layer, TileLinear)}
+    return (
+        all(isinstance(layer, TileLinear) and layer.bias is None and not hasattr(layer, "lora_A") for layer in layers)
+        and len(settings) == 1
+        and all(name in FP8_FORMATS for gemms, _ in settings for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
+        and not any(gemms.tensorwise for gemms, _ in settings)  # one scale over all experts would be another format
+    )
+
+
+class ExpertRunner:
+    """down(silu(gate(x)) * up(x)) of all experts, each on its own rows."""
+
+    def __call__(self, rows: Sequence[Tensor], experts: Sequence[nn.Module]) -> list[Tensor]:
+        """Rows of each expert [n, K] -> its result [n, K]."""
+        counts = [len(x) for x in rows]
+        x_PK = torch.cat([F.pad(x, (0, 0, 0, -len(x) % ROWS)) for x in rows])
+        first = experts[0].gate_proj
+        wgrad = torch.is_grad_enabled()
+        copies = input_copies(x_PK, first.gemms, first.kernels, first.power_of_two, wgrad=wgrad)
+        gate_PM = grouped_tile_linear(x_PK, counts, [expert.gate_proj for expert in experts], copies)
+        up_PM = grouped_tile_linear(x_PK, counts, [expert.up_proj for expert in experts], copies)
+        hidden = QuantizingSwiGLU(first.kernels, first.power_of_two)(gate_PM, up_PM)
+        copies = InputCopies(hidden.row, hidden.column)
+        out_PK = grouped_tile_linear(hidden.value, counts, [expert.down_proj for expert in experts], copies)
+        parts = out_PK.split([end - start for start, end in _spans(counts)])
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def grouped_tile_linear(
+    x_PK: Tensor, counts: Sequence[int], layers: Sequence[TileLinear], copies: InputCopies | None = None
+) -> Tensor:
+    """x W_e^T for each expert e on its rows.
+
+    Args:
+        x_PK: rows of expert 0, zero rows up to a multiple of 128, rows of expert 1, ...
+        counts: rows of each expert, padding not counted.
+        layers: one of equal shape and formats an expert, see `groupable`.
+        copies: 8-bit copies of x that another call has made; None makes them.
+
+    Returns:
+        [P, M] in the layers' output dtype; rows of padding hold zeros.
+    """
+    first = layers[0]
+    if first.kernels is None:
+        raise AssertionError("convert gives each TileLinear its kernels")
+    if copies is None:
+        copies = input_copies(x_PK, first.gemms, first.kernels, first.power_of_two, wgrad=torch.is_grad_enabled())
+    row, column = copies.row, copies.column
+    if row is None:
+        raise AssertionError("grouped layers have 8-bit products throughout")
+    codes = (column.codes, column.scale_inv) if column is not None else (None, None)
+    return _GroupedProducts.apply(
+        x_PK, row.codes, row.scale_inv, *codes, tuple(counts), tuple(layers), *[layer.weight for layer in layers]
+    )
+
+
+def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last row of each expert, its padding included."""
+    ends = list(accumulate(-(-count // ROWS) * ROWS for count in counts))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _rows_of(tiled: TiledTensor, start: int, end: int) -> TiledTensor:
+    return TiledTensor(tiled.codes[start:end], tiled.scale_inv[start:end], tiled.tile, tiled.spec)
+
+
+def _columns_of(tiled: TiledTensor, start: int, end: int) -> TiledTensor:
+    """Columns of a matrix in row tiles; both ends are whole tiles."""
+    scale_inv = tiled.scale_inv[:, start // ROWS : end // ROWS]
+    return TiledTensor(tiled.codes[:, start:end], scale_inv, tiled.tile, tiled.spec)
+
+
+class _GroupedProducts(torch.autograd.Function):
+    """The three products of each expert."""
+
+    @staticmethod
+    def forward(ctx, x_PK, row_codes, row_scale, column_codes, column_scale, counts, layers, *weights_MK):
+        kernels = layers[0].kernels
+        row = TiledTensor(row_codes, row_scale, input_tile(layers[0].gemms), E4M3)
+        outs, kept = [], []
+        for layer, (start, end) in zip(layers, _spans(counts), strict=True):
+            weight = layer.stored_weight() or layer.quantized_weight()
+            kept += [weight.codes, weight.scale_inv]
+            outs.append(kernels.tile_gemm(_rows_of(row, start, end), weight, out_dtype=layers[0].output_dtype))
+        ctx.save_for_backward(column_codes, column_scale, *kept)
+        ctx.counts, ctx.layers, ctx.x_dtype = counts, layers, x_PK.dtype
+        return torch.cat(outs)
+
+    @staticmethod
+    def backward(ctx, dy_PM):
+        column_codes, column_scale, *kept = ctx.saved_tensors
+        first = ctx.layers[0]
+        kernels, gemms = first.kernels, first.gemms
+        x = TiledTensor(column_codes, column_scale, input_tile(gemms), E4M3)
+        dgrad_spec, wgrad_spec = gradient_spec(gemms.dgrad), gradient_spec(gemms.wgrad)
+        row, column = quantize_copies(dy_PM, dgrad_spec, gemms, kernels, first.power_of_two, row=True, column=True)
+        if wgrad_spec != dgrad_spec:
+            _, column = quantize_copies(dy_PM, wgrad_spec, gemms, kernels, first.power_of_two, row=False, column=True)
+        dx_parts, dweights = [], []
+        for index, (start, end) in enumerate(_spans(ctx.counts)):
+            weight = TiledTensor(kept[2 * index], kept[2 * index + 1], weight_tile(gemms), E4M3)
+            dx_parts.append(kernels.tile_gemm(_rows_of(row, start, end), weight.transposed(), out_dtype=ctx.x_dtype))
+            dy, inputs = _columns_of(column, start, end), _columns_of(x, start, end)
+            dweights.append(kernels.tile_gemm(dy, inputs, out_dtype=ctx.layers[index].weight.dtype))
+        return torch.cat(dx_parts), None, None, None, None, None, None, *dweights

@@ -1,0 +1,43 @@
+"""Who shares the 8-bit copies of an input, and who makes them along with the input. Called by `convert`."""
+
+from torch import nn
+
+from tilewright.precision.fp8_linear import Fp8Linear
+from tilewright.precision.fused import QuantizingNorm, QuantizingSwiGLU
+from tilewright.precision.gemms import FP8_FORMATS
+from tilewright.precision.grouped import ExpertRunner, groupable
+from tilewright.precision.input_share import InputShare
+from tilewright.precision.tile_linear import TileLinear
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Layers that read one input share its quantised copies.
+
+    Modules of our own models name the only readers of what they make (`quantized_readers`) and hand the copies over
+    with it; elsewhere layers side by side, such as query, key and value, find each other's copies.
+    """
+    for parent in model.modules():
+        share = InputShare()
+        # The only reader of an input shares it with nobody: a share would keep copies for as long as the input lives.
+        for child in parent.readers() if hasattr(parent, "readers") else parent.children():
+            if isinstance(child, TileLinear | Fp8Linear):
+                child.share = share
+    for module in model.modules():
+        for maker, fused, readers in module.quantized_readers() if hasattr(module, "quantized_readers") else ():
+            maker.quantizing = None
+            if all(isinstance(reader, TileLinear) and _reads_both(reader, readers[0]) for reader in readers):
+                kind = QuantizingNorm if fused == "norm" else QuantizingSwiGLU
+                maker.quantizing = kind(readers[0].kernels, readers[0].power_of_two)
+
+
+def _reads_both(reader: TileLinear, first: TileLinear) -> bool:
+    """True for a layer whose fprop and wgrad read tiles of E4M3, with the same kind of scales as the first."""
+    tiled = all(name in FP8_FORMATS for name in (reader.gemms.fprop, reader.gemms.wgrad))
+    return tiled and not reader.gemms.tensorwise and reader.power_of_two == first.power_of_two
+
+
+def group_experts(model: nn.Module) -> None:
+    """Experts whose layers agree run as one operation."""
+    for module in model.modules():
+        if "expert_runner" in vars(module):
+            module.expert_runner = ExpertRunner() if groupable(list(module.experts)) else None

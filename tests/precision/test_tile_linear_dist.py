@@ -1,0 +1,85 @@
+"""FSDP2 over two ranks against one process: the same gradients from sharded weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tilewright.core.errors import ConfigError
+from tilewright.formats.error import sqnr_db
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.convert import convert
+from tilewright.precision.weights import QuantizedWeights
+
+
+class Layer(nn.Module):
+    def __init__(self, dim=256):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def converted_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(), Layer())
+    convert(model, "fp8_tile", kernels=Kernels.default())
+    return model
+
+
+def data():
+    return torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(1))
+
+
+def losses_and_weights(model, batch, steps=3):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        loss = model(batch).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model = converted_model()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused = False
+    try:
+        QuantizedWeights(model, optimizer)
+    except ConfigError:
+        refused = True
+    losses = losses_and_weights(model, data()[rank])
+    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()}
+    torch.save((losses, weights, refused), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.dist
+def test_two_sharded_ranks_train_as_one_process(tmp_path):
+    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
+    model = converted_model()
+    losses = losses_and_weights(model, data().flatten(0, 1))
+    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert all(refused for _, _, refused in parts)
+    for step, loss in enumerate(losses):
+        assert (parts[0][0][step] + parts[1][0][step]) / 2 == pytest.approx(float(loss), rel=1e-3)
+    before = dict(converted_model().named_parameters())
+    for name, weight in model.named_parameters():
+        assert torch.equal(parts[0][1][name], parts[1][1][name])
+        # AdamW's first steps are near lr * sign(gradient): the few elements whose gradient is noise differ.
+        assert sqnr_db(weight.detach() - before[name], parts[0][1][name] - before[name]) > 15, name
