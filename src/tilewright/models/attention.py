@@ -7,6 +7,8 @@ Parameter names are those of Hugging Face's Llama and DeepSeek-V3. Called by `de
 Legend: B rows  S positions  D model width or head width  H heads  R rotary width.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +57,10 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
         self.kernels = kernels
 
+    def readers(self) -> list[nn.Linear]:
+        """The layers that read this module's input."""
+        return [self.q_proj, self.k_proj, self.v_proj]
+
     def forward(self, x_BSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, segments_BS: Tensor | None) -> Tensor:
         """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]."""
         heads = (-1, self.head_dim)
@@ -94,6 +100,16 @@ class LatentAttention(nn.Module):
         self.core = CausalAttention(kernels)
         self.o_proj = nn.Linear(config.num_heads * self.v_head_dim, config.dim, bias=False)
         self.kernels = kernels
+
+    def readers(self) -> list[nn.Linear]:
+        """The layers that read this module's input."""
+        return [self.q_a_proj if self.q_lora_rank else self.q_proj, self.kv_a_proj_with_mqa]
+
+    def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
+        """See `decoder.Block.quantized_readers`."""
+        yield self.kv_a_layernorm, "norm", [self.kv_b_proj]
+        if self.q_lora_rank:
+            yield self.q_a_layernorm, "norm", [self.q_b_proj]
 
     def forward(self, x_BSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, segments_BS: Tensor | None) -> Tensor:
         """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]."""

@@ -11,6 +11,7 @@ from tilewright.core.config import ModelSection
 from tilewright.core.errors import ConfigError, Problem
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
+CheckpointInputs = Literal["exact", "fp8"]
 """none: keep all activations; selective: keep outputs of products and attention; full: recompute each layer."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tilewright.models.config import ActivationCheckpoint
+from tilewright.models.config import ActivationCheckpoint, CheckpointInputs
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class Model(TrainableModel, Protocol):
     """Settable. none: keep all activations; selective: keep outputs of matmuls and attention; full: recompute
     each layer. Never changes a loss or a gradient."""
 
+    checkpoint_inputs: CheckpointInputs
+    """Settable before `compile_blocks`; means something where `activation_checkpoint` is full. exact: keep each layer's
+    input; fp8: keep it in 8 bits, one byte an element. Never changes a loss; with fp8 gradients are approximate."""
+
     def compile_blocks(self) -> None:
         """Compile the layers in place with torch.compile."""
         ...
@@ -68,7 +72,8 @@ class Model(TrainableModel, Protocol):
 
         Args:
             folder: made where it does not exist; a model in it is replaced.
-            dtype: weights are cast to it; None keeps theirs.
+            dtype: weights are cast to it; None keeps theirs. float8_e4m3fn writes the layout of DeepSeek-V3: the
+                layers' linear weights in FP8 with a scale for each 128x128 block, all others in BF16.
             extra: further keys of config.json, such as bos_token_id, eos_token_id, max_position_embeddings.
         """
         ...

@@ -10,7 +10,8 @@ Built by `build.build_model`, trained by `training.step`. Read `Decoder.loss` fi
 Legend: B rows  S positions  D model width  V vocabulary  N = B*S tokens  L layers  E experts.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewright.models.activation import run_checkpointed
+from tilewright.models.activation import EXACT_INPUTS, run_checkpointed, run_from_codes
 from tilewright.models.attention import GroupedQueryAttention, LatentAttention
-from tilewright.models.config import ActivationCheckpoint, DecoderConfig
+from tilewright.models.config import ActivationCheckpoint, CheckpointInputs, DecoderConfig
 from tilewright.models.contract import LossOutput
 from tilewright.models.head import head_loss
 from tilewright.models.layers import MLP, RMSNorm, rope_angles
@@ -39,13 +40,35 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
         self.is_moe = config.is_moe(layer)
         self.mlp = MoE(config, kernels) if self.is_moe else MLP(config.dim, config.ffn_dim, kernels)
+        self.kernels = kernels
         self.activation_checkpoint: ActivationCheckpoint = "none"
+        self.checkpoint_inputs: CheckpointInputs = "exact"
+        self.compiled_inside = False
+        """Compiled without the keeping of its input, which stands outside then."""
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether backward recomputes this layer from its input in 8 bits. Not a mixture of experts: rounded rows
+        could be sent to other experts than in the forward pass."""
+        return self.activation_checkpoint == "full" and self.checkpoint_inputs == "fp8" and not self.is_moe
+
+    def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
+        """(module, "norm" or "swiglu", layers): these linear layers, and nothing else, read what the module makes.
+
+        So `precision.convert` may let it hand them a value `WithCopies` in 8 bits.
+        """
+        yield self.input_layernorm, "norm", self.self_attn.readers()
+        if not self.is_moe:
+            yield self.post_attention_layernorm, "norm", self.mlp.readers()
 
     def forward(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None)."""
-        return run_checkpointed(self.activation_checkpoint, self._run, x_BSD, cos, sin, segments_BS)
+        run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
+        if self.keeps_codes:
+            return run_from_codes(self.kernels, run, x_BSD, cos, sin, segments_BS)
+        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments_BS)
 
     def _run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None) -> tuple[Tensor, Tensor | None]:
         attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments_BS)
@@ -53,6 +76,12 @@ class Block(nn.Module):
         normed = self.post_attention_layernorm(x_BSD)
         out, load = self.mlp(normed, segments_BS) if self.is_moe else (self.mlp(normed), None)
         return (x_BSD + out).to(x_BSD.dtype), load
+
+
+@functools.cache
+def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`Block._run`, compiled; layers of one kind share the graph."""
+    return torch.compile(Block._run)
 
 
 class Trunk(nn.Module):
@@ -117,6 +146,22 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.activation_checkpoint = mode
         self._note_opaque_parts()
+        self._note_exact_inputs()
+
+    @property
+    def checkpoint_inputs(self) -> CheckpointInputs:
+        """What a layer that is recomputed whole keeps of its input. Settable; see `contract.Model`."""
+        return self.blocks[0].checkpoint_inputs
+
+    @checkpoint_inputs.setter
+    def checkpoint_inputs(self, kind: CheckpointInputs) -> None:
+        if kind not in ("exact", "fp8"):
+            raise ValueError(f"checkpoint_inputs is exact or fp8, not {kind!r}")
+        if self._compiled and kind != self.checkpoint_inputs:
+            raise ValueError("set checkpoint_inputs before compile_blocks: it decides which part is compiled")
+        for block in self.blocks:
+            block.checkpoint_inputs = kind
+        self._note_exact_inputs()
 
     def tie_weights(self) -> None:
         """Make head and embedding one parameter where the shape says so. Needed again after `to_empty`."""
@@ -179,6 +224,9 @@ class Decoder(nn.Module):
         attention, norms, shared experts, and one graph of variable length for all routed experts.
         """
         for block in self.blocks:
+            if self.checkpoint_inputs == "fp8" and not block.is_moe:
+                block.compiled_inside = True
+                continue
             if not block.is_moe:
                 block.compile()
                 continue
@@ -220,6 +268,11 @@ class Decoder(nn.Module):
                 "Compiled mixture-of-experts layers are recomputed whole: selective checkpointing cannot see into "
                 "their compiled parts."
             )
+
+    def _note_exact_inputs(self) -> None:
+        wanted = self.activation_checkpoint == "full" and self.checkpoint_inputs == "fp8"
+        if wanted and self.config.num_experts and EXACT_INPUTS not in self.notes:
+            self.notes.append(EXACT_INPUTS)
 
     @torch.no_grad()
     def _note_loads(self, loads: list[Tensor]) -> dict[str, Tensor]:

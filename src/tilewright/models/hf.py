@@ -19,13 +19,17 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.models.activation import selective_contexts
-from tilewright.models.config import ActivationCheckpoint
+from tilewright.formats.store import CODE_DTYPE
+from tilewright.models.activation import EXACT_INPUTS, Fp8Checkpoint, selective_contexts
+from tilewright.models.config import ActivationCheckpoint, CheckpointInputs
 from tilewright.models.contract import LossOutput
+from tilewright.models.fp8_io import encode_folder
 from tilewright.models.head import IGNORED_LABEL, head_loss, logits_loss
 from tilewright.models.hf_config import read_json, write_json
+from tilewright.models.hf_folder import refuse_adapters
 from tilewright.models.hf_packing import documents_as_rows, forward_arguments
 from tilewright.models.hf_probe import InputStyle, probe_language_model
+from tilewright.models.routers import find_routers
 from tilewright.ops.kernels import Kernels
 
 Task = Literal["causal_lm", "masked_lm", "image_classification"]
@@ -49,6 +53,8 @@ class HFModel(nn.Module):
         self.notes: list[str] = []
         self._style: InputStyle | None = None
         self._activation_checkpoint: ActivationCheckpoint = "none"
+        self._checkpoint_inputs: CheckpointInputs = "exact"
+        self._from_codes = Fp8Checkpoint(self.kernels, self._note)
 
     @property
     def config(self) -> Any:
@@ -123,25 +129,65 @@ class HFModel(nn.Module):
                 options["context_fn"] = selective_contexts
             self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         self._activation_checkpoint = mode
+        self._keep_codes()
+
+    @property
+    def checkpoint_inputs(self) -> CheckpointInputs:
+        """What a layer that is recomputed whole keeps of its input. Settable; see `contract.Model`."""
+        return self._checkpoint_inputs
+
+    @checkpoint_inputs.setter
+    def checkpoint_inputs(self, kind: CheckpointInputs) -> None:
+        if kind not in ("exact", "fp8"):
+            raise ValueError(f"checkpoint_inputs is exact or fp8, not {kind!r}")
+        self._checkpoint_inputs = kind
+        self.activation_checkpoint = self._activation_checkpoint
+
+    def _keep_codes(self) -> None:
+        """Put our checkpoint function in the place of torch's where a layer's input is kept in 8 bits."""
+        if self._activation_checkpoint != "full" or self._checkpoint_inputs != "fp8":
+            return
+        for layer in self._layers():
+            if next(find_routers(layer), None) is None:
+                layer._gradient_checkpointing_func = self._from_codes
+            else:
+                self._note(EXACT_INPUTS)
+
+    def _layers(self) -> list[nn.Module]:
+        """The layers that transformers can checkpoint."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return [module for module in self.net.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def compile_blocks(self) -> None:
         """Compile the layers that transformers can checkpoint, or the whole model where it has none."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        layers = [module for module in self.net.modules() if isinstance(module, GradientCheckpointingLayer)]
-        for module in layers or [self.net]:
-            module.compile()
+        from_codes = {layer for layer in self._layers() if layer._gradient_checkpointing_func is self._from_codes}
+        if from_codes:
+            self._from_codes.compiles = True
+            self._note("Layers that keep 8-bit inputs are compiled for training only, not for evaluation.")
+        for module in self._layers() or [self.net]:
+            if module not in from_codes:
+                module.compile()
 
     def save_hf(
         self, folder: Path | str, *, dtype: torch.dtype | None = None, extra: Mapping[str, Any] | None = None
     ) -> None:
-        """Write a Hugging Face folder; see `contract.Model.save_hf`."""
+        """Write a Hugging Face folder; see `contract.Model.save_hf`.
+
+        For FP8 the weights are written in FP32 first, then file by file in FP8, so the disk must hold them in FP32.
+        """
         dtype = dtype or self.net.dtype
+        fp8 = dtype == CODE_DTYPE
+        rest, first = (torch.bfloat16, torch.float32) if fp8 else (dtype, dtype)
         state = self.net.state_dict()
-        state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+        refuse_adapters(state, folder)
+        state = {name: tensor.to(first) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
         try:
             self.net.save_pretrained(folder, state_dict=state)
-            config = read_json(folder) | dict(extra or {}) | {"dtype": str(dtype).removeprefix("torch.")}
+            config = read_json(folder) | dict(extra or {}) | {"dtype": str(rest).removeprefix("torch.")}
+            if fp8:
+                (Path(folder) / "config.json").unlink()  # what is there meanwhile is not yet a model
+                config["quantization_config"] = encode_folder(Path(folder), self.net, rest)
             write_json(Path(folder) / "config.json", config)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -172,5 +218,6 @@ class HFModel(nn.Module):
         return self._style
 
     def _note(self, text: str) -> None:
-        self.notes.append(text)
-        _log.warning(text)
+        if text not in self.notes:
+            self.notes.append(text)
+            _log.warning(text)

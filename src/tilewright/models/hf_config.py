@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.core.errors import CheckpointError, Problem
+from tilewright.formats.store import layout_problems
 from tilewright.models.config import DecoderConfig
 
 LLAMA, DEEPSEEK = "llama", "deepseek_v3"
@@ -45,7 +46,6 @@ _ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),
-    "quantization_config": (None,),
 }
 """Keys that may only be absent or have these values: the decoder does nothing else."""
 
@@ -211,6 +211,7 @@ def _unsupported(raw: Mapping[str, Any], where: str) -> list[Problem]:
         wrong.append(f"rope_type = {kind!r}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         wrong.append(f"partial_rotary_factor = {rope['partial_rotary_factor']}")
+    wrong += layout_problems(raw["quantization_config"]) if raw.get("quantization_config") is not None else []
     return [
         Problem(
             "config.json asks for what the decoder does not do.",

@@ -2,42 +2,51 @@
 
 Reading copies slice by slice into the parameters that exist already, so a model is never in memory twice; everything
 that does not fit is reported at once, before a byte is copied. Writing puts config.json last: a folder without it is
-not yet a model. transformers reads what is written here, and the other way round. The shape is `hf_config`'s matter.
+not yet a model. transformers reads what is written here, and the other way round. Weights in FP8 (DeepSeek-V3's own
+folders) are decoded on the way, and encoded where the dtype to write is float8_e4m3fn: see `fp8_io`. The shape is
+`hf_config`'s matter.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
+from tilewright.formats.store import CODE_DTYPE, SCALE_SUFFIX, layout_settings, to_stored
 from tilewright.models.decoder import Decoder
+from tilewright.models.fp8_io import (
+    copy_weight,
+    encode_weight,
+    find_weights,
+    kept_names,
+    stored_bytes,
+    warn_of_ragged,
+)
 from tilewright.models.hf_config import read_config, read_json, to_hf_config, write_json
+from tilewright.models.hf_folder import (
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    mismatch_error,
+    open_file,
+    refuse_adapters,
+    scan_folder,
+)
 from tilewright.ops.kernels import Kernels
 
 __all__ = ["load_decoder", "load_weights", "read_config", "save_decoder", "scan_folder", "write_shards"]
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SLICE_BYTES = 64 * 2**20
 SHARD_BYTES = 4 * 2**30
 _HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 """Stored by old writers, computed from the shape by everybody."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies and what it is, read from a file's header."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def load_decoder(folder: Path | str, kernels: Kernels | None = None, device: torch.device | str = "cpu") -> Decoder:
@@ -55,16 +64,28 @@ def load_decoder(folder: Path | str, kernels: Kernels | None = None, device: tor
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, folder: Path | str) -> None:
+def load_weights(model: Decoder, folder: Path | str, *, absent: Collection[str] = ()) -> None:
     """Copy a folder's weights into the model's parameters and buffers, cast to their dtypes.
 
+    FP8 weights are decoded, exactly in FP32 (and in BF16 where their scales are powers of two). A weight that the model
+    keeps in FP8 takes codes and scales as they are, or is encoded.
+
+    Args:
+        model: in memory, see `load_decoder`.
+        folder: of the same shape.
+        absent: names of the model's own that no folder holds (adapters); left as they are.
+
     Raises:
-        CheckpointError: names or shapes do not match (all of them are listed), or a file is missing or torn. The
-            model is untouched where names or shapes do not match.
+        CheckpointError: names, shapes or scales do not match (all of them are listed), a file is missing or torn, or
+            FP8 weights hold NaN. The model is untouched where names, shapes or scales do not match.
     """
     stored = scan_folder(folder)
-    targets = _stored_state(model)
-    extra = {name for name in stored if name not in targets and not _may_ignore(name, model, folder)}
+    coded = find_weights(folder, stored)
+    own = _stored_state(model)
+    scales = {name + SCALE_SUFFIX: own[name + SCALE_SUFFIX] for name in own if _is_coded(own[name])}
+    targets = {name: tensor for name, tensor in own.items() if name not in scales and name not in absent}
+    read = stored.keys() - {weight.scale_name for weight in coded.values()}
+    extra = {name for name in read if name not in targets and not _may_ignore(name, model, folder)}
     wrong = {
         name: f"{list(stored[name].shape)} in the folder, {list(tensor.shape)} in the model"
         for name, tensor in targets.items()
@@ -73,53 +94,27 @@ def load_weights(model: Decoder, folder: Path | str) -> None:
     missing = targets.keys() - stored.keys()
     if missing or extra or wrong:
         raise mismatch_error(folder, missing, extra, wrong)
+    for name in targets.keys() & coded.keys():
+        copy_weight(coded[name], targets[name], scales.get(name + SCALE_SUFFIX))
+    _copy_files({name: targets[name] for name in targets if name not in coded}, stored, scales)
+
+
+def _copy_files(
+    targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], scales: Mapping[str, Tensor]
+) -> None:
+    """Copy the tensors that are not in FP8, opening each file once."""
     by_file: dict[Path, list[str]] = {}
     for name in targets:
         by_file.setdefault(stored[name].file, []).append(name)
     for file, names in by_file.items():
-        with _open(file) as reader:
+        with open_file(file) as reader:
             for name in names:
-                _copy_slices(reader, name, targets[name])
-
-
-def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
-    """Every tensor of the folder's safetensors files, by name; headers only.
-
-    Raises:
-        CheckpointError: no safetensors, a file of the index is missing, or a file is torn.
-    """
-    folder = Path(folder)
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder, INDEX).get("weight_map", {})
-        files = sorted({folder / name for name in weight_map.values()})
-        absent = [file.name for file in files if not file.is_file()]
-    else:
-        weight_map, files = None, [folder / SINGLE]
-        absent = [] if files[0].is_file() else [SINGLE]
-    if absent:
-        raise CheckpointError(
-            "weights are missing from the model folder.",
-            got="no " + ", ".join(absent),
-            need=f"{SINGLE}, or {INDEX} with every file that it names",
-            try_="copy the missing files; other formats than safetensors are not read",
-            where=str(folder),
-        )
-    stored = {}
-    for file in files:
-        with _open(file) as reader:
-            for name in reader.keys():  # noqa: SIM118 - not a mapping
-                view = reader.get_slice(name)
-                stored[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
-    lost = sorted(set(weight_map or ()) - stored.keys())
-    if lost:
-        raise CheckpointError(
-            f"{INDEX} names tensors that its files do not hold.",
-            got=_summary(lost),
-            need="an index that matches its files",
-            try_="copy the folder again",
-            where=str(folder),
-        )
-    return stored
+                if name + SCALE_SUFFIX in scales:
+                    codes, scale_inv = to_stored(reader.get_tensor(name))
+                    targets[name].view(torch.uint8).copy_(codes.view(torch.uint8))
+                    scales[name + SCALE_SUFFIX].copy_(scale_inv)
+                else:
+                    _copy_slices(reader, name, targets[name])
 
 
 def save_decoder(
@@ -129,23 +124,34 @@ def save_decoder(
     dtype: torch.dtype | None = None,
     extra: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    keep: Collection[str] = (),
 ) -> None:
     """Write config.json and safetensors; see `contract.Model.save_hf`.
 
     Args:
+        dtype: float8_e4m3fn writes the layout of DeepSeek-V3: linear layers in FP8 with a power-of-two scale for each
+            128x128 block, everything else in BF16. Weights that came from such a folder are written without loss.
         shard_bytes: a file holds at most this much, or one tensor.
+        keep: globs on the names of linear layers that stay BF16 in a folder of FP8.
 
     Raises:
-        CheckpointError: no Hugging Face layout holds the shape, or the folder cannot be written.
+        CheckpointError: no Hugging Face layout holds the shape, the model has parts of its own (adapters), or the
+            folder cannot be written.
     """
     state = _stored_state(model)
     dtype = dtype or model.model.embed_tokens.weight.dtype
-    config = to_hf_config(model.config, str(dtype).removeprefix("torch.")) | dict(extra or {})
+    coded, high = _split_linears(model, keep) if dtype == CODE_DTYPE else (set(), set())
+    rest = torch.bfloat16 if dtype == CODE_DTYPE else dtype
+    config = to_hf_config(model.config, str(rest).removeprefix("torch.")) | dict(extra or {})
+    refuse_adapters(state, folder)
+    if coded:
+        config["quantization_config"] = layout_settings(sorted(high))
+        warn_of_ragged({name: _matrix(state[name]) for name in coded})
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
-        write_shards(state, folder, dtype, shard_bytes)
+        write_shards(state, folder, rest, shard_bytes, coded)
         write_json(folder / "config.json", config)
     except (OSError, SafetensorError) as error:
         for partial in folder.glob("*.partial"):
@@ -153,21 +159,23 @@ def save_decoder(
         raise CheckpointError(
             "the Hugging Face folder cannot be written.",
             got=str(error),
-            need=f"{format_bytes(sum(t.numel() for t in state.values()) * dtype.itemsize)} in a writable folder",
+            need=f"{format_bytes(sum(_bytes(n, t, rest, coded) for n, t in state.items()))} in a writable folder",
             try_="free space or choose another folder; what is there has no config.json and is not read as a model",
             where=str(folder),
         ) from error
 
 
-def write_shards(state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+def write_shards(
+    state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, shard_bytes: int, coded: Collection[str] = ()
+) -> None:
     """Write tensors as one safetensors file, or several with an index. One shard at a time is copied or cast.
 
-    Routing biases stay FP32, as DeepSeek-V3 keeps them.
+    Routing biases stay FP32, as DeepSeek-V3 keeps them. The weights in `coded` are written in FP8.
     """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in state.items():
-        size = tensor.numel() * _stored_dtype(name, dtype).itemsize
+        size = _bytes(name, tensor, dtype, coded)
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
@@ -177,39 +185,45 @@ def write_shards(state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, 
     files = [SINGLE] if total == 1 else [f"model-{i + 1:05}-of-{total:05}.safetensors" for i in range(total)]
     weight_map = {}
     for file, names in zip(files, shards, strict=True):
-        tensors = {n: state[n].detach().to("cpu", _stored_dtype(n, dtype)).contiguous() for n in names}
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensors |= _as_stored(name, state[name].detach(), dtype, coded)
         partial = folder / f"{file}.partial"
         save_file(tensors, partial, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
         del tensors  # before the next shard is copied
         partial.replace(folder / file)
-        weight_map |= dict.fromkeys(names, file)
     for stale in {p.name for p in folder.glob("model*.safetensors*")} - {*files, INDEX}:
         (folder / stale).unlink()
     (folder / INDEX).unlink(missing_ok=True)
     if total > 1:
-        num_bytes = sum(t.numel() * _stored_dtype(n, dtype).itemsize for n, t in state.items())
+        num_bytes = sum(_bytes(n, t, dtype, coded) for n, t in state.items())
         write_json(folder / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
 
 
-def mismatch_error(
-    folder: Path | str, missing: Iterable[str], extra: Iterable[str], wrong: Mapping[str, str]
-) -> CheckpointError:
-    """The error that lists every name that does not fit: missing, unexpected, of wrong shape."""
-    missing, extra = sorted(missing), sorted(extra)
-    parts = []
-    if missing:
-        parts.append(f"missing ({len(missing)}): {_summary(missing)}")
-    if extra:
-        parts.append(f"unexpected ({len(extra)}): {_summary(extra)}")
-    if wrong:
-        parts.append(f"wrong shape ({len(wrong)}): " + "; ".join(f"{name}: {text}" for name, text in wrong.items()))
-    return CheckpointError(
-        "the weights in the folder are not those of this model.",
-        got="\n".join(parts),
-        need="every tensor of the model, in its shape, and no other",
-        try_='a folder written for this shape, or model.weights = "random"',
-        where=str(folder),
-    )
+def _as_stored(name: str, tensor: Tensor, dtype: torch.dtype, coded: Collection[str]) -> dict[str, Tensor]:
+    if name in coded:
+        return encode_weight(name, tensor.cpu())
+    return {name: tensor.to("cpu", _stored_dtype(name, dtype)).contiguous()}
+
+
+def _bytes(name: str, tensor: Tensor, dtype: torch.dtype, coded: Collection[str]) -> int:
+    return stored_bytes(_matrix(tensor)) if name in coded else tensor.numel() * _stored_dtype(name, dtype).itemsize
+
+
+def _matrix(tensor: Tensor) -> tuple[int, int]:
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _split_linears(model: Decoder, keep: Collection[str]) -> tuple[set[str], set[str]]:
+    """Names of the weights to write in FP8, and of the linear layers that are not: head and `keep`."""
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    high = kept_names(linears, keep) | {name for name in linears if not name.startswith("model.layers.")}
+    return {f"{name}.weight" for name in linears - high}, high
+
+
+def _is_coded(tensor: Tensor) -> bool:
+    return tensor.dtype == CODE_DTYPE
 
 
 def _stored_state(model: nn.Module) -> dict[str, Tensor]:
@@ -232,19 +246,6 @@ def _may_ignore(name: str, model: Decoder, folder: Path | str) -> bool:
     return int(layer[1]) < model.config.num_layers + (read_json(folder).get("num_nextn_predict_layers") or 0)
 
 
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file.name} cannot be read.",
-            got=str(error),
-            need="a whole safetensors file",
-            try_="copy the file again",
-            where=str(file),
-        ) from error
-
-
 def _copy_slices(reader: Any, name: str, target: Tensor) -> None:
     """Copy a stored tensor into `target`, at most SLICE_BYTES of it at a time."""
     if target.dim() == 0:
@@ -258,11 +259,3 @@ def _copy_slices(reader: Any, name: str, target: Tensor) -> None:
 
 def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
-
-
-def _summary(names: Iterable[str]) -> str:
-    """Names, those that differ by layer or expert number folded: `model.layers.*.mlp.up_proj.weight (12)`."""
-    folded: dict[str, list[str]] = {}
-    for name in names:
-        folded.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
-    return ", ".join(same[0] if len(same) == 1 else f"{key} ({len(same)})" for key, same in folded.items())

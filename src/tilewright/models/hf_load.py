@@ -4,6 +4,8 @@ Nothing is ever downloaded. transformers is imported inside the functions, so a 
 it. Every way in which a folder can be wrong is an error in four parts. Called by `build`.
 """
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +14,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from tilewright.core.errors import CheckpointError, ConfigError, HardwareError
+from tilewright.models.fp8_io import LazyWeight, StoredWeight, find_weights
 from tilewright.models.hf import HFModel, Task
 from tilewright.models.hf_config import read_json
-from tilewright.models.hf_io import mismatch_error
+from tilewright.models.hf_folder import INDEX, SINGLE, StoredTensor, mismatch_error, open_file, scan_folder
 from tilewright.models.init import name_seed
 from tilewright.ops.kernels import Kernels
 
@@ -120,15 +123,14 @@ def _read_hf_config(transformers: Any, path: Path | str) -> Any:
 def _load_weights(auto: Any, path: Path | str | Any, config: Any) -> nn.Module:
     if not isinstance(path, (str, Path)):
         raise TypeError('weights = "load" needs a folder, not a config object')
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = True  # only to list them all below
     try:
-        net, info = auto.from_pretrained(
-            str(path),
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # only to list them all below
-        )
+        stored, coded = _fp8_weights(path, config)
+        if coded:
+            net, info = _load_fp8(auto, config, stored, coded, options)
+        else:
+            net, info = auto.from_pretrained(str(path), config=config, local_files_only=True, **options)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             "the weights in the folder cannot be loaded.",
@@ -143,3 +145,63 @@ def _load_weights(auto: Any, path: Path | str | Any, config: Any) -> nn.Module:
         }
         raise mismatch_error(path, info["missing_keys"], [], wrong)
     return net
+
+
+def _fp8_weights(path: Path | str, config: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredWeight]]:
+    """What the folder holds, and its FP8 weights; nothing where transformers has another method for it.
+
+    Looked at also where config.json names no method: transformers would take the codes for weights.
+    """
+    settings = getattr(config, "quantization_config", None)
+    other = isinstance(settings, dict) and settings.get("quant_method") != "fp8"
+    if other or not any((Path(path) / name).is_file() for name in (SINGLE, INDEX)):
+        return {}, {}
+    stored = scan_folder(path)
+    return stored, find_weights(path, stored)
+
+
+def _load_fp8(
+    auto: Any,
+    config: Any,
+    stored: Mapping[str, StoredTensor],
+    coded: Mapping[str, StoredWeight],
+    options: dict[str, Any],
+) -> tuple[nn.Module, dict[str, Any]]:
+    """FP8 weights decoded by ourselves, one at a time while transformers puts them where they belong.
+
+    transformers decodes ragged blocks wrongly where there is no GPU, and leaves weights in FP8 where there is one.
+    """
+    faults: list[CheckpointError] = []
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    with torch.device("meta"):
+        model_class = type(auto.from_config(config))
+    scales = {weight.scale_name for weight in coded.values()}
+    state: dict[str, Any] = {name: LazyWeight(weight, faults) for name, weight in coded.items()}
+    state |= {name: _LazyTensor(name, t) for name, t in stored.items() if name not in coded and name not in scales}
+    try:
+        net, info = model_class.from_pretrained(None, config=config, state_dict=state, **options)
+    except (OSError, RuntimeError, ValueError, CheckpointError):
+        if faults:
+            raise faults[0] from None
+        raise
+    if faults:
+        raise faults[0]
+    return net, info
+
+
+class _LazyTensor:
+    """A stored tensor that is read when it is indexed, so that a file is open only while it is read."""
+
+    def __init__(self, name: str, stored: StoredTensor):
+        self.name, self.stored = name, stored
+
+    def get_shape(self) -> list[int]:
+        return list(self.stored.shape)
+
+    def get_dtype(self) -> str:
+        return self.stored.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        with open_file(self.stored.file) as reader:
+            return reader.get_tensor(self.name)[index]

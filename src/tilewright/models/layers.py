@@ -6,9 +6,12 @@ Parameter names are those of Hugging Face's Llama. Called by `decoder`, `attenti
 Legend: B rows  S positions  D model width  F hidden width  R rotary width.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor, nn
 
+from tilewright.formats.tiled import WithCopies
 from tilewright.ops.kernels import Kernels
 
 
@@ -23,9 +26,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
         self.kernels = kernels
+        self.quantizing: Callable[[Tensor, Tensor, float], WithCopies] | None = None
+        """A norm that adds 8-bit copies for the layers that read it. Set by `precision.convert`."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | WithCopies:
         """x [..., D] any float dtype -> the same."""
+        if self.quantizing is not None:
+            return self.quantizing(x, self.weight, self.eps)
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -44,10 +51,21 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
         self.kernels = kernels
+        self.quantizing: Callable[[Tensor, Tensor], WithCopies] | None = None
+        """SwiGLU that adds 8-bit copies for the last layer. Set by `precision.convert`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
-        return self.down_proj(self.kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
+        swiglu = self.quantizing or self.kernels.swiglu
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+    def readers(self) -> list[nn.Linear]:
+        """The layers that read this module's input."""
+        return [self.gate_proj, self.up_proj]
+
+    def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
+        """See `Block.quantized_readers`."""
+        yield self, "swiglu", [self.down_proj]
 
 
 def rope_angles(positions: Tensor, rope_dim: int, theta: float) -> tuple[Tensor, Tensor]:

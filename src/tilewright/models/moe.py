@@ -10,6 +10,8 @@ Parameter names are those of Hugging Face's DeepSeek-V3 files. Called by `decode
 Legend: N tokens  D model width  E experts  K experts a token  G groups  B rows  S positions.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,6 +85,8 @@ class MoE(nn.Module):
             if config.num_shared_experts
             else None
         )
+        self.expert_runner: Callable[[Sequence[Tensor], Sequence[nn.Module]], list[Tensor]] | None = None
+        """Runs all experts at once, each on its rows; None runs one after another. Set by `precision.convert`."""
 
     def forward(self, x_BSD: Tensor, segments_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
@@ -104,15 +108,21 @@ class MoE(nn.Module):
 
         copies = x_ND.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)
         rows = _Permute.apply(copies, order, inverse).split(counts)
-        multiple = _row_multiple(len(order) // len(self.experts), x_ND.device.type)
+        if self.expert_runner is not None:
+            outs = self.expert_runner(rows, list(self.experts))
+        else:
+            outs = self._run_one_by_one(rows)
+        out_NKD = _Permute.apply(torch.cat(outs), inverse, order).unflatten(0, (-1, num_chosen))
+        return (out_NKD * weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
+
+    def _run_one_by_one(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        multiple = _row_multiple(sum(map(len, rows)) // len(self.experts), rows[0].device.type)
         # With gradients every expert runs, on no rows if it must: its gradient is then zero, not missing.
-        outs = [
+        return [
             _run_padded(expert, x, multiple)
             for expert, x in zip(self.experts, rows, strict=True)
             if len(x) or torch.is_grad_enabled()
         ]
-        out_NKD = _Permute.apply(torch.cat(outs), inverse, order).unflatten(0, (-1, num_chosen))
-        return (out_NKD * weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
 
     def _load(self, experts_NK: Tensor, segments_BS: Tensor | None) -> Tensor:
         load_E = torch.zeros(len(self.experts), dtype=torch.float32, device=experts_NK.device)
