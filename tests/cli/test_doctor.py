@@ -12,6 +12,9 @@ def test_json_has_machine_kernels_and_disk(capsys, tmp_path, monkeypatch):
     assert found["machine"]["device"] == "cpu"
     assert {"torch", "python", "tilewright"} <= set(found["machine"]["versions"])
     assert {"linear", "attention", "adam"} <= {row["op"] for row in found["kernels"]}
+    assert found["fp8"]["mode"] == "hybrid_fp16"
+    assert found["fp8"]["native"] == []
+    assert "BF16, exactly" in found["fp8"]["reason"]
     assert found["disk"]["write_bytes_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
 
@@ -20,5 +23,5 @@ def test_text_names_the_same(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["doctor", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    for word in ("device", "memory", "compiler", "versions", "linear", "why not"):
+    for word in ("device", "memory", "compiler", "versions", "linear", "why not", "fp8       hybrid_fp16: a CPU"):
         assert word in text

@@ -11,6 +11,7 @@ import pytest
 
 from tests.contracts.observe import fixed_ceilings, observe, write_llama, write_texts
 from tilewright.core import schema
+from tilewright.core.config import PrecisionRule
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +47,7 @@ MLA |= {"model.qk_nope_head_dim": "8", "model.qk_rope_head_dim": "4", "model.v_h
 MOE = {"model.num_experts": "4", "model.expert_dim": "16"}
 FP16 = {"precision.mode": "hybrid", "precision.rules": '[{ match = "*", op = "linear", compute = "fp16" }]'}
 FP16 |= {"precision.loss_scale": "1024"}
+FP8 = {"precision.mode": "fp8_tile"}
 SWITCH = {"precision.start_mode": "bf16_mixed", "precision.start_fraction": "0.34"}
 ROWS = {"data.source": "rows.jsonl"}
 LLAMA = {"model.path": "llama"}
@@ -117,6 +119,10 @@ PROOFS: dict[str, Probe | str] = {
     "precision.loss_scale_window": Probe("1", "steps", FP16),
     "precision.loss_scale_min": Probe("16777216", "error", FP16 | {"precision.loss_scale": "16777216"}),
     "precision.loss_scale_max": Probe("1024", "steps", FP16 | {"precision.loss_scale_window": "1"}),
+    "precision.fp8_scale": Probe("fp32", "weights", FP8),
+    "precision.fp8_min_gain": "tests/precision/test_policy.py",
+    "precision.strict": "tests/precision/test_convert.py",
+    "precision.decouple": Probe("[]", "precision", FP8),
     "precision.eval_fp32": Probe("false", "evals", {"precision.mode": "bf16_mixed"}),
     "optim.lr": Probe("0.01", "weights"),
     "optim.betas": Probe("[0.5, 0.9]", "weights"),
@@ -135,6 +141,7 @@ PROOFS: dict[str, Probe | str] = {
     "train.batch_size": Probe("8", "weights"),
     "train.micro_batch": Probe("4", "evals"),
     "train.activation_checkpoint": "tests/models/test_activation_bytes.py::test_eager_layer",
+    "train.checkpoint_inputs": Probe("fp8", "weights", {"train.activation_checkpoint": "full"}),
     "train.compile": "tests/training/test_loop.py::test_a_compiler_that_is_not_there",
     "train.log_every": Probe("5", "shown"),
     "train.eval_every": Probe("1", "evals"),
@@ -145,6 +152,7 @@ PROOFS: dict[str, Probe | str] = {
     "save.background": Probe("false", "saves", {"save.every": "1"}),
     "save.resume": Probe("required", "error"),
     "save.export_hf": Probe("true", "files"),
+    "save.export_format": "tests/training/test_fp8_folder.py::test_export_format",
     "log.sinks": Probe('["tensorboard"]', "files"),
     "log.report": "tests/cli/test_train.py::test_report",
     "ops.linear": Probe("ref", "kernels"),
@@ -152,9 +160,21 @@ PROOFS: dict[str, Probe | str] = {
     "ops.rms_norm": Probe("ref", "kernels"),
     "ops.cross_entropy": Probe("native", "kernels"),
     "ops.adam": Probe("native", "kernels"),
+    "ops.quantize": Probe("ref", "kernels"),
+    "ops.tile_gemm": Probe("ref", "kernels"),
     "plan.device_budget": Probe("1MB", "error"),
     "plan.enforce": Probe("false", "error", {"plan.device_budget": "1MB"}),
 }
+
+RULES = {
+    "match": ('match = "*o_proj", compute = "fp16"', 'match = "*k_proj", compute = "fp16"'),
+    "op": ('op = "linear", compute = "fp16"', 'op = "head", compute = "fp16"'),
+    "compute": ('match = "*o_proj", compute = "fp16"', 'match = "*o_proj", compute = "bf16"'),
+    "fprop": ('match = "*o_proj", fprop = "fp8_tile"', 'match = "*o_proj", fprop = "bf16"'),
+    "dgrad": ('match = "*o_proj", dgrad = "fp8_tile"', 'match = "*o_proj", dgrad = "bf16"'),
+    "wgrad": ('match = "*o_proj", wgrad = "fp8_tile"', 'match = "*o_proj", wgrad = "bf16"'),
+}
+"""Two rules for each field of `precision.rules`, alike but for that field."""
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +212,21 @@ def test_the_setting_changes_what_it_is_for(name, shared, tmp_path, monkeypatch)
     assert without.get(proof.sees) != changed.get(proof.sees), f"{name} = {proof.value} changes nothing in {proof.sees}"
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_each_field_of_a_rule_changes_what_a_step_computes(name, shared, tmp_path, monkeypatch):
+    runs = []
+    for number, rule in enumerate(RULES[name]):
+        (tmp_path / str(number)).mkdir()
+        settings = BASE | {"precision.mode": "bf16_mixed", "precision.rules": f"[{{ {rule} }}]"}
+        runs.append(run(settings, shared, tmp_path / str(number), monkeypatch))
+    assert [found["error"] for found in runs] == [None, None]
+    assert runs[0]["precision"] != runs[1]["precision"]
+    assert runs[0]["weights"] != runs[1]["weights"]
+
+
 def test_every_setting_has_a_proof():
     assert set(PROOFS) == {item.path for item in schema.fields()}
+    assert set(RULES) == set(PrecisionRule.model_fields)
 
 
 @pytest.mark.parametrize("name", [name for name, proof in PROOFS.items() if isinstance(proof, str)])

@@ -61,6 +61,7 @@ CASES = [
         "stochastic rounding keeps the weights in BF16, pure_fp16 in FP16",
     ),
     ({"train.micro_batch": "17"}, "one forward pass holds more rows than the whole step"),
+    ({"train.checkpoint_inputs": "fp8"}, "only layers that are recomputed whole keep nothing but their inputs"),
     ({"run.name": "a/b"}, "the run's name must be a single folder name"),
 ]
 

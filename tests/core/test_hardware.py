@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tilewright.core import hardware
 from tilewright.core.errors import HardwareError
-from tilewright.core.hardware import cpu_features, detect_machine, find_cxx_compiler
+from tilewright.core.hardware import cpu_features, detect_machine, find_cxx_compiler, fp8_choice
 
 
 def test_this_machine_is_plausible_and_goes_into_json():
@@ -58,3 +59,25 @@ def test_cgroup_limits_count(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert hardware._host_memory_bytes() > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("capability", "mode", "native"),
+    [
+        (None, "hybrid_fp16", ()),
+        ((7, 5), "hybrid_fp16", ()),
+        ((8, 0), "hybrid_fp16", ()),
+        ((8, 6), "hybrid_fp16", ()),
+        ((8, 9), "hybrid_fp16", ("fp8_tensorwise",)),
+        ((9, 0), "full_fp8", ("fp8_tile", "fp8_hybrid", "fp8_tensorwise")),
+        ((10, 0), "full_fp8", ("fp8_tensorwise",)),
+        ((12, 0), "full_fp8", ("fp8_tensorwise",)),
+    ],
+)
+def test_what_8_bit_training_means_on_a_machine(capability, mode, native):
+    """full_fp8 from 9.0 on, as the article has it; which products the unit runs is told exactly."""
+    device = "cpu" if capability is None else "cuda"
+    choice = fp8_choice(replace(detect_machine("cpu"), device=device, capability=capability))
+    assert (choice.mode, choice.native) == (mode, native)
+    wanted = "CPU" if capability is None else f"capability {capability[0]}.{capability[1]}"
+    assert wanted in choice.reason

@@ -4,7 +4,7 @@ import random
 import re
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data.conftest import WORDS, write_text
@@ -39,6 +39,7 @@ TEXT = st.text("ab cD_9-.é日\n", min_size=1, max_size=40)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TEXT, min_size=1, max_size=6))
+@example(["é日", "日é"])
 def test_shingles_are_those_of_a_plain_reading(texts):
     """As many shingles, equal exactly where the words are equal, independent of the neighbours."""
     data, starts, _ = joined(texts)

@@ -37,7 +37,7 @@ def test_every_rate_is_positive_and_sane(measured):
     for name in ("matmul", "attention", "loss", "elementwise", "adam"):
         for fmt, rate in row[name].items():
             rates = rate.values() if isinstance(rate, dict) else [rate]
-            assert all(1e6 < value < 1e16 for value in rates), (name, fmt, rate)
+            assert all(1e4 < value < 1e16 for value in rates), (name, fmt, rate)
     assert 1e8 < measured.bandwidth < 1e13
     assert measured.threads == torch.get_num_threads()
 

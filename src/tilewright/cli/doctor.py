@@ -6,12 +6,13 @@ Its `--json` output is what a bug report needs.
 import os
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from tilewright.cli.common import json_option, print_json, show_dicts, verbosity
-from tilewright.core.hardware import Machine, detect_machine
+from tilewright.core.hardware import Machine, detect_machine, fp8_choice
 from tilewright.core.units import format_bytes
 
 DISK_TEST_BYTES = 64 * 2**20
@@ -31,7 +32,8 @@ def doctor(device: str, as_json: bool) -> None:
     warnings = _warnings(machine)
     if as_json:
         disk = {"path": str(Path.cwd()), "write_bytes_per_s": speed}
-        print_json({"machine": machine.to_json(), "kernels": kernels, "disk": disk, "warnings": warnings})
+        fp8 = asdict(fp8_choice(machine))
+        print_json({"machine": machine.to_json(), "fp8": fp8, "kernels": kernels, "disk": disk, "warnings": warnings})
         return
     _print_machine(machine, speed)
     click.echo()
@@ -43,11 +45,13 @@ def doctor(device: str, as_json: bool) -> None:
 def _print_machine(machine: Machine, speed: float | None) -> None:
     capability = "" if machine.capability is None else f", compute capability {'.'.join(map(str, machine.capability))}"
     wide = sorted(name for name in machine.cpu_features if name.startswith(("amx", "avx512_", "avx2", "sve", "asimd")))
+    choice = fp8_choice(machine)
     rows = [
         ("device", f"{machine.device}: {machine.device_name}{capability}"),
         ("memory", _memory(machine)),
         ("cores", f"{machine.physical_cores} physical"),
         ("vectors", " ".join(wide) or "unknown"),
+        ("fp8", f"{choice.mode}: {choice.reason} (on the unit: {', '.join(choice.native) or 'nothing'})"),
         ("compiler", machine.cxx_compiler or "none: layers are not compiled on the CPU"),
         ("disk", "this folder cannot be written to" if speed is None else f"{format_bytes(speed)}/s written here"),
         ("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())),
@@ -61,17 +65,21 @@ def _memory(machine: Machine) -> str:
     return host if machine.device == "cpu" else f"{format_bytes(machine.device_memory_bytes)} device, {host}"
 
 
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
 def _merged(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """One row an operation, device and outcome, the dtypes of equal outcome together."""
+    """One row an operation, device, kind of case and outcome, the dtypes of equal outcome together."""
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
-        device, _, dtype = str(row["case"]).partition(" ")
+        device, dtype, *kind = str(row["case"]).split()
         rejected = row["rejected"]
         assert isinstance(rejected, list)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
-        merged.setdefault((str(row["op"]), device, str(row["chosen"]), reasons), []).append(dtype)
+        op = f"{row['op']}, {kind[0]}" if kind else str(row["op"])
+        merged.setdefault((op, device, str(row["chosen"]), reasons), []).append(_SHORT.get(dtype, dtype))
     return [
-        {"operation": op, "device": device, "dtypes": ", ".join(dtypes), "chosen": chosen, "others, why not": reasons}
+        {"operation": op, "device": device, "dtypes": " ".join(dtypes), "chosen": chosen, "others, why not": reasons}
         for (op, device, chosen, reasons), dtypes in merged.items()
     ]
 

@@ -206,6 +206,15 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
 
 def _precision(recipe: Recipe) -> Iterator[Conflict]:
     precision = recipe.precision
+    for rule in precision.rules:
+        if not any((rule.compute, rule.fprop, rule.dgrad, rule.wgrad)):
+            yield Conflict(
+                ("precision.rules",),
+                "a rule names no format",
+                f'{{ match = "{rule.match}", op = "{rule.op}" }}',
+                "compute, or one of fprop, dgrad, wgrad",
+                'compute = "fp32"',
+            )
     if precision.start_mode is not None and precision.start_mode == precision.mode:
         yield Conflict(
             ("precision.mode", "precision.start_mode"),
@@ -271,6 +280,14 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             f"train.micro_batch = {train.micro_batch}, train.batch_size = {train.batch_size}",
             "micro_batch at most batch_size",
             f"train.micro_batch = {train.batch_size}, or train.batch_size = {train.micro_batch}",
+        )
+    if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full":
+        yield Conflict(
+            ("train.checkpoint_inputs", "train.activation_checkpoint"),
+            "only layers that are recomputed whole keep nothing but their inputs",
+            f'train.checkpoint_inputs = "fp8", train.activation_checkpoint = "{train.activation_checkpoint}"',
+            'train.activation_checkpoint = "full" with FP8 inputs',
+            'train.activation_checkpoint = "full", or train.checkpoint_inputs = "exact"',
         )
     if any(mark in run.name for mark in "/\\") or run.name in (".", ".."):
         yield Conflict(

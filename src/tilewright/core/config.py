@@ -12,9 +12,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tilewright.core.units import parse_bytes
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
-Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid"]
-ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16"]
+Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid", "fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
+ComputeFormat = Literal["", "fp32", "tf32", "bf16", "fp16", "fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
+GemmFormat = Literal["", "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "bf16", "fp32"]
 Backend = Literal["auto", "compiled", "native", "ref"]
+QuantizeBackend = Literal["auto", "triton", "cpu", "ref"]
+TileGemmBackend = Literal["auto", "scaled_mm", "triton", "cpu", "dequant", "ref"]
 
 
 class Section(BaseModel):
@@ -131,8 +134,14 @@ class PrecisionRule(Section):
     """Glob on the module's fully qualified name."""
     op: str = "*"
     """Kind of module: linear, conv, embedding, norm, batch_norm, attention, head, router, or `*`."""
-    compute: ComputeFormat
-    """Format that the matched modules compute in. Later rules win."""
+    compute: ComputeFormat = ""
+    """Format that the matched modules compute in. Later rules win. Empty: as it is without this rule."""
+    fprop: GemmFormat = ""
+    """Format of a linear layer's forward product alone. Empty: as `compute` says."""
+    dgrad: GemmFormat = ""
+    """Format of the product that gives a linear layer's input gradient."""
+    wgrad: GemmFormat = ""
+    """Format of the product that gives a linear layer's weight gradient."""
 
 
 class PrecisionSection(Section):
@@ -140,7 +149,9 @@ class PrecisionSection(Section):
     """False: everything in FP32, whatever `mode` says (`DEEPSEEK_AMP_ENABLED=0`)."""
     mode: Mode = "bf16_mixed"
     """fp32 | tf32 | bf16_mixed (BF16 matmuls and residual stream) | hybrid (16-bit matmuls, FP32 residual stream,
-    norms, softmax and loss) | pure_fp16 (FP16 weights and activations too)."""
+    norms, softmax and loss) | pure_fp16 (FP16 weights and activations too) | fp8_tile (bf16_mixed with linear layers in
+    E4M3, scaled by tiles of 1x128 and 128x128) | fp8_hybrid (the same, gradients in E5M2) | fp8_tensorwise (one scale a
+    tensor, for comparison)."""
     start_mode: Mode | None = None
     """Mode for the first `start_fraction` of the steps, for example tf32 before bf16_mixed."""
     start_fraction: float = Field(default=0.2, gt=0, lt=1)
@@ -157,6 +168,15 @@ class PrecisionSection(Section):
     """The run stops (exit 4) when an overflow would push the scale below this."""
     loss_scale_max: float = Field(default=2.0**24, gt=0)
     """The scale does not double beyond this."""
+    fp8_scale: Literal["power_of_two", "fp32"] = "power_of_two"
+    """Scales of 8-bit operands. Powers of two keep them exact in BF16: every machine multiplies the same bits."""
+    fp8_min_gain: float = Field(default=1.0, ge=0)
+    """On a GPU, the FP8 modes leave linear layers in BF16 whose expected speed-up is below this. 0: none."""
+    decouple: tuple[str, ...] = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
+    """Globs of linear layers whose gradients the FP8 modes compute in BF16: attention output projections."""
+    strict: bool = False
+    """Stop where something would run in another way than asked: 8-bit products on a machine without a unit for them,
+    TF32 by rounding, a layer that cannot compute in its format."""
     eval_fp32: bool = True
     """Evaluate in FP32."""
 
@@ -199,6 +219,10 @@ class TrainSection(Section):
     """Rows in one forward pass; the rest is gradient accumulation."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     """Keep all activations, recompute the cheap ones, or recompute each layer whole."""
+    checkpoint_inputs: Literal["exact", "fp8"] = "exact"
+    """With `activation_checkpoint = "full"`: keep each layer's input as it is, or in E4M3 with a scale for each 1x128
+    tile, one byte an element. The loss stays exact; the layer is then recomputed from the rounded input, so gradients
+    are approximate (about 3 % noise)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers. `auto`: where a compiler is found and the model is tilewright's own."""
     log_every: int = Field(default=10, ge=1)
@@ -222,6 +246,9 @@ class SaveSection(Section):
     """Continue from the newest sound checkpoint of the run folder."""
     export_hf: bool = False
     """Write a Hugging Face folder at the end."""
+    export_format: Literal["keep", "bf16", "fp8"] = "keep"
+    """Format of the weights in that folder. `keep`: that of the parameters. `fp8`: the layout of DeepSeek-V3, linear
+    weights of the layers in E4M3 with a scale for each 128x128 block, the rest in BF16."""
 
 
 class LogSection(Section):
@@ -244,6 +271,10 @@ class OpsSection(Section):
     """Output head and loss together."""
     adam: Backend = "auto"
     """AdamW update."""
+    quantize: QuantizeBackend = "auto"
+    """Encoding to 8-bit tiles, alone or with a norm or activation: Triton, C++ built at first use, or torch."""
+    tile_gemm: TileGemmBackend = "auto"
+    """Products of 8-bit operands: torch's own on GPUs with 8-bit units, Triton, or decoded to BF16 (cpu, dequant)."""
 
 
 class PlanSection(Section):

@@ -31,7 +31,7 @@ VARIABLES = (
     Variable(
         "DEEPSEEK_PRECISION_MODE",
         "precision.mode",
-        "hybrid, pure_fp16, bf16_mixed, fp32, tf32",
+        "hybrid, pure_fp16, bf16_mixed, fp32, tf32, fp8_tile, fp8_hybrid, fp8_tensorwise",
         "precision of the run",
     ),
     Variable(

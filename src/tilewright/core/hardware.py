@@ -1,6 +1,7 @@
 """What this machine is: device, memory, cores, instruction sets, compiler and versions.
 
-Facts only, read once at the start of a command; which kernel a fact leads to is decided in `ops`.
+Facts only, read once at the start of a command; which kernel a fact leads to is decided in `ops`. `fp8_choice` sums
+up what they mean for 8-bit training.
 Limits of containers count: cores follow the affinity mask and the CPU quota, memory the cgroup limit.
 A fact that cannot be found is empty or None, never guessed. torch is imported inside.
 """
@@ -11,6 +12,7 @@ import platform
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -55,6 +57,45 @@ class Machine:
     def to_json(self) -> dict[str, object]:
         """Plain types for machine.json."""
         return {**asdict(self), "cpu_features": sorted(self.cpu_features)}
+
+
+@dataclass(frozen=True)
+class Fp8Choice:
+    """What 8-bit training means on a machine: the two names of the articles, and which products a unit runs."""
+
+    mode: Literal["full_fp8", "hybrid_fp16"]
+    """full_fp8: linear layers on the FP8 unit. hybrid_fp16: products in 16 bit."""
+    native: tuple[str, ...]
+    """Modes of `precision.mode` whose products torch runs on the FP8 unit."""
+    reason: str
+
+
+def fp8_choice(machine: Machine) -> Fp8Choice:
+    """How 8-bit products run on a machine. `doctor` prints it; which kernel runs is decided in `ops`.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> machine = replace(detect_machine("cpu"), device="cuda", capability=(8, 9))
+        >>> fp8_choice(machine).mode, fp8_choice(machine).native
+        ('hybrid_fp16', ('fp8_tensorwise',))
+    """
+    if machine.capability is None:
+        reason = "a CPU has no FP8 unit: 8-bit operands are decoded to BF16, exactly, before each product"
+        return Fp8Choice("hybrid_fp16", (), reason)
+    capability = f"compute capability {machine.capability[0]}.{machine.capability[1]}"
+    if machine.capability == (9, 0):
+        reason = f"{capability} multiplies 8-bit tiles with their scales, forward and backward"
+        return Fp8Choice("full_fp8", ("fp8_tile", "fp8_hybrid", "fp8_tensorwise"), reason)
+    if machine.capability > (9, 0):
+        reason = (
+            f"{capability} has an FP8 unit; torch's product of scaled tiles is for 9.0 alone, so tiles run elsewhere"
+        )
+        return Fp8Choice("full_fp8", ("fp8_tensorwise",), reason)
+    if machine.capability == (8, 9):
+        reason = f"{capability} has an FP8 unit, which torch uses for operands with one scale a tensor, not for tiles"
+        return Fp8Choice("hybrid_fp16", ("fp8_tensorwise",), reason)
+    reason = f"{capability} has no FP8 unit (8.9 is the first): 8-bit operands are decoded to BF16, exactly"
+    return Fp8Choice("hybrid_fp16", (), reason)
 
 
 def detect_machine(device: str = "auto") -> Machine:

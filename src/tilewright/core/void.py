@@ -21,7 +21,22 @@ _SHAPE = (
     *(_MLA + _EXPERTS),
 )
 _TEXT_DATA = ("domains", "max_bytes", "seq_len", "vocab_size", "tokenizer", "text_field")
-_LOW_PRECISION = ("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32")
+_FP8_MODE = ("fp8_min_gain", "decouple")
+_LOW_PRECISION = ("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale", *_FP8_MODE)
+
+
+def _fp8_modes(recipe: Recipe) -> bool:
+    return any(
+        mode is not None and mode.startswith("fp8") for mode in (recipe.precision.mode, recipe.precision.start_mode)
+    )
+
+
+def _fp8_rules(recipe: Recipe) -> bool:
+    formats = (
+        getattr(rule, name) for rule in recipe.precision.rules for name in ("compute", "fprop", "dgrad", "wgrad")
+    )
+    return any(name.startswith("fp8") for name in formats)
+
 
 # (is it so here?, said how, section, its fields that then do nothing). What is in no row always has an effect.
 _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = (
@@ -36,7 +51,10 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.model.task != "image_classification", "the task has no images", "data", ("image_size",)),
     (lambda r: r.model.task != "causal_lm", "only causal_lm writes text", "train", ("sample_tokens",)),
     (lambda r: not r.precision.enabled, "precision.enabled = false", "precision", _LOW_PRECISION),
+    (lambda r: not _fp8_modes(r), "no mode here is one of FP8", "precision", _FP8_MODE),
+    (lambda r: not (_fp8_modes(r) or _fp8_rules(r)), "nothing here is in FP8", "precision", ("fp8_scale",)),
     (lambda r: r.precision.start_mode is None, "there is no start_mode", "precision", ("start_fraction",)),
+    (lambda r: not r.save.export_hf, "save.export_hf = false", "save", ("export_format",)),
     (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"', "optim", ("decay_fraction",)),
     (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"', "optim", ("min_lr_ratio",)),
 )

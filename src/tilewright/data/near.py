@@ -60,8 +60,8 @@ def shingle_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np
     padded[ragged_arange(padded_starts, counts)] = words
     shingles = np.where(counts > 0, np.maximum(counts - _SHINGLE + 1, 1), 0)
     at = ragged_arange(padded_starts, shingles)
-    hashes = padded[at]
-    for i in range(1, _SHINGLE):
+    hashes = np.zeros(len(at), np.uint64)
+    for i in range(_SHINGLE):  # each word is mixed before the next comes, the first too: order counts
         hashes = mix64(hashes ^ padded[at + i])
     return hashes, shingles
 

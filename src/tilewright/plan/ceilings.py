@@ -23,7 +23,7 @@ from tilewright.core.log import get_logger
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.probe import Probe
 
-_FORMAT = 5
+_FORMAT = 6
 """Raise when the meaning of a field changes, so that old cache files are not read."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BUSY = 1.3
@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured rates. Matmul formats: fp32, bf16, fp16, on CUDA also tf32.
+    """Measured rates. Matmul formats: fp32, bf16, fp16, on CUDA also tf32, and fp8 where a unit multiplies it.
 
     `matmul`: FLOP/s of the three GEMMs of a linear layer by format and width (features in = out).
     `attention`: FLOP/s of causal attention by format, forward and backward, the masked half not counted.
@@ -146,6 +146,8 @@ def _measure_all(machine: Machine, key: str, progress: Callable[[str], None]) ->
     progress(f"measuring this machine once: {machine.device_name}")
     matmul = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}
     matmul["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else matmul["fp32"]
+    if machine.capability is not None and machine.capability >= (8, 9):
+        matmul["fp8"] = probe.matmul_fp8()
     progress("  attention, loss, element-wise work, optimizer, memory")
     attention = {fmt: probe.attention(dtype) for fmt, dtype in _DTYPES.items()}
     loss = {fmt: probe.loss(dtype, matmul[fmt][512]) for fmt, dtype in _DTYPES.items()}

@@ -1,8 +1,8 @@
 """Changes of a recipe that make it fit, cheapest first, each planned anew.
 
 Two kinds: settings that leave the result as it is (smaller micro-batches, recomputation, compiled layers), and
-settings that change what is learned or how exactly (16-bit moments and weights, shorter rows, a smaller model). The
-first kind comes first; inside a kind the order is that of seconds a token. Called by `plan.cost`.
+settings that change what is learned or how exactly (8- and 16-bit formats, shorter rows, a smaller model). The first
+kind comes first; inside a kind the order is that of seconds a token. Called by `plan.cost`.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,6 +54,11 @@ def candidates(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
             yield {"train.activation_checkpoint": mode}, True
             if recipe.train.micro_batch > 1:
                 yield {"train.activation_checkpoint": mode, "train.micro_batch": 1}, True
+    if recipe.train.checkpoint_inputs == "exact":
+        yield {"train.activation_checkpoint": "full", "train.checkpoint_inputs": "fp8"}, False
+        yield {**_SPARING, "train.checkpoint_inputs": "fp8"}, False
+    if recipe.precision.mode == "bf16_mixed" and recipe.train.activation_checkpoint == "none":
+        yield {"precision.mode": "fp8_tile"}, False
     if recipe.precision.mode in ("fp32", "tf32"):
         yield {"precision.mode": "bf16_mixed"}, False
     if recipe.optim.moments == "fp32":

@@ -13,11 +13,12 @@ The constants of the last two are measured; benchmarks/plan_accuracy.py holds th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, weight_copy_bytes
+from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, role, tile_bytes, weight_copy_bytes
 from tilewright.ops.native.loss import CHUNK_BYTES
-from tilewright.plan.workload import BYTES, Workload
+from tilewright.plan.workload import BYTES, Workload, fp8_unit
+from tilewright.precision.gemms import FP8_FORMATS, Gemms
 
 MIB = 2**20
 PROCESS_BYTES = 380 * MIB
@@ -26,6 +27,8 @@ COMPILER_BYTES = 105 * MIB
 """Added by torch.compile: its own modules, and the code it made (measured)."""
 TRANSFORMERS_BYTES = 65 * MIB
 """Added by transformers where the model is one of its own (measured)."""
+TRITON_BYTES = 50 * MIB
+"""Added by triton where it is installed: torch's compiler imports it (measured)."""
 CUDA_RESERVE_BYTES = 700 * MIB
 """CUDA context and kernels, outside the allocator (not measured by this project yet)."""
 LAYER_WORK = 3.3
@@ -73,7 +76,8 @@ def footprint(work: Workload) -> Footprint:
 def _process_bytes(work: Workload) -> int:
     compiles = work.compiled or (work.loss_compiled and head_shape(work) is not None)
     foreign = work.config is None
-    return PROCESS_BYTES + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
+    triton = TRITON_BYTES if work.machine.versions.get("triton") else 0
+    return PROCESS_BYTES + triton + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
 
 
 def _backward(activations: int, gradients: int, num_micro: int) -> dict[str, int]:
@@ -109,16 +113,35 @@ def _optimizer_bytes(work: Workload) -> int:
 
 
 def _buffer_bytes(work: Workload) -> int:
-    """Router biases; everything else that modules hold is small or made in the step."""
+    """Router biases and codes of weights; everything else that modules hold is small or made in the step."""
+    codes = max(sum(product.code_bytes for product in products) for products in work.products.values())
     if work.config is None or not work.config.num_experts:
-        return 0
-    return sum(4 * work.config.num_experts for i in range(work.config.num_layers) if work.config.is_moe(i))
+        return codes
+    return codes + sum(4 * work.config.num_experts for i in range(work.config.num_layers) if work.config.is_moe(i))
 
 
 def storage(work: Workload, mode: str) -> Storage:
-    """What activations are kept in."""
+    """What activations are kept in, without layers that have 8-bit products."""
     policy = work.policies[mode]
-    return Storage(BYTES[policy.stream], BYTES[policy.activation], work.compiled)
+    inputs = work.recipe.train.checkpoint_inputs
+    return Storage(BYTES[policy.stream], BYTES[policy.activation], work.compiled, inputs)
+
+
+def layer_storages(work: Workload, mode: str) -> list[Storage]:
+    """What each layer's activations are kept in, for tilewright's own decoder."""
+    assert work.config is not None
+    gemms: list[dict[str, Gemms]] = [{} for _ in range(work.config.num_layers)]
+    for product in work.products[mode]:
+        parts = product.fqn.split(".")
+        if product.gemms.any_fp8 and "layers" in parts:
+            gemms[int(parts[parts.index("layers") + 1])][role(product.fqn)] = product.gemms
+    return [_with_codes(storage(work, mode), found) for found in gemms]
+
+
+def _with_codes(kept: Storage, gemms: Mapping[str, Gemms]) -> Storage:
+    codes = {name for name, formats in gemms.items() if formats.wgrad in FP8_FORMATS}
+    fused = {name for name in codes if gemms[name].fprop in FP8_FORMATS and not gemms[name].tensorwise}
+    return replace(kept, tiled=frozenset(gemms), codes=frozenset(codes), fused=frozenset(fused))
 
 
 def activation_bytes(work: Workload, mode: str) -> int:
@@ -132,10 +155,12 @@ def activation_bytes(work: Workload, mode: str) -> int:
     config, kept = work.config, storage(work, mode)
     checkpoint = work.recipe.train.activation_checkpoint
     stored = BYTES[work.policies[mode].storage]
-    layers = range(config.num_layers)
-    tokens = sum(layer_bytes(config, i, checkpoint, kept) for i in layers) * work.num_tokens
-    copies = sum(weight_copy_bytes(config, i, checkpoint, kept, stored) for i in layers)
-    return tokens + copies + head_bytes(config, work.num_tokens, kept) + _masks(work, kept)
+    total = head_bytes(config, work.num_tokens, kept) + _masks(work, kept)
+    for i, layer in enumerate(layer_storages(work, mode)):
+        total += layer_bytes(config, i, checkpoint, layer) * work.num_tokens
+        total += tile_bytes(config, i, checkpoint, layer, work.num_tokens)
+        total += weight_copy_bytes(config, i, checkpoint, layer, stored)
+    return total
 
 
 def _masks(work: Workload, kept: Storage) -> int:
@@ -150,10 +175,21 @@ def _layer_work(work: Workload, mode: str) -> int:
     if work.config is None:
         assert work.trace is not None
         return int(LAYER_WORK * work.trace.kept_bytes / work.num_layers)
-    kept = storage(work, mode)
-    largest = max(layer_bytes(work.config, i, "none", kept) for i in range(work.config.num_layers))
+    storages = enumerate(layer_storages(work, mode))
+    largest = max(layer_bytes(work.config, i, "none", kept) for i, kept in storages)
     rebuilt = work.recipe.train.activation_checkpoint != "none"
-    return int((LAYER_WORK + (1 if rebuilt else 0)) * largest * work.num_tokens)
+    return int((LAYER_WORK + (1 if rebuilt else 0)) * largest * work.num_tokens) + _operand_work(work, mode)
+
+
+def _operand_work(work: Workload, mode: str) -> int:
+    """Operands of the busiest 8-bit product: both copies of codes, and as decoded where no unit multiplies them."""
+    size = 2 if fp8_unit(work.machine) else 4
+    sizes = [
+        size * (work.num_tokens * product.share * (product.num_in + product.num_out) + product.num_weights)
+        for product in work.products[mode]
+        if product.gemms.any_fp8
+    ]
+    return int(max(sizes, default=0))
 
 
 def _loss_work(work: Workload, mode: str) -> int:

@@ -10,6 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tilewright.formats.scaling import BLOCK_TILE
+from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.ref.adam import AdamHyper
 
@@ -77,6 +80,23 @@ class Probe:
 
             def work(x: Tensor = x_ND, weight: Tensor = weight_DD, upstream: Tensor = upstream_ND) -> None:
                 torch.autograd.grad(self.kernels.linear(x, weight), (x, weight), upstream)
+
+            rates[width] = 6 * num_tokens * width * width / self.clock(work, _BUDGET_S / 2)
+        return rates
+
+    def matmul_fp8(self) -> dict[int, float]:
+        """FLOP/s of the same three products of operands in 8-bit tiles, which are made before."""
+        rates = {}
+        for width in WIDTHS:
+            num_tokens = self._scale * min(1024, 2**20 // width)
+            x_ND, upstream_ND = (self._random(num_tokens, width, dtype=torch.bfloat16) for _ in range(2))
+            weight = self.kernels.quantize(self._random(width, width, dtype=torch.bfloat16), E4M3, BLOCK_TILE)
+            (x, x_turned), (dy, dy_turned) = (self.kernels.quantize_both(t, E4M3) for t in (x_ND, upstream_ND))
+            pairs = ((x, weight), (dy, weight.transposed()), (dy_turned, x_turned))
+
+            def work(pairs: tuple[tuple[TiledTensor, TiledTensor], ...] = pairs) -> None:
+                for a, b in pairs:
+                    self.kernels.tile_gemm(a, b, out_dtype=torch.bfloat16)
 
             rates[width] = 6 * num_tokens * width * width / self.clock(work, _BUDGET_S / 2)
         return rates

@@ -6,11 +6,20 @@ evaluations and checkpoints are not in it. Of the precision modes that a run pas
 
 from collections.abc import Mapping
 
+from tilewright.models.activation_bytes import shared_input
 from tilewright.models.count import count_flops
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.footprint import activation_bytes, head_shape
 from tilewright.plan.probe import ACTIVATION_PASSES
-from tilewright.plan.workload import BYTES, Workload
+from tilewright.plan.workload import BYTES, Product, Workload, fp8_unit
+from tilewright.precision.gemms import FP8_FORMATS, Gemms
+
+_READ_BYTES = 2
+"""An element of an input or gradient as quantisation reads it; each copy that it writes has one byte."""
+_DECODE_BYTES = 3
+"""A code is read, a BF16 number written."""
+_WEIGHT_BYTES = 5
+"""A weight is read in FP32, its code written, once a step."""
 
 BOUND_BY = {
     "matmul": "compute",
@@ -19,6 +28,7 @@ BOUND_BY = {
     "loss": "bandwidth",
     "elementwise": "bandwidth",
     "weights": "bandwidth",
+    "quantize": "bandwidth",
     "optimizer": "bandwidth",
 }
 """Which ceiling limits each part."""
@@ -29,7 +39,8 @@ def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
 
     matmul: products of the layers. attention: scores and values. head: products of the output projection.
     loss: its softmax. elementwise: norms, SwiGLU, residual. weights: casts and accumulation of gradients.
-    optimizer: norm, clipping and update.
+    quantize: making 8-bit operands, and decoding them where no unit multiplies them. optimizer: norm, clipping and
+    update.
     """
     mode = work.modes[-1]
     policy = work.policies[mode]
@@ -37,11 +48,57 @@ def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
     micro = _forward_backward(work, mode, fmt, rates)
     micro["elementwise"] = ACTIVATION_PASSES * activation_bytes(work, mode) / _elementwise_rate(work, fmt, rates)
     casts = 6 if fmt in ("bf16", "fp16") else 0  # read FP32, write 16 bit
-    micro["weights"] = (casts + 12) * work.num_parameters / rates.bandwidth  # and read, add, write each gradient
+    cast = work.num_parameters - sum(p.num_weights for p in work.products[mode] if _all_fp8(p.gemms))
+    micro["weights"] = (casts * cast + 12 * work.num_parameters) / rates.bandwidth  # and read, add, write gradients
+    micro["quantize"] = _quantize_bytes(work, mode, fp8_unit(work.machine)) / rates.bandwidth
     parts = {name: seconds * work.num_micro for name, seconds in micro.items()}
+    codes = sum(p.num_weights for p in work.products[mode] if p.gemms.any_fp8)
+    parts["quantize"] += _WEIGHT_BYTES * codes / rates.bandwidth
     clip = 12 * work.num_parameters / rates.bandwidth
     parts["optimizer"] = work.num_parameters / rates.adam[work.recipe.optim.moments] + clip
     return parts
+
+
+def _all_fp8(gemms: Gemms) -> bool:
+    return all(name in FP8_FORMATS for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
+
+
+def _matmul_s(work: Workload, product: Product, flops: float, rates: Ceilings) -> float:
+    """Seconds of the products of a linear layer, `flops` each; forward runs twice where layers are recomputed."""
+    gemms = product.gemms
+    again = (gemms.fprop,) if work.recipe.train.activation_checkpoint == "full" else ()
+    formats = (gemms.fprop, gemms.dgrad, gemms.wgrad, *again)
+    width = product.num_weights**0.5
+    return sum(flops / rates.matmul_rate(_rate_name(work, fmt, rates), width) for fmt in formats)
+
+
+def _rate_name(work: Workload, fmt: str, rates: Ceilings) -> str:
+    """The ceiling of a format. Without a unit 8-bit operands are decoded and multiplied in BF16."""
+    if fmt not in FP8_FORMATS:
+        return fmt
+    return "fp8" if fp8_unit(work.machine) and "fp8" in rates.matmul else "bf16"
+
+
+def _quantize_bytes(work: Workload, mode: str, has_unit: bool) -> float:
+    """Bytes read and written in a micro-batch to make 8-bit operands and, without a unit, to decode them."""
+    passes = 2 if work.recipe.train.activation_checkpoint == "full" else 1
+    total, seen = 0.0, set[tuple[str, int]]()
+    for product in work.products[mode]:
+        gemms = product.gemms
+        fprop, dgrad, wgrad = (name in FP8_FORMATS for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
+        if not (fprop or dgrad or wgrad):
+            continue
+        tokens = work.num_tokens * product.share
+        x, dy, weight = tokens * product.num_in, tokens * product.num_out, product.num_weights
+        reader = shared_input(product.fqn)
+        if (fprop or wgrad) and reader not in seen:
+            seen.add(reader)
+            total += passes * x * (_READ_BYTES + fprop + wgrad)
+        if dgrad or wgrad:
+            total += dy * (_READ_BYTES + dgrad + wgrad)
+        if not has_unit:
+            total += _DECODE_BYTES * (passes * fprop * (x + weight) + dgrad * (dy + weight) + wgrad * (dy + x))
+    return total
 
 
 def _elementwise_rate(work: Workload, fmt: str, rates: Ceilings) -> float:
@@ -59,7 +116,6 @@ def _loss_rate(work: Workload, fmt: str, rates: Ceilings) -> float:
 def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> dict[str, float]:
     """Seconds of a micro-batch in products, attention and loss."""
     full = work.recipe.train.activation_checkpoint == "full"
-    passes = 4 if full else 3  # forward, two products in backward, and forward again where layers are recomputed
     num_tokens = work.num_tokens
     parts = {"matmul": 0.0, "attention": 0.0, "head": 0.0, "loss": 0.0}
     head = head_shape(work)
@@ -68,7 +124,7 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
         parts["head"] = 6 * tokens * dim * vocab_size / rates.matmul_rate(fmt, (dim * vocab_size) ** 0.5)
         parts["loss"] = tokens * vocab_size / _loss_rate(work, fmt, rates)
     if work.trace is not None:
-        parts["matmul"] = passes * work.trace.flops / rates.matmul_rate(fmt, _usual_width(work, mode))
+        parts["matmul"] = _traced_matmul_s(work, work.trace.flops, mode, rates)
         causal = 0.5 if work.recipe.model.task == "causal_lm" else 1.0
         attention = (4.5 if full else 3.5) * causal * work.trace.attention_flops
         parts["attention"] = attention / rates.attention[fmt]
@@ -76,18 +132,18 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
     for product in work.products[mode]:
         if product.is_head:
             continue
-        flops = 2 * passes * num_tokens * product.share * product.num_weights
-        parts["matmul"] += flops / rates.matmul_rate(product.compute, product.num_weights**0.5)
+        parts["matmul"] += _matmul_s(work, product, 2 * num_tokens * product.share * product.num_weights, rates)
     assert work.config is not None
     flops = count_flops(work.config, work.seq_len).attention * work.config.num_layers * num_tokens
     parts["attention"] = (4.5 if full else 3.5) * flops / rates.attention[fmt]
     return parts
 
 
-def _usual_width(work: Workload, mode: str) -> float:
-    """Width of a square product as large as the mean one."""
-    sizes = [product.num_weights for product in work.products[mode]]
-    return (sum(sizes) / len(sizes)) ** 0.5 if sizes else 256.0
+def _traced_matmul_s(work: Workload, flops: float, mode: str, rates: Ceilings) -> float:
+    """Seconds of traced products: forward's FLOPs, shared out over the linear layers by the size of their weights."""
+    products = [product for product in work.products[mode] if not product.is_head]
+    weights = sum(product.num_weights for product in products)
+    return sum(_matmul_s(work, p, flops * p.num_weights / weights, rates) for p in products) if weights else 0.0
 
 
 def binding(parts: Mapping[str, float]) -> tuple[str, str]:

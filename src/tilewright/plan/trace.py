@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from tilewright.core.hardware import Machine
 from tilewright.models.build import build_model
 from tilewright.models.hf import HFModel
 from tilewright.models.hf_packing import forward_arguments
+from tilewright.ops.kernels import Kernels
+from tilewright.ops.native import dequant_gemm  # noqa: F401  it registers the operator that is counted here
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
@@ -61,9 +64,16 @@ def _flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) ->
     return sdpa_flop_count(query, key, value)
 
 
+def _product_flops(a_codes: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
+    return 2 * prod(out_shape) * a_codes[1]
+
+
 _aten = torch.ops.aten
 _FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
 """torch's counter knows the fused attentions of CUDA only."""
+_COUNTED = {**_FLASH_ON_CPU, torch.ops.tilewright.dequant_gemm: _product_flops}
+_KERNELS = {"quantize": "ref", "tile_gemm": "dequant"}
+"""What runs 8-bit products in a trace: operations that need no unit and no library, whatever the machine has."""
 _ATTENTION = (
     *_FLASH_ON_CPU,
     _aten._scaled_dot_product_flash_attention,
@@ -115,10 +125,11 @@ def trace_model(recipe: Recipe, vocab_size: int, machine: Machine, rows: int) ->
     model = build_model(section, vocab_size, device="meta")
     assert isinstance(model, HFModel)
     model.activation_checkpoint = recipe.train.activation_checkpoint
+    model.checkpoint_inputs = recipe.train.checkpoint_inputs
     device = torch.device(machine.device)
     with FakeTensorMode(), _quiet():
         _to_fake(model, device)
-        convert(model, policy)
+        convert(model, policy, kernels=Kernels(machine, _KERNELS, compile=False))
         try:
             return _run(model.train(), recipe, rows, device)
         except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException) as error:
@@ -157,7 +168,7 @@ def _to_fake(model: nn.Module, device: torch.device) -> None:
 
 
 def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Trace:
-    live, flops = _LiveBytes(), FlopCounterMode(display=False, custom_mapping=_FLASH_ON_CPU)
+    live, flops = _LiveBytes(), FlopCounterMode(display=False, custom_mapping=_COUNTED)
     net: Any = model.net
     head = None
     if recipe.model.task == "image_classification":

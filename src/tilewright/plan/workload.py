@@ -5,6 +5,7 @@ Made once for each plan from a model on the meta device; `footprint` turns it in
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -17,8 +18,10 @@ from tilewright.models.decoder import Decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.trace import Trace, trace_model
 from tilewright.precision.convert import explain
+from tilewright.precision.gemms import Gemms
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
+from tilewright.precision.tile_linear import weight_tile
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,19 +29,26 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product with a weight: its shape, the share of tokens that pass it, the format it computes in."""
+    """A linear layer: its shape, the share of tokens that pass it, the formats of its products."""
 
     fqn: str
     num_in: int
     num_out: int
     share: float
-    compute: str
+    gemms: Gemms
     is_head: bool
 
     @property
     def num_weights(self) -> int:
         """Elements of the weight."""
         return self.num_in * self.num_out
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the weight's codes and scales, which are kept from step to step; 0 without 8-bit products."""
+        if not self.gemms.any_fp8:
+            return 0
+        return self.num_weights + 4 * prod(weight_tile(self.gemms).grid((self.num_out, self.num_in)))
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,7 @@ class Planner:
         policies = {mode: policy.in_mode(mode) for mode in modes}
         rows = min(recipe.train.micro_batch, recipe.train.batch_size)
         head = DTYPES[policies[modes[-1]].activation]
-        choice = kernels.choices["cross_entropy", self.machine.device, head]
+        choice = kernels.choices["cross_entropy", self.machine.device, head, ""]
         return Workload(
             recipe=recipe,
             machine=self.machine,
@@ -132,10 +142,16 @@ class Planner:
         return self._models[key]
 
     def _trace(self, recipe: Recipe, rows: int) -> Trace:
-        key = (recipe.model, recipe.precision, recipe.train.activation_checkpoint, recipe.data.model_dump_json(), rows)
+        kept = (recipe.train.activation_checkpoint, recipe.train.checkpoint_inputs)
+        key = (recipe.model, recipe.precision, kept, recipe.data.model_dump_json(), rows)
         if key not in self._traces:
             self._traces[key] = trace_model(recipe, self.vocab_size, self.machine, rows)
         return self._traces[key]
+
+
+def fp8_unit(machine: Machine) -> bool:
+    """Whether matrix units multiply 8-bit operands."""
+    return machine.capability is not None and machine.capability >= (8, 9)
 
 
 def _compiles(recipe: Recipe, machine: Machine) -> bool:
@@ -155,7 +171,8 @@ def _products(model: nn.Module, policy: Policy, config: DecoderConfig | None) ->
             continue
         share = config.num_experts_per_token / config.num_experts if config and ".experts." in fqn else 1.0
         row = rows[fqn]
-        found.append(Product(fqn, weight.shape[1], weight.shape[0], share, row.compute, row.op == "head"))
+        gemms = row.gemms or Gemms.all(row.compute)
+        found.append(Product(fqn, weight.shape[1], weight.shape[0], share, gemms, row.op == "head"))
     return tuple(found)
 
 

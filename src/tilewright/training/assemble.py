@@ -39,6 +39,7 @@ from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
+from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.counters import Counters
 from tilewright.training.state import TrainState
 from tilewright.training.step import Batch, StandardExecutor
@@ -109,6 +110,8 @@ class Modes:
     mode: str
     needs_loss_scaling: bool
     """True where one of the run's modes passes gradients through FP16."""
+    weights: QuantizedWeights
+    """Codes of the weights of layers with 8-bit products, made once a step."""
 
     def enter(self, step: int) -> str | None:
         """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
@@ -117,6 +120,7 @@ class Modes:
             return None
         before, self.mode = self.mode, mode
         set_mode(self.model, self.policy.in_mode(mode))
+        self.weights.refresh()
         return f"{before} -> {mode} from step {step + 1} on"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -189,19 +193,20 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
     ledger = Ledger(device)
     with ledger.phase("load"):
         model = _model(setup, fresh)
-        modes = _modes(setup, model)
+        policy, schedule, scaled = _precision(setup, model)
         optimizer = _optimizer(recipe, model, setup.kernels)
+        modes = Modes(model, policy, schedule, schedule.at(0), scaled, QuantizedWeights(model, optimizer))
     ledger.watch(model)
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
     optim = recipe.optim
     clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold)
     executor = StandardExecutor(model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger)
-    schedule = LRSchedule(
+    rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     stream = _stream(recipe, setup.prepared)
-    return Parts(model, modes, optimizer, scaler, clip, schedule, stream, ledger, executor, Counters(), setup)
+    return Parts(model, modes, optimizer, scaler, clip, rates, stream, ledger, executor, Counters(), setup)
 
 
 def does_not_fit(plan: Plan) -> FitError:
@@ -254,12 +259,14 @@ def _model(setup: Setup, fresh: bool) -> Model:
     if fresh and recipe.model.weights == "random":
         init_weights(model, recipe.run.seed)
     model.activation_checkpoint = recipe.train.activation_checkpoint
+    model.checkpoint_inputs = recipe.train.checkpoint_inputs
     if setup.compiles:
         model.compile_blocks()
     return model.train()
 
 
-def _modes(setup: Setup, model: Model) -> Modes:
+def _precision(setup: Setup, model: Model) -> tuple[Policy, ModeSchedule, bool]:
+    """Convert the model to the run's first mode; the policy, the modes by step, and whether one needs loss scaling."""
     section = setup.recipe.precision
     parameters = "bf16" if setup.recipe.optim.master == "stochastic" else ""
     policy = Policy.from_section(section, setup.machine.device, parameters=parameters)
@@ -269,7 +276,7 @@ def _modes(setup: Setup, model: Model) -> Modes:
     if last != first:
         scaled |= set_mode(model, policy.in_mode(last)).needs_loss_scaling
         set_mode(model, policy.in_mode(first))
-    return Modes(model, policy, schedule, first, scaled)
+    return policy, schedule, scaled
 
 
 def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:

@@ -17,7 +17,7 @@ from tilewright.core.log import say
 _NUMERICS_SECTIONS = ("model", "data", "precision", "optim", "ops")
 _NUMERICS_FIELDS = (
     "run.seed", "run.device", "run.threads", "train.steps", "train.batch_size", "train.micro_batch",
-    "train.activation_checkpoint", "train.compile",
+    "train.activation_checkpoint", "train.checkpoint_inputs", "train.compile",
 )  # fmt: skip
 _HARMLESS_FIELDS = ("data.cache_dir", "data.prefetch", "precision.eval_fp32")
 

@@ -14,6 +14,7 @@ import torch
 
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.formats.store import CODE_DTYPE
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.checkpoint import CheckpointStore, SaveRecord
 from tilewright.training.evaluate import DomainLoss, evaluate
@@ -23,6 +24,9 @@ from tilewright.training.run_folder import RunFolder
 from tilewright.training.sample import write_sample
 from tilewright.training.state import TrainState
 from tilewright.training.step import StepResult, all_finite
+
+EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
+"""`save.export_format` -> what the weights are cast to."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,8 @@ class Run:
         if tokenizer is not None:
             extra = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             extra["max_position_embeddings"] = self.setup.recipe.data.seq_len
-        self.parts.model.save_hf(target, extra=extra)
+        dtype = EXPORT_DTYPES[self.setup.recipe.save.export_format]
+        self.parts.model.save_hf(target, dtype=dtype, extra=extra)
         if tokenizer is not None:
             tokenizer.save(target)
         self.recorder.event(self.step, "export", f"Hugging Face folder in {target}")
