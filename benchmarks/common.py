@@ -30,6 +30,17 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
+def machine_kind() -> str:
+    """What a speed depends on most, for the name of its result file: cuda, amx, avx512 or cpu."""
+    facts = machine_facts()
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    features = facts["cpu_features"]
+    return "amx" if "amx_bf16" in features else "avx512" if "avx512_bf16" in features else "cpu"
+
+
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)

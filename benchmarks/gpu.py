@@ -1,35 +1,126 @@
-"""Everything that needs a GPU, in one go: the GPU tests, then the benchmarks. Writes JSON under $OUT.
+"""Everything that needs a GPU, in one go of under ten minutes: checks first, then timings, most valuable first.
 
-python -m benchmarks.gpu
+Each part is a process of its own with a time limit and writes `<part>.json` (under $OUT, else benchmarks/results/gpu)
+before the next begins: its exit code, seconds, the end of what it printed, and the results it had written by then, also
+where it was cut short. Parts that are there already are passed over, so an interrupted run goes on where it stopped.
+
+python -m benchmarks.gpu [--only PART ...] [--again] [--tiny] [--minutes 9.5]
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.common import RESULTS, machine_facts
 
-BENCHMARKS = ("benchmarks.ops", "benchmarks.throughput")
+TAIL_CHARACTERS = 6000
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the run.
+
+    Args:
+        name: of the part and its file.
+        arguments: of Python.
+        limit_s: it is ended after that.
+        tiny: arguments of its small form on a CPU; None has none.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    limit_s: int
+    tiny: tuple[str, ...] | None
+
+
+def _pytest(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+def _fp8(part: str, *arguments: str) -> Part:
+    command = ("-m", "benchmarks.fp8_gpu", part, *arguments)
+    limits = {"quantize": 60, "gemm": 90, "step": 200}
+    return Part(f"fp8_{part}", command, limits[part], (*command, "--tiny"))
+
+
+PARTS = (
+    Part("tests_fp8", _pytest("tests/gpu/test_fp8_cuda.py"), 150, _pytest("tests/gpu/test_fp8_cuda.py")),
+    _fp8("gemm"),
+    _fp8("step", "--contenders", "bf16_mixed", "fp8_tile", "torchao_tensorwise", "torchao_rowwise"),
+    _fp8("quantize"),
+    Part("tests_rest", _pytest("tests/gpu", "--ignore=tests/gpu/test_fp8_cuda.py"), 90, _pytest("tests/gpu")),
+    Part("ops", ("-m", "benchmarks.ops"), 60, None),
+    Part("throughput", ("-m", "benchmarks.throughput", "--rounds", "3", "--only", "autocast", "tilewright"), 100, None),
+)
+
+
+def run_part(part: Part, arguments: tuple[str, ...], limit_s: float) -> dict[str, object]:
+    """Run a part, and gather what it wrote. Never raises for what the part does."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        start = time.monotonic()
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "OUT": folder, "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+            try:
+                code: int | str = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)  # its workers with it: they hold the device's memory
+                process.wait()
+                code = f"ended after {limit_s:.0f} s"
+        written = {path.stem: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))}
+        text = log.read_text(errors="replace")
+    return {
+        "part": part.name,
+        "command": "python " + " ".join(arguments),
+        "exit_code": code,
+        "seconds": round(time.monotonic() - start, 1),
+        "results": written,
+        "output_tail": text[-TAIL_CHARACTERS:],
+    }
 
 
 def main() -> None:
-    """Run the GPU tests and, whatever they say, the benchmarks; exit with the first failure."""
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.gpu: no CUDA device here; on a CPU run the benchmarks one by one")
-    folder = Path(os.environ.get("OUT", RESULTS))
-    runs = [("tests", [sys.executable, "-m", "pytest", "-m", "gpu", "-q"])]
-    runs += [(name, [sys.executable, "-m", name]) for name in BENCHMARKS]
-    codes = {}
-    for name, command in runs:
-        print(f"== {name}", flush=True)
-        codes[name] = subprocess.run(command, check=False).returncode
-    summary = {"machine": machine_facts(), "gpu": torch.cuda.get_device_name(), "exit_codes": codes}
-    (folder / "gpu_summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    sys.exit(next((code for code in codes.values() if code), 0))
+    """Run the parts; exit with 1 if one failed."""
+    parser = argparse.ArgumentParser()
+    names = tuple(part.name for part in PARTS)
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    parser.add_argument("--again", action="store_true", help="also parts whose results are there")
+    parser.add_argument("--tiny", action="store_true", help="small sizes; also on a CPU")
+    parser.add_argument("--minutes", type=float, default=9.5, help="no part runs beyond this")
+    args = parser.parse_args()
+    if not args.tiny and not torch.cuda.is_available():
+        raise SystemExit("benchmarks.gpu: no CUDA device here; --tiny runs the parts at small sizes on a CPU")
+    folder = Path(os.environ.get("OUT", RESULTS / "gpu"))
+    folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * args.minutes
+    facts = machine_facts() | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+    failed = False
+    for part in PARTS:
+        path = folder / f"{part.name}.json"
+        arguments = part.tiny if args.tiny else part.arguments
+        left_s = end - time.monotonic()
+        if part.name not in args.only or (path.exists() and not args.again):
+            continue
+        if arguments is None or left_s < 10:
+            print(f"{part.name}: not run: {'no small form' if arguments is None else 'no time left'}", flush=True)
+            continue
+        record = run_part(part, arguments, min(part.limit_s, left_s))
+        path.write_text(json.dumps({**record, "tiny": args.tiny, "machine": facts}, indent=1) + "\n")
+        failed |= record["exit_code"] != 0
+        print(f"{part.name}: exit code {record['exit_code']}, {record['seconds']} s", flush=True)
+        print("\n".join(str(record["output_tail"]).splitlines()[-12:]), flush=True)
+    sys.exit(int(failed))
 
 
 if __name__ == "__main__":

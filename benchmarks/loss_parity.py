@@ -16,12 +16,13 @@ from benchmarks.common import spread, write_result
 CLAIM = "held-out loss of bf16_mixed within 0.5 % of FP32 after the same tokens"
 
 
-def final_eval_loss(mode: str, seed: int, steps: int, folder: Path) -> float:
-    """Train the default recipe in `mode` and return the token-weighted held-out loss, evaluated in FP32."""
+def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int = 8) -> float:
+    """Held-out loss, token-weighted and evaluated in FP32, of the default recipe in `mode` with `rows` rows a step."""
     name = f"{mode}-{seed}"
     settings = {
         "run.dir": str(folder), "run.name": name, "run.seed": str(seed), "precision.mode": mode,
-        "train.steps": str(steps), "train.batch_size": "8", "train.eval_every": "0", "train.eval_batches": "8",
+        "train.steps": str(steps), "train.batch_size": str(rows),
+        "train.micro_batch": str(min(rows, 8)), "train.eval_every": "0", "train.eval_batches": "8",
         "train.sample_tokens": "0", "save.every": "0", "log.report": "false",
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]

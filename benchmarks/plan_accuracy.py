@@ -1,4 +1,5 @@
-"""Claim: the plan's peak memory is within 10 % of the measured one, for all shipped recipes and two foreign models.
+"""Claim: the plan's peak memory is within 10 % of the measured one, for all shipped recipes, two foreign models, and
+FP8 in eager mode, at checkpoint boundaries and in a foreign model.
 
 Each recipe runs `tilewright train RECIPE --dry-run` in a process of its own: two real steps on real data, whose last
 lines are the plan beside the ledger's measurement. A first pass, not counted, prepares and caches the data, because
@@ -32,11 +33,17 @@ OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "oth
 def cases(folder: Path) -> dict[str, list[str]]:
     """Name -> arguments of `tilewright train`."""
     found = {path.stem: [path.stem] for path in sorted(RECIPES.glob("*.toml"))}
+    found["fp8_tile_eager"] = ["fp8_tile", "--train.compile", "off"]
+    inputs = ["--train.activation_checkpoint", "full", "--train.checkpoint_inputs", "fp8"]
+    found["default_fp8_inputs"] = ["default", *inputs]
     for config, task in ((LLAMA, "causal_lm"), (BERT, "masked_lm")):
         name = f"hf_{config['model_type']}"
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-        found[name] = ["default", "--model.kind", "hf", "--model.path", str(folder / name), "--model.task", task]
+        arguments = ["--model.kind", "hf", "--model.path", str(folder / name), "--model.task", task]
+        found[name] = ["default", *arguments]
+        if task == "causal_lm":
+            found[f"{name}_fp8"] = ["fp8_tile", *arguments]
     return found
 
 

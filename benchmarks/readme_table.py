@@ -24,6 +24,7 @@ STEPS = (
     ("trainer_tuned", "the same with huge pages and short spinning, which tilewright sets for itself"),
     ("tilewright_eager", "**tilewright** decoder, `bf16_mixed`, not compiled"),
     ("tilewright", "+ layers compiled (the default)"),
+    ("tilewright_fp8", "`fp8_tile` instead: on a CPU the same operand bits, multiplied in BF16"),
     ("tilewright_bf16_moments", '+ `optim.moments = "bf16"`'),
     ("tilewright_recompute", '+ `train.activation_checkpoint = "full"`'),
 )
@@ -35,25 +36,37 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def ladder(record: dict[str, Any]) -> list[str]:
-    """Throughput and peak memory, one row a step."""
-    results, machine = record["results"], record["machine"]
-    base = results["fp32"]["median"]
+def ladder(records: list[dict[str, Any]]) -> list[str]:
+    """Throughput on each machine and peak memory, one row a step."""
+    first = records[0]
+    versions, turns = first["machine"]["versions"], len(first["results"]["fp32"]["samples"])
     lines = [
-        f"One decoder of 47M parameters, batch 8 x 512, on {machine['cores']} cores of {machine['device']} with AMX, "
-        f"torch {machine['versions']['torch']}, transformers {machine['versions']['transformers']}; medians of "
-        f"{len(results['fp32']['samples'])} turns taken in alternation (`{record['command']}`). Memory is the whole "
-        "process's peak, compiler included.",
+        f"One decoder of 47M parameters, batch 8 x 512, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}; medians of {turns} turns taken "
+        f"in alternation (`{first['command']}`). Memory is the whole process's peak, compiler included.",
         "",
-        "| | tokens/s | against FP32 | peak memory |",
-        "|---|---:|---:|---:|",
+        "| | " + " | ".join(f"tokens/s, {_place(record)} | against FP32" for record in records) + " | peak memory |",
+        "|---" + "|---:" * (2 * len(records) + 1) + "|",
     ]
     for key, text in STEPS:
-        row = results[key]
-        lines.append(
-            f"| {text} | {row['median']:,.0f} | {row['median'] / base:.2f}x | {row['peak_bytes'] / 2**30:.2f} GiB |"
-        )
+        if not any(key in record["results"] for record in records):
+            continue
+        cells = []
+        for record in records:
+            row = record["results"].get(key)
+            base = record["results"]["fp32"]["median"]
+            cells += [f"{row['median']:,.0f}", f"{row['median'] / base:.2f}x"] if row else ["", ""]
+        known = next(record["results"][key] for record in records if key in record["results"])
+        lines.append(f"| {text} | {' | '.join(cells)} | {known['peak_bytes'] / 2**30:.2f} GiB |")
     return lines
+
+
+def _place(record: dict[str, Any]) -> str:
+    """Where a result was measured, in few words."""
+    machine = record["machine"]
+    unit = "AMX" if "amx_bf16" in machine["cpu_features"] else "AVX-512" if machine["cpu_features"] else ""
+    maker = machine["device"].replace("(R)", "").removesuffix("Processor").strip()
+    return f"{machine['cores']} cores {maker} {unit}".strip()
 
 
 def claims() -> list[str]:
@@ -64,6 +77,20 @@ def claims() -> list[str]:
         gaps = ", ".join(f"{gap:+.2f}" for gap in result["gap_percent"]["samples"])
         text = f"{gaps} % ({len(result['fp32']['samples'])} seeds, {result['steps']} steps)"
         rows.append(("held-out loss, BF16 against FP32", "within 0.5 %", text, record))
+    if record := read("fp8_quality"):
+        result = record["results"]
+        for mode in ("fp8_tile", "fp8_hybrid", "fp8_tensorwise"):
+            gaps = result[mode]["gap_percent"].values()
+            if gaps:
+                text = f"{', '.join(f'{gap:+.2f}' for gap in gaps)} % ({result['steps']} steps)"
+                want = "within 0.25 %" if mode == "fp8_tile" else "for comparison"
+                rows.append((f"held-out loss, `{mode}` against BF16", want, text, record))
+    if record := read("fp8_step_avx512"):
+        result = record["results"]
+        text = f"{result['ratio']['median']:.2f}x"
+        rows.append(("`fp8_tile` step on a CPU against BF16, 1024 wide", "at most 1.35x", text, record))
+        saving = f"-{result['linear_input_saving_percent']:.0f} %"
+        rows.append(("bytes of linear inputs kept for backward, `fp8_tile`", "-45 %", saving, record))
     if record := read("run_costs"):
         result = record["results"]
         stall = result["checkpoint_stall_percent_of_1000_steps"]["max"]
@@ -83,8 +110,8 @@ def claims() -> list[str]:
 
 def table() -> str:
     """The README's section between its marks."""
-    record = read("throughput_cpu")
-    lines = [*(ladder(record) if record else ["No results are committed yet."]), *claims()]
+    records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("throughput_*.json"))]
+    lines = [*(ladder(records) if records else ["No results are committed yet."]), *claims()]
     return "\n".join([START, *lines, END])
 
 

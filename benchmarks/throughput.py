@@ -7,8 +7,8 @@ every round compares them under the same conditions:
   trainer   Hugging Face's Trainer with bf16, torch_compile and the fused AdamW: its documentation's fastest settings
   trainer_tuned  the same in a process with huge pages and short spinning, which `tilewright train` sets for itself
   tilewright  our decoder under bf16_mixed through the standard executor, layers compiled
-and the steps that lead there and beyond (the ladder of the README): tilewright without compilation, with BF16
-moments, and with layers recomputed in the backward pass.
+and the steps that lead there and beyond (the ladder of the README): tilewright without compilation, in fp8_tile (which
+a CPU can only emulate), with BF16 moments, and with layers recomputed in the backward pass.
 All take the same rows (no padding, one document a row), batch 8 x 512, vocabulary 16384, clip norm 1.
 
 python -m benchmarks.throughput [--rounds 5]
@@ -24,7 +24,7 @@ import time
 
 import torch
 
-from benchmarks.common import spread, write_result
+from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.env import tune_cpu_runtime
 
 CLAIM = "BF16 training at least 3x a plain FP32 PyTorch loop, and at least 1.3x the Hugging Face Trainer with bf16"
@@ -145,7 +145,9 @@ def run_trainer() -> None:
         Trainer(hf_model(), args, train_dataset=Rows(), callbacks=[Turns()]).train()
 
 
-def run_tilewright(*, compiled: bool = True, moments: str = "fp32", recompute: str = "none") -> None:
+def run_tilewright(
+    *, mode: str = "bf16_mixed", compiled: bool = True, moments: str = "fp32", recompute: str = "none"
+) -> None:
     """Our decoder, policy, optimizer and executor."""
     from tilewright.core.config import ModelSection
     from tilewright.core.hardware import detect_machine
@@ -155,13 +157,14 @@ def run_tilewright(*, compiled: bool = True, moments: str = "fp32", recompute: s
     from tilewright.optim.clip import GradClip
     from tilewright.optim.groups import decay_groups
     from tilewright.precision.convert import convert
+    from tilewright.precision.weights import QuantizedWeights
     from tilewright.training.step import StandardExecutor
 
     kernels = Kernels(detect_machine(), compile=compiled)
     section = ModelSection(dim=DIM, num_layers=LAYERS, num_heads=HEADS, ffn_dim=FFN)
     model = build_model(section, VOCAB, kernels, DEVICE)
     init_weights(model, 0)
-    convert(model, "bf16_mixed", kernels=kernels)
+    convert(model, mode, kernels=kernels)
     model.activation_checkpoint = recompute
     if compiled:
         model.compile_blocks()
@@ -169,6 +172,7 @@ def run_tilewright(*, compiled: bool = True, moments: str = "fp32", recompute: s
         decay_groups(model, HYPER["weight_decay"]), lr=HYPER["lr"], betas=HYPER["betas"], moments=moments,
         kernels=kernels,
     )  # fmt: skip
+    QuantizedWeights(model, optimizer)
     executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), device=DEVICE)
 
     def step(count: int) -> None:
@@ -185,6 +189,7 @@ RUNS = {
     "trainer_tuned": run_trainer,
     "tilewright_eager": lambda: run_tilewright(compiled=False),
     "tilewright": run_tilewright,
+    "tilewright_fp8": lambda: run_tilewright(mode="fp8_tile"),
     "tilewright_bf16_moments": lambda: run_tilewright(moments="bf16"),
     "tilewright_recompute": lambda: run_tilewright(moments="bf16", recompute="full"),
 }
@@ -248,7 +253,7 @@ def main() -> None:
             ratios = [theirs / ours for theirs, ours in zip(times, samples["tilewright"], strict=True)]
             results[f"tilewright over {name}"] = spread(ratios)
             print(f"tilewright over {name}: {results[f'tilewright over {name}']['median']:.2f}x")
-    write_result(f"throughput_{DEVICE}", CLAIM, results)
+    write_result(f"throughput_{machine_kind()}", CLAIM, results)
 
 
 if __name__ == "__main__":
