@@ -9,7 +9,7 @@ READY := .venv/.ready
 # Arguments for train, for example: make train ARGS="fp32 --train.steps 100"
 ARGS ?=
 
-.PHONY: help train test lint types unit docs bench reference constraints clean
+.PHONY: help train test lint types unit fuzz docs bench reference constraints clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -30,6 +30,10 @@ types: $(READY)
 # One thread a test process: two processes share the cores without fighting over them.
 unit: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q
+
+# Property-based tests on cases that nobody has drawn yet.
+fuzz: $(READY)
+	@HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q -m hypothesis
 
 docs: $(READY)
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
