@@ -52,7 +52,7 @@ def _print_machine(machine: Machine, speed: float | None) -> None:
         ("cores", f"{machine.physical_cores} physical"),
         ("vectors", " ".join(wide) or "unknown"),
         ("fp8", f"{choice.mode}: {choice.reason} (on the unit: {', '.join(choice.native) or 'nothing'})"),
-        ("compiler", machine.cxx_compiler or "none: layers are not compiled on the CPU"),
+        ("compiler", _compiler(machine)),
         ("disk", "this folder cannot be written to" if speed is None else f"{format_bytes(speed)}/s written here"),
         ("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())),
     ]
@@ -84,10 +84,24 @@ def _merged(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     ]
 
 
+def _compiler(machine: Machine) -> str:
+    from tilewright.ops.inductor import compile_options, why_no_compile
+
+    if why_no_compile(machine):
+        return "layers are not compiled on the CPU"
+    march = compile_options().get("cpp.march")
+    return (
+        f"{machine.cxx_compiler}, told {march}: it has no tuning for this CPU" if march else f"{machine.cxx_compiler}"
+    )
+
+
 def _warnings(machine: Machine) -> list[str]:
+    from tilewright.ops.inductor import why_no_compile
+
     found = []
-    if machine.cxx_compiler is None:
-        found.append("no C++ compiler (CXX, g++, clang++): training on the CPU runs uncompiled and slower")
+    fault = why_no_compile(machine)
+    if fault:
+        found.append(f"training on the CPU runs uncompiled and slower: {fault}")
     if machine.device == "cpu" and not {"amx_bf16", "avx512_bf16"} & machine.cpu_features:
         found.append("this CPU has no BF16 instructions: precision.mode = fp32 is likely the fastest here")
     return found

@@ -26,6 +26,7 @@ from tilewright.models.contract import LossOutput
 from tilewright.models.head import head_loss
 from tilewright.models.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.moe import MoE
+from tilewright.ops.inductor import compile_options
 from tilewright.ops.kernels import Kernels
 
 
@@ -81,7 +82,7 @@ class Block(nn.Module):
 @functools.cache
 def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`Block._run`, compiled; layers of one kind share the graph."""
-    return torch.compile(Block._run)
+    return torch.compile(Block._run, options=compile_options())
 
 
 class Trunk(nn.Module):
@@ -223,19 +224,20 @@ class Decoder(nn.Module):
         A mixture-of-experts layer is compiled in parts, because which expert gets how many rows depends on the data:
         attention, norms, shared experts, and one graph of variable length for all routed experts.
         """
+        options = compile_options()
         for block in self.blocks:
             if self.checkpoint_inputs == "fp8" and not block.is_moe:
                 block.compiled_inside = True
                 continue
             if not block.is_moe:
-                block.compile()
+                block.compile(options=options)
                 continue
             for part in (block.input_layernorm, block.self_attn, block.post_attention_layernorm):
-                part.compile()
+                part.compile(options=options)
             if block.mlp.shared_experts is not None:
-                block.mlp.shared_experts.compile()
+                block.mlp.shared_experts.compile(options=options)
             for expert in block.mlp.experts:
-                expert.compile(dynamic=True)
+                expert.compile(dynamic=True, options=options)
         self._compiled = True
         self._note_opaque_parts()
 

@@ -14,6 +14,7 @@ import torch
 
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import Machine
+from tilewright.ops.inductor import why_no_compile
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,7 @@ def always(machine: Machine, case: Case) -> str | None:
 
 def needs_compiler(machine: Machine, case: Case) -> str | None:
     """The `why_not` of candidates built by torch.compile."""
-    if case.device_type == "cpu" and machine.cxx_compiler is None:
-        return "torch.compile needs a C++ compiler on CPU, and none was found (set CXX, or install g++)"
-    return None
+    return why_no_compile(machine) if case.device_type == "cpu" else None
 
 
 def choose(

@@ -15,6 +15,7 @@ from tilewright.core.hardware import Machine
 from tilewright.models.build import build_model
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
+from tilewright.ops.inductor import why_no_compile
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.trace import Trace, trace_model
 from tilewright.precision.convert import explain
@@ -156,7 +157,7 @@ def fp8_unit(machine: Machine) -> bool:
 
 def _compiles(recipe: Recipe, machine: Machine) -> bool:
     """Whether layers are compiled; as `training.assemble` decides it."""
-    possible = machine.device == "cuda" or machine.cxx_compiler is not None
+    possible = machine.device == "cuda" or why_no_compile(machine) is None
     wanted = recipe.train.compile
     return wanted == "on" or (wanted == "auto" and possible and recipe.model.kind == "decoder")
 

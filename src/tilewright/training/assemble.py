@@ -28,6 +28,7 @@ from tilewright.data.tokenizer import Tokenizer
 from tilewright.memory.ledger import Ledger
 from tilewright.models.build import build_model, init_weights
 from tilewright.models.contract import Model
+from tilewright.ops.inductor import why_no_compile
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -80,19 +81,19 @@ class Setup:
         """Whether layers are compiled.
 
         Raises:
-            HardwareError: the recipe insists, and there is no compiler.
+            HardwareError: the recipe insists, and there is no compiler that can be used.
         """
         wanted = self.recipe.train.compile
-        possible = self.machine.device == "cuda" or self.machine.cxx_compiler is not None
-        if wanted == "on" and not possible:
+        fault = None if self.machine.device == "cuda" else why_no_compile(self.machine)
+        if wanted == "on" and fault:
             raise HardwareError(
                 "The layers cannot be compiled here.",
-                got="no C++ compiler found",
-                need="g++ or clang++, or CXX set to one",
+                got=fault,
+                need="a C++ compiler that is right for this processor: g++, clang++, or CXX set to one",
                 try_='train.compile = "auto"',
                 where="train.compile",
             )
-        return wanted == "on" or (wanted == "auto" and possible and self.recipe.model.kind == "decoder")
+        return wanted == "on" or (wanted == "auto" and not fault and self.recipe.model.kind == "decoder")
 
     @property
     def memory_limit(self) -> int:

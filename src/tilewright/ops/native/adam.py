@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from tilewright.ops.inductor import compile_options
 from tilewright.ops.ref.adam import AdamHyper, Update, update, update_all
 
 
@@ -39,7 +40,7 @@ def fused(
 
 @functools.cache
 def _compiled_update() -> Update:
-    return torch.compile(update, dynamic=True)
+    return torch.compile(update, dynamic=True, options=compile_options())
 
 
 def compiled(

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.ops.inductor import compile_options
+
 CHUNK_BYTES = 64 * 2**20
 
 
@@ -102,7 +104,7 @@ def _chunk_rows(x_ND: Tensor, weight_VD: Tensor) -> int:
 
 @functools.cache
 def _compiled_step() -> ChunkStep:
-    return ChunkStep(torch.compile(row_lse), torch.compile(masked_softmax_))
+    return ChunkStep(*(torch.compile(step, options=compile_options()) for step in (row_lse, masked_softmax_)))
 
 
 def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:

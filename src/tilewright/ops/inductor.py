@@ -1,0 +1,57 @@
+"""What torch.compile must be told about this machine's C++ compiler so that its CPU code is right.
+
+GCC that finds AVX-512 on a processor it has no tuning for (a newer one, or one whose features a virtual machine masks)
+compiles with `-mtune=generic`. GCC 12 then vectorises torch's transposition of BF16 blocks wrongly: NaN and stale
+values in gradients, no warning (docs/log.md, 2026-11-21). Named an architecture, it tunes for that and is right.
+Called wherever something is compiled.
+"""
+
+import functools
+import subprocess
+
+import torch
+
+from tilewright.core.hardware import Machine, cpu_features, find_cxx_compiler
+
+MARCH = "skylake-avx512"
+"""The oldest architecture with all the AVX-512 parts that torch's generated code uses."""
+_PARTS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+
+
+def compile_options() -> dict[str, str]:
+    """Options for `torch.compile` on this machine; empty where it needs none."""
+    return {"cpp.march": MARCH} if miscompiles() and _takes_march() else {}
+
+
+def why_no_compile(machine: Machine) -> str | None:
+    """Why torch.compile cannot be trusted, or used, for CPU code here; None where it can."""
+    if machine.cxx_compiler is None:
+        return "torch.compile needs a C++ compiler on CPU, and none was found (set CXX, or install g++)"
+    if miscompiles() and not _takes_march():
+        return (
+            f"{machine.cxx_compiler} has no tuning for this processor and would miscompile BF16 code, and torch "
+            f"{torch.__version__} cannot be told an architecture (2.13 can; or set CXX=clang++)"
+        )
+    return None
+
+
+@functools.cache
+def miscompiles() -> bool:
+    """Whether the C++ compiler is a GCC that tunes AVX-512 code for no processor in particular."""
+    compiler = find_cxx_compiler()
+    return compiler is not None and cpu_features() >= _PARTS and tuning_of(compiler) == "generic"
+
+
+def tuning_of(compiler: str) -> str | None:
+    """The processor that a GCC tunes for under `-march=native`; None where it does not say, as clang does not."""
+    command = [compiler, "-march=native", "-Q", "--help=target"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = (line.split() for line in done.stdout.splitlines())
+    return next((words[1] for words in lines if len(words) == 2 and words[0] == "-mtune="), None)
+
+
+def _takes_march() -> bool:
+    return "cpp.march" in torch._inductor.list_options()

@@ -1,0 +1,75 @@
+"""Code that torch.compile makes here is right, whatever the C++ compiler makes of the processor."""
+
+import stat
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewright.core.hardware import detect_machine
+from tilewright.models.config import DecoderConfig
+from tilewright.models.decoder import Decoder
+from tilewright.ops import inductor
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.convert import convert
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def gradients(compiled: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    config = DecoderConfig(vocab_size=256, dim=320, num_layers=1, num_heads=5, num_kv_heads=5, head_dim=64, ffn_dim=384)
+    model = Decoder(config, Kernels.default())
+    convert(model, "bf16_mixed")
+    if compiled:
+        model.compile_blocks()
+    ids = torch.randint(0, 256, (2, 513), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "segments": torch.zeros(2, 512, dtype=torch.int32)}
+    batch["positions"] = torch.arange(512).expand(2, -1)
+    (model.loss(batch).loss_sum / ids.numel()).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def test_a_compiled_bf16_layer_has_the_gradients_of_the_eager_one():
+    """Two query blocks of five heads: the transposition that GCC 12 miscompiles under generic tuning."""
+    eager, compiled = gradients(compiled=False), gradients(compiled=True)
+    for name, want in eager.items():
+        got = compiled[name]
+        cosine = torch.nn.functional.cosine_similarity(got.flatten().double(), want.flatten().double(), dim=0)
+        assert float(cosine) > 0.999, f"{name}: cosine {float(cosine):.5f}"
+
+
+def test_tuning_is_read_from_gcc(tmp_path):
+    gcc = script(tmp_path / "g++", "echo '  -march=  icelake-client'; echo '  -mtune=   generic'")
+    clang = script(tmp_path / "clang++", "exit 1")
+    assert inductor.tuning_of(gcc) == "generic"
+    assert inductor.tuning_of(clang) is None
+    assert inductor.tuning_of(str(tmp_path / "absent")) is None
+
+
+@pytest.fixture
+def fresh_answer():
+    inductor.miscompiles.cache_clear()
+    yield
+    inductor.miscompiles.cache_clear()
+
+
+def test_generic_tuning_of_avx512_gets_an_architecture(tmp_path, monkeypatch, fresh_answer):
+    gcc = script(tmp_path / "g++", "echo '  -mtune=   generic'")
+    monkeypatch.setenv("CXX", gcc)
+    monkeypatch.setattr(inductor, "cpu_features", lambda: frozenset(inductor._PARTS))
+    assert inductor.compile_options() == {"cpp.march": "skylake-avx512"}
+    machine = replace(detect_machine("cpu"), cxx_compiler=gcc)
+    assert inductor.why_no_compile(machine) is None
+    monkeypatch.setattr(inductor, "_takes_march", lambda: False)  # torch 2.11 and 2.12
+    assert inductor.compile_options() == {}
+    assert "miscompile" in inductor.why_no_compile(machine)
+
+
+def test_other_processors_need_nothing(monkeypatch, fresh_answer):
+    monkeypatch.setattr(inductor, "cpu_features", lambda: frozenset({"avx2"}))
+    assert inductor.compile_options() == {}
