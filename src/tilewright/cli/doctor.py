@@ -96,14 +96,16 @@ def _compiler(machine: Machine) -> str:
 
 
 def _warnings(machine: Machine) -> list[str]:
+    import torch
+
     from tilewright.ops.inductor import why_no_compile
 
     found = []
     fault = why_no_compile(machine)
     if fault:
         found.append(f"training on the CPU runs uncompiled and slower: {fault}")
-    if machine.device == "cpu" and not {"amx_bf16", "avx512_bf16"} & machine.cpu_features:
-        found.append("this CPU has no BF16 instructions: precision.mode = fp32 is likely the fastest here")
+    if machine.device == "cpu" and not machine.cpu_multiplies(torch.bfloat16):
+        found.append("this CPU has no BF16 instructions: BF16 products run in FP32, no faster than mode fp32")
     return found
 
 

@@ -12,13 +12,21 @@ import platform
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
 from tilewright.core import env
 from tilewright.core.errors import HardwareError
 
+if TYPE_CHECKING:
+    import torch
+
+_CPU_UNITS = {
+    "bfloat16": {"amx_bf16", "avx512_bf16", "bf16"},
+    "float16": {"amx_fp16", "avx512_fp16", "asimdhp", "fphp"},
+}
+"""Instruction sets that multiply 16-bit operands, x86 and ARM, as the kernel names them."""
 _FEATURE_PREFIXES = ("avx", "amx", "fma", "f16c", "sse4", "asimd", "sve", "bf16", "i8mm", "fphp")
 _PACKAGES = (
     "tilewright",
@@ -53,6 +61,10 @@ class Machine:
     """Vector instruction sets as the kernel names them: avx512_bf16, amx_bf16, ..."""
     cxx_compiler: str | None
     versions: dict[str, str]
+
+    def cpu_multiplies(self, dtype: "torch.dtype") -> bool:
+        """Whether the CPU has matrix or dot-product instructions for operands of this dtype."""
+        return cpu_multiplies(dtype, self.cpu_features)
 
     def to_json(self) -> dict[str, object]:
         """Plain types for machine.json."""
@@ -140,6 +152,12 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
         if key.strip() in ("flags", "Features"):
             return frozenset(flag for flag in value.split() if flag.startswith(_FEATURE_PREFIXES))
     return frozenset()
+
+
+def cpu_multiplies(dtype: "torch.dtype", features: frozenset[str]) -> bool:
+    """Whether a CPU with these features multiplies operands of this dtype itself. FP32 and FP64: every CPU."""
+    units = _CPU_UNITS.get(str(dtype).removeprefix("torch."))
+    return units is None or bool(units & features)
 
 
 def find_cxx_compiler() -> str | None:

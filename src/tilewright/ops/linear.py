@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.ops.dispatch import Candidate, Op, always
+from tilewright.ops.native import wide_linear
 from tilewright.ops.ref import math as ref
 
 
@@ -15,4 +16,11 @@ def native(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
     return F.linear(x, weight_MK.to(x.dtype), None if bias_M is None else bias_M.to(x.dtype))
 
 
-LINEAR = Op("linear", (Candidate("native", native, always), Candidate("ref", ref.linear, always)))
+LINEAR = Op(
+    "linear",
+    (
+        Candidate("wide", wide_linear.linear, wide_linear.why_not),
+        Candidate("native", native, always),
+        Candidate("ref", ref.linear, always),
+    ),
+)

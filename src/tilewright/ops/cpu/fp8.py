@@ -143,11 +143,13 @@ def _product(
 ) -> Tensor:  # fmt: skip
     a = tiled_of(a_codes, a_scale, a_tile, FP8_SPECS[a_spec])
     b = tiled_of(b_codes, b_scale, b_tile, FP8_SPECS[b_spec])
-    if is_fast_bf16(a_codes.device) and is_exact(a) and is_exact(b):
+    if not (is_exact(a) and is_exact(b)):
+        return decoded_product(a.dequantize(), b.dequantize(), bias, out_dtype)
+    if is_fast_bf16(a_codes.device):
         # Products with a transposed left operand took twice the time on AMX (docs/log.md, 2026-11-20), so it is turned
         # while decoding; without AMX that costs what it saves.
         return decoded_product(decode_bf16(a, turn=True), decode_bf16(b), bias, out_dtype)
-    return decoded_product(a.dequantize(), b.dequantize(), bias, out_dtype)
+    return decoded_product(decode_bf16(a).float(), decode_bf16(b).float(), bias, out_dtype)
 
 
 @_product.register_fake

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilewright.ops.native.wide_linear import widens
 from tilewright.ops.ref.math import allowed_pairs
 
 QUERY_BLOCK = 256
@@ -70,6 +71,9 @@ class _FlashBlocked(torch.autograd.Function):
         group = q_BHSD.shape[1] // num_keys
         k, v = _expand(k_BKSD, group), _expand(v_BKSD, group)
         high, low = lse_BHS.dtype, q_BHSD.dtype
+        if widens(q_BHSD.device.type, low):
+            q_BHSD, k, v, dout_BHSD = (x.to(high) for x in (q_BHSD, k, v, dout_BHSD))
+        operand = q_BHSD.dtype
         delta_BHS1 = (dout_BHSD.to(high) * out_BHSD.to(high)).sum(-1, keepdim=True)
         dq_blocks = []
         dk_BHSD, dv_BHSD = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
@@ -81,13 +85,13 @@ class _FlashBlocked(torch.autograd.Function):
             allowed = _allowed_block(segments_BS, start, end, q.device)
             probs_BHRE = torch.exp(scores_BHRE.to(high) * ctx.scale - lse_BHS[:, :, start:end, None])
             probs_BHRE = torch.where(allowed, probs_BHRE, 0.0)
-            dscores = (probs_BHRE * (dprobs_BHRE.to(high) - delta_BHS1[:, :, start:end]) * ctx.scale).to(low)
-            dv_BHSD[:, :, :end] += torch.matmul(probs_BHRE.to(low).mT, dout)
+            dscores = (probs_BHRE * (dprobs_BHRE.to(high) - delta_BHS1[:, :, start:end]) * ctx.scale).to(operand)
+            dv_BHSD[:, :, :end] += torch.matmul(probs_BHRE.to(operand).mT, dout)
             dk_BHSD[:, :, :end] += torch.matmul(dscores.mT, q)
             dq_blocks.append(torch.matmul(dscores, k[:, :, :end]))
         if group > 1:
             dk_BHSD, dv_BHSD = (x.unflatten(1, (num_keys, group)).sum(2) for x in (dk_BHSD, dv_BHSD))
-        return torch.cat(dq_blocks, dim=2), dk_BHSD.to(low), dv_BHSD.to(low), None, None
+        return torch.cat(dq_blocks, dim=2).to(low), dk_BHSD.to(low), dv_BHSD.to(low), None, None
 
 
 def _allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:

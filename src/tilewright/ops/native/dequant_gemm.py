@@ -1,8 +1,8 @@
 """8-bit operands decoded to BF16, then torch's ordinary BF16 product: the same operand bits on any device.
 
 A code times a power of two is exact in BF16, so only the order of the sum and the rounding of the result differ from an
-8-bit unit. With other scales, or where the CPU has no BF16 kernels, operands are decoded to FP32 instead. That depends
-on the scales' values, so the product is one operator to torch.compile, which does not look inside.
+8-bit unit. With other scales, or where the CPU has no BF16 instructions, operands are decoded to FP32 instead. That
+depends on the scales' values, so the product is one operator to torch.compile, which does not look inside.
 
 An FP32 result is not rounded on CUDA. On CPU torch 2.13 has no BF16 product with an FP32 result (`torch.mm(out_dtype=)`
 is CUDA's alone), so it is the product rounded to BF16, in FP32: what a BF16 layer's weight gradient is, too.
@@ -10,10 +10,13 @@ is CUDA's alone), so it is the product rounded to BF16, in FP32: what a BF16 lay
 Legend: M, N rows  K columns.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilewright.core.hardware import cpu_features, cpu_multiplies
 from tilewright.formats.scaling import Tile
 from tilewright.formats.spec import FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
@@ -43,8 +46,14 @@ def decoded_product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype
 
 
 def is_fast_bf16(device: torch.device) -> bool:
-    """Whether torch has kernels for BF16 products on this device, rather than loops."""
-    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Whether BF16 products on this device run on a unit for them."""
+    return device.type != "cpu" or _cpu_multiplies_bf16()
+
+
+@functools.cache
+def _cpu_multiplies_bf16() -> bool:
+    features = cpu_features()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_multiplies(torch.bfloat16, features)
 
 
 def is_power_of_two(scale: Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.inductor import compile_options
+from tilewright.ops.native import wide_linear
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -74,15 +75,16 @@ class _ChunkedLoss(torch.autograd.Function):
         high = torch.promote_types(x_ND.dtype, torch.float32)
         rows = _chunk_rows(x_ND, weight_VD)
         total = torch.zeros((), dtype=high, device=x_ND.device)
+        mm = wide_linear.mm if wide_linear.widens(x_ND.device.type, x_ND.dtype) else torch.mm
         dx_ND = torch.empty_like(x_ND)
         dweight_VD = torch.zeros_like(weight_VD, dtype=high)
         logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
         for start in range(0, x_ND.shape[0], rows):
             x_CD, labels_C = x_ND[start : start + rows], labels_N[start : start + rows]
-            part_CV = torch.mm(x_CD, low_weight_VD.T, out=logits_CV[: len(labels_C)])
+            part_CV = mm(x_CD, low_weight_VD.T, out=logits_CV[: len(labels_C)])
             total += step(part_CV, labels_C)
-            torch.mm(part_CV, low_weight_VD, out=dx_ND[start : start + rows])
-            dweight_VD += part_CV.T @ x_CD
+            mm(part_CV, low_weight_VD, out=dx_ND[start : start + rows])
+            dweight_VD += mm(part_CV.T, x_CD)
         ctx.save_for_backward(dx_ND, dweight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return total
