@@ -1,0 +1,103 @@
+"""Held-out loss of the precision modes on the default model and data: same seeds, same rows, by the command line.
+
+A run takes minutes, so each is kept in `results/quality_runs.jsonl` as it ends, and a later call goes on where the last
+one stopped. The result is made of all runs with the same number of steps and rows.
+
+python -m benchmarks.quality [--steps 2000] [--rows 2] [--seeds 3] [--modes bf16_mixed fp8_tile ...]
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import RESULTS, machine_kind, write_result
+
+CLAIM = "bf16_mixed within 0.5 % of FP32's held-out loss, fp8_tile within 0.25 % of bf16_mixed's, three seeds"
+BASE = "bf16_mixed"
+MODES = (BASE, "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "fp32")
+RUNS = RESULTS / "quality_runs.jsonl"
+
+Runs = dict[tuple[str, int], float]
+
+
+def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -> float:
+    """Held-out loss, token-weighted and evaluated in FP32, of the default recipe in `mode` with `rows` rows a step."""
+    name = f"{mode}-{seed}"
+    settings = {
+        "run.dir": str(folder), "run.name": name, "run.seed": str(seed), "precision.mode": mode,
+        "train.steps": str(steps), "train.batch_size": str(rows),
+        "train.micro_batch": str(min(rows, 8)), "train.eval_every": "0", "train.eval_batches": "8",
+        "train.sample_tokens": "0", "save.every": "0", "log.report": "false",
+    }  # fmt: skip
+    options = [part for key, value in settings.items() for part in (f"--{key}", value)]
+    subprocess.run([sys.executable, "-m", "tilewright", "train", *options], check=True, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    domains = [line["eval"] for line in lines if "eval" in line][-1].values()
+    tokens = sum(domain["tokens"] for domain in domains)
+    return math.fsum(domain["loss"] * domain["tokens"] for domain in domains) / tokens
+
+
+def known_runs(steps: int, rows: int) -> Runs:
+    """Held-out loss by mode and seed of the runs that are there."""
+    if not RUNS.exists():
+        return {}
+    found = [json.loads(line) for line in RUNS.read_text().splitlines()]
+    return {(run["mode"], run["seed"]): run["loss"] for run in found if (run["steps"], run["rows"]) == (steps, rows)}
+
+
+def summary(runs: Runs, steps: int, rows: int) -> dict[str, object]:
+    """Losses by mode, gaps to BF16 seed by seed, and the spread of the seeds themselves.
+
+    A gap of single runs is noise as much as effect: two runs that differ in rounding alone part ways as two seeds do.
+    `standard_error_percent` says how well the mean gap is known.
+    """
+    base = {seed: loss for (mode, seed), loss in runs.items() if mode == BASE}
+    results: dict[str, object] = {"unit": "nats a token", "steps": steps, "rows_a_step": rows}
+    for mode in MODES:
+        losses = {seed: loss for (name, seed), loss in sorted(runs.items()) if name == mode}
+        gaps = {seed: 100 * (loss / base[seed] - 1) for seed, loss in losses.items() if seed in base}
+        results[mode] = {"loss": losses, "gap_percent": gaps, **_mean_and_error(list(gaps.values()))}
+    if len(base) > 1:
+        results["seed_noise_percent"] = 100 * statistics.stdev(base.values()) / statistics.fmean(base.values())
+    return results
+
+
+def _mean_and_error(gaps: list[float]) -> dict[str, float | None]:
+    return {
+        "mean_gap_percent": statistics.fmean(gaps) if gaps else None,
+        "standard_error_percent": statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None,
+    }
+
+
+def main() -> None:
+    """Make the runs that are missing, seed by seed, and write the result after each."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    args = parser.parse_args()
+    runs = known_runs(args.steps, args.rows)
+    for seed in range(args.seeds):
+        for mode in args.modes:
+            if (mode, seed) in runs:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                loss = final_eval_loss(mode, seed, args.steps, Path(folder), args.rows)
+            runs[mode, seed] = loss
+            run = {"mode": mode, "seed": seed, "steps": args.steps, "rows": args.rows, "loss": loss}
+            with RUNS.open("a") as file:
+                file.write(json.dumps({**run, "machine": machine_kind()}) + "\n")
+            print(f"seed {seed} {mode}: {loss:.4f}", flush=True)
+            write_result("quality", CLAIM, summary(runs, args.steps, args.rows))
+    write_result("quality", CLAIM, summary(runs, args.steps, args.rows))
+    print(json.dumps(summary(runs, args.steps, args.rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
