@@ -27,7 +27,8 @@ from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.fp8_linear import Fp8Linear, freeze_in_fp8
 from tilewright.precision.gemms import Gemms
 from tilewright.precision.lora import adapted_layers, add_lora, load_codes, load_lora_decoder, merge_lora
-from tilewright.precision.tile_linear import TileLinear, gradient_spec
+from tilewright.precision.operands import gradient_spec
+from tilewright.precision.tile_linear import TileLinear
 
 REF = Kernels(detect_machine("cpu"), {"tile_gemm": "ref", "quantize": "ref"})
 BF16_DB = 45

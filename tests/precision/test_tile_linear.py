@@ -139,6 +139,14 @@ class CountingKernels(Kernels):
         return super().quantize_both(x_MK, spec, **kwargs)
 
 
+@pytest.fixture
+def counting(monkeypatch):
+    """Kernels that count, also where the products make their own from text."""
+    kernels = CountingKernels()
+    monkeypatch.setattr("tilewright.precision.tile_products.kernels_of", lambda spec: kernels)
+    return kernels
+
+
 def converted(mode="fp8_tile", kernels=None, **policy):
     torch.manual_seed(0)
     model = Branches()
@@ -146,8 +154,8 @@ def converted(mode="fp8_tile", kernels=None, **policy):
     return model
 
 
-def test_one_quantisation_is_shared_by_layers_that_read_one_input():
-    kernels = CountingKernels()
+def test_one_quantisation_is_shared_by_layers_that_read_one_input(counting):
+    kernels = counting
     model = converted(kernels=kernels)
     out = model(torch.randn(100, 256))
     inputs = [seen for seen in kernels.seen if seen[0] == "both"]
@@ -205,8 +213,8 @@ def test_inputs_of_linear_layers_take_half_the_bytes_for_backward():
     assert bytes_of["fp8_tile"] <= 0.55 * bytes_of["bf16_mixed"] or bytes_of["bf16_mixed"] < 2 * kept
 
 
-def test_weights_are_quantised_once_a_step_when_managed():
-    kernels = CountingKernels()
+def test_weights_are_quantised_once_a_step_when_managed(counting):
+    kernels = counting
     model = converted(kernels=kernels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)  # writes weights without moving _version
     weights = QuantizedWeights(model, optimizer)

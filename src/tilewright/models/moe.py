@@ -108,7 +108,7 @@ class MoE(nn.Module):
 
         copies = x_ND.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)
         rows = _Permute.apply(copies, order, inverse).split(counts)
-        if self.expert_runner is not None:
+        if self.expert_runner is not None and self.expert_runner.fits(self.experts):
             outs = self.expert_runner(rows, list(self.experts))
         else:
             outs = self._run_one_by_one(rows)

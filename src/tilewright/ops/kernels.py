@@ -4,7 +4,9 @@ One `Kernels` object is made for a machine and handed to the models and the opti
 global state. `explain` lists every choice with the reasons against the other candidates.
 """
 
+import functools
 import itertools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,6 +57,9 @@ class Kernels:
 
     def __init__(self, machine: Machine, overrides: Mapping[str, str] | None = None, *, compile: bool = True):
         overrides = dict(overrides or {})
+        self.machine = machine
+        self.spec = json.dumps([machine.to_json(), overrides, compile], sort_keys=True)
+        """All that this was made from, as text: `kernels_of` makes an equal one from it."""
         barred = {} if compile else {"compiled": "compilation is off"}
         devices = ("cpu",) if machine.device == "cpu" else ("cpu", machine.device)
         self.choices: dict[Key, Choice] = {}
@@ -162,3 +167,22 @@ class Kernels:
             reasons = [["all", error.problems[0].got]]
             rows.append({"op": op, "case": str(Case(*case)), "chosen": None, "rejected": reasons})
         return rows
+
+
+@functools.lru_cache(maxsize=32)
+def kernels_of(spec: str) -> Kernels:
+    """The kernels of a `Kernels.spec`, for operators of torch, which take no Python objects.
+
+    Example:
+        >>> kernels = Kernels(detect_machine("cpu"), {"linear": "ref"})
+        >>> kernels_of(kernels.spec).explain() == kernels.explain()
+        True
+    """
+    machine, overrides, compile = json.loads(spec)
+    capability = machine["capability"]
+    facts = {
+        **machine,
+        "capability": None if capability is None else tuple(capability),
+        "cpu_features": frozenset(machine["cpu_features"]),
+    }
+    return Kernels(Machine(**facts), overrides, compile=compile)

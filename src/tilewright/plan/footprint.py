@@ -19,6 +19,7 @@ from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes,
 from tilewright.ops.native.loss import CHUNK_BYTES
 from tilewright.plan.workload import BYTES, Workload, fp8_unit
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
+from tilewright.precision.tile_products import SWITCH_BYTES
 
 MIB = 2**20
 PROCESS_BYTES = 380 * MIB
@@ -113,8 +114,12 @@ def _optimizer_bytes(work: Workload) -> int:
 
 
 def _buffer_bytes(work: Workload) -> int:
-    """Router biases and codes of weights; everything else that modules hold is small or made in the step."""
-    codes = max(sum(product.code_bytes for product in products) for products in work.products.values())
+    """Router biases, codes of weights and, on the host, what says their formats; the rest is made in the step."""
+    switch = SWITCH_BYTES if work.machine.device == "cpu" else 0
+    codes = max(
+        sum(product.code_bytes + switch for product in products if product.gemms.any_fp8)
+        for products in work.products.values()
+    )
     if work.config is None or not work.config.num_experts:
         return codes
     return codes + sum(4 * work.config.num_experts for i in range(work.config.num_layers) if work.config.is_moe(i))

@@ -33,7 +33,7 @@ from tilewright.models.build import build_model
 from tilewright.models.hf import HFModel
 from tilewright.models.hf_packing import forward_arguments
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.native import dequant_gemm  # noqa: F401  it registers the operator that is counted here
+from tilewright.ops.native import dequant_gemm  # noqa: F401  it registers an operator that is counted here
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
@@ -64,14 +64,15 @@ def _flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) ->
     return sdpa_flop_count(query, key, value)
 
 
-def _product_flops(a_codes: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
-    return 2 * prod(out_shape) * a_codes[1]
+def _product_flops(operand: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
+    return 2 * prod(out_shape) * operand[1]
 
 
 _aten = torch.ops.aten
 _FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
 """torch's counter knows the fused attentions of CUDA only."""
-_COUNTED = {**_FLASH_ON_CPU, torch.ops.tilewright.dequant_gemm: _product_flops}
+_PRODUCTS = (torch.ops.tilewright.dequant_gemm, torch.ops.tilewright.tile_fprop)
+_COUNTED = {**_FLASH_ON_CPU, **dict.fromkeys(_PRODUCTS, _product_flops)}
 _KERNELS = {"quantize": "ref", "tile_gemm": "dequant"}
 """What runs 8-bit products in a trace: operations that need no unit and no library, whatever the machine has."""
 _ATTENTION = (

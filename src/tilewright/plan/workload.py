@@ -20,9 +20,9 @@ from tilewright.ops.kernels import Kernels
 from tilewright.plan.trace import Trace, trace_model
 from tilewright.precision.convert import explain
 from tilewright.precision.gemms import Gemms
+from tilewright.precision.operands import weight_tile
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
-from tilewright.precision.tile_linear import weight_tile
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,7 +49,7 @@ class Product:
         """Bytes of the weight's codes and scales, which are kept from step to step; 0 without 8-bit products."""
         if not self.gemms.any_fp8:
             return 0
-        return self.num_weights + 4 * prod(weight_tile(self.gemms).grid((self.num_out, self.num_in)))
+        return self.num_weights + 4 * prod(weight_tile(self.gemms.tensorwise).grid((self.num_out, self.num_in)))
 
 
 @dataclass(frozen=True)

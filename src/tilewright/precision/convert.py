@@ -19,6 +19,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import CASTS, Cast, CastLinear
 from tilewright.precision.checks import refuse_fallbacks, refuse_lost_rules, without_effect
 from tilewright.precision.fp8_linear import Fp8Linear
+from tilewright.precision.gemms import Gemms
 from tilewright.precision.policy import KIND_OPS, Decision, Policy, as_policy
 from tilewright.precision.region import FUNCTIONS, region_of
 from tilewright.precision.sharing import group_experts, share_inputs
@@ -117,6 +118,8 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation: FP32 throughout and `eval()` mode inside, everything as before outside. Gradients are left alone.
 
+    Products that were moved to other formats at run time (`TileLinear.set_gemms`) are in these again.
+
     Raises:
         ConfigError: the model is not converted.
     """
@@ -124,6 +127,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     training = [(module, module.training) for module in model.modules()]
     wide = _decide_all(model, Policy("fp32", device_type=report.policy.device_type))
     narrow = _decide_all(model, report.policy)
+    moved = [(module, module.gemms) for module in model.modules() if isinstance(module, TileLinear)]
     switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) if wide.switch else None
     model.eval()
     _store(wide)
@@ -133,6 +137,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         _store(narrow)  # exact: FP16 values went through FP32 and back
         _apply(model, narrow)
+        for layer, gemms in moved:
+            layer.set_gemms(gemms)
         if switches is not None:
             torch.set_float32_matmul_precision(switches[0])
             torch.backends.cudnn.allow_tf32 = switches[1]
@@ -307,11 +313,18 @@ def _swap(module: nn.Module, decision: Decision, plan: _Plan, kernels: Kernels |
         if kernels is not None:
             module.kernels = kernels
     if decision.gemms is not None:
-        module.set_gemms(decision.gemms, power_of_two=plan.report.policy.power_of_two)
+        _set_gemms(module, decision.gemms, plan.report.policy)
         module.output_dtype = SPECS[decision.output].dtype
         return
     output = decision.compute if decision.output == "input" else decision.output  # norms read their input's dtype
     module.set_formats(decision.compute, output, round_tf32=plan.round_tf32 and decision.compute == "tf32")
+
+
+def _set_gemms(module: nn.Module, gemms: Gemms, policy: Policy) -> None:
+    if isinstance(module, TileLinear):
+        module.settle(gemms, power_of_two=policy.power_of_two, keep=policy.keep, strict=policy.strict)
+    else:
+        module.set_gemms(gemms, power_of_two=policy.power_of_two)
 
 
 def _wrap(site: Site, decision: Decision, policy: Policy) -> None:

@@ -22,7 +22,8 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import Cast, CastLinear
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 from tilewright.precision.input_share import InputCopies, InputShare
-from tilewright.precision.tile_linear import TileLinear, gradient_spec
+from tilewright.precision.operands import gradient_spec
+from tilewright.precision.tile_linear import TileLinear
 
 
 class Fp8Linear(Cast, nn.Linear):
@@ -143,11 +144,11 @@ def thaw(module: Fp8Linear, weight_MK: Tensor) -> None:
     if plain is nn.Linear and "output_dtype" in vars(module):  # converted meanwhile: it must stay so
         fp8 = module.fprop in FP8_FORMATS
         plain = TileLinear if fp8 else CastLinear
-        if fp8:
-            module.gemms = Gemms(module.fprop, module.dgrad, module.fprop)
-        else:
+        if not fp8:
             module.compute_dtype = SPECS[module.fprop].dtype
     module.__class__ = plain
+    if isinstance(module, TileLinear) and "fprop" in vars(module):
+        module.settle(Gemms(module.fprop, module.dgrad, module.fprop), power_of_two=module.power_of_two)
     for name in ("plain_class", "fprop", "dgrad"):
         vars(module).pop(name, None)
     module.register_parameter("weight", nn.Parameter(weight_MK))

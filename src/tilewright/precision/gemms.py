@@ -34,8 +34,7 @@ class Gemms:
         return cls(name, name, name)
 
     def __str__(self) -> str:
-        parts = (self.fprop, self.dgrad, self.wgrad)
-        return self.fprop if len(set(parts)) == 1 else "/".join(parts)
+        return self.fprop if self.uniform else "/".join(self.formats)
 
     def __post_init__(self) -> None:
         scalings = {name == "fp8_tensorwise" for name in (self.fprop, self.dgrad, self.wgrad) if name in FP8_FORMATS}
@@ -49,14 +48,19 @@ class Gemms:
             )
 
     @property
+    def formats(self) -> tuple[str, str, str]:
+        """Of each product, in the order of `GEMM_NAMES`."""
+        return self.fprop, self.dgrad, self.wgrad
+
+    @property
     def tensorwise(self) -> bool:
         """True where 8-bit operands have one scale for the whole tensor."""
-        return "fp8_tensorwise" in (self.fprop, self.dgrad, self.wgrad)
+        return "fp8_tensorwise" in self.formats
 
     @property
     def any_fp8(self) -> bool:
         """True where at least one product has 8-bit operands."""
-        return any(name in FP8_FORMATS for name in (self.fprop, self.dgrad, self.wgrad))
+        return any(name in FP8_FORMATS for name in self.formats)
 
     @property
     def uniform(self) -> bool:

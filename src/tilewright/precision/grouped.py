@@ -18,14 +18,8 @@ from tilewright.formats.tiled import TiledTensor
 from tilewright.precision.fused import QuantizingSwiGLU
 from tilewright.precision.gemms import FP8_FORMATS
 from tilewright.precision.input_share import InputCopies
-from tilewright.precision.tile_linear import (
-    TileLinear,
-    gradient_spec,
-    input_copies,
-    input_tile,
-    quantize_copies,
-    weight_tile,
-)
+from tilewright.precision.operands import gradient_spec, input_tile, quantize_copies, weight_tile
+from tilewright.precision.tile_linear import TileLinear, input_copies
 
 ROWS = 128
 """Rows of a tile of the column-wise copies."""
@@ -49,13 +43,16 @@ def groupable(experts: Sequence[nn.Module]) -> bool:
 class ExpertRunner:
     """down(silu(gate(x)) * up(x)) of all experts, each on its own rows."""
 
+    def fits(self, experts: Sequence[nn.Module]) -> bool:
+        """Whether they agree now: a switch at run time may have set them apart."""
+        return groupable(experts)
+
     def __call__(self, rows: Sequence[Tensor], experts: Sequence[nn.Module]) -> list[Tensor]:
         """Rows of each expert [n, K] -> its result [n, K]."""
         counts = [len(x) for x in rows]
         x_PK = torch.cat([F.pad(x, (0, 0, 0, -len(x) % ROWS)) for x in rows])
         first = experts[0].gate_proj
-        wgrad = torch.is_grad_enabled()
-        copies = input_copies(x_PK, first.gemms, first.kernels, first.power_of_two, wgrad=wgrad)
+        copies = _copies(x_PK, first)
         gate_PM = grouped_tile_linear(x_PK, counts, [expert.gate_proj for expert in experts], copies)
         up_PM = grouped_tile_linear(x_PK, counts, [expert.up_proj for expert in experts], copies)
         hidden = QuantizingSwiGLU(first.kernels, first.power_of_two)(gate_PM, up_PM)
@@ -80,10 +77,8 @@ def grouped_tile_linear(
         [P, M] in the layers' output dtype; rows of padding hold zeros.
     """
     first = layers[0]
-    if first.kernels is None:
-        raise AssertionError("convert gives each TileLinear its kernels")
     if copies is None:
-        copies = input_copies(x_PK, first.gemms, first.kernels, first.power_of_two, wgrad=torch.is_grad_enabled())
+        copies = _copies(x_PK, first)
     row, column = copies.row, copies.column
     if row is None:
         raise AssertionError("grouped layers have 8-bit products throughout")
@@ -91,6 +86,12 @@ def grouped_tile_linear(
     return _GroupedProducts.apply(
         x_PK, row.codes, row.scale_inv, *codes, tuple(counts), tuple(layers), *[layer.weight for layer in layers]
     )
+
+
+def _copies(x_PK: Tensor, first: TileLinear) -> InputCopies:
+    if first.kernels is None:
+        raise AssertionError("convert gives each TileLinear its kernels")
+    return input_copies(x_PK, first.kernels, False, first.power_of_two, row=True, column=torch.is_grad_enabled())
 
 
 def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
@@ -115,29 +116,32 @@ class _GroupedProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_PK, row_codes, row_scale, column_codes, column_scale, counts, layers, *weights_MK):
         kernels = layers[0].kernels
-        row = TiledTensor(row_codes, row_scale, input_tile(layers[0].gemms), E4M3)
+        row = TiledTensor(row_codes, row_scale, input_tile(tensorwise=False), E4M3)
         outs, kept = [], []
         for layer, (start, end) in zip(layers, _spans(counts), strict=True):
             weight = layer.stored_weight() or layer.quantized_weight()
             kept += [weight.codes, weight.scale_inv]
+            layer.note_executed("fprop")
             outs.append(kernels.tile_gemm(_rows_of(row, start, end), weight, out_dtype=layers[0].output_dtype))
         ctx.save_for_backward(column_codes, column_scale, *kept)
-        ctx.counts, ctx.layers, ctx.x_dtype = counts, layers, x_PK.dtype
+        ctx.counts, ctx.layers, ctx.x_dtype, ctx.gemms = counts, layers, x_PK.dtype, layers[0].gemms
         return torch.cat(outs)
 
     @staticmethod
     def backward(ctx, dy_PM):
         column_codes, column_scale, *kept = ctx.saved_tensors
         first = ctx.layers[0]
-        kernels, gemms = first.kernels, first.gemms
-        x = TiledTensor(column_codes, column_scale, input_tile(gemms), E4M3)
+        kernels, gemms = first.kernels, ctx.gemms
+        x = TiledTensor(column_codes, column_scale, input_tile(tensorwise=False), E4M3)
         dgrad_spec, wgrad_spec = gradient_spec(gemms.dgrad), gradient_spec(gemms.wgrad)
-        row, column = quantize_copies(dy_PM, dgrad_spec, gemms, kernels, first.power_of_two, row=True, column=True)
+        how = {"tensorwise": False, "power_of_two": first.power_of_two}
+        row, column = quantize_copies(dy_PM, dgrad_spec, kernels, **how, row=True, column=True)
         if wgrad_spec != dgrad_spec:
-            _, column = quantize_copies(dy_PM, wgrad_spec, gemms, kernels, first.power_of_two, row=False, column=True)
+            _, column = quantize_copies(dy_PM, wgrad_spec, kernels, **how, row=False, column=True)
         dx_parts, dweights = [], []
         for index, (start, end) in enumerate(_spans(ctx.counts)):
-            weight = TiledTensor(kept[2 * index], kept[2 * index + 1], weight_tile(gemms), E4M3)
+            weight = TiledTensor(kept[2 * index], kept[2 * index + 1], weight_tile(tensorwise=False), E4M3)
+            ctx.layers[index].note_executed("dgrad", "wgrad")
             dx_parts.append(kernels.tile_gemm(_rows_of(row, start, end), weight.transposed(), out_dtype=ctx.x_dtype))
             dy, inputs = _columns_of(column, start, end), _columns_of(x, start, end)
             dweights.append(kernels.tile_gemm(dy, inputs, out_dtype=ctx.layers[index].weight.dtype))

@@ -17,6 +17,7 @@ MODES = ("fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", *FP8_FORMATS)
 FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS)
 FP8_KINDS = ("linear", "head")
 """Kinds of module that can compute in 8 bits."""
+KEEPS = ("codes", "value")
 DECOUPLED = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
 """Names of attention output projections, whose gradients the FP8 modes compute in BF16 ("precision decoupling")."""
 KINDS = ("linear", "conv", "embedding", "norm", "batch_norm", "attention", "head", "router")
@@ -195,6 +196,9 @@ class Policy:
         fp8_min_gain: on a GPU, linear layers whose `expected_gain` is below this stay in BF16 in the FP8 modes.
         decouple: globs of linear layers whose gradients the FP8 modes compute in BF16.
         strict: `convert` refuses what would run in another way than the policy says: emulated, or in another format.
+        keep: what layers with 8-bit products keep of their input for backward. "codes": its 8-bit copy, where the
+            weight's gradient is in 8 bits, which it then stays. "value": the input itself, so that all three products
+            may move between formats at run time.
 
     Raises:
         ConfigError: an unknown mode or operation, with the nearest known one.
@@ -214,9 +218,11 @@ class Policy:
     fp8_min_gain: float = 1.0
     decouple: tuple[str, ...] = DECOUPLED
     strict: bool = False
+    keep: str = "codes"
 
     def __post_init__(self) -> None:
         _known("precision.mode", self.mode, MODES)
+        _known("keep", self.keep, KEEPS)
         for op in self.fp32_ops:
             _known("precision.fp32_ops", op, FP32_OPS)
         if self.parameters:

@@ -4,7 +4,6 @@ from torch import nn
 
 from tilewright.precision.fp8_linear import Fp8Linear
 from tilewright.precision.fused import QuantizingNorm, QuantizingSwiGLU
-from tilewright.precision.gemms import FP8_FORMATS
 from tilewright.precision.grouped import ExpertRunner, groupable
 from tilewright.precision.input_share import InputShare
 from tilewright.precision.tile_linear import TileLinear
@@ -31,9 +30,12 @@ def share_inputs(model: nn.Module) -> None:
 
 
 def _reads_both(reader: TileLinear, first: TileLinear) -> bool:
-    """True for a layer whose fprop and wgrad read tiles of E4M3, with the same kind of scales as the first."""
-    tiled = all(name in FP8_FORMATS for name in (reader.gemms.fprop, reader.gemms.wgrad))
-    return tiled and not reader.gemms.tensorwise and reader.power_of_two == first.power_of_two
+    """True for a layer that takes both copies in tiles of E4M3, with the same kind of scales as the first.
+
+    A layer that keeps its input itself takes the row-wise copy alone, so it quantises that.
+    """
+    both = reader.row_copy and not reader.keep_value
+    return both and not reader.tensorwise and reader.power_of_two == first.power_of_two
 
 
 def group_experts(model: nn.Module) -> None:

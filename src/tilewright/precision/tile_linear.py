@@ -1,9 +1,10 @@
-"""A linear layer whose three products have formats of their own, 8-bit tiles among them.
+"""A linear layer whose three products have formats of their own, 8-bit tiles among them, changed without recompiling.
 
-What it keeps for backward is one byte an element: the column-wise copy of its input that the weight's gradient reads.
+What it keeps for backward is one byte an element, the column-wise copy of its input that the weight's gradient reads;
+or the input itself, where the weight's gradient is in 16 or 32 bit or may be moved there at run time.
 An input is quantised once for the layers that share it. A weight is quantised once an optimizer step where `weights`
 manages it, else in each pass; the input's gradient reads the same codes transposed.
-Read `tile_linear` first, then `_TileProducts`. Called by models through `convert`.
+Read `TileLinear` first, then `tile_products`. Called by models through `convert`.
 
 See: DeepSeek-V3 report, section 3.3 (fine-grained quantisation; FP8 copies of inputs cached for backward).
 
@@ -13,23 +14,40 @@ Legend: N tokens  K input features  M output features. TiledTensors carry their 
 import torch
 from torch import Tensor, nn
 
-from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile
-from tilewright.formats.spec import E4M3, E5M2, SPECS, FloatSpec
+from tilewright.core.errors import ConfigError, HardwareError
+from tilewright.core.hardware import Machine, fp8_choice
+from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import Cast
-from tilewright.precision.gemms import FP8_FORMATS, Gemms
+from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
 from tilewright.precision.input_share import InputCopies, InputShare
+from tilewright.precision.operands import quantize_copies, quantize_weight, weight_tile
+from tilewright.precision.tile_products import Fixed, Switch, products
 
 
 class TileLinear(Cast, nn.Linear):
     """x W^T + b with the formats of `gemms`. x [..., K] any float dtype -> [..., M] `output_dtype`.
 
-    Made from an `nn.Linear` by `convert`, in place; parameters stay what they were.
+    Made from an `nn.Linear` by `convert`, in place; parameters stay what they were. `convert` settles what compiled
+    code depends on (`settle`); `set_gemms` moves products between formats at run time and compiles nothing anew.
     """
 
     gemms: Gemms = Gemms.all("bf16")
+    """Present formats. Written by `settle` and `set_gemms` alone, as `formats` says the same to the products."""
+    formats: Tensor
+    """int64 [3] on the host; see `tile_products.Switch`. No buffer: it does not move with the model."""
+    counts: Tensor
+    """int64 [3, formats] on the host: what has run."""
+    keep_value: bool = False
+    """Backward keeps the input itself, not its column-wise codes: the weight's gradient may have any format."""
+    row_copy: bool = True
+    """The input is quantised row-wise ahead of the forward product; else there, should it need that."""
+    tensorwise: bool = False
+    """8-bit operands have one scale, not one a tile."""
     power_of_two: bool = True
+    strict: bool = False
+    """`set_gemms` refuses a format that this machine only emulates."""
     kernels: Kernels | None = None
     share: InputShare | None = None
     """Where layers side by side find each other's copies of the input. Set by `convert`."""
@@ -37,12 +55,80 @@ class TileLinear(Cast, nn.Linear):
     """Codes [M, K] of the weight, where `weights.QuantizedWeights` keeps them; None: quantised in each pass."""
     weight_scale_inv: Tensor | None
 
-    def set_gemms(self, gemms: Gemms, *, power_of_two: bool) -> None:
-        """Set the formats of the products. Kept codes of the weight are forgotten where others are needed."""
-        if "weight_codes" not in self._buffers or (gemms, power_of_two) != (self.gemms, self.power_of_two):
-            self.store_weight(None)
+    def settle(self, gemms: Gemms, *, power_of_two: bool, keep: str = "codes", strict: bool = False) -> None:
+        """Set the formats, and for them what compiled code and producers of the input depend on.
+
+        Args:
+            gemms: formats of the products.
+            power_of_two: kind of scale.
+            keep: "codes" keeps the input in 8 bits where wgrad has them; "value" keeps the input itself.
+            strict: see `strict`.
+        """
+        settings = (gemms.tensorwise, power_of_two)
+        if "weight_codes" not in self._buffers or settings != (self.tensorwise, self.power_of_two):
+            self.store_weight(None)  # other codes are needed
+        self.tensorwise, self.power_of_two = settings
+        self.keep_value = keep == "value" or gemms.wgrad not in FP8_FORMATS
+        self.row_copy = keep == "value" or gemms.fprop in FP8_FORMATS
+        self.strict = strict
+        if "formats" not in vars(self):
+            switch = new_switch(gemms)
+            self.formats, self.counts = switch.formats, switch.counts
+        self._write(gemms)
+
+    def set_gemms(self, gemms: Gemms, *, power_of_two: bool | None = None) -> None:
+        """Move products to other formats, from their next call on. Compiled code stays valid.
+
+        Args:
+            gemms: formats of the products.
+            power_of_two: kind of scale; None, or the same as before: it is settled at conversion.
+
+        Raises:
+            ConfigError: the weight's gradient cannot leave 8 bits, because backward keeps 8-bit codes; or another
+                kind of scale.
+            HardwareError: the policy is strict, and this machine only emulates the format.
+        """
+        if not self.keep_value and gemms.wgrad not in FP8_FORMATS:
+            raise ConfigError(
+                "This layer's weight gradient cannot leave 8 bits while it runs.",
+                got=f"wgrad {gemms.wgrad}; backward keeps the input as 8-bit codes",
+                need=f"wgrad one of {', '.join(FP8_FORMATS)}",
+                try_='Policy(..., keep="value") at conversion, which keeps the input itself (2 bytes an element)',
+                where="precision",
+            )
+        powers = self.power_of_two if power_of_two is None else power_of_two
+        if powers != self.power_of_two or (gemms.any_fp8 and gemms.tensorwise != self.tensorwise):
+            kind = "one scale a tensor" if self.tensorwise else "tiles"
+            raise ConfigError(
+                "The kind of scale is settled at conversion.",
+                got=f"{gemms}, power_of_two {powers}",
+                need=f"{kind}, power_of_two {self.power_of_two}",
+                try_="tilewright.set_mode(model, policy), which prepares the layers' neighbours too",
+                where="precision",
+            )
+        if self.strict and self.kernels is not None:
+            _refuse_emulated(gemms, self.kernels.machine)
+        self._write(gemms)
+
+    def _write(self, gemms: Gemms) -> None:
         self.gemms = gemms
-        self.power_of_two = power_of_two
+        self.formats.copy_(_indices(gemms))
+
+    def executed(self) -> dict[str, dict[str, int]]:
+        """Product -> format -> calls since `reset_executed`, for formats that ran."""
+        return {
+            name: {GEMM_FORMATS[i]: count for i, count in enumerate(row) if count}
+            for name, row in zip(GEMM_NAMES, self.counts.tolist(), strict=True)
+        }
+
+    def note_executed(self, *names: str) -> None:
+        """Count a call of these products, which ran elsewhere (see `grouped`) in their present formats."""
+        for name in names:
+            self.counts[GEMM_NAMES.index(name), GEMM_FORMATS.index(getattr(self.gemms, name))] += 1
+
+    def reset_executed(self) -> None:
+        """Count from zero."""
+        self.counts.zero_()
 
     def store_weight(self, tiled: TiledTensor | None) -> None:
         """Keep these codes of the weight for the products to read, or none."""
@@ -56,88 +142,72 @@ class TileLinear(Cast, nn.Linear):
         return self._no_autocast(self._run, x, None)
 
     def _run(self, x: Tensor, copies: InputCopies | None) -> Tensor:
-        kernels = self.kernels
-        if kernels is None:
-            raise AssertionError("convert gives each TileLinear its kernels")
+        kernels = self._kernels()
         x_NK = x.reshape(-1, x.shape[-1])
-        wgrad = self.weight.requires_grad and torch.is_grad_enabled()
+        column = not self.keep_value and self.weight.requires_grad and torch.is_grad_enabled()
+        kind = (self.tensorwise, self.power_of_two)
 
         def make() -> InputCopies:
-            return input_copies(x_NK, self.gemms, kernels, self.power_of_two, wgrad=wgrad)
+            return input_copies(x_NK, kernels, *kind, row=self.row_copy, column=column)
 
         if copies is None:
-            key = (self.gemms, self.power_of_two, wgrad)
+            key = (*kind, self.row_copy, column)
             copies = make() if self.share is None else self.share.copies_of(x, key, make)
-        out_NM = tile_linear(
-            x_NK, self.weight, self.bias, self.gemms, kernels, copies,
-            stored=self.stored_weight(), power_of_two=self.power_of_two, out_dtype=self.output_dtype,
-        )  # fmt: skip
+        switch = Switch(self.formats, self.counts)
+        fixed = Fixed(self.keep_value, *kind, kernels.spec, self.output_dtype)
+        out_NM = products(x_NK, self.weight, self.bias, copies, self.stored_weight(), switch, fixed)
         return out_NM.view(*x.shape[:-1], self.out_features)
+
+    def _kernels(self) -> Kernels:
+        if self.kernels is None:
+            raise AssertionError("convert gives each TileLinear its kernels")
+        return self.kernels
 
     def stored_weight(self) -> TiledTensor | None:
         """The quantised weight that `weights.QuantizedWeights` keeps; None without it."""
         if self.weight_codes is None or self.weight_scale_inv is None:
             return None
-        return TiledTensor(self.weight_codes, self.weight_scale_inv, weight_tile(self.gemms), E4M3)
+        return TiledTensor(self.weight_codes, self.weight_scale_inv, weight_tile(self.tensorwise), E4M3)
 
     def quantized_weight(self) -> TiledTensor:
         """The weight as the products read it, quantised now."""
-        if self.kernels is None:
-            raise AssertionError("convert gives each TileLinear its kernels")
-        return quantize_weight(self.weight.detach(), self.gemms, self.kernels, self.power_of_two)
+        how = {"tensorwise": self.tensorwise, "power_of_two": self.power_of_two}
+        return quantize_weight(self.weight.detach(), self._kernels(), **how)
 
     def extra_repr(self) -> str:
         """nn.Linear's own text and the formats."""
         return f"{nn.Linear.extra_repr(self)}, gemms={self.gemms}"
 
 
-def weight_tile(gemms: Gemms) -> Tile:
-    """Which elements of a weight share a scale."""
-    return TENSORWISE if gemms.tensorwise else BLOCK_TILE
+def new_switch(gemms: Gemms) -> Switch:
+    """Formats as given and counts of zero: ordinary tensors on the host, whatever context they are made in."""
+    with torch.inference_mode(False):
+        return Switch(_indices(gemms), torch.zeros(len(GEMM_NAMES), len(GEMM_FORMATS), dtype=torch.int64, device="cpu"))
 
 
-def input_tile(gemms: Gemms) -> Tile:
-    """Which elements of an input or gradient, or of its transposed copy, share a scale."""
-    return TENSORWISE if gemms.tensorwise else ROW_TILE
+def _indices(gemms: Gemms) -> Tensor:
+    return torch.tensor([GEMM_FORMATS.index(name) for name in gemms.formats], dtype=torch.int64, device="cpu")
 
 
-def gradient_spec(name: str) -> FloatSpec:
-    """Format of the output gradient in a product of 8-bit operands."""
-    return E4M3 if name == "fp8_tile" else E5M2
+def _refuse_emulated(gemms: Gemms, machine: Machine) -> None:
+    choice = fp8_choice(machine)
+    lost = [name for name in gemms.formats if name in FP8_FORMATS and name not in choice.native]
+    if lost:
+        raise HardwareError(
+            f"A product in {lost[0]} would be emulated, and precision.strict is set.",
+            got=choice.reason,
+            need="a machine or a format in which it runs as it says",
+            try_="precision.strict = false, or another format",
+            where="precision",
+        )
 
 
-def quantize_weight(weight_MK: Tensor, gemms: Gemms, kernels: Kernels, power_of_two: bool) -> TiledTensor:
-    """The weight in E4M3, in blocks of 128x128 or under one scale."""
-    return kernels.quantize(weight_MK, E4M3, weight_tile(gemms), power_of_two=power_of_two)
-
-
-def input_copies(x_NK: Tensor, gemms: Gemms, kernels: Kernels, power_of_two: bool, *, wgrad: bool) -> InputCopies:
-    """The 8-bit copies of an input that the products of a layer need.
-
-    Args:
-        x_NK: [N, K].
-        gemms: formats of the products.
-        kernels: implementations.
-        power_of_two: kind of scale.
-        wgrad: whether a weight gradient will be computed.
-    """
-    wants_row, wants_column = gemms.fprop in FP8_FORMATS, wgrad and gemms.wgrad in FP8_FORMATS
-    return InputCopies(
-        *quantize_copies(x_NK.detach(), E4M3, gemms, kernels, power_of_two, row=wants_row, column=wants_column)
-    )
-
-
-def quantize_copies(
-    x_NK: Tensor, spec: FloatSpec, gemms: Gemms, kernels: Kernels, power_of_two: bool, *, row: bool, column: bool
-) -> tuple[TiledTensor | None, TiledTensor | None]:
-    """The row-wise copy [N, K] and the transposed column-wise copy [K, N] of an input or gradient, as asked for."""
-    if gemms.tensorwise:
-        whole = kernels.quantize(x_NK, spec, TENSORWISE, power_of_two=power_of_two) if row or column else None
-        return whole if row else None, whole.transposed() if whole is not None and column else None
-    if column:
-        both = kernels.quantize_both(x_NK, spec, power_of_two=power_of_two)
-        return both[0] if row else None, both[1]
-    return kernels.quantize(x_NK, spec, ROW_TILE, power_of_two=power_of_two) if row else None, None
+def input_copies(
+    x_NK: Tensor, kernels: Kernels, tensorwise: bool, power_of_two: bool, *, row: bool, column: bool
+) -> InputCopies:
+    """8-bit copies of an input [N, K], as asked for: `row` for fprop, `column` for wgrad."""
+    how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
+    return InputCopies(*quantize_copies(x_NK.detach(), E4M3, kernels, **how, row=row, column=column))
 
 
 def tile_linear(
@@ -175,78 +245,10 @@ def tile_linear(
         >>> out.shape, out[0, 0].item(), weight.grad[0, 0].item()
         (torch.Size([3, 5]), 200.0, 3.0)
     """
+    keep_value = gemms.wgrad not in FP8_FORMATS
+    kind = (gemms.tensorwise, power_of_two)
     if copies is None:
-        wgrad = weight_MK.requires_grad and torch.is_grad_enabled()
-        copies = input_copies(x_NK, gemms, kernels, power_of_two, wgrad=wgrad)
-    row, column = copies.row, copies.column
-    return _TileProducts.apply(
-        x_NK, weight_MK, bias_M,
-        None if row is None else row.codes, None if row is None else row.scale_inv,
-        None if column is None else column.codes, None if column is None else column.scale_inv,
-        None if stored is None else stored.codes, None if stored is None else stored.scale_inv,
-        gemms, kernels, power_of_two, out_dtype,
-    )  # fmt: skip
-
-
-class _TileProducts(torch.autograd.Function):
-    """The three products. Tensors of TiledTensors are passed one by one, as autograd and the compiler want them."""
-
-    @staticmethod
-    def forward(
-        ctx, x_NK, weight_MK, bias_M, row_codes, row_scale, column_codes, column_scale,
-        weight_codes, weight_scale, gemms, kernels, power_of_two, out_dtype,
-    ):  # fmt: skip
-        if gemms.fprop in FP8_FORMATS:
-            if weight_codes is None:
-                weight = quantize_weight(weight_MK, gemms, kernels, power_of_two)
-            else:
-                weight = TiledTensor(weight_codes, weight_scale, weight_tile(gemms), E4M3)
-            row = TiledTensor(row_codes, row_scale, input_tile(gemms), E4M3)
-            out_NM = kernels.tile_gemm(row, weight, bias_M, out_dtype=out_dtype)
-        else:
-            dtype = SPECS[gemms.fprop].dtype
-            bias = None if bias_M is None else bias_M.to(dtype)
-            out_NM = kernels.linear(x_NK.to(dtype), weight_MK.to(dtype), bias).to(out_dtype)
-        keep = None
-        if gemms.wgrad not in FP8_FORMATS and ctx.needs_input_grad[1]:
-            keep = x_NK.to(SPECS[gemms.wgrad].dtype)
-        if not ctx.needs_input_grad[1]:
-            column_codes = column_scale = None
-        ctx.save_for_backward(keep, column_codes, column_scale, weight_MK, weight_codes, weight_scale)
-        ctx.gemms, ctx.kernels, ctx.power_of_two = gemms, kernels, power_of_two
-        ctx.x_dtype, ctx.has_bias = x_NK.dtype, bias_M is not None
-        ctx.bias_dtype = bias_M.dtype if bias_M is not None else None
-        return out_NM
-
-    @staticmethod
-    def backward(ctx, dy_NM):
-        keep, column_codes, column_scale, weight_MK, weight_codes, weight_scale = ctx.saved_tensors
-        gemms, kernels = ctx.gemms, ctx.kernels
-        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
-        dx = dw = db = None
-        if wants_dx and gemms.dgrad not in FP8_FORMATS:
-            dtype = SPECS[gemms.dgrad].dtype
-            dx = kernels.linear(dy_NM.to(dtype), weight_MK.to(dtype).T).to(ctx.x_dtype)
-        if wants_dw and gemms.wgrad not in FP8_FORMATS:
-            dy = dy_NM.to(SPECS[gemms.wgrad].dtype)
-            dw = kernels.linear(dy.T, keep.T).to(weight_MK.dtype)
-        dgrad8, wgrad8 = wants_dx and dx is None, wants_dw and dw is None
-        dgrad_spec, wgrad_spec = gradient_spec(gemms.dgrad), gradient_spec(gemms.wgrad)
-        if dgrad8 and wgrad8 and dgrad_spec != wgrad_spec:
-            row, _ = quantize_copies(dy_NM, dgrad_spec, gemms, kernels, ctx.power_of_two, row=True, column=False)
-            _, column = quantize_copies(dy_NM, wgrad_spec, gemms, kernels, ctx.power_of_two, row=False, column=True)
-        else:
-            spec = dgrad_spec if dgrad8 else wgrad_spec
-            row, column = quantize_copies(dy_NM, spec, gemms, kernels, ctx.power_of_two, row=dgrad8, column=wgrad8)
-        if row is not None:
-            if weight_codes is None:
-                weight = quantize_weight(weight_MK, gemms, kernels, ctx.power_of_two)
-            else:
-                weight = TiledTensor(weight_codes, weight_scale, weight_tile(gemms), E4M3)
-            dx = kernels.tile_gemm(row, weight.transposed(), out_dtype=ctx.x_dtype)
-        if column is not None:
-            x = TiledTensor(column_codes, column_scale, input_tile(gemms), E4M3)
-            dw = kernels.tile_gemm(column, x, out_dtype=weight_MK.dtype)
-        if ctx.has_bias and wants_db:
-            db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, *[None] * 10
+        column = not keep_value and weight_MK.requires_grad and torch.is_grad_enabled()
+        copies = input_copies(x_NK, kernels, *kind, row=gemms.fprop in FP8_FORMATS, column=column)
+    fixed = Fixed(keep_value, *kind, kernels.spec, out_dtype)
+    return products(x_NK, weight_MK, bias_M, copies, stored, new_switch(gemms), fixed)

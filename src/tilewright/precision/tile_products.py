@@ -1,0 +1,230 @@
+"""The three products of a linear layer, in formats that are read when they run, and counted as they ran.
+
+torch.compile sees two operators and does not look inside, so a change of formats compiles nothing anew. `formats` [3]
+and `counts` [3, formats] are int64 tensors on the host: index into `GEMM_FORMATS` by product, and calls by product and
+format. 8-bit copies that somebody made ahead come as arguments; what is missing is quantised here. Operators take no
+Python objects, so implementations come as the text of `Kernels.spec`.
+Read `products` first. Called by `tile_linear`.
+
+Legend: N tokens  K input features  M output features.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.formats.scaling import Tile
+from tilewright.formats.spec import E4M3, SPECS
+from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.kernels import Kernels, kernels_of
+from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES
+from tilewright.precision.input_share import InputCopies
+from tilewright.precision.operands import gradient_spec, input_tile, quantize_copies, quantize_weight, weight_tile
+
+FPROP, DGRAD, WGRAD = range(3)
+"""Rows of `formats` and `counts`, as in `GEMM_NAMES`."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What a layer's products are told at run time and tell back. Both on the host, int64.
+
+    `formats` [3]: index into `GEMM_FORMATS` of each product. `counts` [3, len(GEMM_FORMATS)]: calls so far.
+    """
+
+    formats: Tensor
+    counts: Tensor
+
+
+SWITCH_BYTES = 8 * len(GEMM_NAMES) * (1 + len(GEMM_FORMATS))
+"""Bytes of a layer's `Switch`, on the host."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What is settled before a layer is compiled.
+
+    `keep_value`: backward keeps the input itself, else its column-wise codes. `tensorwise`: 8-bit operands have one
+    scale. `power_of_two`: kind of scale. `kernels`: a `Kernels.spec`.
+    """
+
+    keep_value: bool
+    tensorwise: bool
+    power_of_two: bool
+    kernels: str
+    out_dtype: torch.dtype
+
+
+def products(
+    x_NK: Tensor,
+    weight_MK: Tensor,
+    bias_M: Tensor | None,
+    copies: InputCopies,
+    stored: TiledTensor | None,
+    switch: Switch,
+    fixed: Fixed,
+) -> Tensor:
+    """x W^T + b and its gradients, each product in the format that `switch` says when it runs.
+
+    Args:
+        x_NK: [N, K], any float dtype; also N = 0.
+        weight_MK: [M, K], any float dtype.
+        bias_M: [M] or None.
+        copies: 8-bit copies of x that were made ahead; `column` must be there where codes are kept for backward.
+        stored: the quantised weight, [M, K]; None quantises it where it is needed.
+        switch: formats and counts.
+        fixed: everything else.
+
+    Returns:
+        [N, M] `fixed.out_dtype`.
+    """
+    row, column = _pair(copies.row), _pair(copies.column)
+    weight = _pair(stored)
+    return _Products.apply(
+        x_NK, weight_MK, bias_M, *row, *column, *weight, switch.formats, switch.counts,
+        fixed.keep_value, fixed.tensorwise, fixed.power_of_two, fixed.out_dtype, fixed.kernels,
+    )  # fmt: skip
+
+
+def _pair(tiled: TiledTensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if tiled is None else (tiled.codes, tiled.scale_inv)
+
+
+class _Products(torch.autograd.Function):
+    """Tensors of TiledTensors are passed one by one, as autograd and the compiler want them."""
+
+    @staticmethod
+    def forward(
+        ctx, x_NK, weight_MK, bias_M, row_codes, row_scale, column_codes, column_scale, weight_codes, weight_scale,
+        formats, counts, keep_value, tensorwise, power_of_two, out_dtype, kernels,
+    ):  # fmt: skip
+        wants_dw = ctx.needs_input_grad[1]
+        keeps_codes = wants_dw and not keep_value
+        ctx.save_for_backward(
+            x_NK if wants_dw and keep_value else None,
+            column_codes if keeps_codes else None, column_scale if keeps_codes else None,
+            weight_MK, weight_codes, weight_scale,
+        )  # fmt: skip
+        # Not saved tensors: counting writes to them, which autograd would take for a lost value.
+        ctx.formats, ctx.counts = formats, counts
+        ctx.tensorwise, ctx.power_of_two, ctx.kernels = tensorwise, power_of_two, kernels
+        ctx.x_dtype = x_NK.dtype
+        ctx.bias_dtype = None if bias_M is None else bias_M.dtype
+        return _fprop(
+            x_NK, weight_MK, bias_M, row_codes, row_scale, weight_codes, weight_scale, formats, counts,
+            tensorwise, power_of_two, out_dtype, kernels,
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx, dy_NM):
+        x_NK, column_codes, column_scale, weight_MK, weight_codes, weight_scale = ctx.saved_tensors
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        if wants_dx or wants_dw:
+            dx, dw = _bprop(
+                dy_NM, x_NK, column_codes, column_scale, weight_MK, weight_codes, weight_scale,
+                ctx.formats, ctx.counts, ctx.tensorwise, ctx.power_of_two, ctx.x_dtype, wants_dx, wants_dw, ctx.kernels,
+            )  # fmt: skip
+        if ctx.bias_dtype is not None and wants_db:
+            db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx if wants_dx else None, dw if wants_dw else None, db, *[None] * 13
+
+
+@torch.library.custom_op("tilewright::tile_fprop", mutates_args=("counts",))
+def _fprop(
+    x: Tensor, weight: Tensor, bias: Tensor | None, row_codes: Tensor | None, row_scale: Tensor | None,
+    weight_codes: Tensor | None, weight_scale: Tensor | None, formats: Tensor, counts: Tensor,
+    tensorwise: bool, power_of_two: bool, out_dtype: torch.dtype, kernels: str,
+) -> Tensor:  # fmt: skip
+    run = kernels_of(kernels)
+    name = _count(FPROP, formats, counts)
+    if name not in FP8_FORMATS:
+        dtype = SPECS[name].dtype
+        narrow_bias = None if bias is None else bias.to(dtype)
+        return run.linear(x.to(dtype), weight.to(dtype), narrow_bias).to(out_dtype)
+    row = _tiled(row_codes, row_scale, input_tile(tensorwise))
+    if row is None:
+        row = run.quantize(x, E4M3, input_tile(tensorwise), power_of_two=power_of_two)
+    operand = _weight(run, weight, weight_codes, weight_scale, tensorwise, power_of_two)
+    return run.tile_gemm(row, operand, bias, out_dtype=out_dtype)
+
+
+@_fprop.register_fake
+def _(
+    x, weight, bias, row_codes, row_scale, weight_codes, weight_scale, formats, counts,
+    tensorwise, power_of_two, out_dtype, kernels,
+):  # fmt: skip
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+@torch.library.custom_op("tilewright::tile_bprop", mutates_args=("counts",))
+def _bprop(
+    dy: Tensor, x: Tensor | None, column_codes: Tensor | None, column_scale: Tensor | None,
+    weight: Tensor, weight_codes: Tensor | None, weight_scale: Tensor | None, formats: Tensor, counts: Tensor,
+    tensorwise: bool, power_of_two: bool, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, kernels: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    run = kernels_of(kernels)
+    dgrad = _count(DGRAD, formats, counts) if wants_dx else None
+    wgrad = _count(WGRAD, formats, counts) if wants_dw else None
+    row, column = _gradient_copies(run, dy, dgrad, wgrad, tensorwise, power_of_two)
+    dx = dw = dy.new_empty(0)
+    if row is not None:
+        operand = _weight(run, weight, weight_codes, weight_scale, tensorwise, power_of_two)
+        dx = run.tile_gemm(row, operand.transposed(), out_dtype=x_dtype)
+    elif dgrad is not None:
+        dtype = SPECS[dgrad].dtype
+        dx = run.linear(dy.to(dtype), weight.to(dtype).T).to(x_dtype)
+    if column is not None:
+        inputs = _tiled(column_codes, column_scale, input_tile(tensorwise))
+        if inputs is None:
+            how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
+            _, inputs = quantize_copies(x, E4M3, run, **how, row=False, column=True)
+        dw = run.tile_gemm(column, inputs, out_dtype=weight.dtype)
+    elif wgrad is not None:
+        dtype = SPECS[wgrad].dtype
+        dw = run.linear(dy.to(dtype).T, x.to(dtype).T).to(weight.dtype)
+    return dx if wants_dx else dy.new_empty(0), dw if wants_dw else dy.new_empty(0)
+
+
+@_bprop.register_fake
+def _(
+    dy, x, column_codes, column_scale, weight, weight_codes, weight_scale, formats, counts,
+    tensorwise, power_of_two, x_dtype, wants_dx, wants_dw, kernels,
+):  # fmt: skip
+    dx = dy.new_empty((dy.shape[0], weight.shape[1]) if wants_dx else (0,), dtype=x_dtype if wants_dx else dy.dtype)
+    dw = dy.new_empty(weight.shape if wants_dw else (0,), dtype=weight.dtype if wants_dw else dy.dtype)
+    return dx, dw
+
+
+def _count(product: int, formats: Tensor, counts: Tensor) -> str:
+    """The format of a product, noted as run."""
+    index = int(formats[product])
+    counts[product, index] += 1
+    return GEMM_FORMATS[index]
+
+
+def _gradient_copies(
+    run: Kernels, dy: Tensor, dgrad: str | None, wgrad: str | None, tensorwise: bool, power_of_two: bool
+) -> tuple[TiledTensor | None, TiledTensor | None]:
+    """The output gradient for those of the two products that have 8-bit operands: row-wise, and transposed."""
+    how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
+    dgrad8, wgrad8 = dgrad in FP8_FORMATS, wgrad in FP8_FORMATS
+    if dgrad8 and wgrad8 and gradient_spec(dgrad) != gradient_spec(wgrad):
+        row, _ = quantize_copies(dy, gradient_spec(dgrad), run, **how, row=True, column=False)
+        _, column = quantize_copies(dy, gradient_spec(wgrad), run, **how, row=False, column=True)
+        return row, column
+    name = dgrad if dgrad8 else wgrad
+    return quantize_copies(dy, gradient_spec(name or ""), run, **how, row=dgrad8, column=wgrad8)
+
+
+def _weight(
+    run: Kernels, weight: Tensor, codes: Tensor | None, scale: Tensor | None, tensorwise: bool, power_of_two: bool
+) -> TiledTensor:
+    """The weight's codes: those at hand, or new ones."""
+    stored = _tiled(codes, scale, weight_tile(tensorwise))
+    return stored or quantize_weight(weight, run, tensorwise=tensorwise, power_of_two=power_of_two)
+
+
+def _tiled(codes: Tensor | None, scale: Tensor | None, tile: Tile) -> TiledTensor | None:
+    return None if codes is None or scale is None else TiledTensor(codes, scale, tile, E4M3)
