@@ -21,11 +21,12 @@ from tilewright.precision.weights import QuantizedWeights
 
 ROWS, POSITIONS = 2, 32
 TOKENS = ROWS * POSITIONS
-STREAM = {"fp32": 4, "hybrid": 4, "bf16_mixed": 2, "fp8_tile": 2, "mixed_rules": 2}
-PRODUCT = {"fp32": 4, "hybrid": 2, "bf16_mixed": 2, "fp8_tile": 2, "mixed_rules": 2}
+STREAM = {"fp32": 4, "hybrid": 4, "bf16_mixed": 2, "fp8_tile": 2, "fp8_value": 2, "mixed_rules": 2}
+PRODUCT = {"fp32": 4, "hybrid": 2, "bf16_mixed": 2, "fp8_tile": 2, "fp8_value": 2, "mixed_rules": 2}
 FP8 = Policy("fp8_tile", device_type="cpu")
 POLICIES = {
     "fp8_tile": FP8,
+    "fp8_value": replace(FP8, keep="value"),
     # Of the readers of one input some in 8 bits and some not; and an attention output projection in 8 bits.
     "mixed_rules": replace(
         FP8,
@@ -76,8 +77,10 @@ def unpadded_experts(monkeypatch):
 
 def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bool) -> int:
     config = SHAPES[name]
-    tiled = {role(fqn): module.gemms for fqn, module in block.named_modules() if isinstance(module, TileLinear)}
-    codes = {name for name, gemms in tiled.items() if gemms.wgrad in FP8_FORMATS}
+    layers = {role(fqn): module for fqn, module in block.named_modules() if isinstance(module, TileLinear)}
+    tiled = {name: layer.gemms for name, layer in layers.items()}
+    experts = {name for name in layers if name.startswith("experts.")}  # run as one operation, which keeps codes
+    codes = {name for name in tiled if tiled[name].wgrad in FP8_FORMATS and (policy != "fp8_value" or name in experts)}
     fused = {name for name in codes if tiled[name].fprop in FP8_FORMATS and not tiled[name].tensorwise}
     sets = {"tiled": frozenset(tiled), "codes": frozenset(codes), "fused": frozenset(fused)}
     storage = Storage(STREAM[policy], PRODUCT[policy], compiled, **sets)
@@ -87,7 +90,7 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
     return TOKENS * per_token + fixed + tile_bytes(config, layer, mode, storage, TOKENS, 128 * config.num_experts)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "hybrid", "bf16_mixed", "fp8_tile", "mixed_rules"])
+@pytest.mark.parametrize("policy", ["fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules"])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek"])
 def test_eager_layer(name, mode, policy):
@@ -103,7 +106,7 @@ COMPILED = [
     (name, mode, policy)
     for name in ("gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek")
     for mode in ("none", "selective")
-    for policy in ("fp32", "hybrid", "bf16_mixed", "fp8_tile", "mixed_rules")
+    for policy in ("fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules")
     # What an eager selective checkpoint around compiled parts caches, hooks do not see. With copies handed from module
     # to module (`precision.fused`) torch 2.13 compiles such layers in parts, too.
     if (mode == "none" or not (SHAPES[name].num_experts or policy in POLICIES)) and (name, mode, policy) != FAST
@@ -118,7 +121,8 @@ def test_compiled_layer(name, mode, policy):
     model, block, layer, args = make_block(name, mode, policy)
     model.compile_blocks()
     keep: dict[int, tuple[int, torch.Tensor]] = {}
-    foreign = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *args[1:3])}
+    switches = [t for m in block.modules() if isinstance(m, TileLinear) for t in (m.formats, m.counts)]
+    foreign = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *args[1:3], *switches)}
 
     def pack(tensor):
         storage = tensor.untyped_storage()

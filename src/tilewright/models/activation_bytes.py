@@ -188,8 +188,6 @@ def _kept_input(storage: Storage, width: int, *readers: str) -> int:
     kept = width * storage.product * min(copies, len(plain))
     if len(plain) < len(readers):
         kept += width
-        if plain and not storage.compiled:  # what shares the copies holds the row-wise ones too while the input lives
-            kept += width + FP32 * -(-width // TILE)
     return kept
 
 

@@ -140,11 +140,16 @@ def layer_storages(work: Workload, mode: str) -> list[Storage]:
         parts = product.fqn.split(".")
         if product.gemms.any_fp8 and "layers" in parts:
             gemms[int(parts[parts.index("layers") + 1])][role(product.fqn)] = product.gemms
-    return [_with_codes(storage(work, mode), found) for found in gemms]
+    keep = work.policies[mode].keep
+    return [_with_codes(storage(work, mode), found, keep) for found in gemms]
 
 
-def _with_codes(kept: Storage, gemms: Mapping[str, Gemms]) -> Storage:
-    codes = {name for name, formats in gemms.items() if formats.wgrad in FP8_FORMATS}
+def _with_codes(kept: Storage, gemms: Mapping[str, Gemms], keep: str) -> Storage:
+    codes = {
+        name
+        for name, formats in gemms.items()
+        if formats.wgrad in FP8_FORMATS and (keep == "codes" or name.startswith("experts."))  # these run as one
+    }
     fused = {name for name in codes if gemms[name].fprop in FP8_FORMATS and not gemms[name].tensorwise}
     return replace(kept, tiled=frozenset(gemms), codes=frozenset(codes), fused=frozenset(fused))
 

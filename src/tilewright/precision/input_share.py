@@ -25,10 +25,16 @@ class InputShare:
     """Where layers side by side find the copies of an input that one of them has made.
 
     An input is the same if it is the same tensor object with the same version: nothing has written to it since. The
-    copies live as long as it does. Eager mode only: torch.compile finds the repeated quantisation by itself.
+    copies live as long as it does, or until `readers` layers have taken them: backward may keep the input for long.
+    Eager mode only: torch.compile finds the repeated quantisation by itself.
+
+    Args:
+        readers: how many layers ask for the copies of one input; 0 where that is not known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, readers: int = 0) -> None:
+        self._readers = readers
+        self._left = 0
         self._source: weakref.ref[Tensor] | None = None
         self._key: tuple[object, ...] = ()
         self._copies: InputCopies | None = None
@@ -42,7 +48,12 @@ class InputShare:
             self._copies = make()
             self._key = key
             self._source = weakref.ref(x, self._forget)
-        return self._copies
+            self._left = self._readers
+        copies = self._copies
+        self._left -= 1
+        if self._left == 0:
+            self._source = self._copies = None
+        return copies
 
     def _forget(self, source: "weakref.ref[Tensor]") -> None:
         if source is self._source:

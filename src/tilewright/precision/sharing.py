@@ -16,11 +16,16 @@ def share_inputs(model: nn.Module) -> None:
     with it; elsewhere layers side by side, such as query, key and value, find each other's copies.
     """
     for parent in model.modules():
-        share = InputShare()
-        # The only reader of an input shares it with nobody: a share would keep copies for as long as the input lives.
-        for child in parent.readers() if hasattr(parent, "readers") else parent.children():
-            if isinstance(child, TileLinear | Fp8Linear):
-                child.share = share
+        known = hasattr(parent, "readers")
+        layers = [
+            child
+            for child in (parent.readers() if known else parent.children())
+            if isinstance(child, TileLinear | Fp8Linear)
+        ]
+        # Elsewhere not all of the layers side by side read one input.
+        share = InputShare(len(layers) if known else 0)
+        for layer in layers:
+            layer.share = share
     for module in model.modules():
         for maker, fused, readers in module.quantized_readers() if hasattr(module, "quantized_readers") else ():
             maker.quantizing = None
