@@ -65,6 +65,9 @@ def commands() -> str:
         assert command is not None
         context = click.Context(command, parent, info_name=name, terminal_width=88, help_option_names=["-h", "--help"])
         lines += ["", f"## {name}", "", "```text", command.get_help(context), "```"]
+        for key, inner in command.commands.items() if isinstance(command, click.Group) else ():
+            below = click.Context(inner, context, info_name=key, terminal_width=88, help_option_names=["-h", "--help"])
+            lines += ["", f"## {name} {key}", "", "```text", inner.get_help(below), "```"]
     return "\n".join(lines) + "\n"
 
 

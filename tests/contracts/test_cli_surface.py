@@ -33,6 +33,7 @@ SURFACE = {
     "init": ["--force", "--help", "--list", "--quiet", "--to", "--verbose", "recipe"],
     "doctor": ["--device", "--help", "--json", "--quiet", "--verbose"],
     "plan": ["--help", "--json", "--quiet", "--verbose", "recipe"],
+    "precision": ["--help"],
     "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],
     "eval": ["--batches", "--help", "--json", "--quiet", "--verbose", "run"],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
@@ -40,6 +41,10 @@ SURFACE = {
     "report": ["--help", "--open", "--quiet", "--verbose", "run"],
     "bench": ["--help", "--json", "--quiet", "--steps", "--verbose", "recipe", "what"],
 }
+
+
+SEARCH = ["--batches", "--budget", "--force", "--help", "--json", "--out", "--quiet", "--rows", "--run", "--time"]
+SUBCOMMANDS = {"precision": {"search": sorted([*SEARCH, "--verbose", "--warmup", "recipe"])}}
 
 
 def surface(command: click.Command) -> list[str]:
@@ -59,6 +64,13 @@ def test_commands_and_options():
         assert command is not None
         found[name] = surface(command)
     assert found == SURFACE
+
+
+def test_commands_of_groups():
+    context = click.Context(cli)
+    groups = {name: command for name in COMMANDS if isinstance(command := cli.get_command(context, name), click.Group)}
+    found = {name: {key: surface(sub) for key, sub in group.commands.items()} for name, group in groups.items()}
+    assert found == SUBCOMMANDS
 
 
 def test_the_list_says_what_each_command_says():

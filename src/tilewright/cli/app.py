@@ -26,6 +26,10 @@ COMMANDS = {
         "tilewright.cli.plan:plan",
         "Does a run fit, how fast will it be, what binds: before it runs.",
     ),
+    "precision": (
+        "tilewright.cli.precision:precision",
+        "Find the fastest precision for a recipe within a loss budget.",
+    ),
     "train": ("tilewright.cli.train:train", "Train a model from a recipe; continue where the run stopped."),
     "eval": ("tilewright.cli.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
     "generate": ("tilewright.cli.generate:generate", "Continue a text with the model of a run."),

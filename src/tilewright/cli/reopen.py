@@ -44,11 +44,21 @@ def reopen(run: Path, device: str = "auto") -> Reopened:
     machine = detect_machine(device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     tokenizer = load_tokenizer(run / "tokenizer.json")
-    checkpoint = _newest(run)
     section = recipe.model.model_copy(update={"weights": "random"})  # the checkpoint's weights, not the folder's
     model = build_model(section, tokenizer.vocab_size, Kernels(machine, recipe.ops.model_dump()), machine.device)
-    _load(model, checkpoint)
+    checkpoint = load_newest(run, model)
     return Reopened(recipe, tokenizer, model.eval(), checkpoint, torch.device(machine.device))
+
+
+def load_newest(run: Path, model: Model) -> Path:
+    """The weights of a run's newest sound checkpoint into a model, in place; the checkpoint's path.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
+    checkpoint = _newest(run)
+    _load(model, checkpoint)
+    return checkpoint
 
 
 def _newest(run: Path) -> Path:
