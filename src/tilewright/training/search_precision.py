@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewright.core.config import Recipe
+from tilewright.core.config import PrecisionSection, Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, fp8_choice
 from tilewright.core.load import Loaded
@@ -183,8 +183,8 @@ def by_layer(units: Sequence[Unit], formats: Mapping[str, Gemms]) -> dict[str, G
 
 
 def _searchable(recipe: Recipe) -> Recipe:
-    """The recipe as its warm-up runs: BF16, and eager, as layers are switched one by one afterwards."""
-    precision = recipe.precision.model_copy(update={"mode": "bf16_mixed", "start_mode": None, "rules": ()})
+    """The recipe as its warm-up runs: plain BF16, and eager, as layers are switched one by one afterwards."""
+    precision = PrecisionSection(mode="bf16_mixed")
     train = recipe.train.model_copy(update={"compile": "off"})
     return recipe.model_copy(update={"precision": precision, "train": train})
 
