@@ -48,6 +48,9 @@ MOE = {"model.num_experts": "4", "model.expert_dim": "16"}
 FP16 = {"precision.mode": "hybrid", "precision.rules": '[{ match = "*", op = "linear", compute = "fp16" }]'}
 FP16 |= {"precision.loss_scale": "1024"}
 FP8 = {"precision.mode": "fp8_tile"}
+CONTROL = {"precision.mode": "fp8_tile", "precision.controller": "true", "precision.controller_every": "2"}
+CONTROL |= {"precision.controller_recalibrate": "2"}
+UNTIL = {"precision.mode": "fp8_tile", "precision.fp8_until": "0.34"}
 SWITCH = {"precision.start_mode": "bf16_mixed", "precision.start_fraction": "0.34"}
 ROWS = {"data.source": "rows.jsonl"}
 LLAMA = {"model.path": "llama"}
@@ -123,6 +126,19 @@ PROOFS: dict[str, Probe | str] = {
     "precision.fp8_min_gain": "tests/precision/test_policy.py",
     "precision.strict": "tests/precision/test_convert.py",
     "precision.decouple": Probe("[]", "precision", FP8),
+    "precision.fp8_from": Probe("[0.0, 0.4, 0.7]", "weights", FP8),
+    "precision.fp8_until": Probe("0.5", "weights", FP8),
+    "precision.fp8_after": Probe("fprop", "weights", UNTIL),
+    "precision.controller": Probe("true", "files", FP8),
+    "precision.controller_policy": "tests/training/test_controller_run.py::test_settings_of_the_controller",
+    "precision.controller_budget": Probe("0.01", "error", CONTROL),
+    "precision.controller_every": "tests/training/test_controller_run.py::test_settings_of_the_controller",
+    "precision.controller_cooldown": "tests/training/test_controller_run.py::test_settings_of_the_controller",
+    "precision.controller_quiet": "tests/training/test_controller_run.py::test_settings_of_the_controller",
+    "precision.controller_recalibrate": "tests/training/test_controller_run.py::test_settings_of_the_controller",
+    "precision.controller_redo": "tests/training/test_controller_run.py::test_settings_of_the_controller",
+    "precision.controller_spike_factor": "tests/training/test_controller_run.py::test_settings_of_the_controller",
+    "precision.lr_noise": Probe("50", "weights", CONTROL),
     "precision.eval_fp32": Probe("false", "evals", {"precision.mode": "bf16_mixed"}),
     "optim.lr": Probe("0.01", "weights"),
     "optim.betas": Probe("[0.5, 0.9]", "weights"),
@@ -136,6 +152,7 @@ PROOFS: dict[str, Probe | str] = {
     "optim.min_lr_ratio": Probe("0.9", "weights"),
     "optim.clip_norm": Probe("0.01", "weights"),
     "optim.clip_adaptive": Probe("0.5", "weights", {"train.steps": "30"}),
+    "optim.clip_elements": Probe("0.00001", "steps"),
     "optim.clip_threshold": Probe("0.001", "events"),
     "train.steps": Probe("2", "steps"),
     "train.batch_size": Probe("8", "weights"),

@@ -204,7 +204,7 @@ def test_a_product_that_the_policy_keeps_in_bf16_may_go_up_from_there():
 
 def steady(controller, steps=20):
     for step in range(steps):
-        assert controller.observe(step, 3.0 + 0.01 * (step % 3), 1.0 + 0.01 * (step % 2))[0] == APPLY
+        assert controller.observe(3.0 + 0.01 * (step % 3), 1.0 + 0.01 * (step % 2))[0] == APPLY
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def steady(controller, steps=20):
 def test_a_bad_step_is_redone_and_applied_if_wider_formats_mend_it(loss, norm, name):
     controller = Controller(SITES, settings())
     steady(controller)
-    verdict, spike = controller.observe(20, loss, norm)
+    verdict, spike = controller.observe(loss, norm)
     assert (verdict, spike.name) == (REDO, name)
-    assert controller.observe_again(20, 3.0, 1.0, spike) == (APPLY, None)
+    assert controller.observe_again(3.0, 1.0, spike) == (APPLY, None)
     assert controller.suspect is spike
     moves = controller.judge(20, evidence({(LAYERS[1], "wgrad"): MIDDLING}))  # not bad enough without the spike
     assert [(move.layer, move.gemm) for move in moves] == [(LAYERS[1], "wgrad")]
@@ -225,8 +225,8 @@ def test_a_bad_step_is_redone_and_applied_if_wider_formats_mend_it(loss, norm, n
 def test_after_a_mended_spike_something_moves_even_where_all_evidence_is_good():
     controller = Controller(SITES, settings())
     steady(controller)
-    _, spike = controller.observe(20, 9.0, 1.0)
-    controller.observe_again(20, 3.0, 1.0, spike)
+    _, spike = controller.observe(9.0, 1.0)
+    controller.observe_again(3.0, 1.0, spike)
     (move,) = controller.judge(20, evidence(GOOD))
     assert (move.evidence, move.value) == ("loss spike", 9.0)
 
@@ -235,21 +235,21 @@ def test_a_spike_that_stays_is_skipped_a_few_times_and_then_taken_as_the_new_lev
     controller = Controller(SITES, settings())
     steady(controller)
     verdicts = []
-    for step in range(20, 25):
-        verdict, spike = controller.observe(step, 9.0, 1.0)
-        verdicts.append(controller.observe_again(step, 9.0, 1.0, spike)[0] if verdict == REDO else verdict)
+    for _ in range(5):
+        verdict, spike = controller.observe(9.0, 1.0)
+        verdicts.append(controller.observe_again(9.0, 1.0, spike)[0] if verdict == REDO else verdict)
     assert verdicts == [SKIP, SKIP, SKIP, APPLY, APPLY]
     assert controller.suspect is None
 
 
 def test_a_step_that_is_not_finite_is_never_applied():
     controller = Controller(SITES, settings())
-    for step in range(10):
-        verdict, spike = controller.observe(step, math.nan, 1.0)
+    for _ in range(10):
+        verdict, spike = controller.observe(math.nan, 1.0)
         assert verdict == REDO
-        assert controller.observe_again(step, math.nan, math.nan, spike)[0] == SKIP
+        assert controller.observe_again(math.nan, math.nan, spike)[0] == SKIP
     careless = Controller(SITES, settings(redo=False))
-    assert careless.observe(0, math.inf, 1.0)[0] == SKIP
+    assert careless.observe(math.inf, 1.0)[0] == SKIP
 
 
 def test_noise_is_no_spike():
@@ -289,9 +289,9 @@ def play(controller, samples, start=0, step=0):
     moves = []
     for gap, products, bf16, recalibrate, loss in samples[start:]:
         step += gap
-        verdict, spike = controller.observe(step, loss, 1.0)
+        verdict, spike = controller.observe(loss, 1.0)
         if verdict == REDO:
-            controller.observe_again(step, 3.0 if bf16 is GOOD else loss, 1.0, spike)
+            controller.observe_again(3.0 if bf16 is GOOD else loss, 1.0, spike)
         fp8 = {(site.layer, site.gemm): product for site, product in zip(SITES, products, strict=True)}
         moves += controller.judge(step, evidence(fp8, bf16), recalibrate=recalibrate)
         assert controller.share_above_8bit <= controller.settings.budget + 1e-9

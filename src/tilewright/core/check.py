@@ -23,7 +23,7 @@ class Conflict:
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
     """Every contradiction in a recipe whose single values are all right."""
-    checks = (_model, _decoder_shape, _mla, _experts, _export, _data, _precision, _optim, _train)
+    checks = (_model, _decoder_shape, _mla, _experts, _export, _data, _precision, _precision_control, _optim, _train)
     return [conflict for check in checks for conflict in check(recipe)]
 
 
@@ -248,6 +248,56 @@ def _precision(recipe: Recipe) -> Iterator[Conflict]:
             f"precision.loss_scale = {precision.loss_scale:g}",
             f"{precision.loss_scale_min:g} to {precision.loss_scale_max:g}",
             'precision.loss_scale = "auto"',
+        )
+
+
+def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
+    """The controller, and schedules of single products."""
+    precision = recipe.precision
+    until = precision.fp8_until
+    if not all(0 <= share <= 1 for share in precision.fp8_from):
+        yield Conflict(
+            ("precision.fp8_from",),
+            "shares of the steps lie between 0 and 1",
+            f"precision.fp8_from = {list(precision.fp8_from)}",
+            "three numbers from 0 to 1: for fprop, wgrad and dgrad",
+            "precision.fp8_from = [0.0, 0.1, 0.2]",
+        )
+    elif precision.fp8_from != (0.0, 0.0, 0.0) and max(precision.fp8_from) >= until:
+        yield Conflict(
+            ("precision.fp8_from", "precision.fp8_until"),
+            "8 bits would end before all products have begun with them",
+            f"precision.fp8_from = {list(precision.fp8_from)}, fp8_until = {until:g}",
+            "shares in fp8_from below fp8_until",
+            "precision.fp8_until = 1.0",
+        )
+    if not precision.moves_products:
+        return
+    asked = "precision.controller = true" if precision.controller else "precision.fp8_from or fp8_until"
+    if precision.mode != "fp8_tile":
+        yield Conflict(
+            ("precision.mode", "precision.controller", "precision.fp8_from", "precision.fp8_until"),
+            "only products in 8-bit tiles can be moved while training",
+            f'{asked}, precision.mode = "{precision.mode}"',
+            'precision.mode = "fp8_tile"',
+            'precision.mode = "fp8_tile", or precision.controller = false and no fp8_from and fp8_until',
+        )
+    elif precision.start_mode is not None:
+        yield Conflict(
+            ("precision.start_mode", "precision.controller", "precision.fp8_from", "precision.fp8_until"),
+            "a start mode and moves of single products cannot be together",
+            f'{asked}, precision.start_mode = "{precision.start_mode}"',
+            "one of them; fp8_from starts the products in BF16, too",
+            f'precision.start_mode = "none", precision.fp8_from = {[precision.start_fraction] * 3}',
+        )
+    if precision.controller and precision.controller_recalibrate < precision.controller_every:
+        yield Conflict(
+            ("precision.controller_every", "precision.controller_recalibrate"),
+            "large samples would be more frequent than small ones",
+            f"precision.controller_recalibrate = {precision.controller_recalibrate}, "
+            f"controller_every = {precision.controller_every}",
+            "controller_recalibrate at least controller_every",
+            f"precision.controller_recalibrate = {10 * precision.controller_every}",
         )
 
 

@@ -174,11 +174,47 @@ class PrecisionSection(Section):
     """On a GPU, the FP8 modes leave linear layers in BF16 whose expected speed-up is below this. 0: none."""
     decouple: tuple[str, ...] = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
     """Globs of linear layers whose gradients the FP8 modes compute in BF16: attention output projections."""
+    fp8_from: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Shares of the steps after which the forward product, the weight's gradient and the input's gradient may have 8
+    bits; BF16 before. [0, 0.1, 0.2] is the articles' progressive start: weights, then activations, then gradients."""
+    fp8_until: float = Field(default=1.0, gt=0, le=1)
+    """Share of the steps after which 8 bits give way to BF16. 1: never."""
+    fp8_after: Literal["all", "fprop"] = "all"
+    """What goes to BF16 then: all products, or the forward product alone."""
+    controller: bool = False
+    """Move each product of the FP8 layers to BF16 or FP32 and back on evidence, and redo bad steps (fp8_tile only)."""
+    controller_policy: Literal["per_gemm", "three_level"] = "per_gemm"
+    """What moves together: each product for itself, or attention, forward and gradient products as three groups."""
+    controller_budget: float = Field(default=0.5, ge=0, le=1)
+    """Largest share of the linear layers' work above 8 bits, what `rules` and `decouple` keep there included. What
+    cannot be kept ends the start with exit code 3."""
+    controller_every: int = Field(default=100, ge=1)
+    """Steps between samples of evidence. A sample is a pass over one row, and its products in both formats."""
+    controller_cooldown: int = Field(default=200, ge=1)
+    """Steps between two moves of one product."""
+    controller_quiet: int = Field(default=3, ge=1)
+    """Good samples in a row before a product comes back to fewer bits."""
+    controller_recalibrate: int = Field(default=1000, ge=1)
+    """Steps between larger samples (all rows of the step), after which a good product comes back without waiting."""
+    controller_redo: bool = True
+    """Compute a step again in BF16 where its loss or gradient is not finite or out of line; skip it if that does not
+    help. False: only what is not finite is skipped."""
+    controller_spike_factor: float = Field(default=8.0, gt=0)
+    """A loss is out of line this many spreads (1.48 times the median absolute deviation) above the recent median."""
+    lr_noise: float = Field(default=0.0, ge=0)
+    """Learning rate times 1 / (1 + lr_noise * noise), with the mean noise over signal of the products that the
+    controller's last sample measured (E4M3: 0.03). 0: off."""
     strict: bool = False
     """Stop where something would run in another way than asked: 8-bit products on a machine without a unit for them,
     TF32 by rounding, a layer that cannot compute in its format."""
     eval_fp32: bool = True
     """Evaluate in FP32."""
+
+    @property
+    def moves_products(self) -> bool:
+        """Whether single products change their format during the run, on evidence or by a schedule."""
+        scheduled = self.fp8_from != (0.0, 0.0, 0.0) or self.fp8_until < 1
+        return self.enabled and (self.controller or scheduled)
 
 
 class OptimSection(Section):
@@ -206,6 +242,8 @@ class OptimSection(Section):
     """Largest global gradient norm. 0: no clipping."""
     clip_adaptive: float = Field(default=0.0, ge=0)
     """Clip to this many times the running mean of the norm where that is below `clip_norm`. 0: off."""
+    clip_elements: float = Field(default=0.0, ge=0)
+    """Clip each element of the gradient to plus or minus this, before the norm. 0: off. (An article has 6.)"""
     clip_threshold: float = Field(default=1e5, gt=0)
     """A step whose gradient norm is above this is skipped and counted, like an overflow."""
 

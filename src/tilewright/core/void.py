@@ -22,7 +22,15 @@ _SHAPE = (
 )
 _TEXT_DATA = ("domains", "max_bytes", "seq_len", "vocab_size", "tokenizer", "text_field")
 _FP8_MODE = ("fp8_min_gain", "decouple")
-_LOW_PRECISION = ("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale", *_FP8_MODE)
+_CONTROL = (
+    *("controller_policy", "controller_budget", "controller_every", "controller_cooldown", "controller_quiet"),
+    *("controller_recalibrate", "controller_redo", "controller_spike_factor", "lr_noise"),
+)
+_SCHEDULE = ("fp8_from", "fp8_until", "fp8_after", "controller")
+_LOW_PRECISION = (
+    *("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale"),
+    *(_FP8_MODE + _CONTROL + _SCHEDULE),
+)
 
 
 def _fp8_modes(recipe: Recipe) -> bool:
@@ -53,6 +61,8 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: not r.precision.enabled, "precision.enabled = false", "precision", _LOW_PRECISION),
     (lambda r: not _fp8_modes(r), "no mode here is one of FP8", "precision", _FP8_MODE),
     (lambda r: not (_fp8_modes(r) or _fp8_rules(r)), "nothing here is in FP8", "precision", ("fp8_scale",)),
+    (lambda r: not r.precision.controller, "there is no controller", "precision", _CONTROL),
+    (lambda r: r.precision.fp8_until == 1, "8 bits last to the end", "precision", ("fp8_after",)),
     (lambda r: r.precision.start_mode is None, "there is no start_mode", "precision", ("start_fraction",)),
     (lambda r: not r.save.export_hf, "save.export_hf = false", "save", ("export_format",)),
     (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"', "optim", ("decay_fraction",)),

@@ -31,13 +31,23 @@ class GradClip:
         adaptive: factor on the running mean of the norm, 0 for off.
         threshold: norm above which a step is skipped.
         momentum: of the running mean, in steps; adaptive clipping starts after as many.
+        elements: bound on the magnitude of each element of the true gradient, applied before the norm that is
+            clipped and told; 0 for none.
     """
 
-    def __init__(self, max_norm: float, adaptive: float = 0.0, threshold: float = 1e5, momentum: int = 20):
+    def __init__(
+        self,
+        max_norm: float,
+        adaptive: float = 0.0,
+        threshold: float = 1e5,
+        momentum: int = 20,
+        elements: float = 0.0,
+    ):
         self.max_norm = max_norm
         self.adaptive = adaptive
         self.threshold = threshold
         self.momentum = momentum
+        self.elements = elements
         self.mean_norm = 0.0
         self.num_norms = 0
 
@@ -49,6 +59,10 @@ class GradClip:
         """
         grads = [param.grad for param in params if param.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads, foreach=True)) * inv_scale if grads else 0.0
+        if self.elements and grads and math.isfinite(norm):  # an overflow must stay one
+            torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
+            torch._foreach_clamp_max_(grads, self.elements / inv_scale)
+            norm = float(torch.nn.utils.get_total_norm(grads, foreach=True)) * inv_scale
         if not math.isfinite(norm):
             return ClipResult(norm, math.inf, "the gradient is not finite")
         if norm > self.threshold:

@@ -92,7 +92,7 @@ class Controller:
 
     # ---- steps ----
 
-    def observe(self, step: int, loss: float, grad_norm: float) -> tuple[str, Spike | None]:
+    def observe(self, loss: float, grad_norm: float) -> tuple[str, Spike | None]:
         """Whether a step that was computed is to be applied, or redone in wider formats; and what is wrong with it."""
         self.suspect = None
         spike = self._detector.spike(loss, grad_norm)
@@ -101,7 +101,7 @@ class Controller:
             return (SKIP if spike is not None and spike.name == "not_finite" else APPLY), spike
         return REDO, spike
 
-    def observe_again(self, step: int, loss: float, grad_norm: float, first: Spike) -> tuple[str, Spike | None]:
+    def observe_again(self, loss: float, grad_norm: float, first: Spike) -> tuple[str, Spike | None]:
         """Whether a step that was redone in wider formats is to be applied or skipped; what is still wrong with it."""
         spike = self._detector.spike(loss, grad_norm)
         if spike is None:

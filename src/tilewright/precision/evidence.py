@@ -148,12 +148,16 @@ class Evidence:
         layers = {name: LayerEvidence.from_vector(part) for name, part in zip(names, parts, strict=True)}
         return cls({name: layer for name, layer in layers.items() if layer != LayerEvidence()})
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain dicts; numbers that are not finite are texts ("inf", "-inf", "nan"), as JSON has none."""
+    def to_json(self, digits: int | None = None) -> dict[str, Any]:
+        """Plain dicts; numbers that are not finite are texts ("inf", "-inf", "nan"), as JSON has none.
+
+        Args:
+            digits: significant digits to keep; None keeps all.
+        """
         return {
             name: {
-                "tensors": {key: _plain(asdict(part)) for key, part in layer.tensors.items()},
-                "products": {key: _plain(asdict(part)) for key, part in layer.products.items()},
+                "tensors": {key: _plain(asdict(part), digits) for key, part in layer.tensors.items()},
+                "products": {key: _plain(asdict(part), digits) for key, part in layer.products.items()},
             }
             for name, layer in self.layers.items()
         }
@@ -181,8 +185,9 @@ def _signed(value: float | None, name: str) -> float:
     return -value if name in _LOW_IS_WORSE else value
 
 
-def _plain(part: Mapping[str, float]) -> dict[str, float | str]:
-    return {name: value if math.isfinite(value) else str(value) for name, value in part.items()}
+def _plain(part: Mapping[str, float], digits: int | None) -> dict[str, float | str]:
+    short = {name: value if digits is None else float(f"{value:.{digits}g}") for name, value in part.items()}
+    return {name: value if math.isfinite(value) else str(value) for name, value in short.items()}
 
 
 def _numbers(part: Mapping[str, float | str]) -> dict[str, float]:

@@ -30,7 +30,8 @@ LIMITS = {
 were underflow 0.001, gain error 0.007, cosine 0.994, 19.3 dB (a weight gradient that is small beside its operands; the
 median is 30 to 37 dB, as two E4M3 operands give), and a dynamic range of 2^30.
 
-- `underflow`: 20 times that. A tile of E4M3 spans 2^18.8: much underflow is tiles with much that is small and one outlier.
+- `underflow`: 20 times that. A tile of E4M3 spans 2^18.8: much underflow means much that is small beside
+  one outlier.
 - `gain_error`: three times that. Noise averages out over steps, a bias does not, so it is bounded below the noise.
 - `sqnr_db`, `cosine`: noise of 20 % of the signal, twice that; 17 dB and 0.99 are 14 %.
 - `dynamic_range_log2`: one tiny element among 128 widens a tile without harm, so it speaks only where it is absurd.

@@ -157,6 +157,9 @@ class SectionFields(Protocol):
     @property
     def strict(self) -> bool: ...
 
+    @property
+    def moves_products(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -252,6 +255,7 @@ class Policy:
             fp8_min_gain=section.fp8_min_gain,
             decouple=tuple(section.decouple),
             strict=section.strict,
+            keep="value" if section.moves_products else "codes",
         )
 
     def on(self, device_type: str) -> "Policy":

@@ -36,11 +36,14 @@ from tilewright.optim.groups import decay_groups
 from tilewright.optim.schedule import LRSchedule
 from tilewright.plan import ceilings
 from tilewright.plan.cost import Plan, make_plan
+from tilewright.precision.control import PrecisionController
+from tilewright.precision.controller_settings import Settings
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy
-from tilewright.precision.schedule import ModeSchedule
+from tilewright.precision.schedule import FormatSchedule, ModeSchedule
 from tilewright.precision.weights import QuantizedWeights
+from tilewright.training.control import StepControl
 from tilewright.training.counters import Counters
 from tilewright.training.state import TrainState
 from tilewright.training.step import Batch, StandardExecutor
@@ -144,6 +147,8 @@ class Parts:
     executor: StandardExecutor
     counters: Counters
     setup: Setup
+    control: StepControl | None
+    """Moves single products between formats; None where nothing of the kind was asked for."""
 
     @cached_property
     def eval_batches(self) -> dict[str, list[Batch]]:
@@ -158,6 +163,8 @@ class Parts:
         small = {"counters": self.counters, "clip": self.clip, "stream": self.stream}
         if self.scaler is not None:
             small["scaler"] = self.scaler
+        if self.control is not None:
+            small["control"] = self.control.control
         return TrainState(self.model, self.optimizer, small)
 
 
@@ -201,13 +208,17 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
     optim = recipe.optim
-    clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold)
-    executor = StandardExecutor(model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger)
+    clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
+    control = _control(setup, model)
+    executor = StandardExecutor(
+        model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger,
+        control=control.control if control is not None else None,
+    )  # fmt: skip
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     stream = _stream(recipe, setup.prepared)
-    return Parts(model, modes, optimizer, scaler, clip, rates, stream, ledger, executor, Counters(), setup)
+    return Parts(model, modes, optimizer, scaler, clip, rates, stream, ledger, executor, Counters(), setup, control)
 
 
 def does_not_fit(plan: Plan) -> FitError:
@@ -278,6 +289,31 @@ def _precision(setup: Setup, model: Model) -> tuple[Policy, ModeSchedule, bool]:
         scaled |= set_mode(model, policy.in_mode(last)).needs_loss_scaling
         set_mode(model, policy.in_mode(first))
     return policy, schedule, scaled
+
+
+def _control(setup: Setup, model: Model) -> StepControl | None:
+    """The controller of single products, if the recipe asks for it or for a schedule of them.
+
+    Raises:
+        FitError: its budget cannot be kept.
+    """
+    section = setup.recipe.precision
+    if not section.moves_products:
+        return None
+    settings = None
+    if section.controller:
+        settings = Settings(
+            policy=section.controller_policy,
+            budget=section.controller_budget,
+            every=section.controller_every,
+            cooldown=section.controller_cooldown,
+            quiet=section.controller_quiet,
+            recalibrate=section.controller_recalibrate,
+            redo=section.controller_redo,
+            spike_factor=section.controller_spike_factor,
+        )
+    schedule = FormatSchedule.from_section(section, setup.recipe.train.steps)
+    return StepControl(PrecisionController(model, settings, schedule), model, setup.device, section.lr_noise)
 
 
 def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:

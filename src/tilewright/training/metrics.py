@@ -1,4 +1,5 @@
-"""The run's record in three append-only files: metrics.jsonl, events.jsonl and samples.jsonl.
+"""The run's record in append-only files: metrics.jsonl, events.jsonl, samples.jsonl and, where precision is controlled,
+precision.jsonl.
 
 One JSON object a line, written at once, so a killed process loses at most the line it was writing. On resume that
 torn line is cut, and so are rows past the step resumed from, which will be written again: curves never double.
@@ -16,7 +17,20 @@ from typing import Any
 from tilewright.training.durable import write_whole
 
 # Events that a resumed run brings about again; the others tell of the process and stay.
-REPLAYED_EVENTS = frozenset({"overflow", "skip", "eval", "precision_switch", "save", "done", "report"})
+REPLAYED_EVENTS = frozenset(
+    {
+        "overflow",
+        "skip",
+        "eval",
+        "precision_switch",
+        "precision_move",
+        "precision_budget",
+        "redo",
+        "save",
+        "done",
+        "report",
+    }
+)
 
 Row = dict[str, Any]
 
@@ -78,6 +92,7 @@ class RunLog:
             self.repaired = {
                 "metrics.jsonl": repair(folder / "metrics.jsonl", lambda row: row["step"] <= resumed_step),
                 "samples.jsonl": repair(folder / "samples.jsonl", lambda row: row["step"] <= resumed_step),
+                "precision.jsonl": repair(folder / "precision.jsonl", lambda row: row["step"] <= resumed_step),
                 "events.jsonl": repair(
                     folder / "events.jsonl",
                     lambda row: row["step"] <= resumed_step or row["kind"] not in REPLAYED_EVENTS,
@@ -87,6 +102,8 @@ class RunLog:
         self._metrics = JsonLines(folder / "metrics.jsonl")
         self._events = JsonLines(folder / "events.jsonl")
         self._samples = JsonLines(folder / "samples.jsonl")
+        self._precision_path = folder / "precision.jsonl"
+        self._precision: JsonLines | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -109,10 +126,16 @@ class RunLog:
         """Append a text that the model wrote."""
         self._samples.append({"step": step, "time_s": round(self.elapsed_s, 4), "prompt": prompt, "text": text})
 
+    def precision(self, *, step: int, **values: Any) -> None:
+        """Append a sample, a move or a refused move of the precision controller (`precision.history` reads them)."""
+        self._precision = self._precision or JsonLines(self._precision_path)
+        self._precision.append({"step": step, **values})
+
     def close(self) -> None:
         """Close the files."""
-        for file in (self._metrics, self._events, self._samples):
-            file.close()
+        for file in (self._metrics, self._events, self._samples, self._precision):
+            if file is not None:
+                file.close()
 
 
 def _parse(line: bytes) -> Row | None:

@@ -81,10 +81,15 @@ class Recorder:
             "wait_share": wait_s / seconds,
             **result.aux,
         }
+        if result.redone is not None:
+            row["redone"] = result.redone
         if memory is not None:
             row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
         row = self.log.metrics(counters.step, **row)
         self._add(result, wait_s)
+        if result.redone is not None:
+            text = f"step {counters.step} computed again in wider formats: {result.redone}"
+            self.event(counters.step, "redo", text, grad_norm=result.grad_norm, loss=result.loss)
         if result.skipped is not None:
             self._skipped(counters.step, result)
         if memory is not None:

@@ -124,10 +124,15 @@ class Run:
         microbatches = parts.stream.next_step()
         wait_s = parts.stream.wait_s
         lr = parts.schedule.lr_at(self.step)
+        if parts.control is not None:
+            parts.control.before(self.step, microbatches, self.recorder)
+            lr = parts.control.lr(lr)
         self.last = parts.executor.step(microbatches, lr)
         parts.counters.add(self.last)
         memory = parts.ledger.snapshot(parts.model, parts.optimizer) if self.recorder.line_due(self.step) else None
         self.recorder.step(parts.counters, self.last, lr, wait_s, memory)
+        if parts.control is not None:
+            parts.control.after(self.step - 1, microbatches, self.recorder)
 
     def _between_steps(self) -> None:
         recipe = self.setup.recipe

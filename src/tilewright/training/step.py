@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from tilewright.core.errors import HardwareError, NumericsError
 from tilewright.memory.ledger import Ledger
 from tilewright.models.contract import TrainableModel
 from tilewright.optim.clip import GradClip
+from tilewright.precision.control import PrecisionController
 from tilewright.precision.loss_scale import DynamicScaler
 
 IGNORED_LABEL = -100
@@ -48,6 +49,18 @@ class StepResult:
     seconds: float
     aux: Mapping[str, float] = field(default_factory=dict)
     """What the model reports besides its loss, mean over the micro-batches of this rank."""
+    redone: str | None = None
+    """Why the step was computed a second time, in wider formats; None where it was not."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A step as computed, its gradients in the parameters and not yet applied."""
+
+    loss: float
+    norm: float
+    skipped: str | None
+    aux: Mapping[str, Tensor]
 
 
 class Executor(Protocol):
@@ -72,6 +85,7 @@ class StandardExecutor:
         clip: clipping, and the threshold above which a step is skipped.
         device: where batches are moved.
         ledger: measures memory by phase, if given.
+        control: redoes bad steps in wider formats, if given.
 
     Raises:
         HardwareError: several ranks, and parameters that are sharded: their gradients would not be summed right.
@@ -86,7 +100,9 @@ class StandardExecutor:
         clip: GradClip,
         device: torch.device | str = "cpu",
         ledger: Ledger | None = None,
+        control: PrecisionController | None = None,
     ) -> None:
+        self.control = control
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
@@ -113,18 +129,45 @@ class StandardExecutor:
         self._sum_over_ranks([totals])
         num_targets, num_tokens = totals.tolist()
         scale = self.scaler.scale_value if self.scaler is not None else 1.0
+        attempt, redone = self._attempt_twice(microbatches, num_targets, scale)
+        with self._phase("update"):
+            self._watch(attempt.loss, attempt.norm)
+            if attempt.skipped is None:
+                self._apply(lr)
+            self.optimizer.zero_grad(set_to_none=True)
+            told = {name: float(value) / len(microbatches) for name, value in attempt.aux.items()}
+        seconds = time.perf_counter() - started
+        return StepResult(
+            attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone
+        )
+
+    def _attempt_twice(
+        self, microbatches: Sequence[Batch], num_targets: int, scale: float
+    ) -> tuple[_Attempt, str | None]:
+        """The step, and why it was computed again in wider formats, if it was: where `control` finds it bad."""
+        if self.control is None or not num_targets:
+            return self._attempt(microbatches, num_targets, scale), None
+        before = [(part, part.state_dict()) for part in (self.clip, self.scaler) if part is not None]
+        attempts: list[_Attempt] = []
+
+        def compute() -> tuple[float, float]:
+            for part, state in before if attempts else ():
+                part.load_state_dict(state)
+            attempts.append(self._attempt(microbatches, num_targets, scale))
+            return attempts[-1].loss, attempts[-1].norm
+
+        redone, skipped = self.control.guard(compute)
+        return replace(attempts[-1], skipped=attempts[-1].skipped or skipped), redone
+
+    def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> _Attempt:
+        """Forward and backward over all micro-batches, gradients shared and clipped."""
         loss_sum, aux = self._accumulate(microbatches, scale / max(num_targets, 1))
         self._sum_over_ranks([loss_sum])
         with self._phase("update"):
             self._share_gradients()
             loss = float(loss_sum) / max(num_targets, 1)
             norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
-            self._watch(loss, norm)
-            if skipped is None:
-                self._apply(lr)
-            self.optimizer.zero_grad(set_to_none=True)
-            told = {name: float(value) / len(microbatches) for name, value in aux.items()}
-        return StepResult(loss, num_targets, num_tokens, norm, skipped, scale, time.perf_counter() - started, told)
+        return _Attempt(loss, norm, skipped, aux)
 
     def _accumulate(self, microbatches: Sequence[Batch], factor: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Sums over the micro-batches of the loss over all targets, and of what the model tells besides.
