@@ -19,6 +19,8 @@ from tilewright.ops.ref import fp8 as ref
 from tilewright.ops.triton.rules import needs_triton
 
 KINDS = ("tiles", "tensorwise")
+UNITS = ("scaled_mm", "triton")
+"""Candidates that multiply 8-bit operands as they are, where the machine has a unit for it; the others decode them."""
 
 
 def kind_of(a: TiledTensor) -> str:

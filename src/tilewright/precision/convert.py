@@ -223,7 +223,9 @@ def _row(site: Site, decision: Decision, policy: Policy) -> Row:
     own = site.handling is Handling.OWN
     output = "-" if site.handling is Handling.REGION and policy.stream != policy.activation else decision.output
     storage = "fp8" if isinstance(site.module, Fp8Linear) else decision.storage
-    return Row(site.fqn, site.kind, decision.compute, storage, output, reason, not own, decision.gemms)
+    return Row(
+        site.fqn, site.kind, decision.compute, storage, output, reason, not own, decision.gemms, decision.fallback
+    )
 
 
 def _function_rows(policy: Policy, own: bool) -> list[Row]:

@@ -28,6 +28,8 @@ class Row:
     reason: str
     set_by_policy: bool = True
     gemms: Gemms | None = None
+    fallback: bool = False
+    """The part does not do what the policy asked for; `reason` says why."""
 
 
 class Table(tuple[Row, ...]):

@@ -1,0 +1,168 @@
+"""What each product of a run executed, as rows: folded for reading, and compared between two runs. Without torch.
+
+Rows are made by `audit`, lie in audit.json of a run folder, and are shown by `tilewright inspect`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FILE = "audit.json"
+"""Name in the run folder."""
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """One product of one layer in one format.
+
+    Args:
+        layer: its name in the model.
+        gemm: fprop, dgrad or wgrad; "all" where the three are not told apart.
+        format: of the operands.
+        kernel: the implementation that multiplied, as `ops` names it; "-" where the layer calls torch itself.
+        calls: how often it ran; None where calls are not counted, and the row says what the conversion set.
+        fallback: why it ran in another way than the policy said; empty where it did not.
+    """
+
+    layer: str
+    gemm: str
+    format: str
+    kernel: str
+    calls: int | None
+    fallback: str = ""
+
+    @property
+    def counted(self) -> bool:
+        """Whether the calls were counted as they ran."""
+        return self.calls is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain data."""
+        return asdict(self)
+
+
+def read_rows(value: Mapping[str, Any]) -> list[AuditRow]:
+    """The rows of an audit.json.
+
+    Raises:
+        KeyError, TypeError: it is none.
+    """
+    return [AuditRow(**row) for row in value["rows"]]
+
+
+def folded(rows: Iterable[AuditRow]) -> list[tuple[AuditRow, int]]:
+    """Rows that differ by the numbers in their layers' names alone as one, with their count and the sum of calls.
+
+    Example:
+        >>> rows = [AuditRow(f"layers.{i}.up", "fprop", "bf16", "native", 3) for i in range(2)]
+        >>> [(row.layer, row.calls, count) for row, count in folded(rows)]
+        [('layers.*.up', 6, 2)]
+    """
+    counts: dict[tuple[str, ...], tuple[int | None, int]] = {}
+    for row in rows:
+        key = (_pattern(row.layer), row.gemm, row.format, row.kernel, row.fallback, str(row.counted))
+        calls, count = counts.get(key, (None if row.calls is None else 0, 0))
+        counts[key] = (None if calls is None or row.calls is None else calls + row.calls, count + 1)
+    return [
+        (AuditRow(layer, gemm, format, kernel, calls, fallback), count)
+        for (layer, gemm, format, kernel, fallback, _), (calls, count) in counts.items()
+    ]
+
+
+def shown(rows: Sequence[AuditRow]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Cells of a compact table (see `COLUMNS`), and the reasons that its last column numbers."""
+    reasons: list[str] = []
+    lines = []
+    for row, count in folded(rows):
+        if row.fallback and row.fallback not in reasons:
+            reasons.append(row.fallback)
+        number = f"[{reasons.index(row.fallback) + 1}]" if row.fallback else "-"
+        name = f"{row.layer}  x{count}" if count > 1 else row.layer
+        calls = "not counted" if row.calls is None else str(row.calls)
+        lines.append((name, row.gemm, row.format, row.kernel, calls, number))
+    return lines, [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+
+
+COLUMNS = ("layer", "gemm", "format", "kernel", "calls", "fallback")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two runs did differently in one product, or in `count` of them whose names differ by numbers alone."""
+
+    layer: str
+    gemm: str
+    what: str
+    """formats, kernels, shares, fallbacks or layers."""
+    first: str
+    second: str
+    count: int = 1
+
+
+def differences(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> list[Difference]:
+    """Products that ran in other formats, by other kernels, in other shares of their calls or with other fallbacks.
+
+    How long the runs were does not count: calls are compared as shares, to a tenth of a percent.
+
+    Example:
+        >>> rows = [AuditRow("up", "fprop", "bf16", "native", 3)]
+        >>> differences(rows, [AuditRow("up", "fprop", "bf16", "native", 9)])
+        []
+        >>> print(*differences(rows, [AuditRow("up", "fprop", "bf16", "ref", 3)]))
+        Difference(layer='up', gemm='fprop', what='kernels', first='bf16 native', second='bf16 ref', count=1)
+    """
+    ours, theirs = _by_product(first), _by_product(second)
+    found: dict[tuple[str, ...], int] = {}
+    for layer, gemm in dict.fromkeys([*ours, *theirs]):
+        for what, a, b in _compare(ours.get((layer, gemm), []), theirs.get((layer, gemm), [])):
+            key = (_pattern(layer), gemm, what, a, b)
+            found[key] = found.get(key, 0) + 1
+    return [Difference(*key, count) for key, count in found.items()]
+
+
+def _compare(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> Iterable[tuple[str, str, str]]:
+    """(what, in the first run, in the second run) of one product. Formats that differ imply the other differences."""
+    if not first or not second:
+        yield "layers", _formats(first) or "not there", _formats(second) or "not there"
+    elif _formats(first) != _formats(second):
+        yield "formats", _shares(first), _shares(second)
+    else:
+        for what, text in (("kernels", _kernels), ("shares", _shares), ("fallbacks", _fallbacks)):
+            if text(first) != text(second):
+                yield what, text(first), text(second)
+
+
+def _by_product(rows: Iterable[AuditRow]) -> dict[tuple[str, str], list[AuditRow]]:
+    """Rows by layer and product; formats that never ran left out, where others of the product did."""
+    products: dict[tuple[str, str], list[AuditRow]] = {}
+    for row in rows:
+        products.setdefault((row.layer, row.gemm), []).append(row)
+    for key, found in products.items():
+        ran = [row for row in found if row.calls != 0]
+        products[key] = sorted(ran or found, key=lambda row: row.format)
+    return products
+
+
+def _formats(rows: Sequence[AuditRow]) -> str:
+    return ", ".join(dict.fromkeys(row.format for row in rows))
+
+
+def _kernels(rows: Sequence[AuditRow]) -> str:
+    return ", ".join(f"{row.format} {row.kernel}" for row in rows)
+
+
+def _fallbacks(rows: Sequence[AuditRow]) -> str:
+    return "; ".join(dict.fromkeys(row.fallback for row in rows if row.fallback)) or "none"
+
+
+def _shares(rows: Sequence[AuditRow]) -> str:
+    total = sum(row.calls or 0 for row in rows)
+    if not total:
+        return ", ".join(f"{row.format} ({'not counted' if row.calls is None else 'no calls'})" for row in rows)
+    return ", ".join(f"{row.format} {(row.calls or 0) / total:.1%}" for row in rows)
+
+
+def _pattern(layer: str) -> str:
+    """A layer's name with its numbers replaced."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", layer) or "(model)"
