@@ -36,6 +36,7 @@ from tilewright.optim.groups import decay_groups
 from tilewright.optim.schedule import LRSchedule
 from tilewright.plan import ceilings
 from tilewright.plan.cost import Plan, make_plan
+from tilewright.precision.audit import Audit
 from tilewright.precision.control import PrecisionController
 from tilewright.precision.controller_settings import Settings
 from tilewright.precision.convert import convert, set_mode
@@ -151,6 +152,11 @@ class Parts:
     """Moves single products between formats; None where nothing of the kind was asked for."""
 
     @cached_property
+    def audit(self) -> Audit:
+        """What the model's products have executed."""
+        return Audit(self.model)
+
+    @cached_property
     def eval_batches(self) -> dict[str, list[Batch]]:
         """Held-out batches by domain, made once."""
         train, prepared = self.setup.recipe.train, self.setup.prepared
@@ -160,7 +166,7 @@ class Parts:
 
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""
-        small = {"counters": self.counters, "clip": self.clip, "stream": self.stream}
+        small = {"counters": self.counters, "clip": self.clip, "stream": self.stream, "audit": self.audit}
         if self.scaler is not None:
             small["scaler"] = self.scaler
         if self.control is not None:

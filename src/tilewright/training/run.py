@@ -15,6 +15,7 @@ import torch
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.formats.store import CODE_DTYPE
+from tilewright.precision import audit_table
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.checkpoint import CheckpointStore, SaveRecord
 from tilewright.training.evaluate import DomainLoss, evaluate
@@ -101,6 +102,8 @@ class Run:
                 raise
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(error) from error
+            if self.step == first + 1:
+                self._refuse_fallbacks()
             if self.resumed and self.step == first + 1:
                 self._tell_recovery()
             self._between_steps()
@@ -172,8 +175,19 @@ class Run:
 
     # ---- checkpoints ----
 
+    def _refuse_fallbacks(self) -> None:
+        """Stop a strict run whose products ran in another way than its recipe says; the record tells which.
+
+        Raises:
+            HardwareError: some did.
+        """
+        if self.setup.recipe.precision.strict:
+            self.folder.write_json(audit_table.FILE, self.parts.audit.to_json(self.step))
+            self.parts.audit.refuse_fallbacks()
+
     def _save(self, now: bool = False) -> float:
-        """Save this step; returns the seconds that training stood still."""
+        """Save this step and the audit up to it; returns the seconds that training stood still."""
+        self.folder.write_json(audit_table.FILE, self.parts.audit.to_json(self.step))
         self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
         meta = self.state.meta() | {"precision": self.parts.modes.mode, "recipe": self.setup.recipe_digest}
         return self.store.save(self.step, self.state.tensors(), meta, now=now)
