@@ -37,7 +37,7 @@ SURFACE = {
     "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],
     "eval": ["--batches", "--help", "--json", "--quiet", "--verbose", "run"],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
-    "inspect": ["--help", "--json", "--quiet", "--schema", "--verbose", "target"],
+    "inspect": ["--diff", "--help", "--json", "--quiet", "--schema", "--verbose", "target"],
     "report": ["--help", "--open", "--quiet", "--verbose", "run"],
     "bench": ["--help", "--json", "--quiet", "--steps", "--verbose", "recipe", "what"],
 }

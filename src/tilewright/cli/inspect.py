@@ -1,7 +1,9 @@
-"""`tilewright inspect`: a recipe's values and sources, a run's precision and kernels, a checkpoint's contents."""
+"""`tilewright inspect`: a recipe's values and sources, a run's precision, kernels and what was executed, a checkpoint's
+contents; `--diff` compares what two runs executed."""
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,26 @@ from tilewright.core.load import load_recipe
 from tilewright.core.log import say
 from tilewright.core.toml_file import NONE
 from tilewright.core.units import format_bytes, format_count
+from tilewright.precision import audit_table
 
 
 @click.command("inspect", cls=RecipeCommand)
 @click.argument("target", default="default", metavar="[TARGET]")
 @click.option("--schema", "as_schema", is_flag=True, help="Print the JSON schema of recipes, for editors.")
+@click.option("--diff", "other", metavar="RUN", help="Print what this run executed otherwise than the run TARGET.")
 @json_option
 @verbosity
 @click.pass_context
-def inspect_(ctx: click.Context, target: str, as_schema: bool, as_json: bool) -> None:
+def inspect_(ctx: click.Context, target: str, as_schema: bool, other: str | None, as_json: bool) -> None:
     """Look into a recipe, a run or a checkpoint.
 
     TARGET is a recipe (every setting with its value and source), a run folder (what ran in which precision and with
-    which kernel), or a checkpoint folder (its contents, without loading them).
+    which kernel, and how often), or a checkpoint folder (its contents, without loading them).
     """
     folder = Path(target)
-    if as_schema:
+    if other is not None:
+        _diff(folder, Path(other), as_json)
+    elif as_schema:
         print_json(schema.json_schema())
     elif (folder / "manifest.json").is_file():
         _checkpoint(folder, as_json)
@@ -65,16 +71,74 @@ def _run(folder: Path, as_json: bool) -> None:
     precision = _read_json(folder / "precision.json")
     machine = _read_json(folder / "machine.json")
     kernels = machine.get("kernels", []) if isinstance(machine, dict) else []
+    audit = _read_json(folder / audit_table.FILE)
+    rows = None if audit is None else _audit_rows(folder, audit)
     if as_json:
-        print_json({"precision": precision, "kernels": kernels})
+        print_json({"precision": precision, "kernels": kernels, "audit": audit})
         return
     click.echo(f"{folder}: {load_recipe(folder / 'run.toml', environ={}).name}")
-    for title, rows in (("precision", precision), ("kernels", kernels)):
+    for title, table in (("precision", precision), ("kernels", kernels)):
         click.echo()
-        if not rows:
+        if not table:
             click.echo(f"{title}: not recorded")
             continue
-        show_dicts(rows)
+        show_dicts(table)
+    click.echo()
+    if audit is None or rows is None:
+        click.echo("executed: not recorded")
+        return
+    lines, reasons = audit_table.shown(rows)
+    click.echo(f"executed up to step {audit['step']}:")
+    show_table(audit_table.COLUMNS, lines)
+    for reason in reasons:
+        click.echo(reason)
+
+
+def _diff(first: Path, second: Path, as_json: bool) -> None:
+    """What two runs executed differently: formats, kernels, shares of calls, fallbacks."""
+    found = audit_table.differences(*(_audit_rows(folder, _required_audit(folder)) for folder in (first, second)))
+    if as_json:
+        print_json({"first": str(first), "second": str(second), "differences": [asdict(item) for item in found]})
+        return
+    if not found:
+        click.echo(f"no difference: {first} and {second} executed the same products in the same formats and kernels")
+        return
+    lines = [
+        (
+            f"{item.layer}  x{item.count}" if item.count > 1 else item.layer,
+            item.gemm,
+            item.what,
+            item.first,
+            item.second,
+        )
+        for item in found
+    ]
+    show_table(("layer", "gemm", "differs in", str(first), str(second)), lines)
+
+
+def _required_audit(folder: Path) -> Any:
+    audit = _read_json(folder / audit_table.FILE)
+    if audit is None:
+        raise ConfigError(
+            "There is no record of what this run executed.",
+            got=f"no {audit_table.FILE} in it" if folder.is_dir() else "no such folder",
+            need="a run folder that has reached a checkpoint or its end",
+            try_="tilewright inspect RUN --diff RUN, with folders below runs/",
+            where=str(folder),
+        )
+    return audit
+
+
+def _audit_rows(folder: Path, audit: Any) -> list[audit_table.AuditRow]:
+    try:
+        return audit_table.read_rows(audit)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            "a file of the run folder cannot be read",
+            got=f"{type(error).__name__}: {error}",
+            need="an audit as train writes it",
+            where=str(folder / audit_table.FILE),
+        ) from error
 
 
 def _checkpoint(folder: Path, as_json: bool) -> None:

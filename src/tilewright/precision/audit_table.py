@@ -71,16 +71,20 @@ def folded(rows: Iterable[AuditRow]) -> list[tuple[AuditRow, int]]:
 
 
 def shown(rows: Sequence[AuditRow]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Cells of a compact table (see `COLUMNS`), and the reasons that its last column numbers."""
+    """Cells of a compact table (see `COLUMNS`), and the reasons that its last column numbers.
+
+    Products of a layer that differ in nothing else share a line.
+    """
     reasons: list[str] = []
-    lines = []
+    gemms: dict[tuple[str, ...], list[str]] = {}
     for row, count in folded(rows):
         if row.fallback and row.fallback not in reasons:
             reasons.append(row.fallback)
         number = f"[{reasons.index(row.fallback) + 1}]" if row.fallback else "-"
         name = f"{row.layer}  x{count}" if count > 1 else row.layer
         calls = "not counted" if row.calls is None else str(row.calls)
-        lines.append((name, row.gemm, row.format, row.kernel, calls, number))
+        gemms.setdefault((name, row.format, row.kernel, calls, number), []).append(row.gemm)
+    lines = [(name, " ".join(names), *rest) for (name, *rest), names in gemms.items()]
     return lines, [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
 
 
