@@ -16,6 +16,9 @@ from transformers import (
 import tilewright
 from tilewright.core.errors import ConfigError
 from tilewright.integrations.transformers import attach
+from tilewright.integrations.transformers_control import ControllerCallback
+from tilewright.precision.controller_settings import Settings
+from tilewright.precision.history import read_history
 from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy, Rule
 
@@ -173,3 +176,79 @@ def test_two_tools_cannot_decide_one_thing(tmp_path):
     trainer, _ = trainer_of(llama(), tmp_path, bf16=True)
     with pytest.raises(ConfigError, match="own mixed precision is on"):
         attach(trainer, "bf16_mixed")
+
+
+# ---- the precision controller ----
+
+EVERY_STEP = Settings(budget=1.0, every=1, cooldown=1, quiet=1, recalibrate=1000)
+
+
+def wide_llama():
+    """Large enough for a tile to hold one outlier and much that is small."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "hidden_size": 128}, num_key_value_heads=2))
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight[0] = 2.0**24
+    return model
+
+
+def test_a_controller_moves_what_needs_it_and_writes_it_down(tmp_path):
+    trainer, log = trainer_of(wide_llama(), tmp_path)
+    attach(trainer, Policy("fp8_tile", decouple=()), control=EVERY_STEP)
+    trainer.train()
+    history = read_history(tmp_path)
+    assert [sample.step for sample in history.samples] == [1, 2, 3, 4]
+    first = {(move.layer, move.gemm) for move in history.moves if move.step == 1}
+    assert ("model.layers.1.mlp.gate_proj", "fprop") in first
+    assert ("model.layers.0.mlp.gate_proj", "fprop") not in first
+    assert 0 < trainer.state.log_history[0]["above_8bit"] < 1
+    assert not trainer.model.model.layers[0].mlp.gate_proj._forward_hooks
+    assert len(log.losses) == STEPS
+
+
+def test_a_calm_training_equals_one_without_a_controller(tmp_path):
+    weights = []
+    for control in (None, EVERY_STEP):
+        trainer, _ = trainer_of(llama(), tmp_path)
+        attach(trainer, Policy("fp8_tile", keep="value"), control=control)
+        trainer.train()
+        weights.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_step_that_is_not_finite_is_dropped(tmp_path):
+    trainer, _ = trainer_of(llama(), tmp_path, max_grad_norm=0.0)
+    seen = []
+
+    class Spoil(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            seen.append(trainer.model.model.norm.weight.detach().clone())
+            if state.global_step == 2:
+                trainer.model.model.norm.weight.grad[0] = float("nan")
+
+    trainer.add_callback(Spoil())
+    attach(trainer, "fp8_tile", control=EVERY_STEP)
+    trainer.train()
+    assert torch.equal(seen[2], seen[3])
+    assert not torch.equal(seen[1], seen[2])
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in trainer.model.parameters())
+    assert trainer.state.log_history[-1]["dropped_steps"] == 1
+
+
+def test_a_controller_goes_on_from_the_trainers_checkpoint(tmp_path):
+    resumable = {"save_strategy": "steps", "save_steps": 2, "restore_callback_states_from_checkpoint": True}
+    found = []
+    for run, folder in (("straight", tmp_path / "a"), ("resumed", tmp_path / "b")):
+        trainer, _ = trainer_of(wide_llama(), folder, **resumable)
+        attach(trainer, Policy("fp8_tile", decouple=()), control=EVERY_STEP)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2") if run == "resumed" else None)
+        (callback,) = [call for call in trainer.callback_handler.callbacks if isinstance(call, ControllerCallback)]
+        found.append((callback.control.controller.formats(), callback.control.state_dict()))
+    assert found[0] == found[1]
+    assert set(found[0][0].values()) > {"fp8_tile"}
+
+
+def test_a_controller_needs_fp8(tmp_path):
+    trainer, _ = trainer_of(llama(), tmp_path)
+    with pytest.raises(ConfigError, match="nothing that it could move"):
+        attach(trainer, "bf16_mixed", control=EVERY_STEP)

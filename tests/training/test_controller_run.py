@@ -87,7 +87,8 @@ def straight(data, tmp_path_factory):
 
 WILD = {
     "precision__controller_quiet": 1,
-    "precision__controller_spike_factor": 1,
+    "precision__controller_spike_factor": 0.1,
+    "optim__schedule": "constant",
     "optim__lr": 3.0,
     "optim__clip_norm": 0.0,
 }
@@ -109,7 +110,7 @@ def test_killed_and_resumed_it_decides_the_same(data, tmp_path, straight, monkey
         for run in (tmp_path / "tiny", straight)
     ]
     assert events[0] == events[1]
-    assert read_history(straight).moves, "the run was meant to bring decisions about"
+    assert {kind for _, kind, _ in events[0]} >= {"redo", "precision_move"}, "there was to be something to decide"
 
 
 def test_a_schedule_of_products_without_a_controller(data, tmp_path):
@@ -166,7 +167,7 @@ SETTINGS = {
     "precision.controller_quiet": (5, {"wrong": 1, "precision__controller_recalibrate": 1000}),
     "precision.controller_recalibrate": (2, {"wrong": 1, "precision__controller_quiet": 5}),
     "precision.controller_redo": ("false", {"poison": 5}),
-    "precision.controller_spike_factor": (0.001, {"train__steps": 30, "optim__lr": 3.0, "optim__clip_norm": 0.0}),
+    "precision.controller_spike_factor": (0.001, {"train__steps": 24, "optim__lr": 1e-6}),
 }
 """A setting, another value of it, and the run in which that shows: evidence that is wrong in the first samples, or a
 step that is poisoned."""

@@ -5,13 +5,17 @@ decide one thing. Called by user code; tilewright itself never imports it.
 """
 
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tilewright.core.errors import ConfigError
 from tilewright.integrations.accelerate import AcceleratorScaler, convert_for
+from tilewright.integrations.transformers_control import ControllerCallback
 from tilewright.optim.adam import DeepSeekAdam
+from tilewright.precision.control import PrecisionController
+from tilewright.precision.controller_settings import Settings
 from tilewright.precision.convert import evaluating, set_mode
 from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy, as_policy
@@ -27,6 +31,7 @@ def attach(
     start_fraction: float = 0.2,
     eval_fp32: bool = True,
     scaler: DynamicScaler | None = None,
+    control: Settings | None = None,
 ) -> ConversionReport:
     """Make a Trainer's model compute as a policy says, for all of its training.
 
@@ -39,20 +44,28 @@ def attach(
             `with tilewright.evaluating(model)`.)
         scaler: loss scaling to use; None makes one where the policy has FP16 gradients. Its scale and its skipped
             steps are then in the Trainer's logs.
+        control: moves products between FP8, BF16 and FP32 on evidence, decided so; "fp8_tile" only. See
+            `transformers_control`.
 
     Raises:
-        ConfigError: the Trainer's own mixed precision is on, it trains already, or the mode stores FP16 parameters and
-            the optimizer keeps no FP32 masters.
+        ConfigError: the Trainer's own mixed precision is on, it trains already, the mode stores FP16 parameters and the
+            optimizer keeps no FP32 masters, or a controller has nothing to move.
+        FitError: the controller's budget cannot be kept.
 
     See: docs/integrations.md for a whole program.
     """
     policy = as_policy(policy)
     _check(trainer, policy)
+    if control is not None:
+        policy = replace(policy, keep="value")
     report = convert_for(trainer.accelerator, trainer.model, policy, scaler=scaler)
     callback = PrecisionCallback(report.policy.mode, start_mode, start_fraction, eval_fp32)
     if isinstance(trainer.accelerator.scaler, AcceleratorScaler):
         callback.scaler = trainer.accelerator.scaler.scaler
     trainer.add_callback(callback)
+    if control is not None:
+        PrecisionController(trainer.model, control)  # what cannot be is said now, not when training begins
+        trainer.add_callback(ControllerCallback(asdict(control)))
     return report
 
 

@@ -195,6 +195,18 @@ class PrecisionController:
             verdict, still = self.controller.observe_again(*compute(), spike)
         return str(spike), None if verdict == APPLY else f"{still}, also in wider formats"
 
+    def check(self, loss: float, grad_norm: float) -> str | None:
+        """For loops that cannot compute a step again: why its gradients must not be used; None where they may.
+
+        A step that is out of line makes the next sample a search for what to move: see `Controller.suspect`.
+        """
+        verdict, spike = self.controller.observe(loss, grad_norm)
+        if verdict != REDO or spike is None:
+            return str(spike) if verdict == SKIP else None
+        verdict, _ = self.controller.observe_again(loss, grad_norm, spike)
+        self.controller.suspect = spike
+        return None if verdict == APPLY else str(spike)
+
     def run(self, compute_loss: Callable[[], Tensor]) -> Outcome:
         """One step of a plain loop: formats, a sample where one is due, forward, backward, and again where it is bad.
 

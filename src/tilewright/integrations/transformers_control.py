@@ -1,0 +1,100 @@
+"""The precision controller inside the Hugging Face Trainer: a callback. Made by `integrations.transformers.attach`.
+
+The Trainer owns its steps, so two things are other than in a run of tilewright's: samples are taken from the passes
+that train, not from extra ones, and a bad step cannot be computed again. It is dropped, and the next one is looked at.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from tilewright.precision.control import PrecisionController, grad_norm
+from tilewright.precision.controller_settings import Settings
+from tilewright.precision.evidence import Evidence
+from tilewright.precision.limits import Limit
+
+
+class ControllerCallback(TrainerCallback, ExportableState):
+    """Moves products between formats while a Trainer trains, drops bad steps, and writes precision.jsonl.
+
+    Its state is in the Trainer's checkpoints; with `restore_callback_states_from_checkpoint=True` a resumed training
+    goes on with it. `precision.history.read_history(output_dir)` reads what it wrote.
+
+    Args:
+        settings: as JSON types, see `Settings`.
+    """
+
+    def __init__(self, settings: dict[str, Any] | None = None):
+        self.settings = settings or asdict(Settings())
+        self.saved: dict[str, Any] | None = None
+        """State of a checkpoint, until training begins."""
+        self.control: PrecisionController | None = None
+        self.dropped = 0
+        """Steps whose gradients were not used."""
+        self._watching = ExitStack()
+        self._evidence: Callable[[], Evidence] | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """The model is there now."""
+        limits = {name: Limit(**limit) for name, limit in self.settings["limits"].items()}
+        self.control = PrecisionController(kwargs["model"], Settings(**{**self.settings, "limits": limits}))
+        if self.saved is not None:
+            self.control.load_state_dict(self.saved)
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        table = kwargs["model"].precision_report.rows.to_json()
+        Path(args.output_dir, "precision.json").write_text(json.dumps(table, indent=1, default=str))
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Formats of this step; hooks where it is looked at."""
+        ours = self._control()
+        ours.enter(state.global_step)
+        if ours.due(state.global_step) or ours.controller.suspect is not None:
+            self._evidence = self._watching.enter_context(ours.monitor.watching())
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ):
+        """Judge what was seen, and drop the gradients of a bad step."""
+        ours = self._control()
+        if self._evidence is not None:
+            evidence, self._evidence = self._evidence(), None
+            self._watching.close()
+            ours.judge(state.global_step, evidence)
+        # The loss is not told here, and the norm is that after the Trainer's clipping.
+        if ours.check(0.0, grad_norm(ours.model)) is not None:
+            self.dropped += 1
+            for param in ours.model.parameters():
+                param.grad = None  # optimizers leave such parameters as they are
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Write down what happened."""
+        rows = self._control().take_rows()
+        if rows:
+            with Path(args.output_dir, "precision.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Share of the work above 8 bits, and dropped steps, beside the loss."""
+        if self.control is not None and state.log_history:
+            share = self.control.controller.share_above_8bit
+            state.log_history[-1] |= {"above_8bit": share, "dropped_steps": self.dropped}
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        """Remove hooks, if a step was broken off."""
+        self._watching.close()
+
+    def state(self) -> dict[str, Any]:
+        """For the Trainer's checkpoints."""
+        saved = self.saved if self.control is None else self.control.state_dict()
+        return {"args": {"settings": self.settings}, "attributes": {"saved": saved, "dropped": self.dropped}}
+
+    def _control(self) -> PrecisionController:
+        if self.control is None:
+            raise AssertionError("the Trainer calls on_train_begin first")
+        return self.control
