@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 # Public name -> module that has it. The frozen surface: a change here goes into CHANGELOG.md.
 _PUBLIC = {
+    "ControllerSettings": "tilewright.precision.controller_settings",
     "Decoder": "tilewright.models.decoder",
     "DecoderConfig": "tilewright.models.config",
     "DeepSeekAdam": "tilewright.optim.adam",
@@ -19,6 +20,7 @@ _PUBLIC = {
     "Kernels": "tilewright.ops.kernels",
     "LRSchedule": "tilewright.optim.schedule",
     "Policy": "tilewright.precision.policy",
+    "PrecisionController": "tilewright.precision.control",
     "QuantizedWeights": "tilewright.precision.weights",
     "Recipe": "tilewright.core.config",
     "Rule": "tilewright.precision.policy",

@@ -6,6 +6,7 @@ import tilewright
 from tilewright.cli.app import COMMANDS, cli
 
 PUBLIC = {
+    "ControllerSettings",
     "Decoder",
     "DecoderConfig",
     "DeepSeekAdam",
@@ -15,6 +16,7 @@ PUBLIC = {
     "Kernels",
     "LRSchedule",
     "Policy",
+    "PrecisionController",
     "QuantizedWeights",
     "Recipe",
     "Rule",

@@ -17,7 +17,7 @@ import tilewright
 from tilewright.core.errors import ConfigError
 from tilewright.integrations.transformers import attach
 from tilewright.integrations.transformers_control import ControllerCallback
-from tilewright.precision.controller_settings import Settings
+from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.history import read_history
 from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy, Rule
@@ -180,7 +180,7 @@ def test_two_tools_cannot_decide_one_thing(tmp_path):
 
 # ---- the precision controller ----
 
-EVERY_STEP = Settings(budget=1.0, every=1, cooldown=1, quiet=1, recalibrate=1000)
+EVERY_STEP = ControllerSettings(budget=1.0, every=1, cooldown=1, quiet=1, recalibrate=1000)
 
 
 def wide_llama():

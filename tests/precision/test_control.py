@@ -9,14 +9,14 @@ from torch import nn
 from tests.models.shapes import make_batch, make_decoder
 from tilewright.core.errors import ConfigError
 from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import Settings
+from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.convert import convert, evaluating
 from tilewright.precision.gemms import GEMM_NAMES, Gemms
 from tilewright.precision.monitor import tile_layers
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import FormatSchedule
 
-FREE = Settings(budget=1.0, cooldown=2, quiet=1, every=4, recalibrate=1000)
+FREE = ControllerSettings(budget=1.0, cooldown=2, quiet=1, every=4, recalibrate=1000)
 EIGHT = Policy("fp8_tile", keep="value", decouple=())
 
 
@@ -78,7 +78,7 @@ def test_rows_are_json():
 def test_a_bad_step_is_computed_again_in_bf16_and_the_formats_come_back():
     model = two_layers()
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    with PrecisionController(model, Settings(budget=1.0, every=1000)) as control:
+    with PrecisionController(model, ControllerSettings(budget=1.0, every=1000)) as control:
         for _ in range(20):
             assert control.run(plain_loss(model, x)).redone is None
         seen = []
@@ -113,7 +113,7 @@ def test_the_gradients_of_a_redone_step_are_those_of_bf16_alone():
     for _, layer in tile_layers(wide):
         layer.set_gemms(Gemms.all("bf16"))
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    control = PrecisionController(model, Settings(budget=1.0, every=1000))
+    control = PrecisionController(model, ControllerSettings(budget=1.0, every=1000))
     for _ in range(20):
         control.run(plain_loss(model, x))
     calls = []

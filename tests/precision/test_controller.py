@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tilewright.core.errors import EXIT_DOES_NOT_FIT, ConfigError, FitError
 from tilewright.precision.controller import APPLY, REDO, SKIP, Controller
-from tilewright.precision.controller_settings import Settings
+from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.evidence import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
 from tilewright.precision.limits import LIMITS, Limit, excess, find
 from tilewright.precision.spikes import SpikeDetector
@@ -39,7 +39,7 @@ def evidence(fp8, bf16=GOOD, layers=LAYERS):
 
 
 def settings(**changes):
-    return Settings(**({"budget": 1.0, "cooldown": 200, "quiet": 3} | changes))
+    return ControllerSettings(**({"budget": 1.0, "cooldown": 200, "quiet": 3} | changes))
 
 
 # ---- what it must do ----
@@ -161,7 +161,7 @@ def test_an_impossible_budget_names_the_best_possible():
 def test_settings_that_make_no_sense():
     for wrong in ({"policy": "none"}, {"budget": 1.5}, {"every": 0}, {"quiet": 0}):
         with pytest.raises(ConfigError):
-            Settings(**wrong)
+            ControllerSettings(**wrong)
 
 
 # ---- groups and schedules ----

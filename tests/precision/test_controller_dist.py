@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from tests.models.shapes import make_batch, make_decoder
 from tilewright.optim.clip import GradClip
 from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import Settings
+from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 from tilewright.training.step import StandardExecutor, count_targets
@@ -24,7 +24,7 @@ def decide(rank: int, world: int) -> list[dict]:
     """What a rank does with its share of each step's micro-batches."""
     model = make_decoder("gqa")
     convert(model, Policy("fp8_tile", keep="value"))
-    settings = Settings(budget=0.6, cooldown=3, quiet=1, every=3, recalibrate=1000)
+    settings = ControllerSettings(budget=0.6, cooldown=3, quiet=1, every=3, recalibrate=1000)
     control = PrecisionController(model, settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), control=control)

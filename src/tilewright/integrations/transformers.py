@@ -15,7 +15,7 @@ from tilewright.integrations.accelerate import AcceleratorScaler, convert_for
 from tilewright.integrations.transformers_control import ControllerCallback
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import Settings
+from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.convert import evaluating, set_mode
 from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy, as_policy
@@ -31,7 +31,7 @@ def attach(
     start_fraction: float = 0.2,
     eval_fp32: bool = True,
     scaler: DynamicScaler | None = None,
-    control: Settings | None = None,
+    control: ControllerSettings | None = None,
 ) -> ConversionReport:
     """Make a Trainer's model compute as a policy says, for all of its training.
 

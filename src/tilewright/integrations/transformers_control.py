@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from tilewright.precision.control import PrecisionController, grad_norm
-from tilewright.precision.controller_settings import Settings
+from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.evidence import Evidence
 from tilewright.precision.limits import Limit
 
@@ -27,11 +27,11 @@ class ControllerCallback(TrainerCallback, ExportableState):
     goes on with it. `precision.history.read_history(output_dir)` reads what it wrote.
 
     Args:
-        settings: as JSON types, see `Settings`.
+        settings: as JSON types, see `ControllerSettings`.
     """
 
     def __init__(self, settings: dict[str, Any] | None = None):
-        self.settings = settings or asdict(Settings())
+        self.settings = settings or asdict(ControllerSettings())
         self.saved: dict[str, Any] | None = None
         """State of a checkpoint, until training begins."""
         self.control: PrecisionController | None = None
@@ -43,7 +43,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """The model is there now."""
         limits = {name: Limit(**limit) for name, limit in self.settings["limits"].items()}
-        self.control = PrecisionController(kwargs["model"], Settings(**{**self.settings, "limits": limits}))
+        self.control = PrecisionController(kwargs["model"], ControllerSettings(**{**self.settings, "limits": limits}))
         if self.saved is not None:
             self.control.load_state_dict(self.saved)
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

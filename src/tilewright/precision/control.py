@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError
 from tilewright.precision.controller import APPLY, REDO, SKIP, Controller
-from tilewright.precision.controller_settings import Settings
+from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.evidence import Evidence
 from tilewright.precision.gemms import FP8_FORMATS, GEMM_NAMES, Gemms
 from tilewright.precision.monitor import Monitor, agree, tile_layers
@@ -59,7 +59,7 @@ class PrecisionController:
         >>> report = convert(model, Policy("fp8_tile", keep="value"))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-        >>> with PrecisionController(model, Settings(budget=0.25)) as control:
+        >>> with PrecisionController(model, ControllerSettings(budget=0.25)) as control:
         ...     for _ in range(3):
         ...         outcome = control.run(lambda: model(x).square().mean())
         ...         if outcome.apply:
@@ -69,13 +69,13 @@ class PrecisionController:
     """
 
     def __init__(
-        self, model: nn.Module, settings: Settings | None = None, schedule: FormatSchedule | None = None
+        self, model: nn.Module, settings: ControllerSettings | None = None, schedule: FormatSchedule | None = None
     ) -> None:
         self.model = model
         self.settings = settings
         self.schedule = schedule or FormatSchedule()
         self.monitor = Monitor(model)
-        self.controller = Controller(sites_of(model), settings or Settings(budget=1.0))
+        self.controller = Controller(sites_of(model), settings or ControllerSettings(budget=1.0))
         self.steps = 0
         """Steps that `run` was called for."""
         self.told: set[str] = set()

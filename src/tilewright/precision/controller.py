@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilewright.precision.controller_settings import Settings, refuse_budget
+from tilewright.precision.controller_settings import ControllerSettings, refuse_budget
 from tilewright.precision.evidence import Evidence, LayerEvidence
 from tilewright.precision.limits import Finding, find
 from tilewright.precision.spikes import Spike, SpikeDetector
@@ -48,15 +48,15 @@ class Controller:
 
     Example:
         >>> from tilewright.precision.evidence import ProductEvidence
-        >>> controller = Controller([Site("up", "wgrad", 0, 1.0)], Settings(budget=1.0))
+        >>> controller = Controller([Site("up", "wgrad", 0, 1.0)], ControllerSettings(budget=1.0))
         >>> bad = LayerEvidence(products={"wgrad.fp8_tile": ProductEvidence(0.9, 0.9, 0.999, 19.0)})
         >>> print(*controller.judge(100, Evidence({"up": bad})))
         up wgrad fp8_tile -> bf16 (gain_error 0.1, limit 0.02)
     """
 
-    def __init__(self, sites: Sequence[Site], settings: Settings | None = None) -> None:
+    def __init__(self, sites: Sequence[Site], settings: ControllerSettings | None = None) -> None:
         self.sites = tuple(sites)
-        self.settings = settings or Settings()
+        self.settings = settings or ControllerSettings()
         self.refused: list[Move] = []
         """Moves that the last judgement wanted and the budget did not allow."""
         self.suspect: Spike | None = None

@@ -10,7 +10,7 @@ from tilewright.precision.units import POLICIES, Site
 
 
 @dataclass(frozen=True)
-class Settings:
+class ControllerSettings:
     """How a controller decides.
 
     Args:

@@ -38,7 +38,7 @@ from tilewright.plan import ceilings
 from tilewright.plan.cost import Plan, make_plan
 from tilewright.precision.audit import Audit
 from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import Settings
+from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy
@@ -308,7 +308,7 @@ def _control(setup: Setup, model: Model) -> StepControl | None:
         return None
     settings = None
     if section.controller:
-        settings = Settings(
+        settings = ControllerSettings(
             policy=section.controller_policy,
             budget=section.controller_budget,
             every=section.controller_every,
