@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewright.precision.history import History, read_history
+
 Row = dict[str, Any]
 
 _VALUE_LINE = re.compile(r"^([A-Za-z_][\w-]*)\s*=\s*(.*?)(?:\s+#\s*(.*))?$")
@@ -41,6 +43,7 @@ class RunData:
     plan: Row | None = None
     data: Row | None = None
     precision: Sequence[Row] = ()
+    history: History | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[Setting] = ()
     trouble: Sequence[str] = ()
@@ -83,6 +86,7 @@ def collect(run_dir: Path) -> RunData:
         plan=_as_dict(_read_json(run_dir / "plan.json", trouble)),
         data=_as_dict(_read_json(run_dir / "data.json", trouble)),
         precision=_as_rows(precision),
+        history=_read_history(run_dir, trouble),
         recipe=recipe,
         settings=_settings(text),
         trouble=trouble,
@@ -147,6 +151,16 @@ def _read_lines(path: Path, trouble: list[str]) -> list[Row]:
 def _latest_by_step(rows: Sequence[Row]) -> list[Row]:
     by_step = {row["step"]: row for row in rows if _is_number(row.get("step"))}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_history(run_dir: Path, trouble: list[str]) -> History | None:
+    """What the precision controller saw and did; None where there was none."""
+    try:
+        history = read_history(run_dir)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        trouble.append(f"precision.jsonl cannot be read: {error}")
+        return None
+    return history if history.samples else None
 
 
 def _read_recipe(path: Path, trouble: list[str]) -> tuple[str, Row]:

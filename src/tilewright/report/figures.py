@@ -18,6 +18,9 @@ OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "oth
 MARKED = {
     "resume": 2,
     "precision_switch": 4,
+    "precision_move": 1,
+    "precision_budget": 7,
+    "redo": 6,
     "checkpoint_rejected": 3,
     "save_failed": 3,
     "fallback": 6,

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from tilewright.core.errors import DataError
-from tilewright.report import figures, summary, tables
+from tilewright.report import figures, precision_figures, summary, tables
 from tilewright.report.collect import RunData, collect
 from tilewright.training.durable import write_whole
 
@@ -23,6 +23,9 @@ _FIGURES = {
     "norm": figures.norm_figure,
     "norm_distribution": figures.norm_distribution_figure,
     "loss_scale": figures.loss_scale_figure,
+    "formats": precision_figures.map_figure,
+    "underflow": precision_figures.underflow_figure,
+    "sqnr": precision_figures.sqnr_figure,
     "rate": figures.rate_figure,
     "throughput": figures.throughput_figure,
     "wait": figures.wait_figure,
@@ -73,6 +76,7 @@ def render(run: RunData) -> str:
         tiles=summary.tiles(run),
         figures={name: make(run) for name, make in _FIGURES.items()},
         precision=tables.precision_groups(run.precision),
+        moves=precision_figures.move_rows(run),
         kernels=tables.kernel_rows(run.machine),
         events=tables.event_rows(run.events),
         data=tables.facts(run.data),
