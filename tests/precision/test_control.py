@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from tests.models.shapes import make_batch, make_decoder
 from tilewright.core.errors import ConfigError
@@ -199,3 +200,22 @@ def test_experts_that_ran_as_one_operation_follow_too():
     formats = control.controller.formats()
     assert layer.gemms == Gemms(*(formats["model.layers.1.mlp.experts.0.gate_proj", gemm] for gemm in GEMM_NAMES))
     model.loss(batch).loss_sum.backward()
+
+
+def test_moves_samples_and_redone_steps_compile_nothing_anew():
+    model = two_layers()
+    model.compile(backend="aot_eager", fullgraph=True)
+    settings = ControllerSettings(budget=1.0, cooldown=1, quiet=1, every=1, recalibrate=1000)
+    control = PrecisionController(model, settings)
+    calm, wild = torch.randn(128, 128, generator=torch.Generator().manual_seed(3)), outliers()
+    switches, before, graphs = 0, gemms(model), None
+    for step in range(24):
+        control.run(plain_loss(model, wild if step % 4 < 2 else calm))
+        switches += sum(before[name] != now for name, now in gemms(model).items())
+        before = gemms(model)
+        if step == 0:
+            with control.raised():
+                plain_loss(model, calm)().backward()
+            graphs = counters["stats"]["unique_graphs"]
+    assert switches >= 10
+    assert counters["stats"]["unique_graphs"] == graphs
