@@ -46,7 +46,7 @@ SURFACE = {
 
 
 SEARCH = ["--batches", "--budget", "--force", "--help", "--json", "--out", "--quiet", "--rows", "--run", "--time"]
-SUBCOMMANDS = {"precision": {"search": sorted([*SEARCH, "--verbose", "--warmup", "recipe"])}}
+SUBCOMMANDS = {"precision": {"search": sorted([*SEARCH, "--verbose", "--stats-only", "--warmup", "recipe"])}}
 
 
 def surface(command: click.Command) -> list[str]:

@@ -7,11 +7,12 @@ seconds from `gemm_time`. Only fp8_tile and BF16 are chosen between. Read `Searc
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tilewright.core.errors import ConfigError, FitError
-from tilewright.precision.budget import LossModel, Prediction, Product, percent
+from tilewright.precision.budget import Prediction, Product, percent
 from tilewright.precision.gemm_time import UnitTime
 from tilewright.precision.gemms import GEMM_NAMES, Gemms
 from tilewright.precision.layer_facts import Unit
@@ -33,6 +34,15 @@ class Candidate:
     seconds: float
 
 
+class LossChanges(Protocol):
+    """Predicts loss changes: `budget.LossModel` from measurements, `recorded.RecordedModel` from a run's evidence."""
+
+    slope: float
+    costs: Mapping[Product, float]
+
+    def predict(self, fp8: Collection[Product]) -> Prediction: ...
+
+
 @dataclass(frozen=True)
 class SearchSpace:
     """What the solver knows.
@@ -45,7 +55,7 @@ class SearchSpace:
     """
 
     units: tuple[Unit, ...]
-    model: LossModel
+    model: LossChanges
     times: Mapping[str, UnitTime]
     fixed: Mapping[Product, str]
 

@@ -12,12 +12,13 @@ from tilewright.precision.gemm_time import TIMES
 from tilewright.precision.search import Candidate
 from tilewright.report.charts import Series, line_chart
 from tilewright.training.search_precision import Found
+from tilewright.training.search_recorded import Recorded
 
 _SIZE = (760, 420)
 _LEGEND_LINE = 18
 
 
-def tradeoff_svg(found: Found, title: str) -> str:
+def tradeoff_svg(found: Found | Recorded, title: str) -> str:
     """The curve of fastest policies over budgets, with the chosen policy and the usual choices marked.
 
     Args:
