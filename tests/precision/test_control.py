@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.models.shapes import make_batch, make_decoder
+from tilewright.core.config import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.precision.control import PrecisionController
 from tilewright.precision.controller_settings import ControllerSettings
@@ -184,6 +185,15 @@ def test_state_goes_on_as_if_it_had_not_stopped():
 def test_a_model_with_nothing_to_move_is_refused(policy):
     with pytest.raises(ConfigError, match="fp8_tile"):
         PrecisionController(two_layers(policy))
+
+
+def test_a_recipe_with_a_controller_keeps_inputs_and_not_their_codes():
+    for section in (
+        PrecisionSection(mode="fp8_tile", controller=True),
+        PrecisionSection(mode="fp8_tile", fp8_until=0.5),
+    ):
+        assert Policy.from_section(section, "cpu").keep == "value"
+    assert Policy.from_section(PrecisionSection(mode="fp8_tile"), "cpu").keep == "codes"
 
 
 def test_experts_that_ran_as_one_operation_follow_too():

@@ -125,13 +125,35 @@ def test_zeros_and_small_numbers():
     assert (lost.gain_low, lost.cosine, lost.sqnr_db) == (0.0, 0.0, pytest.approx(0.0))
 
 
-def test_rows_are_picked_in_whole_runs_over_all_of_them():
+@pytest.mark.parametrize(("num_rows", "max_rows"), [(1000, 384), (1024, 256), (129, 128), (5000, 4992), (300, 256)])
+def test_rows_are_picked_in_whole_runs_over_all_of_them(num_rows, max_rows):
+    rows = picked_rows(num_rows, max_rows, torch.device("cpu")).tolist()
+    starts = [row for row in rows if row % 128 == 0]
+    assert len(starts) == max_rows // 128
+    assert rows == [row for start in starts for row in range(start, min(start + 128, num_rows))]
+    assert starts[0] == 0
+    assert len(starts) == 1 or starts[-1] == (num_rows - 1) // 128 * 128
+
+
+def test_all_rows_where_there_are_few():
     assert picked_rows(256, 256, torch.device("cpu")) is None
-    rows = picked_rows(1000, 384, torch.device("cpu")).tolist()
-    assert len(set(rows)) == 384
-    assert (rows[0], rows[-1]) == (0, 999)
-    runs = [rows[i : i + 128] for i in range(0, 384, 128)]
-    assert all(run == list(range(run[0], run[0] + 128)) for run in runs)
+
+
+def test_a_weight_is_measured_in_its_own_blocks():
+    layer = one_layer(features=(200, 600))[0]
+    with torch.no_grad():
+        layer.weight[512:, :] = heavy_tailed(88, 200, seed=3).float()  # the last block, and a ragged one
+    x, dy = heavy_tailed(128, 200, seed=1), heavy_tailed(128, 600, seed=2)
+    found = measure_layer(layer, x, dy, max_rows=256).tensors["weight"]
+    exact = torch.cat([layer.weight.detach()[:128], layer.weight.detach()[512:]]).double()
+    narrow = rounded(layer.weight.detach(), BLOCK_TILE)
+    narrow = torch.cat([narrow[:128], narrow[512:]])
+    lost = float(((exact != 0) & (narrow == 0)).sum() / (exact != 0).sum())
+    assert found.underflow == pytest.approx(lost, rel=1e-5)
+    assert lost > 0.05
+    assert found.sqnr_db == pytest.approx(
+        float(10 * torch.log10((exact**2).sum() / ((exact - narrow) ** 2).sum())), abs=0.01
+    )
 
 
 # ---- looking changes nothing ----

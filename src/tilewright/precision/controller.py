@@ -161,7 +161,7 @@ class Controller:
             if not measured:
                 continue
             worst = max(measured, key=lambda finding: finding.excess)
-            state.quiet = state.quiet + 1 if worst.excess < 1 or worst.excess == 0 else 0
+            state.quiet = state.quiet + 1 if worst.excess < 1 else 0
             enough = 1 if recalibrate else self.settings.quiet
             if state.quiet >= enough and self._may_move(state, step):
                 moves += self._move(step, unit, state, state.level - 1, worst)

@@ -41,7 +41,8 @@ class Monitor:
 
     Args:
         model: converted before; layers are looked up at each sample, as modes may change them.
-        max_rows: rows (tokens) of each layer's input that are looked at, in runs of 128 spread over all of them.
+        max_rows: rows (tokens) of each layer's input that are looked at, and rows of its weight, in runs of 128 spread
+            over all of them.
 
     Example:
         >>> from tilewright.precision.convert import convert
@@ -109,26 +110,33 @@ class Monitor:
         rows = picked_rows(len(x_NK), self._max_rows, x_NK.device)
         if rows is not None:
             x_NK, dy_NM = x_NK[rows], dy_NM[rows]
-        return measure_layer(layer, x_NK, dy_NM) if len(x_NK) else LayerEvidence()
+        return measure_layer(layer, x_NK, dy_NM, max_rows=self._max_rows) if len(x_NK) else LayerEvidence()
 
 
 def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | None:
-    """Indices of runs of 128 rows, spread evenly; None for all rows."""
+    """Indices of whole runs of 128 rows (the last may be shorter), spread evenly; None for all rows.
+
+    Example:
+        >>> picked_rows(1000, 256, torch.device("cpu"))[[0, 127, 128, -1]].tolist()
+        [0, 127, 896, 999]
+    """
     if num_rows <= max_rows:
         return None
-    num_runs = max_rows // _ROWS
-    starts = torch.linspace(0, num_rows - _ROWS, num_runs, device=device).long()
-    return (starts[:, None] + torch.arange(_ROWS, device=device)).flatten()
+    last, num_runs = (num_rows - 1) // _ROWS, max_rows // _ROWS
+    starts = torch.tensor([_ROWS * (run * last // max(num_runs - 1, 1)) for run in range(num_runs)], device=device)
+    rows = (starts[:, None] + torch.arange(_ROWS, device=device)).flatten()
+    return rows[rows < num_rows]
 
 
 @torch.no_grad()
-def measure_layer(layer: TileLinear, x_NK: Tensor, dy_NM: Tensor) -> LayerEvidence:
+def measure_layer(layer: TileLinear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: int = 256) -> LayerEvidence:
     """What 8-bit tiles do to a layer's tensors and products on these rows; BF16's products too where it uses them.
 
     Args:
         layer: gives weight, kernels, kind of scale and present formats.
         x_NK: its input [N, K].
         dy_NM: the gradient of its output [N, M].
+        max_rows: rows of the weight whose loss is measured, in whole blocks of 128; its products are with all of it.
     """
     kernels = layer.kernels
     if kernels is None:
@@ -139,7 +147,7 @@ def measure_layer(layer: TileLinear, x_NK: Tensor, dy_NM: Tensor) -> LayerEviden
     weight8 = kernels.quantize(weight_MK, E4M3, BLOCK_TILE, power_of_two=layer.power_of_two)
     tensors = {
         "input": _tensor(x_NK, x8),
-        "weight": _tensor(weight_MK, weight8),
+        "weight": _weight(weight_MK, weight8, max_rows),
         "gradient": _tensor(dy_NM, dy8),
     }
     in_8bit = {
@@ -162,6 +170,14 @@ def _product(gemm: str, x_NK: Tensor, weight_MK: Tensor, dy_NM: Tensor, dtype: t
     x, weight, dy = x_NK.to(dtype), weight_MK.to(dtype), dy_NM.to(dtype)
     a, b = {"fprop": (x, weight), "dgrad": (dy, weight.T), "wgrad": (dy.T, x.T)}[gemm]
     return kernels.linear(a, b)
+
+
+def _weight(weight_MK: Tensor, tiled: TiledTensor, max_rows: int) -> TensorEvidence:
+    rows = picked_rows(len(weight_MK), max_rows, weight_MK.device)
+    if rows is None:
+        return _tensor(weight_MK, tiled)
+    blocks = tiled.scale_inv[rows[::_ROWS] // _ROWS]
+    return _tensor(weight_MK[rows], TiledTensor(tiled.codes[rows], blocks, tiled.tile, tiled.spec))
 
 
 def _tensor(x: Tensor, tiled: TiledTensor) -> TensorEvidence:
