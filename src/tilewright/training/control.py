@@ -43,7 +43,7 @@ class StepControl:
             recorder.event(step + 1, "precision_switch", f"products kept in BF16 by schedule: {', '.join(held)}")
         if self.control.due(step):
             whole = self.control.recalibrates(step)
-            self._look(step, microbatches if whole else _one_row(microbatches), recorder)
+            self._look(step, microbatches if whole else one_row(microbatches), recorder)
 
     def lr(self, lr: float) -> float:
         """The learning rate of a step, lowered by the noise that was measured."""
@@ -84,7 +84,7 @@ class StepControl:
         return run
 
 
-def _one_row(microbatches: Sequence[Batch]) -> list[Batch]:
+def one_row(microbatches: Sequence[Batch]) -> list[Batch]:
     """The first row of the first micro-batch."""
     return [{name: tensor[:1] for name, tensor in batch.items()} for batch in microbatches[:1]]
 
