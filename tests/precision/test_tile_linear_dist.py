@@ -14,6 +14,9 @@ from tilewright.core.errors import ConfigError
 from tilewright.formats.error import sqnr_db
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
+from tilewright.precision.gemms import Gemms
+from tilewright.precision.policy import Policy
+from tilewright.precision.tile_linear import TileLinear
 from tilewright.precision.weights import QuantizedWeights
 
 
@@ -26,10 +29,10 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def converted_model():
+def converted_model(keep="codes"):
     torch.manual_seed(0)
     model = nn.Sequential(Layer(), Layer())
-    convert(model, "fp8_tile", kernels=Kernels.default())
+    convert(model, Policy("fp8_tile", keep=keep), kernels=Kernels.default())
     return model
 
 
@@ -40,7 +43,8 @@ def data():
 def losses_and_weights(model, batch, steps=3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for _ in range(steps):
+    for step in range(steps):
+        move(model, step)
         loss = model(batch).square().mean()
         loss.backward()
         losses.append(loss.detach())
@@ -49,11 +53,19 @@ def losses_and_weights(model, batch, steps=3):
     return losses
 
 
-def _rank(rank: int, folder: str) -> None:
+def move(model, step):
+    """Layers that may move change formats before each step but the first."""
+    layers = [module for module in model.modules() if isinstance(module, TileLinear) and module.keep_value]
+    for number, layer in enumerate(layers if step else ()):
+        names = ("fp8_tile", "bf16", "fp32")
+        layer.set_gemms(Gemms(*[names[(step + number + product) % 3] for product in range(3)]))
+
+
+def _rank(rank: int, folder: str, keep: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     mesh = dist.init_device_mesh("cpu", (2,))
-    model = converted_model()
+    model = converted_model(keep)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -65,17 +77,23 @@ def _rank(rank: int, folder: str) -> None:
         refused = True
     losses = losses_and_weights(model, data()[rank])
     weights = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()}
-    torch.save((losses, weights, refused), Path(folder) / f"{rank}.pt")
+    executed = [module.executed() for module in model.modules() if isinstance(module, TileLinear)]
+    torch.save((losses, weights, refused, executed), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.mark.dist
-def test_two_sharded_ranks_train_as_one_process(tmp_path):
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
-    model = converted_model()
+@pytest.mark.parametrize("keep", ["codes", "value"])
+def test_two_sharded_ranks_train_as_one_process(tmp_path, keep):
+    """With inputs kept as values, layers also move between formats."""
+    mp.spawn(_rank, (str(tmp_path), keep), nprocs=2)
+    model = converted_model(keep)
     losses = losses_and_weights(model, data().flatten(0, 1))
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    assert all(refused for _, _, refused in parts)
+    assert all(part[2] for part in parts)
+    ran = [module.executed() for module in model.modules() if isinstance(module, TileLinear)]
+    assert all(part[3] == ran for part in parts)
+    assert ("bf16" in ran[0]["wgrad"]) == (keep == "value")
     for step, loss in enumerate(losses):
         assert (parts[0][0][step] + parts[1][0][step]) / 2 == pytest.approx(float(loss), rel=1e-3)
     before = dict(converted_model().named_parameters())
