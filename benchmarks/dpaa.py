@@ -8,7 +8,7 @@ controller; real text, several seeds. Loss is that on held-out text in the forma
 A run takes minutes, so each is kept in `results/dpaa_runs.jsonl` as it ends, and a later call goes on where the last
 one stopped. The result is made of all runs with the same number of steps.
 
-python -m benchmarks.dpaa [--steps 300] [--seeds 3] [--cases stress calm]
+python -m benchmarks.dpaa [--steps 400] [--seeds 3] [--cases stress calm]
 """
 
 import argparse
@@ -36,9 +36,19 @@ MODES = ("bf16_mixed", "fp8_tile", "controller")
 CASES = ("stress", "calm")
 OUTLIER = 2.0**20
 SHAPE = {
-    "model.dim": "256", "model.num_layers": "2", "model.num_heads": "4", "data.seq_len": "256",
-    "train.batch_size": "8", "train.micro_batch": "8", "optim.lr": "3e-3", "run.device": "cpu", "train.compile": "off",
-}  # fmt: skip
+    "model.dim": "128",
+    "model.num_layers": "2",
+    "model.num_heads": "2",
+    "data.vocab_size": "1024",
+    "data.max_bytes": "4MB",
+    "data.seq_len": "128",
+    "train.batch_size": "8",
+    "train.micro_batch": "8",
+    "train.eval_batches": "4",
+    "optim.lr": "3e-3",
+    "run.device": "cpu",
+    "train.compile": "off",
+}
 CONTROL = {
     "precision.controller": "true", "precision.controller_every": "25", "precision.controller_cooldown": "50",
     "precision.controller_budget": "1.0", "precision.controller_recalibrate": "100",
@@ -130,7 +140,7 @@ def summary(runs: dict[tuple[str, str, int], dict[str, Any]], steps: int) -> dic
 def main() -> None:
     """Make the runs that are missing, seed by seed, and write the result after each."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     args = parser.parse_args()
