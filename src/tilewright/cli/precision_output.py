@@ -171,7 +171,8 @@ def _loss_change(switch: Switch) -> str:
 
 
 def _parts_per_million(switch: Switch) -> str:
-    return f"{1e6 * statistics.fmean(change.lost for change in switch.gradients):.2g}"
+    millionths = 1e6 * statistics.fmean(change.lost for change in switch.gradients)
+    return f"{millionths:,.0f}" if millionths >= 100 else f"{millionths:.2g}"
 
 
 def _remark(found: Found, unit: Unit) -> str:
