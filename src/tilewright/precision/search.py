@@ -146,7 +146,7 @@ def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[Candidate]:
         return []
     found: dict[frozenset[Product], Candidate] = {}
     for i in range(num):
-        share = (i / max(num - 1, 1)) ** 2  # most of the bend lies at small budgets
+        share = (i / max(num - 1, 1)) ** 4  # few products cost most of it, so the bend lies at small budgets
         candidate = fastest(space, low + share * (high - low) * (1 + 1e-9), "curve")
         found.setdefault(candidate.fp8, candidate)
     return list(found.values())
