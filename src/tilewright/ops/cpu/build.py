@@ -48,8 +48,9 @@ def why_not(machine: Machine, case: Case) -> str | None:
     return None if isinstance(outcome, ctypes.CDLL) else outcome
 
 
+@functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library.
+    """The loaded library. Asked for in each operation, so the search for a compiler is not repeated.
 
     Raises:
         BuildError: it cannot be built or loaded; `why_not` would have said so.
