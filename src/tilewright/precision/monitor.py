@@ -4,8 +4,9 @@ A sample is a forward and a backward pass in eager mode with hooks on each `Tile
 product is computed in 8 bits and in BF16, whatever the layer itself computes in: so the evidence says what 8 bits
 would do, also where a product has left them. Nothing is decided here; `controller` judges.
 
-Cost: a pass and two products of each kind over at most `max_rows` rows. On the default recipe a sample takes a seventh
-of a step (`benchmarks/results`), which every 100 steps is 0.15 % of the time.
+Cost: a pass in eager mode, and for each layer six products and the quantisation of at most `max_rows` rows. With one
+row on the default recipe that is 0.8 of a step on a CPU (`benchmarks/dpaa_cost.py`), so 0.8 % of the time with a sample
+every 100 steps.
 
 Legend: N tokens  K input features  M output features.
 """
