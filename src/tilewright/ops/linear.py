@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.ops.dispatch import Candidate, Op, always
-from tilewright.ops.native import wide_linear
+from tilewright.ops.native import wide
 from tilewright.ops.ref import math as ref
 
 
@@ -16,10 +16,16 @@ def native(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
     return F.linear(x, weight_MK.to(x.dtype), None if bias_M is None else bias_M.to(x.dtype))
 
 
+def _wide(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    from tilewright.ops.native import wide_linear  # it registers a torch operator
+
+    return wide_linear.linear(x, weight_MK, bias_M)
+
+
 LINEAR = Op(
     "linear",
     (
-        Candidate("wide", wide_linear.linear, wide_linear.why_not),
+        Candidate("wide", _wide, wide.why_not),
         Candidate("native", native, always),
         Candidate("ref", ref.linear, always),
     ),

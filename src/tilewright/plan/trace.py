@@ -73,7 +73,7 @@ _FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops
 """torch's counter knows the fused attentions of CUDA only."""
 _PRODUCTS = (torch.ops.tilewright.dequant_gemm, torch.ops.tilewright.tile_fprop)
 _COUNTED = {**_FLASH_ON_CPU, **dict.fromkeys(_PRODUCTS, _product_flops)}
-_KERNELS = {"quantize": "ref", "tile_gemm": "dequant"}
+_KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}
 """What runs 8-bit products in a trace: operations that need no unit and no library, whatever the machine has."""
 _ATTENTION = (
     *_FLASH_ON_CPU,

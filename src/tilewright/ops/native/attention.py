@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewright.ops.native.wide_linear import widens
+from tilewright.ops.native.wide import widens
 from tilewright.ops.ref.math import allowed_pairs
 
 QUERY_BLOCK = 256

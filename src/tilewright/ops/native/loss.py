@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.inductor import compile_options
-from tilewright.ops.native import wide_linear
+from tilewright.ops.native import wide
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -75,7 +75,7 @@ class _ChunkedLoss(torch.autograd.Function):
         high = torch.promote_types(x_ND.dtype, torch.float32)
         rows = _chunk_rows(x_ND, weight_VD)
         total = torch.zeros((), dtype=high, device=x_ND.device)
-        mm = wide_linear.mm if wide_linear.widens(x_ND.device.type, x_ND.dtype) else torch.mm
+        mm = wide.mm if wide.widens(x_ND.device.type, x_ND.dtype) else torch.mm
         dx_ND = torch.empty_like(x_ND)
         dweight_VD = torch.zeros_like(weight_VD, dtype=high)
         logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
