@@ -117,7 +117,7 @@ def test_tensors_count_for_8_bits_by_the_worse_of_both_operands():
     healthy = TensorEvidence(1.0, 0.001, 0.0, 0.0, 20.0, 31.0)
     flushed = TensorEvidence(1.0, 0.3, 0.0, 0.0, 20.0, 31.0)
     layer = LayerEvidence(
-        {"input": healthy, "weight": healthy, "gradient": flushed},
+        {"input": healthy, "weight": healthy, "input_column": healthy, "gradient_column": flushed},
         {"fprop.fp8_tile": GOOD, "wgrad.fp8_tile": GOOD, "wgrad.bf16": GOOD},
     )
     assert find(layer, "fprop", "fp8_tile", LIMITS, relax=False).excess < 1

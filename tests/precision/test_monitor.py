@@ -12,7 +12,7 @@ from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.precision.convert import convert
-from tilewright.precision.evidence import COMPARED, LayerEvidence
+from tilewright.precision.evidence import COMPARED, TENSORS, LayerEvidence
 from tilewright.precision.gemms import GEMM_NAMES
 from tilewright.precision.monitor import Monitor, compare, measure_layer, picked_rows, tile_layers
 from tilewright.precision.policy import Policy, Rule
@@ -71,13 +71,12 @@ def test_products_against_float64(make):
         assert f"{gemm}.bf16" not in found.products
 
 
-@pytest.mark.parametrize("name", ["input", "weight", "gradient"])
+@pytest.mark.parametrize("name", TENSORS)
 def test_tensors_against_float64(name):
     layer = one_layer()[0]
     x, dy = heavy_tailed(256, 200, seed=1), heavy_tailed(256, 72, seed=2)
-    tensor, tile = {"input": (x, ROW_TILE), "weight": (layer.weight.detach(), BLOCK_TILE), "gradient": (dy, ROW_TILE)}[
-        name
-    ]
+    given = {"input": x, "weight": layer.weight.detach(), "gradient": dy, "input_column": x.T, "gradient_column": dy.T}
+    tensor, tile = given[name].contiguous(), BLOCK_TILE if name == "weight" else ROW_TILE
     found = measure_layer(layer, x, dy).tensors[name]
     exact, narrow = tensor.double(), rounded(tensor, tile)
     alive = exact != 0

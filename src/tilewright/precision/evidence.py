@@ -14,10 +14,11 @@ from typing import Any
 
 from tilewright.precision.gemms import GEMM_NAMES
 
-TENSORS = ("input", "weight", "gradient")
+TENSORS = ("input", "weight", "gradient", "input_column", "gradient_column")
+"""What products read: `_column` in tiles of 128 tokens of one feature, as the weight gradient does."""
 COMPARED = ("fp8_tile", "bf16")
 """Formats whose products are compared, fp8_tile with a BF16 shadow, bf16 with an FP32 one."""
-OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "input")}
+OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient_column", "input_column")}
 """Tensors that a product multiplies."""
 
 _LOW_IS_WORSE = {"sqnr_db", "cosine", "gain_low"}

@@ -67,7 +67,7 @@ class History:
         return found
 
     def tensor(self, layer: str, tensor: str) -> list[tuple[int, TensorEvidence]]:
-        """One tensor over the samples: (step, evidence). `tensor` is input, weight or gradient."""
+        """One tensor over the samples: (step, evidence). `tensor`: see `evidence.TENSORS`."""
         found = [(s.step, s.evidence.layers[layer].tensors) for s in self.samples if layer in s.evidence.layers]
         return [(step, tensors[tensor]) for step, tensors in found if tensor in tensors]
 

@@ -150,6 +150,8 @@ def measure_layer(layer: TileLinear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: i
         "input": _tensor(x_NK, x8),
         "weight": _weight(weight_MK, weight8, max_rows),
         "gradient": _tensor(dy_NM, dy8),
+        "input_column": _tensor(x_NK.T, x8_column),
+        "gradient_column": _tensor(dy_NM.T, dy8_column),
     }
     in_8bit = {
         "fprop": (x8, weight8),
