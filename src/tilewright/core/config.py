@@ -238,6 +238,10 @@ class OptimSection(Section):
     """wsd: share of the steps at the end in which the rate falls."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate as a share of `lr`."""
+    clip: Literal["exact", "lagged"] = "exact"
+    """layer_major: `exact` knows the norm of the whole gradient before it updates anything, by a second backward pass
+    over all layers. `lagged` needs one pass: each slice is scaled by the norm of the step before, and no matrix moves
+    by more than its gradient's own size allows."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm. 0: no clipping."""
     clip_adaptive: float = Field(default=0.0, ge=0)
@@ -271,6 +275,19 @@ class TrainSection(Section):
     """Micro-batches evaluated a domain."""
     sample_tokens: int = Field(default=64, ge=0)
     """Length of the text sample in the report. 0: none."""
+
+
+class MemorySection(Section):
+    """What lies where during a step. See `tilewright.memory`."""
+
+    executor: Literal["standard", "layer_major"] = "standard"
+    """`standard`: one micro-batch after the other through the whole model. `layer_major`: all micro-batches through one
+    slice of layers, then the next; backward recomputes a slice, updates its parameters at once, and lets go."""
+    group: int = Field(default=1, ge=1)
+    """layer_major: layers in one slice."""
+    undo: Literal["journal", "checkpoint"] = "journal"
+    """layer_major with `optim.clip = "lagged"`: what a bad gradient in the middle of a step, some slices updated
+    already, goes back to. The slices' bytes before the step, or the newest checkpoint."""
 
 
 class SaveSection(Section):
@@ -331,6 +348,7 @@ class Recipe(Section):
     precision: PrecisionSection = PrecisionSection()
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection()
+    memory: MemorySection = MemorySection()
     save: SaveSection = SaveSection()
     log: LogSection = LogSection()
     ops: OpsSection = OpsSection()
