@@ -1,7 +1,8 @@
 """Which part of FP8 costs loss: a small model on the default data with 8 bits in some of its products only.
 
-Three layers of 192, 300 steps of 1024 tokens, not compiled: minutes a run, so that several seeds are affordable. Each
-run is kept in `results/quality_parts.jsonl` as it ends; a later call makes what is missing.
+Three layers of 192, 300 steps of 1024 tokens, not compiled: a minute or more a run. Two runs that differ in rounding
+alone part by a percent here, so only many seeds say something about a part (docs/log.md). Each run is kept in
+`results/quality_parts.jsonl` as it ends; a later call makes what is missing.
 
 python -m benchmarks.quality_parts [--seeds 4] [--parts bf16_mixed fp8_tile fprop backward ...]
 """
@@ -29,6 +30,7 @@ RULES = {
     "mlp_bf16": (Rule("*mlp*", op="linear", compute="bf16"),),
     "first_layer_bf16": (Rule("*layers.0.*", op="linear", compute="bf16"),),
     "first_query_bf16": (Rule("*layers.0.self_attn.q_proj", op="linear", fprop="bf16"),),
+    "v_fprop_bf16": (Rule("*.v_proj", op="linear", fprop="bf16"),),
     "qk_fprop_bf16": (Rule("*.q_proj", op="linear", fprop="bf16"), Rule("*.k_proj", op="linear", fprop="bf16")),
 }
 """What is in 8 bits: all products, and exceptions."""
