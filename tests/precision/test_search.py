@@ -20,7 +20,7 @@ from tilewright.precision.convert import convert
 from tilewright.precision.evidence import Evidence, LayerEvidence, ProductEvidence
 from tilewright.precision.gemm_time import UnitTime, estimate, measure_times
 from tilewright.precision.gemms import GEMM_NAMES, Gemms, expected_gain
-from tilewright.precision.gradient_change import GradientChange, GradientTally
+from tilewright.precision.gradient_change import Compared, GradientChange, GradientTally, lost_by_batch
 from tilewright.precision.history import History, Sample
 from tilewright.precision.layer_facts import Unit, tile_layers
 from tilewright.precision.policy import Policy, Rule
@@ -53,7 +53,7 @@ def space_of(seed: int, num_units: int = 3, fixed=None, broken=()) -> SearchSpac
         lost = math.nan if (unit.name, gemm) in broken else draw.uniform(0, 1e-3)
         change = GradientChange(1.0, 1.0, lost)
         loss = (draw.uniform(0, 2e-3),) * 2 if gemm == "fprop" else (0.0, 0.0)
-        switches.append(Switch(unit.name, gemm, loss, (change,) * 2, (change,) * 2))
+        switches.append(Switch(unit.name, gemm, loss, (change,) * 2, (change,) * 2, (lost,) * 2))
 
     def time() -> UnitTime:
         bf16 = {gemm: draw.uniform(1, 2) for gemm in GEMM_NAMES}
@@ -168,7 +168,7 @@ def test_noisy_changes_are_drawn_together_and_sharp_ones_are_not():
 def test_a_lucky_switch_is_no_credit():
     change = GradientChange(1.0, 1.0, 0.0)
     unit = Unit("up", ("up",), 8, 8, 4)
-    lucky = Switch("up", "fprop", (-0.01, -0.01), (change,) * 2, (change,) * 2)
+    lucky = Switch("up", "fprop", (-0.01, -0.01), (change,) * 2, (change,) * 2, (0.0, 0.0))
     assert LossModel(Sensitivity((unit,), (lucky,), (5.0, 5.0)), 0.2).costs == {("up", "fprop"): 0.0}
 
 
@@ -280,9 +280,11 @@ def by_hand(model, batch, name, gemm):
 def test_each_switch_is_what_one_switch_by_hand_gives(model, batches, sensitivity, gemm):
     name = next(unit.name for unit in sensitivity.units if "down" in unit.name)
     switch = next(s for s in sensitivity.switches if (s.unit, s.gemm) == (name, gemm))
+    rounds = []
     for i, batch in enumerate(batches):
         base_loss, base = by_hand(model, batch, None, gemm)
         loss, grads = by_hand(model, batch, name, gemm)
+        rounds.append((base, grads))
         assert switch.loss_change[i] == loss / base_loss - 1
         assert (loss != base_loss) == (gemm == "fprop")
         g, h = (torch.cat(list(flat.values())) for flat in (base, grads))
@@ -294,6 +296,36 @@ def test_each_switch_is_what_one_switch_by_hand_gives(model, batches, sensitivit
         assert switch.gradients[i].lost == pytest.approx(float(1 - h @ g / (h.norm() * g.norm())), abs=1e-6)
         g, h = base[f"{name}.weight"], grads[f"{name}.weight"]
         assert switch.own[i].cosine == pytest.approx(float(h @ g / (h.norm() * g.norm())), abs=1e-6)
+    whole, *single = (lost_by_hand(part) for part in (rounds, rounds[:1], rounds[1:]))
+    assert switch.lost == pytest.approx([2 * whole - single[1], 2 * whole - single[0]], abs=2e-6)
+
+
+def lost_by_hand(rounds) -> float:
+    """1 - cosine of the gradients of all rounds side by side, each parameter's divided by its own RMS over them."""
+    parts = []
+    for key in rounds[0][0]:
+        g, h = (torch.cat([one[side][key] for one in rounds]).double() for side in (0, 1))
+        # Each parameter weighs as many elements as it has, however many rounds there are.
+        parts.append(torch.stack([g, h]) / g.square().mean().sqrt())
+    g, h = torch.cat(parts, dim=1)
+    return float(1 - h @ g / (h.norm() * g.norm()))
+
+
+def test_a_batch_whose_gradient_is_nearly_all_rounding_does_not_decide_alone():
+    layer = torch.nn.Linear(64, 1, bias=False)
+
+    def compared(size: float) -> Compared:
+        """A gradient of this size with an error of 0.01 an element."""
+        layer.weight.grad = size * torch.ones(1, 64)
+        tally = GradientTally(layer)
+        layer.weight.grad = layer.weight.grad + 0.01 * torch.tensor([1.0, -1.0]).repeat(32)
+        return tally.against(layer)
+
+    usual, tiny = compared(1.0), compared(0.001)
+    assert tiny.change().lost > 0.8
+    lost = lost_by_batch([usual, usual, usual, tiny])
+    assert sum(lost) / 4 < 2e-4
+    assert lost_by_batch([usual])[0] == usual.change().lost == pytest.approx(5e-5, rel=0.01)
 
 
 def test_measuring_leaves_the_model_as_it_was(model, batches):
@@ -314,6 +346,8 @@ def test_single_switches_add_up(model, batches, sensitivity):
     for i in range(len(batches)):
         total = sum(switch.gradients[i].lost for switch in sensitivity.switches)
         assert 0.5 < total / everything.gradients[i].lost < 2
+    total = sum(sum(switch.lost) for switch in sensitivity.switches)
+    assert 0.5 < total / sum(everything.lost) < 2
     nothing = measure_policy(model, batches, {})
     assert nothing.loss_change == (0.0, 0.0)
     assert all(change.lost == pytest.approx(0, abs=1e-12) for change in nothing.gradients)

@@ -163,7 +163,7 @@ def _cost(found: Found, unit: Unit) -> float:
 
 def _blur(found: Found, unit: Unit) -> float:
     """Share of a step that the unit's products lose together."""
-    return sum(change.lost for switch in _switches(found, unit).values() for change in switch.gradients)
+    return sum(statistics.fmean(switch.lost) for switch in _switches(found, unit).values())
 
 
 def _loss_change(switch: Switch) -> str:
@@ -171,7 +171,7 @@ def _loss_change(switch: Switch) -> str:
 
 
 def _parts_per_million(switch: Switch) -> str:
-    millionths = 1e6 * statistics.fmean(change.lost for change in switch.gradients)
+    millionths = 1e6 * statistics.fmean(switch.lost)
     return f"{millionths:,.0f}" if millionths >= 100 else f"{millionths:.2g}"
 
 

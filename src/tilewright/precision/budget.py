@@ -44,16 +44,14 @@ class LossModel:
         self.slope = slope
         finite = [switch for switch in sensitivity.switches if switch.finite]
         self._per_batch: dict[Product, tuple[float, ...]] = {
-            (s.unit, s.gemm): tuple(
-                change + slope * g.lost for change, g in zip(s.loss_change, s.gradients, strict=True)
-            )
+            (s.unit, s.gemm): tuple(change + slope * lost for change, lost in zip(s.loss_change, s.lost, strict=True))
             for s in finite
         }
         drawn = drawn_together({(s.unit, s.gemm): s.loss_change for s in finite if s.gemm == "fprop"})
         self.costs: dict[Product, float] = {(s.unit, s.gemm): math.inf for s in sensitivity.switches}
         """Predicted change of each switch, never below zero; infinite where it gave infinities or NaN."""
         for s in finite:
-            blur = slope * statistics.fmean(g.lost for g in s.gradients)
+            blur = slope * statistics.fmean(s.lost)
             self.costs[s.unit, s.gemm] = max(drawn.get((s.unit, s.gemm), 0.0) + blur, 0.0)
         self._num_batches = len(sensitivity.losses)
 
@@ -67,10 +65,7 @@ class LossModel:
 
     def of(self, measured: PolicyChange) -> Prediction:
         """The change of a policy that was measured as a whole, by the same reckoning."""
-        sums = [
-            change + self.slope * gradients.lost
-            for change, gradients in zip(measured.loss_change, measured.gradients, strict=True)
-        ]
+        sums = [change + self.slope * lost for change, lost in zip(measured.loss_change, measured.lost, strict=True)]
         return Prediction(statistics.fmean(sums), standard_error(sums))
 
 

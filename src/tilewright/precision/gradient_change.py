@@ -5,7 +5,7 @@ changed. Called by `sensitivity`.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,19 +47,19 @@ class Compared:
     """The sums of all parameters for one changed pass."""
 
     def __init__(self, sums: Mapping[str, _Sums]) -> None:
-        self._sums = sums
+        self.sums = sums
 
     def only(self, names: Collection[str]) -> "Compared":
         """As if these parameters' gradients alone had changed."""
         kept = {
             name: s if name in names else _Sums(s.reference, s.reference, s.reference, s.numel)
-            for name, s in self._sums.items()
+            for name, s in self.sums.items()
         }
         return Compared(kept)
 
     def change(self, names: Collection[str] | None = None) -> GradientChange:
         """The change over all parameters, or over some. Not finite where a gradient is not."""
-        sums = [s for name, s in self._sums.items() if (names is None or name in names) and s.reference > 0]
+        sums = [s for name, s in self.sums.items() if (names is None or name in names) and s.reference > 0]
         cross, reference, changed = (sum(getattr(s, part) for s in sums) for part in ("cross", "reference", "changed"))
         if not sums or changed == 0:
             return GradientChange(0.0, 0.0, 1.0) if sums else GradientChange(1.0, 1.0, 0.0)
@@ -68,6 +68,24 @@ class Compared:
         numel = sum(s.numel for s in sums)
         lost = 1 - along / math.sqrt(numel * square) if math.isfinite(along + square) and square > 0 else math.nan
         return GradientChange(cross / reference, cross / math.sqrt(reference * changed), lost)
+
+
+def lost_by_batch(changes: Sequence[Compared]) -> tuple[float, ...]:
+    """Share of AdamW's steps that is lost over all batches together: one value a batch, whose mean it is.
+
+    AdamW divides by a second moment that many batches made. So a parameter's sums are added over the batches before
+    they are scaled: a batch on which its gradient happens to be tiny, and nearly all of it rounding, then counts as
+    little as it does in training. The values are those of the jackknife (Efron and Stein 1981), so their spread tells
+    the error of the mean.
+
+    Args:
+        changes: of the same switch, one a batch.
+    """
+    whole = _summed(changes).change().lost
+    if len(changes) == 1:
+        return (whole,)
+    without = [_summed([*changes[:batch], *changes[batch + 1 :]]).change().lost for batch in range(len(changes))]
+    return tuple(len(changes) * whole - (len(changes) - 1) * lost for lost in without)
 
 
 class GradientTally:
@@ -91,6 +109,16 @@ class GradientTally:
         numel = [grad.numel() for grad in self._reference.values()]
         named = zip(self._reference, rows, numel, strict=True)
         return Compared({name: _Sums(*row, count) for name, row, count in named})
+
+
+def _summed(changes: Sequence[Compared]) -> Compared:
+    """As if the batches' gradients were stacked. A parameter without a gradient on some batch has none there."""
+    names = {name: s.numel for change in changes for name, s in change.sums.items()}
+    found = {name: [change.sums[name] for change in changes if name in change.sums] for name in names}
+    totals = ("cross", "reference", "changed")
+    return Compared(
+        {name: _Sums(*(sum(getattr(s, part) for s in found[name]) for part in totals), names[name]) for name in names}
+    )
 
 
 def _sums(changed: torch.Tensor | None, reference: torch.Tensor) -> torch.Tensor:

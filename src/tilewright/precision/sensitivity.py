@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import NumericsError
 from tilewright.models.contract import TrainableModel
 from tilewright.precision.gemms import Gemms
-from tilewright.precision.gradient_change import GradientChange, GradientTally
+from tilewright.precision.gradient_change import Compared, GradientChange, GradientTally, lost_by_batch
 from tilewright.precision.layer_facts import Unit, facts, group_layers, tile_layers
 from tilewright.precision.policy import Policy, Rule
 from tilewright.precision.sharing import group_experts, share_inputs
@@ -35,7 +35,8 @@ class Switch:
     """What one product in FP8 changes, against all products in FP32; one value a batch.
 
     `loss_change` is relative to the loss: 0.001 is 0.1 % more. `gradients` compares all parameters' gradients, `own`
-    the layer's weights' alone.
+    the layer's weights' alone. `lost` is the share of AdamW's steps that no longer goes where FP32's goes, reckoned
+    over all batches together (`gradient_change.lost_by_batch`).
     """
 
     unit: str
@@ -43,11 +44,12 @@ class Switch:
     loss_change: tuple[float, ...]
     gradients: tuple[GradientChange, ...]
     own: tuple[GradientChange, ...]
+    lost: tuple[float, ...]
 
     @property
     def finite(self) -> bool:
         """False where a loss or a gradient was infinite or NaN: such a switch cannot be made."""
-        return all(map(math.isfinite, (*self.loss_change, *(change.lost for change in self.gradients))))
+        return all(map(math.isfinite, (*self.loss_change, *self.lost)))
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class PolicyChange:
 
     loss_change: tuple[float, ...]
     gradients: tuple[GradientChange, ...]
+    lost: tuple[float, ...]
 
 
 def measuring_policy(policy: Policy) -> Policy:
@@ -98,7 +101,7 @@ def measure(
         NumericsError: the loss or a gradient in FP32 is not finite: these weights tell nothing.
     """
     units = group_layers(model)
-    changes: dict[tuple[str, str], list[tuple[float, GradientChange, GradientChange]]] = {}
+    tried: dict[tuple[str, str], list[tuple[float, Compared, GradientChange]]] = {}
     losses, done = [], 0
     with all_in(model, BASE) as layers:
         units = facts(layers, units, lambda: one_pass(model, batches[0]))
@@ -108,14 +111,13 @@ def measure(
             _refuse_not_finite(base_loss, base)
             losses.append(base_loss)
             for unit, gemm, own, loss, tally in _tries(model, layers, units, batch, base):
-                change = (loss / base_loss - 1, tally.change(), tally.change(own))
-                changes.setdefault((unit.name, gemm), []).append(change)
+                tried.setdefault((unit.name, gemm), []).append((loss / base_loss - 1, tally, tally.change(own)))
                 if gemm != "wgrad" or unit is units[-1]:
                     done += 1
                     advance(done)
             done += 1
             advance(done)
-    switches = [Switch(unit, gemm, *map(tuple, zip(*found, strict=True))) for (unit, gemm), found in changes.items()]
+    switches = [_switch(*product, found) for product, found in tried.items()]
     return Sensitivity(tuple(units), tuple(switches), tuple(losses))
 
 
@@ -127,7 +129,7 @@ def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Map
         batches: on the model's device.
         formats: of the layers' products, by layer name; layers left out stay in FP32.
     """
-    loss_changes, gradients = [], []
+    loss_changes, changes = [], []
     with all_in(model, BASE) as layers:
         for batch in batches:
             base_loss = one_pass(model, batch)
@@ -136,10 +138,10 @@ def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Map
             for name, gemms in formats.items():
                 set_formats(layers[name], gemms)
             loss_changes.append(one_pass(model, batch) / base_loss - 1)
-            gradients.append(base.against(model).change())
+            changes.append(base.against(model))
             for name in formats:
                 set_formats(layers[name], BASE)
-    return PolicyChange(tuple(loss_changes), tuple(gradients))
+    return PolicyChange(tuple(loss_changes), tuple(c.change() for c in changes), lost_by_batch(changes))
 
 
 @contextmanager
@@ -198,6 +200,11 @@ def _tries(model, layers, units, batch, base):
         yield unit, "wgrad", own[unit.name], loss, together.only(own[unit.name])
     for layer in layers.values():
         set_formats(layer, BASE)
+
+
+def _switch(unit: str, gemm: str, found: Sequence[tuple[float, Compared, GradientChange]]) -> Switch:
+    loss_changes, changes, own = zip(*found, strict=True)
+    return Switch(unit, gemm, loss_changes, tuple(change.change() for change in changes), own, lost_by_batch(changes))
 
 
 def _refuse_not_finite(loss: float, base: GradientTally) -> None:

@@ -83,6 +83,7 @@ class Found:
                     "predicted_loss_change": costs[s.unit, s.gemm],
                     "loss_change": list(s.loss_change),
                     "gradient": [asdict(change) for change in s.gradients],
+                    "step_lost": list(s.lost),
                     "own_gradient": [asdict(change) for change in s.own],
                 }
                 for s in switches
