@@ -17,6 +17,7 @@ ComputeFormat = Literal["", "fp32", "tf32", "bf16", "fp16", "fp8_tile", "fp8_hyb
 GemmFormat = Literal["", "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "bf16", "fp32"]
 Backend = Literal["auto", "compiled", "native", "ref"]
 QuantizeBackend = Literal["auto", "triton", "cpu", "ref"]
+Tier = Literal["device", "host", "disk"]
 TileGemmBackend = Literal["auto", "scaled_mm", "triton", "cpu", "dequant", "ref"]
 
 

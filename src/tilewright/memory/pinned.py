@@ -1,0 +1,39 @@
+"""Host memory that a GPU reads and writes directly: ordinary tensors, registered with the driver.
+
+torch's own pinned memory comes in powers of two (up to twice what was asked for) and is never given back. A tensor that
+is registered costs its own bytes. Called by the tiers of `memory`.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.core.errors import HardwareError
+
+
+def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes] on the host; registered where `device` is a GPU. Give it back with `unpin`.
+
+    Raises:
+        HardwareError: the driver refuses.
+
+    Example:
+        >>> pinned_empty(10, torch.device("cpu")).nbytes
+        10
+    """
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    if device.type == "cuda" and num_bytes:
+        status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        if status:
+            raise HardwareError(
+                "Host memory cannot be registered with the GPU.",
+                got=f"cudaHostRegister of {num_bytes:,} bytes gave error {status}",
+                need="a limit of locked memory that admits the host tier (ulimit -l)",
+                try_='the tier "device" or "disk" for parameters, states or inputs, or a larger limit',
+            )
+    return buffer
+
+
+def unpin(buffer: Tensor, device: torch.device) -> None:
+    """Take a buffer of `pinned_empty` back from the driver; nothing may be copying to or from it any more."""
+    if device.type == "cuda" and buffer.nbytes:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

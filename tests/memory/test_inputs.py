@@ -1,0 +1,142 @@
+"""The layer-input store: what comes back, what it weighs, and a disk that fails."""
+
+import errno
+import os
+
+import pytest
+import torch
+
+from tilewright.core.errors import FitError, HardwareError
+from tilewright.formats.quantize import quantize
+from tilewright.formats.scaling import ROW_TILE
+from tilewright.formats.spec import E4M3
+from tilewright.memory.inputs import InputStore
+from tilewright.ops.kernels import Kernels
+
+TIERS = ("device", "host", "disk")
+
+
+def make_store(tier, tmp_path, kind="exact"):
+    return InputStore(tier, "cpu", kind, kernels=Kernels.default(), folder=tmp_path)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gives_back_the_same_bits_in_any_order(tier, dtype, tmp_path):
+    store = make_store(tier, tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):  # uneven micro-batches, and other sizes in each step
+        inputs = {
+            (layer, micro): torch.randn(2 + micro + step, 5, 33, generator=generator).to(dtype)
+            for layer in range(3)
+            for micro in range(4)
+        }
+        for key, x in inputs.items():
+            store.put(*key, x)
+        assert store.num_bytes == {tier: sum(x.nbytes for x in inputs.values())}
+        for _ in range(2):  # backward in two passes
+            for key in reversed(inputs):
+                store.prefetch(*key)
+                torch.testing.assert_close(store.get(*key), inputs[key], rtol=0, atol=0)
+        for key in inputs:
+            store.drop(*key)
+        assert store.num_bytes == {tier: 0}
+    store.close()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_eight_bits_are_those_of_the_format(tier, tmp_path):
+    x = torch.randn(3, 7, 300, dtype=torch.bfloat16)
+    store = make_store(tier, tmp_path, "fp8")
+    store.put(0, 0, x)
+    store.put(1, 0, x, exact=True)
+    tiled = quantize(x.reshape(-1, 300), E4M3, ROW_TILE)
+    torch.testing.assert_close(store.get(0, 0), tiled.dequantize(torch.bfloat16).view(x.shape), rtol=0, atol=0)
+    torch.testing.assert_close(store.get(1, 0), x, rtol=0, atol=0)
+    assert store.num_bytes == {tier: 21 * (300 + 3 * 4) + x.nbytes}, "a byte an element and a scale a 1x128 tile"
+    store.close()
+
+
+def test_a_view_does_not_keep_what_it_is_a_view_of(tmp_path):
+    store = make_store("device", tmp_path)
+    store.put(0, 0, torch.zeros(1000, 8)[:2])
+    assert store.get(0, 0).untyped_storage().nbytes() == 2 * 8 * 4
+
+
+def test_what_comes_out_may_get_a_graph_without_the_kept_one_getting_it(tmp_path):
+    store = make_store("device", tmp_path)
+    store.put(0, 0, torch.zeros(2, 8))
+    store.get(0, 0).requires_grad_()
+    assert not store.get(0, 0).requires_grad
+
+
+def test_a_step_that_is_given_up_leaves_nothing(tmp_path):
+    store = make_store("disk", tmp_path)
+    for layer in range(3):
+        store.put(layer, 0, torch.zeros(100, 8))
+    store.prefetch(1, 0)
+    store.clear()
+    assert store.num_bytes == {"disk": 0}
+    with pytest.raises(KeyError):
+        store.get(1, 0)
+
+
+def test_the_file_is_as_large_as_one_step_and_has_no_name(tmp_path):
+    store = make_store("disk", tmp_path)
+    for _ in range(5):
+        for layer in range(4):
+            store.put(layer, 0, torch.zeros(100, 8))
+        store.clear()
+    assert os.fstat(store._tier._file.fileno()).st_size == 4 * 100 * 8 * 4
+    assert list(tmp_path.iterdir()) == []
+    store.close()
+
+
+class TestBadDisk:
+    def test_full_at_the_start_and_later(self, tmp_path, monkeypatch):
+        store = make_store("disk", tmp_path)
+        store.put(0, 0, torch.zeros(10, 8))
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(FitError, match="disk tier is full") as caught:
+            store.put(1, 0, torch.zeros(10, 8))
+        assert "memory.tier_dir" in str(caught.value)
+        assert store.get(0, 0).shape == (10, 8)
+
+    def test_a_limit_on_file_size_is_a_full_disk(self, tmp_path):
+        resource = pytest.importorskip("resource")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        store = make_store("disk", tmp_path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+        try:
+            with pytest.raises(FitError, match="disk tier is full"):
+                store.put(0, 0, torch.zeros(2**16))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def test_a_write_that_fails_is_told_at_the_latest_when_it_is_read(self, tmp_path, monkeypatch):
+        store = make_store("disk", tmp_path)
+
+        def broken(*_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "pwrite", broken)
+        store.put(0, 0, torch.zeros(10, 8))
+        with pytest.raises(HardwareError, match="disk tier cannot be used"):
+            store.get(0, 0)
+
+    def test_truncated_under_us(self, tmp_path):
+        store = make_store("disk", tmp_path)
+        store.put(0, 0, torch.ones(10, 8))
+        store.get(0, 0)
+        os.ftruncate(store._tier._file.fileno(), 16)
+        with pytest.raises(HardwareError, match="shorter than what was written"):
+            store.get(0, 0)
+
+    def test_a_folder_that_is_not_there(self, tmp_path):
+        with pytest.raises(HardwareError) as caught:
+            InputStore("disk", "cpu", folder=tmp_path / "none")
+        assert str(tmp_path / "none") in str(caught.value)
