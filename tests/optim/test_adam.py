@@ -133,3 +133,56 @@ def test_bad_hyperparameters_are_refused():
         DeepSeekAdam(parameters(), betas=(1.0, 0.9))
     with pytest.raises(ValueError, match="FP16"):
         DeepSeekAdam(parameters(torch.float16), master="stochastic")
+
+
+FORMATS = {
+    "fp32": (torch.float32, {}),
+    "bf16_moments": (torch.float32, {"moments": "bf16"}),
+    "bf16_with_master": (torch.bfloat16, {}),
+    "stochastic": (torch.bfloat16, {"moments": "bf16", "master": "stochastic"}),
+}
+
+
+@pytest.mark.parametrize(("dtype", "options"), FORMATS.values(), ids=FORMATS)
+def test_the_result_does_not_depend_on_what_is_updated_together(dtype, options):
+    """One parameter after the other, last one first, with gradients given directly, against all at once."""
+    whole, parts = parameters(dtype), parameters(dtype)
+    at_once = DeepSeekAdam([{"params": whole[:1]}, {"params": whole[1:], "lr": 0.1}], **HYPER, **options)
+    one_by_one = DeepSeekAdam([{"params": parts[:1]}, {"params": parts[1:], "lr": 0.1}], **HYPER, **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        grads = [torch.randn(param.shape, generator=generator).to(dtype) for param in whole]
+        for param, grad in zip(whole, grads, strict=True):
+            param.grad = grad
+        at_once.step()
+        for param, grad in reversed(list(zip(parts, grads, strict=True))):
+            one_by_one.step_params([param], [grad.float()])
+            assert param.grad is None
+    for param, copy_ in zip(whole, parts, strict=True):
+        assert torch.equal(param, copy_)
+        for name, state in at_once.state[param].items():
+            assert torch.equal(state, one_by_one.state[copy_][name]), name
+
+
+def test_step_params_leaves_the_others_alone():
+    params = parameters()
+    optimizer = DeepSeekAdam(params, **HYPER)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    before = [param.detach().clone() for param in params]
+    optimizer.step_params(params[1:2])
+    assert [torch.equal(a, b) for a, b in zip(params, before, strict=True)] == [True, False, True]
+    assert list(optimizer.state) == [params[1]]
+
+
+@pytest.mark.parametrize(("dtype", "options"), FORMATS.values(), ids=FORMATS)
+def test_the_layout_is_that_of_the_states(dtype, options):
+    params = parameters(dtype)
+    optimizer = DeepSeekAdam(params, **HYPER, **options)
+    optimizer.init_states(params[:2])
+    assert list(optimizer.state) == params[:2]
+    for param in params[:2]:
+        state = dict(optimizer.state[param])
+        assert state.pop("step") == 0
+        layout = optimizer.state_layout(param.to("meta"))
+        assert layout == {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}

@@ -6,7 +6,8 @@ For each tensor, in FP32 (decoupled decay, Loshchilov and Hutter 2019; as torch.
     p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 BF16 targets (states or parameters) are written with stochastic rounding: the expectation of what is
 stored is the FP32 value, so updates below half a BF16 step are not lost. The random bits are a hash of
-(seed, step, element), so a resumed run draws the same. The case's dtype is the narrowest of those stored.
+(seed, step, the tensor's number, element), so a resumed run draws the same, and so does one that updates the
+tensors in another order. The case's dtype is the narrowest of those stored.
 """
 
 import torch

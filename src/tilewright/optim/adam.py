@@ -4,7 +4,8 @@ Named after the optimizer that the articles ask for; BF16 moments are what DeepS
 (section 3.3.3 of its report). With FP32 parameters and FP32 moments it is torch's AdamW.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -63,28 +64,43 @@ class DeepSeekAdam(torch.optim.Optimizer):
         self.moments_dtype = torch.bfloat16 if moments == "bf16" else None
         self.master = master
         self.seed = seed
+        self._places: dict[Tensor, tuple[int, int]] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        if master == "stochastic" and any(p.dtype == torch.float16 for p in self._parameters()):
+        if master == "stochastic" and any(p.dtype == torch.float16 for p in self._places):
             raise ValueError("stochastic rounding is defined for BF16 parameters; FP16 ones need master='fp32'")
 
-    def _parameters(self) -> Iterable[Tensor]:
-        return (param for group in self.param_groups for param in group["params"])
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch. A parameter's place among all of them stands for it in the random streams of its rounding."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            self._places[param] = (len(self.param_groups) - 1, len(self._places))
+
+    def state_layout(self, param: Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each state of a parameter but `step`, from its own shape and dtype (meta will do)."""
+        wide = torch.promote_types(param.dtype, torch.float32)
+        moments = self.moments_dtype or wide
+        layout = {"exp_avg": (param.shape, moments), "exp_avg_sq": (param.shape, moments)}
+        if self.master == "fp32" and param.dtype != wide:
+            layout["master"] = (param.shape, wide)
+        return layout
 
     def _init_state(self, param: Tensor) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            wide = torch.promote_types(param.dtype, torch.float32)
-            like = {"dtype": self.moments_dtype or wide, "memory_format": torch.preserve_format}
             state["step"] = torch.tensor(0, dtype=torch.int64)
-            state["exp_avg"] = torch.zeros_like(param, **like)
-            state["exp_avg_sq"] = torch.zeros_like(param, **like)
-            if self.master == "fp32" and param.dtype != wide:
-                state["master"] = param.detach().to(wide)
+            for name, (shape, dtype) in self.state_layout(param).items():
+                if shape == param.shape:
+                    state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+                else:
+                    state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
+            if "master" in state:
+                state["master"].copy_(param.detach())
         return state
 
-    def init_states(self) -> None:
-        """Make all states now rather than at the first step, so that a checkpoint can be loaded into them."""
-        for param in self._parameters():
+    def init_states(self, params: Iterable[Tensor] | None = None) -> None:
+        """Make the states of these parameters (of all, by default) now rather than at their first step, so that a
+        checkpoint can be loaded into them."""
+        for param in self._places if params is None else params:
             self._init_state(param)
 
     @torch.no_grad()
@@ -94,34 +110,63 @@ class DeepSeekAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group_index, group in enumerate(self.param_groups):
-            for (step, device, dtype), (params, targets, grads, firsts, seconds) in self._batches(group).items():
-                beta1, beta2 = group["betas"]
-                hyper = AdamHyper(
-                    step, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.seed + group_index
-                )
-                self.kernels.adam(device, dtype)(targets, grads, firsts, seconds, hyper)
-                for param, target in zip(params, targets, strict=True):
-                    if target.data_ptr() != param.data_ptr():
-                        param.copy_(target)
+        self.step_params(list(self._places))
         return loss
 
-    def _batches(self, group: dict[str, Any]) -> dict[tuple[int, str, torch.dtype], tuple[list[Tensor], ...]]:
-        """The group's tensors by (step, device, dtype updated): parameters, what is updated, gradients, moments."""
-        batches: dict[tuple[int, str, torch.dtype], tuple[list[Tensor], ...]] = {}
-        for param in group["params"]:
-            if param.grad is None:
-                continue
+    @torch.no_grad()
+    def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
+        """One update of some parameters, with the settings of their groups. The result of a step does not depend on
+        which parameters are updated together, or in which order. Hooks of `step` are not called.
+
+        Args:
+            params: parameters of this optimizer.
+            grads: their gradients, FP32; by default what stands in `.grad`, and parameters without are left alone.
+        """
+        if grads is None:
+            params = [param for param in params if param.grad is not None]
+            grads = [param.grad for param in params if param.grad is not None]
+        for (group_index, step, device, dtype), batch in self._batches(params, grads).items():
+            group = self.param_groups[group_index]
+            hyper = AdamHyper(step, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], self.seed)
+            self.kernels.adam(device, dtype)(
+                batch.targets, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.numbers, hyper
+            )
+            for param, target in zip(batch.params, batch.targets, strict=True):
+                if target.data_ptr() != param.data_ptr():
+                    param.copy_(target)
+
+    def _batches(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> dict[tuple[int, int, str, torch.dtype], "_Batch"]:
+        """Parameters by group, step, device and narrowest dtype stored. Counts their step."""
+        batches: dict[tuple[int, int, str, torch.dtype], _Batch] = {}
+        for param, grad in zip(params, grads, strict=True):
+            group_index, number = self._places[param]
             state = self._init_state(param)
             state["step"] += 1
             # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
             target = state.get("master", param.data)
+            narrowest = min(target.dtype, state["exp_avg"].dtype, key=lambda dtype: dtype.itemsize)
+            key = (group_index, int(state["step"]), param.device.type, narrowest)
+            batch = batches.setdefault(key, _Batch())
+            batch.params.append(param)
+            batch.numbers.append(number)
+            batch.targets.append(target)
             # A wide target needs a gradient of its own dtype; a BF16 one takes the FP32 gradient as it is.
             wide = target.dtype == torch.promote_types(target.dtype, torch.float32)
-            grad = param.grad.to(target.dtype) if wide else param.grad
-            narrowest = min(target.dtype, state["exp_avg"].dtype, key=lambda dtype: dtype.itemsize)
-            key = (int(state["step"]), param.device.type, narrowest)
-            lists = batches.setdefault(key, ([], [], [], [], []))
-            for items, item in zip(lists, (param, target, grad, state["exp_avg"], state["exp_avg_sq"]), strict=True):
-                items.append(item)
+            batch.grads.append(grad.to(target.dtype) if wide else grad)
+            batch.exp_avgs.append(state["exp_avg"])
+            batch.exp_avg_sqs.append(state["exp_avg_sq"])
         return batches
+
+
+@dataclass
+class _Batch:
+    """Tensors that one call updates: parameters, their numbers, what is updated, gradients, moments."""
+
+    params: list[Tensor] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)

@@ -157,7 +157,7 @@ class Probe:
         first, second = (torch.zeros(num_params, dtype=moments, device=self.device) for _ in range(2))
         update = self.kernels.adam(self.device.type, moments)
         hyper = AdamHyper(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, seed=0)
-        return num_params / self.clock(lambda: update([param], [grad], [first], [second], hyper))
+        return num_params / self.clock(lambda: update([param], [grad], [first], [second], [0], hyper))
 
     def bandwidth(self) -> float:
         """Bytes/s of a copy between two buffers of 128 MiB, reads and writes counted."""

@@ -16,9 +16,11 @@ def fused(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
+    numbers: Sequence[int],
     hyper: AdamHyper,
 ) -> None:
-    """torch's fused AdamW: parameters, gradients and moments of one wide dtype."""
+    """torch's fused AdamW: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers` is
+    not read."""
     steps = [torch.tensor(float(hyper.step - 1), device=param.device) for param in params]  # it counts up itself
     adamw(
         list(params),
@@ -48,7 +50,8 @@ def compiled(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
+    numbers: Sequence[int],
     hyper: AdamHyper,
 ) -> None:
     """The reference's update, fused into one loop over each tensor."""
-    update_all(_compiled_update(), params, grads, exp_avgs, exp_avg_sqs, hyper)
+    update_all(_compiled_update(), params, grads, exp_avgs, exp_avg_sqs, numbers, hyper)

@@ -27,12 +27,12 @@ class AdamHyper:
         decay = 1 - self.lr * self.weight_decay
         return torch.tensor([decay, 1 - self.beta1, self.beta2, self.lr / correction1, correction2, self.eps])
 
-    def streams(self, index: int) -> Tensor:
-        """Three int32 stream numbers for tensor `index`: for the parameter and its two moments."""
-        return torch.tensor([self._stream(index, target) for target in range(3)], dtype=torch.int32)
+    def streams(self, number: int) -> Tensor:
+        """Three int32 stream numbers for the tensor of this number: for the parameter and its two moments."""
+        return torch.tensor([self._stream(number, target) for target in range(3)], dtype=torch.int32)
 
-    def _stream(self, index: int, target: int) -> int:
-        value = ((self.seed * 0x9E3779B1 + self.step) * 0x85EBCA6B + index * 0xC2B2AE35 + target * 0x27D4EB2F) % 2**32
+    def _stream(self, number: int, target: int) -> int:
+        value = ((self.seed * 0x9E3779B1 + self.step) * 0x85EBCA6B + number * 0xC2B2AE35 + target * 0x27D4EB2F) % 2**32
         return ((value ^ value >> 17) * 0x165667B1 & 0x7FFFFFFF) - 0x40000000
 
 
@@ -83,14 +83,15 @@ def update_all(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
+    numbers: Sequence[int],
     hyper: AdamHyper,
 ) -> None:
     """`update_one` over lists of contiguous tensors."""
     coefficients = hyper.coefficients()
-    for index, tensors in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+    for number, *tensors in zip(numbers, params, grads, exp_avgs, exp_avg_sqs, strict=True):
         device = tensors[0].device
         flat = [tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1) for tensor in tensors]
-        update_one(*flat, coefficients.to(device), hyper.streams(index).to(device))
+        update_one(*flat, coefficients.to(device), hyper.streams(number).to(device))
         for tensor, copy in zip(tensors, flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(copy.view(tensor.shape))
@@ -101,7 +102,8 @@ def adam(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
+    numbers: Sequence[int],
     hyper: AdamHyper,
 ) -> None:
     """See `ops.adam`."""
-    update_all(update, params, grads, exp_avgs, exp_avg_sqs, hyper)
+    update_all(update, params, grads, exp_avgs, exp_avg_sqs, numbers, hyper)
