@@ -11,7 +11,7 @@ Legend: B rows  S positions  D model width  V vocabulary  N = B*S tokens  L laye
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tilewright.models.moe import MoE
 from tilewright.ops.inductor import compile_options
 from tilewright.ops.kernels import Kernels
 
+LayerContext = tuple[Tensor, Tensor, Tensor | None]
 
 class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
@@ -131,11 +132,6 @@ class Decoder(nn.Module):
         self._load_LE: Tensor | None = None
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """The layers, in order."""
-        return self.model.layers
-
-    @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
         """What the layers keep for backward. Settable; see `contract.Model`."""
         return self.blocks[0].activation_checkpoint
@@ -182,7 +178,9 @@ class Decoder(nn.Module):
         Returns:
             [B, S, D] in the residual stream's dtype.
         """
-        return self._hidden(input_ids_BS, positions_BS, segments_BS)[0]
+        given = {"input_ids": input_ids_BS, "positions": positions_BS, "segments": segments_BS}
+        x_BSD, context = self.prologue({name: tensor for name, tensor in given.items() if tensor is not None})
+        return self.model.norm(self._run_layers(x_BSD, context)[0])
 
     def forward(
         self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
@@ -197,9 +195,39 @@ class Decoder(nn.Module):
             batch: input_ids [B, S]; labels [B, S], already shifted, -100 where there is no target; positions and
                 segments [B, S] where rows are packed.
         """
-        x_BSD, loads = self._hidden(batch["input_ids"], batch.get("positions"), batch.get("segments"))
-        loss_sum, count = head_loss(self.kernels, self.lm_head, x_BSD.flatten(0, 1), batch["labels"].flatten())
-        return LossOutput(loss_sum, count, self._note_loads(loads))
+        x_BSD, context = self.prologue(batch)
+        x_BSD, loads = self._run_layers(x_BSD, context)
+        out = self.epilogue(x_BSD, context, batch)
+        return LossOutput(out.loss_sum, out.count, self.tell(loads))
+
+    # ---- `layered.Layered`: the same, in parts that can be run one at a time ----
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, in order."""
+        return self.model.layers
+
+    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
+        """Embedded tokens [B, S, D], and what all layers read besides: cos and sin of the positions, segments."""
+        ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
+        if positions_BS is None:
+            positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
+        cos, sin = rope_angles(positions_BS, self.config.rope_dim, self.config.rope_theta)
+        x_BSD = self.model.embed_tokens(ids_BS)
+        return x_BSD.to(self.residual_dtype or x_BSD.dtype), (cos, sin, batch.get("segments"))
+
+    def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """One layer; see `Block.forward`."""
+        return self.blocks[index](x_BSD, *context)
+
+    def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Final norm, head and loss."""
+        x_ND = self.model.norm(x_BSD).flatten(0, 1)
+        return LossOutput(*head_loss(self.kernels, self.lm_head, x_ND, batch["labels"].flatten()))
+
+    def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """What the prologue and the epilogue read."""
+        return list(self.model.embed_tokens.parameters()), [*self.model.norm.parameters(), *self.lm_head.parameters()]
 
     def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
         """FP32 logits [B, V] of the token after each row."""
@@ -249,20 +277,13 @@ class Decoder(nn.Module):
 
         save_decoder(self, folder, dtype=dtype, extra=extra)
 
-    def _hidden(
-        self, input_ids_BS: Tensor, positions_BS: Tensor | None, segments_BS: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        if positions_BS is None:
-            positions_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
-        cos, sin = rope_angles(positions_BS, self.config.rope_dim, self.config.rope_theta)
-        x_BSD = self.model.embed_tokens(input_ids_BS)
-        x_BSD = x_BSD.to(self.residual_dtype or x_BSD.dtype)
+    def _run_layers(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Tensor]]:
         loads = []
-        for block in self.blocks:
-            x_BSD, load_E = block(x_BSD, cos, sin, segments_BS)
+        for index in range(len(self.blocks)):
+            x_BSD, load_E = self.layer(index, x_BSD, context)
             if load_E is not None:
                 loads.append(load_E)
-        return self.model.norm(x_BSD), loads
+        return x_BSD, loads
 
     def _note_opaque_parts(self) -> None:
         if self._compiled and self.activation_checkpoint == "selective" and self.config.num_experts:
@@ -277,11 +298,11 @@ class Decoder(nn.Module):
             self.notes.append(EXACT_INPUTS)
 
     @torch.no_grad()
-    def _note_loads(self, loads: list[Tensor]) -> dict[str, Tensor]:
+    def tell(self, loads: Sequence[Tensor]) -> dict[str, Tensor]:
         """Add this micro-batch's loads up for `after_step`; how far the fullest expert is above the mean."""
         if not loads:
             return {}
-        load_LE = torch.stack(loads)
+        load_LE = torch.stack(list(loads))
         if self.training:
             self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
         mean_L = load_LE.mean(-1)
