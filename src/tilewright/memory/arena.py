@@ -1,0 +1,358 @@
+"""The arena: tensors of a model, slice by slice, in one tier; on the device only while they are used.
+
+    arena = Arena("disk", device, folder=run_folder)
+    for slice_id, tensors in slices.items():
+        arena.add(slice_id, tensors)
+    arena.seal()                                    # the tier takes the bytes over
+    for slice_id in slices:
+        arena.prefetch(next_one)
+        tensors = arena.fetch(slice_id)             # live now
+        ...
+        arena.release(slice_id, changed=True)       # written back in the background
+
+A tensor keeps its identity: while it is live, `tensor.data` is a view of a staging buffer; else it is one NaN (of an
+integer: the largest) in its shape, which takes no memory, shows wherever it is used, and cannot be written to. On
+tier `device` the tensors stay where they are and are always live. So do tensors that two slices have (a head tied to
+the embedding), in a slice of their own, `SHARED`.
+
+`prefetch + 1` staging buffers of the largest slice rotate. A slice that is released and wanted again before its buffer
+was needed costs nothing. What goes where is the caller's matter; the bytes move in `transfer`, and lie in `tiers`.
+Not for several threads. Called by the layer-major executor.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.memory.layout import Layout, vacant
+from tilewright.memory.tiers import HostStore, Store, Tier, make_store
+from tilewright.memory.transfer import Buffer, Traffic, Transfer, make_transfer
+
+SHARED = "shared"
+"""The slice of tensors that several slices have."""
+
+Fill = Callable[[Mapping[str, Tensor]], None]
+"""Writes first values into host tensors by name."""
+
+
+@dataclass(eq=False)
+class _Slice:
+    tensors: dict[str, Tensor]
+    fill: Fill | None
+    layout: Layout = field(default_factory=lambda: Layout({}, 0))
+    offset: int | None = None
+    """Place in the store; None for tensors that stay on the device."""
+    live: bool = False
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A staging buffer and what is in it."""
+
+    buffer: Buffer
+    holds: Hashable | None = None
+    wanted: bool = False
+    """Prefetched or live: not free for another slice."""
+    loading: Future[None] | None = None
+    saving: Future[None] | None = None
+    mark: torch.cuda.Event | None = None
+
+
+class Arena:
+    """Slices of tensors in one tier.
+
+    Args:
+        tier: where the bytes lie while they are not used.
+        device: where the tensors are used.
+        folder: of the disk tier.
+        prefetch: slices that may be on their way, or written back, while one is used.
+    """
+
+    def __init__(
+        self, tier: Tier, device: torch.device | str, *, folder: Path | str | None = None, prefetch: int = 1
+    ) -> None:
+        if tier not in ("device", "host", "disk") or prefetch < 0 or (tier == "disk" and folder is None):
+            raise ValueError(f"need device, host or disk with a folder, and prefetch >= 0; got {tier=}, {prefetch=}")
+        self.tier: Tier = tier
+        self.device = torch.device(device)
+        self._folder, self._num_slots = folder, prefetch + 1
+        self._slices: dict[Hashable, _Slice] = {}
+        self._slots: list[_Slot] = []  # the one that was used longest ago first
+        self._store: Store | None = None
+        self._transfer: Transfer | None = None
+        self._sealed = False
+
+    # ---- filling ----
+
+    def add(self, slice_id: Hashable, tensors: Mapping[str, Tensor], *, fill: Fill | None = None) -> None:
+        """Announce a slice. Nothing moves before `seal`.
+
+        Args:
+            slice_id: any name but `SHARED`.
+            tensors: contiguous ones on the device, by name; `vacant` ones where there is a `fill`.
+            fill: makes the first values, called once, with host tensors under the same names, so that the values need
+                not be anywhere before. None takes those that the tensors have. A tensor of two slices is filled
+                by the first.
+        """
+        if self._sealed or slice_id in self._slices or slice_id == SHARED:
+            raise AssertionError(f"slice {slice_id!r} is added twice, after seal(), or under the arena's own name")
+        for name, tensor in tensors.items():
+            if tensor.is_meta or (fill is None and not tensor.is_contiguous()):
+                raise AssertionError(
+                    f"{name} in slice {slice_id!r}: need contiguous tensors, or vacant ones and a fill"
+                )
+        self._slices[slice_id] = _Slice(dict(tensors), fill)
+
+    def seal(self) -> None:
+        """Take the tier's room, then the bytes, slice by slice; afterwards nothing is live but what always is.
+
+        Raises:
+            FitError: the tier has not so much room; nothing has moved then.
+            ConfigError: the folder cannot be written.
+            HardwareError: the disk fails.
+        """
+        assert not self._sealed, "seal() once"
+        self._sealed = True
+        owners = self._split_shared()
+        total = self._lay_out()
+        if self.tier != "device":
+            self._store = make_store(self.tier, total, device=self.device, folder=self._folder)
+            self._transfer = make_transfer(self._store, self.device)
+        for slice_id, item in self._slices.items():
+            if slice_id != SHARED:
+                self._take_over(item, owners.get(slice_id, {}))
+        if self._transfer is not None:
+            moving = [item.layout.num_bytes for item in self._slices.values() if item.offset is not None]
+            num_slots = min(self._num_slots, len(moving))
+            self._slots = [_Slot(self._transfer.make_buffer(max(moving))) for _ in range(num_slots)]
+
+    def _split_shared(self) -> dict[Hashable, dict[str, Tensor]]:
+        """Move tensors of several slices into `SHARED`; for each slice those that it has to fill."""
+        seen: dict[int, tuple[Hashable, str]] = {}
+        shared: dict[str, Tensor] = {}
+        owners: dict[Hashable, dict[str, Tensor]] = {}
+        for slice_id, item in self._slices.items():
+            for name, tensor in list(item.tensors.items()):
+                first_id, first_name = seen.setdefault(id(tensor), (slice_id, name))
+                if (first_id, first_name) == (slice_id, name):
+                    continue
+                self._slices[first_id].tensors.pop(first_name, None)
+                item.tensors.pop(name)
+                shared[first_name] = tensor
+                owners.setdefault(first_id, {})[first_name] = tensor
+        if shared:
+            self._slices[SHARED] = _Slice(shared, None)
+        return owners
+
+    def _lay_out(self) -> int:
+        """Give each slice its place in the store; how long the store is."""
+        end = 0
+        for slice_id, item in self._slices.items():
+            item.layout = Layout.of(item.tensors)
+            if self.tier != "device" and slice_id != SHARED:
+                item.offset = end
+                end += item.layout.num_bytes
+        return end
+
+    @torch.no_grad()
+    def _take_over(self, item: _Slice, shared: Mapping[str, Tensor]) -> None:
+        """Move the first values of a slice, and of the shared tensors that it owns, to where they belong."""
+        if item.offset is None:
+            if item.fill is not None:
+                self._fill_on_device(item, shared)
+            return
+        size = item.layout.num_bytes
+        in_place = isinstance(self._store, HostStore)
+        flat = self._store.view(item.offset, size) if in_place else torch.empty(size, dtype=torch.uint8)
+        views = item.layout.views(flat)
+        if item.fill is None:
+            for name, tensor in item.tensors.items():
+                views[name].copy_(tensor)
+        else:
+            rest = {name: torch.empty_like(tensor, device="cpu") for name, tensor in shared.items()}
+            item.fill(views | rest)
+            for name, tensor in shared.items():
+                tensor.data = rest[name].to(self.device)
+        if not in_place:
+            self._store.write(item.offset, [flat])
+        for tensor in item.tensors.values():
+            tensor.data = vacant(tensor.shape, tensor.dtype, self.device)
+
+    def _fill_on_device(self, item: _Slice, shared: Mapping[str, Tensor]) -> None:
+        own = item.tensors | shared
+        values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in own.items()}
+        item.fill(values)
+        for name, tensor in own.items():
+            tensor.data = values.pop(name).to(self.device)
+
+    # ---- using ----
+
+    @property
+    def slices(self) -> tuple[Hashable, ...]:
+        """All slices in the order in which they were added, `SHARED` last where there is one."""
+        return tuple(self._slices)
+
+    def prefetch(self, slice_id: Hashable) -> bool:
+        """Start bringing a slice in. False where no buffer is free for it: the slice comes when it is fetched."""
+        item = self._slices[slice_id]
+        if item.offset is None or item.live:
+            return True
+        slot = self._slot_of(slice_id) or self._free_slot()
+        if slot is None:
+            return False
+        self._start(slot, slice_id, item)
+        return True
+
+    def fetch(self, slice_id: Hashable) -> dict[str, Tensor]:
+        """Make a slice's tensors live, waiting for them where need be; the tensors by name.
+
+        Raises:
+            HardwareError: the disk fails, now or when an earlier slice was written back.
+        """
+        item = self._slices[slice_id]
+        if item.live:
+            raise AssertionError(f"slice {slice_id!r} is live already: release it first")
+        if item.offset is not None:
+            slot = self._slot_of(slice_id) or self._free_slot() or self._least_wanted_slot()
+            if slot is None:
+                raise AssertionError(f"{len(self._slots)} slices are live, and there are no more buffers")
+            self._start(slot, slice_id, item)
+            self._wait(slot)
+            for name, view in item.layout.views(slot.buffer.live).items():
+                item.tensors[name].data = view
+        item.live = True
+        return dict(item.tensors)
+
+    def release(self, slice_id: Hashable, *, changed: bool) -> None:
+        """Let a slice go; `changed` writes it back in the background."""
+        item = self._slices[slice_id]
+        if not item.live:
+            raise AssertionError(f"slice {slice_id!r} is not live")
+        item.live = False
+        if item.offset is None:
+            return
+        for tensor in item.tensors.values():
+            tensor.data = vacant(tensor.shape, tensor.dtype, self.device)
+        slot = self._slot_of(slice_id)
+        assert slot is not None, "a live slice has a buffer"
+        slot.wanted, slot.mark = False, self._transfer.mark()
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        if changed:
+            slot.saving = self._transfer.save(item.offset, item.layout.num_bytes, slot.buffer, slot.mark)
+
+    @contextmanager
+    def using(self, slice_id: Hashable, *, changed: bool) -> Iterator[dict[str, Tensor]]:
+        """`fetch`, and `release` at the end of the block, however it ends."""
+        tensors = self.fetch(slice_id)
+        try:
+            yield tensors
+        finally:
+            self.release(slice_id, changed=changed)
+
+    def read(self, slice_id: Hashable) -> dict[str, Tensor]:
+        """Copies of a slice's tensors in host memory, as they are now. What is live stays so, what is not does not
+        become it."""
+        item = self._slices[slice_id]
+        slot = self._slot_of(slice_id) if item.offset is not None else None
+        if item.offset is None or item.live:
+            return {name: _host_copy(tensor) for name, tensor in item.tensors.items()}
+        if slot is not None:
+            self._wait_for(slot.loading)
+            return {name: _host_copy(view) for name, view in item.layout.views(slot.buffer.live).items()}
+        flat = torch.empty(item.layout.num_bytes, dtype=torch.uint8)
+        self._wait_for(self._transfer.read(item.offset, flat))
+        return item.layout.views(flat)
+
+    def flush(self) -> None:
+        """Wait until everything that was released is in its tier.
+
+        Raises:
+            HardwareError: it cannot be written.
+        """
+        for slot in self._slots:
+            self._wait_for(slot.saving)
+
+    def close(self) -> None:
+        """Wait for what is on its way, and give the tier's room back. What is not live is lost."""
+        if self._transfer is not None:
+            self._transfer.close()
+        for slot in self._slots:
+            if slot.buffer.bounce is not None:
+                slot.buffer.bounce.close()
+        if self._store is not None:
+            self._store.close()
+
+    def __enter__(self) -> "Arena":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_bytes(self) -> dict[Tier, int]:
+        """Bytes held by tier: on the device what always stays there and the staging buffers."""
+        fixed = [item for item in self._slices.values() if item.offset is None]
+        held: dict[Tier, int] = {"device": sum(t.nbytes for item in fixed for t in item.tensors.values())}
+        held |= {"host": 0, "disk": 0}
+        if self._store is not None:
+            held[self.tier] += self._store.num_bytes
+        for slot in self._slots:
+            held["device"] += slot.buffer.live.numel()
+            held["host"] += slot.buffer.bounce.num_bytes if slot.buffer.bounce is not None else 0
+        return held
+
+    @property
+    def traffic(self) -> Traffic:
+        """What went to and from the tier since the arena was sealed, and the seconds spent waiting for it."""
+        return self._transfer.traffic if self._transfer is not None else Traffic()
+
+    # ---- buffers ----
+
+    def _slot_of(self, slice_id: Hashable) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.holds == slice_id), None)
+
+    def _free_slot(self) -> _Slot | None:
+        return next((slot for slot in self._slots if not slot.wanted), None)
+
+    def _least_wanted_slot(self) -> _Slot | None:
+        """A buffer whose slice was prefetched and never came to use."""
+        return next((slot for slot in self._slots if not self._slices[slot.holds].live), None)
+
+    def _start(self, slot: _Slot, slice_id: Hashable, item: _Slice) -> None:
+        """Load a slice into a buffer, unless it is there."""
+        slot.wanted = True
+        if slot.holds == slice_id:
+            return
+        before = [future for future in (slot.saving,) if future is not None]
+        slot.holds = slice_id
+        slot.loading = self._transfer.load(item.offset, item.layout.num_bytes, slot.buffer, slot.mark, before)
+
+    def _wait(self, slot: _Slot) -> None:
+        """Until the slice in a buffer may be used and changed."""
+        try:
+            self._wait_for(slot.loading)
+            self._wait_for(slot.saving)
+        except BaseException:  # an interrupted wait leaves the buffer's content unknown as well
+            slot.holds, slot.wanted = None, False
+            raise
+        slot.loading = slot.saving = None
+
+    def _wait_for(self, future: Future[None] | None) -> None:
+        if future is None:
+            return
+        started = time.perf_counter()
+        try:
+            future.result()
+        finally:
+            self._transfer.traffic.wait_s += time.perf_counter() - started
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

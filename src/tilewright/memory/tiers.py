@@ -1,0 +1,221 @@
+"""Where bytes lie that are not on the device: host memory, or a file. Sizes are exact and taken at construction.
+
+    store = make_store("disk", num_bytes, folder=folder, device=device)
+    store.write(offset, [bytes_a, bytes_b])     # pieces one after another
+    store.read(offset, [bytes_a, bytes_b])
+
+A store knows offsets, nothing about tensors and slices. All pieces are flat uint8 tensors in host memory. The file has
+no name: it is gone from its folder as soon as it is made, so nobody can remove, cut or reuse it, and whatever becomes
+of this process, `kill -9` included, its room is free again. It is a cache; the checkpoint is the truth. Pages of it
+that the system keeps in memory are not this process' own. Calls from several threads are fine where they do not
+overlap.
+
+Called by `transfer` and `arena`.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.core.errors import ConfigError, FitError, HardwareError, TilewrightError
+from tilewright.core.units import format_bytes
+
+Tier = Literal["device", "host", "disk"]
+_MAX_PIECES = 1024
+"""Pieces in one system call (IOV_MAX of Linux)."""
+
+
+class Store(Protocol):
+    """Bytes off the device. `memory` is all of them where the processor can reach them, else None."""
+
+    memory: Tensor | None
+    num_bytes: int
+
+    def read(self, offset: int, pieces: Sequence[Tensor]) -> None: ...
+
+    def write(self, offset: int, pieces: Sequence[Tensor]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_store(tier: Tier, num_bytes: int, *, device: torch.device, folder: Path | str | None = None) -> Store:
+    """Room for `num_bytes` in a tier off the device.
+
+    Args:
+        tier: host or disk.
+        num_bytes: taken now, all of it.
+        device: what the bytes travel to; memory for a GPU is page-locked.
+        folder: of the disk tier; made where it is missing.
+
+    Raises:
+        FitError: so much is not there.
+        ConfigError: the folder cannot be written.
+        HardwareError: the memory cannot be page-locked.
+    """
+    if tier == "host":
+        return HostStore(num_bytes, pin=device.type == "cuda")
+    if tier != "disk" or folder is None:
+        raise AssertionError(f"a store is on host, or on disk in a folder; got {tier=}, {folder=}")
+    return DiskStore(num_bytes, Path(folder))
+
+
+class HostStore:
+    """One allocation of exactly `num_bytes`.
+
+    torch's own page-locked allocations are rounded up to a power of two, so ordinary memory is registered instead.
+    """
+
+    def __init__(self, num_bytes: int, *, pin: bool) -> None:
+        self.num_bytes = num_bytes
+        try:
+            self.memory: Tensor | None = torch.empty(num_bytes, dtype=torch.uint8)
+        except RuntimeError as error:  # torch's allocator has no class of its own for it
+            raise FitError(
+                "The host tier does not fit into memory.",
+                got=f"no {format_bytes(num_bytes)} from the system",
+                need=f"{format_bytes(num_bytes)} of free host memory",
+                try_='memory.states = "disk" or memory.parameters = "disk", or a smaller model',
+                where="memory",
+            ) from error
+        self._pinned = pin and num_bytes > 0
+        if self._pinned:
+            _register(self.memory)
+
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        """The bytes themselves."""
+        assert self.memory is not None, "the store is closed"
+        return self.memory[offset : offset + num_bytes]
+
+    def read(self, offset: int, pieces: Sequence[Tensor]) -> None:
+        """Copy into `pieces` what lies from `offset` on."""
+        for piece in pieces:
+            copy_bytes(self.view(offset, len(piece)), piece)
+            offset += len(piece)
+
+    def write(self, offset: int, pieces: Sequence[Tensor]) -> None:
+        """Copy `pieces` to `offset` and on."""
+        for piece in pieces:
+            copy_bytes(piece, self.view(offset, len(piece)))
+            offset += len(piece)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._pinned and self.memory is not None:
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())))
+        self.memory = None
+
+
+class DiskStore:
+    """A file without a name in `folder`, its room taken at construction."""
+
+    def __init__(self, num_bytes: int, folder: Path) -> None:
+        self.memory: Tensor | None = None
+        self.num_bytes = num_bytes
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, prefix="tier-", buffering=0)  # noqa: SIM115 (until close)
+        except OSError as error:
+            raise ConfigError(
+                "The folder of the disk tier cannot be written.",
+                got=str(error),
+                need="a folder that this user may create files in",
+                try_="memory.tier_dir = a folder on a fast local disk",
+                where=str(folder),
+            ) from error
+        try:
+            if num_bytes:
+                os.posix_fallocate(self._file.fileno(), 0, num_bytes)
+        except OSError as error:
+            self._file.close()
+            raise self._no_room(error) from error
+
+    def read(self, offset: int, pieces: Sequence[Tensor]) -> None:
+        """Read into `pieces` what lies from `offset` on.
+
+        Raises:
+            HardwareError: the disk fails, or the file is shorter than it was made.
+        """
+        self._move(os.preadv, "read", offset, pieces)
+
+    def write(self, offset: int, pieces: Sequence[Tensor]) -> None:
+        """Write `pieces` to `offset` and on.
+
+        Raises:
+            HardwareError: the disk fails, or is full after all.
+        """
+        self._move(os.pwritev, "written", offset, pieces)
+
+    def close(self) -> None:
+        """Give the room back."""
+        self._file.close()
+
+    def _move(self, call: Callable[..., int], done: str, offset: int, pieces: Sequence[Tensor]) -> None:
+        """Call until all bytes went over: the system may move fewer than it was asked to."""
+        views = [memoryview(piece.numpy()) for piece in pieces if len(piece)]
+        while views:
+            try:
+                count = call(self._file.fileno(), views[:_MAX_PIECES], offset)
+            except OSError as error:
+                raise self._failed(done, str(error)) from error
+            if count == 0:
+                raise self._failed(done, f"the file ends at byte {offset} of {self.num_bytes}")
+            offset += count
+            views = _after(views, count)
+
+    def _no_room(self, error: OSError) -> TilewrightError:
+        free = shutil.disk_usage(self.folder).free
+        return FitError(
+            "The disk tier does not fit on its disk.",
+            got=f"{error.strerror}; {format_bytes(free)} free",
+            need=f"{format_bytes(self.num_bytes)} in this folder",
+            try_="free space, or memory.tier_dir = a folder on a larger disk",
+            where=str(self.folder),
+        )
+
+    def _failed(self, done: str, reason: str) -> TilewrightError:
+        return HardwareError(
+            f"The disk tier cannot be {done}.",
+            got=reason,
+            need="a disk that keeps the room that it gave at the start",
+            try_="mend the disk, free space or set memory.tier_dir, and start the run again: "
+            "it goes on from its newest checkpoint, the tier holds nothing else",
+            where=str(self.folder),
+        )
+
+
+def copy_bytes(source: Tensor, target: Tensor) -> None:
+    """Copy flat uint8 tensors in host memory on one core, without Python's lock.
+
+    torch's copy would start threads of its own beside those that compute.
+    """
+    np.copyto(target.numpy(), source.numpy())
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of `views` without their first `count` bytes."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []
+
+
+def _register(memory: Tensor) -> None:
+    """Page-lock memory, so that a GPU reads and writes it at the speed of the link."""
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code != 0:
+        raise HardwareError(
+            "Host memory cannot be page-locked for the GPU.",
+            got=f"CUDA error {code} for {format_bytes(memory.numel())}",
+            need="so much memory that the system lets this user lock",
+            try_="ulimit -l unlimited, a smaller host tier, or the disk tier",
+            where="memory",
+        )

@@ -1,0 +1,152 @@
+"""Copies between a store and the staging buffers on the device, in the background.
+
+One thread reads, one writes; each works off its orders in turn, and a read first waits for the writes that it is told
+to wait for. A finished future means: the bytes are where they should be. On a CPU the staging buffer is host memory,
+and the store reads right into it. On a GPU the copies run on two streams of their own beside the computation, the store
+in memory page-locked, the store on disk through page-locked buffers.
+
+Called by `arena` and `journal`.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.memory.tiers import HostStore, Store
+
+
+@dataclass
+class Traffic:
+    """What went over between store and device, in bytes, and how long the computation stood still for it."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A staging buffer: flat uint8 on the device, and page-locked host memory where a disk and a GPU need a middle."""
+
+    live: Tensor
+    bounce: HostStore | None = None
+
+
+class Transfer:
+    """Moves bytes for a CPU; `CudaTransfer` does for a GPU.
+
+    Args:
+        store: the far end.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.traffic = Traffic()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tier-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
+
+    def make_buffer(self, num_bytes: int) -> Buffer:
+        """A staging buffer of exactly this size."""
+        return Buffer(torch.empty(num_bytes, dtype=torch.uint8))
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The work that the device was given so far; what reads or writes a buffer afterwards has to wait for it."""
+        return None
+
+    def load(
+        self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None, after: Sequence[Future[None]]
+    ) -> Future[None]:
+        """Fill a buffer from the store.
+
+        Args:
+            mark: of the work that last used the buffer.
+            after: writes that must be over first. Where one failed, this load fails in the same way.
+        """
+        self.traffic.read_bytes += num_bytes
+        return self._reader.submit(self._load_after, offset, num_bytes, buffer, mark, tuple(after))
+
+    def save(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> Future[None]:
+        """Write a buffer's first bytes to the store. The buffer must not change before the future is done."""
+        self.traffic.written_bytes += num_bytes
+        return self._writer.submit(self._save, offset, num_bytes, buffer, mark)
+
+    def read(self, offset: int, host_bytes: Tensor) -> Future[None]:
+        """Copy from the store into host memory, after the loads ordered so far."""
+        return self._reader.submit(self.store.read, offset, [host_bytes])
+
+    def close(self) -> None:
+        """Wait for what is on its way, and end the threads. What failed stays in its future."""
+        self._reader.shutdown()
+        self._writer.shutdown()
+
+    def _load_after(
+        self,
+        offset: int,
+        num_bytes: int,
+        buffer: Buffer,
+        mark: torch.cuda.Event | None,
+        after: tuple[Future[None], ...],
+    ) -> None:
+        for write in after:
+            write.result()
+        self._load(offset, num_bytes, buffer, mark)
+
+    def _load(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+        self.store.read(offset, [buffer.live[:num_bytes]])
+
+    def _save(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+        self.store.write(offset, [buffer.live[:num_bytes]])
+
+
+class CudaTransfer(Transfer):
+    """Moves bytes for a GPU. The threads wait for their copies; the computation's stream does not."""
+
+    def __init__(self, store: Store, device: torch.device) -> None:
+        super().__init__(store)
+        self.device = device
+        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def make_buffer(self, num_bytes: int) -> Buffer:
+        """See `Transfer`."""
+        live = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return Buffer(live, None if self.store.memory is not None else HostStore(num_bytes, pin=True))
+
+    def mark(self) -> torch.cuda.Event | None:
+        """See `Transfer`."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _load(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+        host = self._host_bytes(offset, num_bytes, buffer)
+        if buffer.bounce is not None:
+            self.store.read(offset, [host])
+        self._copy(host, buffer.live[:num_bytes], self._up, mark)
+
+    def _save(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+        host = self._host_bytes(offset, num_bytes, buffer)
+        self._copy(buffer.live[:num_bytes], host, self._down, mark)
+        if buffer.bounce is not None:
+            self.store.write(offset, [host])
+
+    def _host_bytes(self, offset: int, num_bytes: int, buffer: Buffer) -> Tensor:
+        """Page-locked memory at this end of the link: the store itself, or what stands before the disk."""
+        if buffer.bounce is not None:
+            return buffer.bounce.view(0, num_bytes)
+        assert self.store.memory is not None, "a buffer without a middle belongs to a store in memory"
+        return self.store.memory[offset : offset + num_bytes]
+
+    def _copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream, mark: torch.cuda.Event | None) -> None:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            if mark is not None:
+                stream.wait_event(mark)
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+
+def make_transfer(store: Store, device: torch.device) -> Transfer:
+    """The transfer for a device."""
+    return CudaTransfer(store, device) if device.type == "cuda" else Transfer(store)

@@ -1,0 +1,383 @@
+"""The arena against plain tensors: what goes in comes out, however slices are fetched, changed and let go."""
+
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from tilewright.core.errors import ConfigError, FitError, HardwareError
+from tilewright.memory.arena import SHARED, Arena
+from tilewright.memory.layout import Layout, vacant
+from tilewright.memory.tiers import DiskStore, HostStore
+
+TIERS = ("device", "host", "disk")
+MIB = 2**20
+
+
+def make_slices(num_slices=5):
+    """Tensors of several dtypes and shapes, uneven slices, an empty tensor and a scalar."""
+    generator = torch.Generator().manual_seed(0)
+    slices = {}
+    for index in range(num_slices):
+        slices[index] = {
+            "weight": nn.Parameter(torch.randn(7 + 100 * index, 5, generator=generator)),
+            "half": nn.Parameter(torch.randn(3, 11, generator=generator).bfloat16()),
+            "codes": torch.randint(0, 255, (13 + index,), generator=generator, dtype=torch.uint8),
+            "scalar": torch.randn((), generator=generator),
+            "nothing": torch.empty(0, 4),
+        }
+    return slices
+
+
+def copies(slices):
+    return {key: {name: t.detach().clone() for name, t in tensors.items()} for key, tensors in slices.items()}
+
+
+def make_arena(tier, tmp_path, slices, prefetch=1):
+    arena = Arena(tier, "cpu", folder=tmp_path / "tier", prefetch=prefetch)
+    for key, tensors in slices.items():
+        arena.add(key, tensors)
+    arena.seal()
+    return arena
+
+
+def assert_equal(found, expected, where):
+    assert found.keys() == expected.keys(), where
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), (where, name)
+        wrong = (found[name].detach() != value).flatten().nonzero()
+        assert len(wrong) == 0, f"{where} {name}: first of {len(wrong)} wrong elements at {wrong[0].item()}"
+
+
+@pytest.mark.parametrize("tier", TIERS)
+class TestValues:
+    def test_what_goes_in_comes_out(self, tier, tmp_path):
+        slices = make_slices()
+        expected = copies(slices)
+        with make_arena(tier, tmp_path, slices) as arena:
+            for key in slices:
+                found = arena.fetch(key)
+                assert_equal(found, expected[key], key)
+                assert all(found[name] is slices[key][name] for name in found), "the tensors themselves"
+                arena.release(key, changed=False)
+
+    @pytest.mark.parametrize("prefetch", [0, 1, 3])
+    def test_any_order_of_use_and_change(self, tier, prefetch, tmp_path):
+        slices = make_slices()
+        expected = copies(slices)
+        draw = random.Random(prefetch)
+        with make_arena(tier, tmp_path, slices, prefetch) as arena:
+            for turn in range(120):
+                key = draw.choice(list(slices))
+                for _ in range(draw.randrange(3)):
+                    arena.prefetch(draw.choice(list(slices)))
+                changed = draw.random() < 0.5
+                with arena.using(key, changed=changed) as tensors, torch.no_grad():
+                    assert_equal(tensors, expected[key], (turn, key))
+                    if changed:
+                        for name, tensor in tensors.items():
+                            tensor.add_(1)
+                            expected[key][name] += 1
+                if draw.random() < 0.2:
+                    seen = draw.choice(list(slices))
+                    assert_equal(arena.read(seen), expected[seen], (turn, "read", seen))
+                if draw.random() < 0.1:
+                    arena.flush()
+
+    def test_reading_leaves_everything_as_it_is(self, tier, tmp_path):
+        slices = make_slices()
+        expected = copies(slices)
+        with make_arena(tier, tmp_path, slices) as arena:
+            live = arena.fetch(2)
+            live["weight"].data.add_(1)
+            expected[2]["weight"] += 1
+            for key in arena.slices:
+                assert_equal(arena.read(key), expected[key], key)
+            arena.read(2)["weight"].zero_()
+            assert_equal(live, expected[2], "live, after its copy was zeroed")
+
+    def test_several_slices_are_live_at_once(self, tier, tmp_path):
+        slices = make_slices()
+        expected = copies(slices)
+        with make_arena(tier, tmp_path, slices, prefetch=1) as arena:
+            first, second = arena.fetch(0), arena.fetch(3)
+            assert_equal(first, expected[0], 0)
+            assert_equal(second, expected[3], 3)
+            if tier != "device":
+                with pytest.raises(AssertionError, match="2 slices are live"):
+                    arena.fetch(4)
+
+    def test_misuse_is_a_bug(self, tier, tmp_path):
+        slices = make_slices(2)
+        with make_arena(tier, tmp_path, slices) as arena:
+            with pytest.raises(AssertionError, match="not live"):
+                arena.release(0, changed=True)
+            arena.fetch(0)
+            with pytest.raises(AssertionError, match="live already"):
+                arena.fetch(0)
+            with pytest.raises(AssertionError, match="added twice, after seal"):
+                arena.add(9, {})
+
+    def test_a_tensor_of_two_slices_stays_live(self, tier, tmp_path):
+        tied = nn.Parameter(torch.randn(6, 4))
+        value = tied.detach().clone()
+        slices = {"embed": {"embed.weight": tied}, 0: {"w": nn.Parameter(torch.ones(3))}, "head": {"head.weight": tied}}
+        with make_arena(tier, tmp_path, slices) as arena:
+            assert arena.slices == ("embed", 0, "head", SHARED)
+            assert arena.fetch("embed") == {}, "its only tensor is shared"
+            arena.release("embed", changed=True)
+            assert torch.equal(tied, value)
+            assert_equal(arena.read(SHARED), {"embed.weight": value}, "shared, under its first name")
+
+    def test_optimizers_and_modules_hold_on_to_their_parameters(self, tier, tmp_path):
+        """Five steps of AdamW on a layer at a time equal those on plain parameters."""
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model.load_state_dict(plain.state_dict())
+        params = list(model.parameters())
+        x = torch.randn(4, 6)
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.1) for layer in model]
+        slices = {i: dict(layer.named_parameters()) for i, layer in enumerate(model)}
+        with make_arena(tier, tmp_path, slices, prefetch=0) as arena:
+            for _ in range(5):
+                plain(x).square().sum().backward()
+                reference.step()
+                reference.zero_grad()
+                with arena.using(0, changed=False), torch.no_grad():
+                    hidden = model[0](x)
+                with arena.using(1, changed=True):
+                    hidden.requires_grad_()
+                    model[1](hidden).square().sum().backward()
+                    optimizers[1].step()
+                    optimizers[1].zero_grad()
+                with arena.using(0, changed=True):
+                    model[0](x).backward(hidden.grad)
+                    optimizers[0].step()
+                    optimizers[0].zero_grad()
+            assert all(now is before for now, before in zip(model.parameters(), params, strict=True))
+            for index, layer in enumerate(plain):
+                found = arena.read(index)
+                for name, value in layer.named_parameters():
+                    gap = (found[name] - value).abs().max().item()
+                    assert gap == 0, f"layer {index} {name} differs by {gap}"
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+class TestAwayFromTheDevice:
+    def test_what_is_not_live_is_nan_and_takes_no_memory(self, tier, tmp_path):
+        slices = make_slices()
+        with make_arena(tier, tmp_path, slices):
+            for tensors in slices.values():
+                assert tensors["weight"].isnan().all()
+                assert tensors["half"].isnan().all()
+                assert (tensors["codes"] == 255).all()
+                assert tensors["weight"].untyped_storage().nbytes() == 4
+                with pytest.raises(RuntimeError, match="single memory location"):
+                    tensors["weight"].data.add_(1)
+            pointers = [t.data_ptr() for tensors in slices.values() for t in tensors.values() if t.numel()]
+            assert len(set(pointers)) == len(pointers), "not taken for tied"
+
+    def test_sizes_are_exact(self, tier, tmp_path):
+        slices = make_slices()
+        with make_arena(tier, tmp_path, slices, prefetch=1) as arena:
+            sizes = [Layout.of(tensors).num_bytes for tensors in slices.values()]
+            assert arena.num_bytes[tier] == sum(sizes)
+            assert arena.num_bytes["device"] == 2 * max(sizes)
+
+    def test_prefetch_says_whether_there_was_room(self, tier, tmp_path):
+        with make_arena(tier, tmp_path, make_slices(), prefetch=1) as arena:
+            assert [arena.prefetch(key) for key in (0, 1, 1, 2)] == [True, True, True, False]
+            arena.fetch(2)  # takes the place of one that was never used
+            arena.fetch(1)
+
+    def test_a_slice_that_is_wanted_again_is_not_read_again(self, tier, tmp_path):
+        slices = make_slices()
+        with make_arena(tier, tmp_path, slices) as arena:
+            for changed in (False, True, False):
+                with arena.using(4, changed=changed):
+                    pass
+            assert arena.traffic.read_bytes == arena.traffic.written_bytes == Layout.of(slices[4]).num_bytes
+
+    def test_reads_run_while_the_caller_computes(self, tier, tmp_path):
+        with make_arena(tier, tmp_path, make_slices()) as arena:
+            names = set()
+            read = arena._store.read
+
+            def spy(offset, pieces):
+                names.add(threading.current_thread().name)
+                read(offset, pieces)
+
+            arena._store.read = spy
+            arena.prefetch(1)
+            arena.fetch(1)
+            assert names == {"tier-read_0"}
+
+    def test_first_values_come_from_a_function_slice_by_slice(self, tier, tmp_path):
+        tied = vacant((4,), torch.float32, "cpu")
+        slices = {i: {f"w{i}": nn.Parameter(vacant((50, 4), torch.float32, "cpu"))} for i in range(3)}
+        slices[0]["tied"] = slices[2]["tied again"] = tied
+        calls = []
+
+        def fill(tensors):
+            calls.append(sorted(tensors))
+            for name, tensor in tensors.items():
+                assert tensor.device.type == "cpu"
+                tensor.fill_(len(name) + len(calls))
+
+        with Arena(tier, "cpu", folder=tmp_path) as arena:
+            for key, tensors in slices.items():
+                arena.add(key, tensors, fill=fill)
+            arena.seal()
+            assert calls == [["tied", "w0"], ["w1"], ["w2"]], "the first slice fills what two have"
+            assert (tied == 5).all()
+            assert [arena.read(i)[f"w{i}"].unique().tolist() for i in range(3)] == [[3.0], [4.0], [5.0]]
+
+
+def test_slices_without_tensors_and_arenas_without_slices(tmp_path):
+    with make_arena("disk", tmp_path, {}) as arena:
+        assert arena.slices == ()
+    with make_arena("host", tmp_path, {"a": {}}) as arena, arena.using("a", changed=True) as tensors:
+        assert tensors == {}
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="folder"):
+        Arena("disk", "cpu")
+    with pytest.raises(ValueError, match="prefetch"):
+        Arena("host", "cpu", prefetch=-1)
+    with pytest.raises(AssertionError, match="contiguous"):
+        Arena("host", "cpu").add(0, {"w": torch.ones(3, 4).T})
+
+
+@contextmanager
+def largest_file(num_bytes):
+    """The system refuses to write beyond this place of any file, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class TestDisk:
+    """What can go wrong with the disk tier."""
+
+    def big_slices(self):
+        return {i: {"w": torch.full((MIB,), float(i))} for i in range(3)}  # 4 MiB each
+
+    def test_full_at_the_start(self, tmp_path):
+        slices = self.big_slices()
+        with largest_file(5 * MIB), pytest.raises(FitError) as caught:
+            make_arena("disk", tmp_path, slices)
+        problem = caught.value.problems[0]
+        assert problem.what == "The disk tier does not fit on its disk."
+        assert "12.00 MiB" in problem.need
+        assert "free" in problem.got
+        assert "memory.tier_dir" in problem.try_
+        assert all((tensors["w"] == i).all() for i, tensors in slices.items()), "nothing has moved"
+        assert list((tmp_path / "tier").iterdir()) == []
+
+    def test_full_in_mid_run(self, tmp_path):
+        with make_arena("disk", tmp_path, self.big_slices(), prefetch=0) as arena:
+            with largest_file(5 * MIB):
+                with arena.using(0, changed=True):
+                    pass
+                arena.flush()
+                with arena.using(2, changed=True):
+                    pass
+                with pytest.raises(HardwareError, match="cannot be written"):
+                    arena.flush()
+            with pytest.raises(HardwareError, match="newest checkpoint"):
+                arena.fetch(1)
+            with pytest.raises(HardwareError, match="cannot be written"):
+                arena.flush()
+
+    def test_its_folder_is_removed_in_mid_run(self, tmp_path):
+        slices = self.big_slices()
+        with make_arena("disk", tmp_path, slices, prefetch=0) as arena:
+            shutil.rmtree(tmp_path / "tier")
+            for key in slices:
+                with arena.using(key, changed=True) as tensors:
+                    assert (tensors["w"] == key).all()
+                    tensors["w"].add_(10)
+            assert [int(arena.read(key)["w"][0]) for key in slices] == [10, 11, 12]
+
+    def test_file_is_cut_in_mid_run(self, tmp_path):
+        with make_arena("disk", tmp_path, self.big_slices(), prefetch=0) as arena:
+            os.ftruncate(arena._store._file.fileno(), 6 * MIB)
+            arena.fetch(0)
+            arena.release(0, changed=False)
+            for _ in range(2):
+                with pytest.raises(HardwareError, match=f"the file ends at byte {6 * MIB} of {12 * MIB}"):
+                    arena.fetch(1)
+            with pytest.raises(HardwareError, match="the file ends"):
+                arena.read(2)
+
+    def test_folder_cannot_be_written(self, tmp_path):
+        (tmp_path / "tier").write_text("a file")
+        with pytest.raises(ConfigError, match=r"memory\.tier_dir"):
+            make_arena("disk", tmp_path, self.big_slices())
+
+    def test_kill_leaves_nothing(self, tmp_path):
+        code = f"""
+import os, signal, torch
+from tilewright.memory.arena import Arena
+arena = Arena("disk", "cpu", folder={str(tmp_path)!r})
+arena.add(0, {{"w": torch.ones({MIB})}})
+arena.seal()
+arena.fetch(0)
+arena.release(0, changed=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == -9
+        assert list(tmp_path.iterdir()) == []
+
+    def test_close_gives_the_room_back(self, tmp_path):
+        arena = make_arena("disk", tmp_path, self.big_slices())
+        handle = os.open(f"/proc/self/fd/{arena._store._file.fileno()}", os.O_RDONLY)
+        try:
+            assert os.fstat(handle).st_blocks * 512 >= 12 * MIB, "taken at the start"
+            assert os.fstat(handle).st_nlink == 0, "without a name"
+        finally:
+            os.close(handle)
+        arena.close()
+        arena.close()
+
+    def test_more_pieces_than_one_system_call_takes(self, tmp_path):
+        store = DiskStore(3000 * 5, tmp_path)
+        pieces = [torch.full((5,), i % 251, dtype=torch.uint8) for i in range(3000)]
+        store.write(0, pieces)
+        found = [torch.zeros(5, dtype=torch.uint8) for _ in range(3000)]
+        store.read(0, found)
+        assert all(torch.equal(a, b) for a, b in zip(found, pieces, strict=True))
+        store.close()
+
+    def test_system_moves_less_than_it_was_asked_to(self, tmp_path, monkeypatch):
+        """Linux moves at most 2 GiB a call: here at most 7 bytes."""
+        store = DiskStore(40, tmp_path)
+        pwritev, preadv = os.pwritev, os.preadv
+        monkeypatch.setattr(os, "pwritev", lambda f, views, at: pwritev(f, [views[0][:7]], at))
+        monkeypatch.setattr(os, "preadv", lambda f, views, at: preadv(f, [views[0][:7]], at))
+        pieces = list(torch.arange(40, dtype=torch.uint8).split([11, 0, 29]))
+        store.write(0, pieces)
+        found = [torch.zeros_like(piece) for piece in pieces]
+        store.read(0, found)
+        assert torch.equal(torch.cat(found), torch.arange(40, dtype=torch.uint8))
+        store.close()
+
+
+def test_host_memory_that_is_not_there():
+    with pytest.raises(FitError, match="The host tier does not fit into memory"):
+        HostStore(2**62, pin=False)
