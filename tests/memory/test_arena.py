@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tilewright.core.errors import ConfigError, FitError, HardwareError
-from tilewright.memory.arena import SHARED, Arena
+from tilewright.memory.arena import Arena
 from tilewright.memory.layout import Layout, vacant
 from tilewright.memory.tiers import DiskStore, HostStore
 
@@ -123,19 +123,27 @@ class TestValues:
             arena.fetch(0)
             with pytest.raises(AssertionError, match="live already"):
                 arena.fetch(0)
-            with pytest.raises(AssertionError, match="added twice, after seal"):
+            with pytest.raises(AssertionError, match="added twice, or after seal"):
                 arena.add(9, {})
 
-    def test_a_tensor_of_two_slices_stays_live(self, tier, tmp_path):
+    def test_a_tensor_of_two_slices_needs_a_resident_one(self, tier, tmp_path):
+        """A head tied to the embedding: neither may take it away from the other."""
         tied = nn.Parameter(torch.randn(6, 4))
         value = tied.detach().clone()
-        slices = {"embed": {"embed.weight": tied}, 0: {"w": nn.Parameter(torch.ones(3))}, "head": {"head.weight": tied}}
-        with make_arena(tier, tmp_path, slices) as arena:
-            assert arena.slices == ("embed", 0, "head", SHARED)
-            assert arena.fetch("embed") == {}, "its only tensor is shared"
-            arena.release("embed", changed=True)
-            assert torch.equal(tied, value)
-            assert_equal(arena.read(SHARED), {"embed.weight": value}, "shared, under its first name")
+        with Arena(tier, "cpu", folder=tmp_path) as arena:
+            arena.add("embed", {"embed.weight": tied})
+            with pytest.raises(AssertionError, match="in slices 'embed' and 'head'"):
+                arena.add("head", {"head.weight": tied, "norm": torch.ones(3)})
+        with Arena(tier, "cpu", folder=tmp_path) as arena:
+            arena.add("shared", {"embed.weight": tied}, resident=True)
+            arena.add("head", {"norm": torch.ones(3)})
+            arena.seal()
+            for key in ("head", "shared"):
+                with arena.using(key, changed=True):
+                    assert torch.equal(tied, value)
+            assert arena.prefetch("shared")
+            assert_equal(arena.read("shared"), {"embed.weight": value}, "shared")
+            assert arena.num_bytes["device"] >= tied.nbytes
 
     def test_optimizers_and_modules_hold_on_to_their_parameters(self, tier, tmp_path):
         """Five steps of AdamW on a layer at a time equal those on plain parameters."""
@@ -223,23 +231,21 @@ class TestAwayFromTheDevice:
             assert names == {"tier-read_0"}
 
     def test_first_values_come_from_a_function_slice_by_slice(self, tier, tmp_path):
-        tied = vacant((4,), torch.float32, "cpu")
         slices = {i: {f"w{i}": nn.Parameter(vacant((50, 4), torch.float32, "cpu"))} for i in range(3)}
-        slices[0]["tied"] = slices[2]["tied again"] = tied
         calls = []
 
         def fill(tensors):
-            calls.append(sorted(tensors))
+            calls.append(list(tensors))
             for name, tensor in tensors.items():
                 assert tensor.device.type == "cpu"
                 tensor.fill_(len(name) + len(calls))
 
         with Arena(tier, "cpu", folder=tmp_path) as arena:
             for key, tensors in slices.items():
-                arena.add(key, tensors, fill=fill)
+                arena.add(key, tensors, fill=fill, resident=key == 1)
             arena.seal()
-            assert calls == [["tied", "w0"], ["w1"], ["w2"]], "the first slice fills what two have"
-            assert (tied == 5).all()
+            assert calls == [["w0"], ["w1"], ["w2"]]
+            assert (slices[1]["w1"] == 4).all(), "live at once"
             assert [arena.read(i)[f"w{i}"].unique().tolist() for i in range(3)] == [[3.0], [4.0], [5.0]]
 
 
@@ -380,4 +386,4 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_host_memory_that_is_not_there():
     with pytest.raises(FitError, match="The host tier does not fit into memory"):
-        HostStore(2**62, pin=False)
+        HostStore(2**62, torch.device("cpu"))

@@ -12,8 +12,8 @@
 
 A tensor keeps its identity: while it is live, `tensor.data` is a view of a staging buffer; else it is one NaN (of an
 integer: the largest) in its shape, which takes no memory, shows wherever it is used, and cannot be written to. On
-tier `device` the tensors stay where they are and are always live. So do tensors that two slices have (a head tied to
-the embedding), in a slice of their own, `SHARED`.
+tier `device` the tensors stay where they are and are always live. So do those of a slice that is added as `resident`:
+for tensors that several slices read, as a head tied to the embedding. A tensor belongs to one slice.
 
 `prefetch + 1` staging buffers of the largest slice rotate. A slice that is released and wanted again before its buffer
 was needed costs nothing. What goes where is the caller's matter; the bytes move in `transfer`, and lie in `tiers`.
@@ -30,12 +30,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright.core.config import Tier
 from tilewright.memory.layout import Layout, vacant
-from tilewright.memory.tiers import HostStore, Store, Tier, make_store
+from tilewright.memory.tiers import HostStore, Store, make_store
 from tilewright.memory.transfer import Buffer, Traffic, Transfer, make_transfer
-
-SHARED = "shared"
-"""The slice of tensors that several slices have."""
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes first values into host tensors by name."""
@@ -45,9 +43,10 @@ Fill = Callable[[Mapping[str, Tensor]], None]
 class _Slice:
     tensors: dict[str, Tensor]
     fill: Fill | None
+    resident: bool
     layout: Layout = field(default_factory=lambda: Layout({}, 0))
-    offset: int | None = None
-    """Place in the store; None for tensors that stay on the device."""
+    offset: int = 0
+    """Place in the store, where it is not resident."""
     live: bool = False
 
 
@@ -83,6 +82,7 @@ class Arena:
         self.device = torch.device(device)
         self._folder, self._num_slots = folder, prefetch + 1
         self._slices: dict[Hashable, _Slice] = {}
+        self._owners: dict[int, Hashable] = {}
         self._slots: list[_Slot] = []  # the one that was used longest ago first
         self._store: Store | None = None
         self._transfer: Transfer | None = None
@@ -90,24 +90,32 @@ class Arena:
 
     # ---- filling ----
 
-    def add(self, slice_id: Hashable, tensors: Mapping[str, Tensor], *, fill: Fill | None = None) -> None:
+    def add(
+        self,
+        slice_id: Hashable,
+        tensors: Mapping[str, Tensor],
+        *,
+        fill: Fill | None = None,
+        resident: bool = False,
+    ) -> None:
         """Announce a slice. Nothing moves before `seal`.
 
         Args:
-            slice_id: any name but `SHARED`.
+            slice_id: any name.
             tensors: contiguous ones on the device, by name; `vacant` ones where there is a `fill`.
             fill: makes the first values, called once, with host tensors under the same names, so that the values need
-                not be anywhere before. None takes those that the tensors have. A tensor of two slices is filled
-                by the first.
+                not be anywhere before. None takes those that the tensors have.
+            resident: always on the device.
         """
-        if self._sealed or slice_id in self._slices or slice_id == SHARED:
-            raise AssertionError(f"slice {slice_id!r} is added twice, after seal(), or under the arena's own name")
+        if self._sealed or slice_id in self._slices:
+            raise AssertionError(f"slice {slice_id!r} is added twice, or after seal()")
         for name, tensor in tensors.items():
             if tensor.is_meta or (fill is None and not tensor.is_contiguous()):
-                raise AssertionError(
-                    f"{name} in slice {slice_id!r}: need contiguous tensors, or vacant ones and a fill"
-                )
-        self._slices[slice_id] = _Slice(dict(tensors), fill)
+                raise AssertionError(f"slice {slice_id!r}, {name}: need contiguous tensors, or vacant ones and a fill")
+            owner = self._owners.setdefault(id(tensor), slice_id)
+            if owner != slice_id:
+                raise AssertionError(f"{name} is in slices {owner!r} and {slice_id!r}: add it to one that is resident")
+        self._slices[slice_id] = _Slice(dict(tensors), fill, resident or self.tier == "device")
 
     def seal(self) -> None:
         """Take the tier's room, then the bytes, slice by slice; afterwards nothing is live but what always is.
@@ -119,89 +127,61 @@ class Arena:
         """
         assert not self._sealed, "seal() once"
         self._sealed = True
-        owners = self._split_shared()
-        total = self._lay_out()
-        if self.tier != "device":
-            self._store = make_store(self.tier, total, device=self.device, folder=self._folder)
-            self._transfer = make_transfer(self._store, self.device)
-        for slice_id, item in self._slices.items():
-            if slice_id != SHARED:
-                self._take_over(item, owners.get(slice_id, {}))
-        if self._transfer is not None:
-            moving = [item.layout.num_bytes for item in self._slices.values() if item.offset is not None]
-            num_slots = min(self._num_slots, len(moving))
-            self._slots = [_Slot(self._transfer.make_buffer(max(moving))) for _ in range(num_slots)]
-
-    def _split_shared(self) -> dict[Hashable, dict[str, Tensor]]:
-        """Move tensors of several slices into `SHARED`; for each slice those that it has to fill."""
-        seen: dict[int, tuple[Hashable, str]] = {}
-        shared: dict[str, Tensor] = {}
-        owners: dict[Hashable, dict[str, Tensor]] = {}
-        for slice_id, item in self._slices.items():
-            for name, tensor in list(item.tensors.items()):
-                first_id, first_name = seen.setdefault(id(tensor), (slice_id, name))
-                if (first_id, first_name) == (slice_id, name):
-                    continue
-                self._slices[first_id].tensors.pop(first_name, None)
-                item.tensors.pop(name)
-                shared[first_name] = tensor
-                owners.setdefault(first_id, {})[first_name] = tensor
-        if shared:
-            self._slices[SHARED] = _Slice(shared, None)
-        return owners
-
-    def _lay_out(self) -> int:
-        """Give each slice its place in the store; how long the store is."""
+        moving = [item for item in self._slices.values() if not item.resident]
         end = 0
-        for slice_id, item in self._slices.items():
-            item.layout = Layout.of(item.tensors)
-            if self.tier != "device" and slice_id != SHARED:
-                item.offset = end
-                end += item.layout.num_bytes
-        return end
+        for item in moving:
+            item.layout, item.offset = Layout.of(item.tensors), end
+            end += item.layout.num_bytes
+        if self.tier != "device":
+            self._store = make_store(self.tier, end, device=self.device, folder=self._folder)
+            self._transfer = make_transfer(self._store, self.device)
+        for item in self._slices.values():
+            if item.resident:
+                self._fill_on_device(item)
+            else:
+                self._take_over(item)
+        if self._transfer is not None and moving:
+            largest = max(item.layout.num_bytes for item in moving)
+            num_slots = min(self._num_slots, len(moving))
+            self._slots = [_Slot(self._transfer.make_buffer(largest)) for _ in range(num_slots)]
 
     @torch.no_grad()
-    def _take_over(self, item: _Slice, shared: Mapping[str, Tensor]) -> None:
-        """Move the first values of a slice, and of the shared tensors that it owns, to where they belong."""
-        if item.offset is None:
-            if item.fill is not None:
-                self._fill_on_device(item, shared)
-            return
+    def _take_over(self, item: _Slice) -> None:
+        """Move the first values of a slice into the store, one copy and no more."""
         size = item.layout.num_bytes
         in_place = isinstance(self._store, HostStore)
         flat = self._store.view(item.offset, size) if in_place else torch.empty(size, dtype=torch.uint8)
         views = item.layout.views(flat)
-        if item.fill is None:
+        if item.fill is not None:
+            item.fill(views)
+        else:
             for name, tensor in item.tensors.items():
                 views[name].copy_(tensor)
-        else:
-            rest = {name: torch.empty_like(tensor, device="cpu") for name, tensor in shared.items()}
-            item.fill(views | rest)
-            for name, tensor in shared.items():
-                tensor.data = rest[name].to(self.device)
         if not in_place:
             self._store.write(item.offset, [flat])
         for tensor in item.tensors.values():
             tensor.data = vacant(tensor.shape, tensor.dtype, self.device)
 
-    def _fill_on_device(self, item: _Slice, shared: Mapping[str, Tensor]) -> None:
-        own = item.tensors | shared
-        values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in own.items()}
+    @torch.no_grad()
+    def _fill_on_device(self, item: _Slice) -> None:
+        if item.fill is None:
+            return
+        values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in item.tensors.items()}
         item.fill(values)
-        for name, tensor in own.items():
+        for name, tensor in item.tensors.items():
             tensor.data = values.pop(name).to(self.device)
 
     # ---- using ----
 
     @property
     def slices(self) -> tuple[Hashable, ...]:
-        """All slices in the order in which they were added, `SHARED` last where there is one."""
+        """All slices in the order in which they were added."""
         return tuple(self._slices)
 
     def prefetch(self, slice_id: Hashable) -> bool:
         """Start bringing a slice in. False where no buffer is free for it: the slice comes when it is fetched."""
         item = self._slices[slice_id]
-        if item.offset is None or item.live:
+        if item.resident or item.live:
             return True
         slot = self._slot_of(slice_id) or self._free_slot()
         if slot is None:
@@ -218,7 +198,7 @@ class Arena:
         item = self._slices[slice_id]
         if item.live:
             raise AssertionError(f"slice {slice_id!r} is live already: release it first")
-        if item.offset is not None:
+        if not item.resident:
             slot = self._slot_of(slice_id) or self._free_slot() or self._least_wanted_slot()
             if slot is None:
                 raise AssertionError(f"{len(self._slots)} slices are live, and there are no more buffers")
@@ -235,7 +215,7 @@ class Arena:
         if not item.live:
             raise AssertionError(f"slice {slice_id!r} is not live")
         item.live = False
-        if item.offset is None:
+        if item.resident:
             return
         for tensor in item.tensors.values():
             tensor.data = vacant(tensor.shape, tensor.dtype, self.device)
@@ -260,9 +240,9 @@ class Arena:
         """Copies of a slice's tensors in host memory, as they are now. What is live stays so, what is not does not
         become it."""
         item = self._slices[slice_id]
-        slot = self._slot_of(slice_id) if item.offset is not None else None
-        if item.offset is None or item.live:
+        if item.resident or item.live:
             return {name: _host_copy(tensor) for name, tensor in item.tensors.items()}
+        slot = self._slot_of(slice_id)
         if slot is not None:
             self._wait_for(slot.loading)
             return {name: _host_copy(view) for name, view in item.layout.views(slot.buffer.live).items()}
@@ -298,7 +278,7 @@ class Arena:
     @property
     def num_bytes(self) -> dict[Tier, int]:
         """Bytes held by tier: on the device what always stays there and the staging buffers."""
-        fixed = [item for item in self._slices.values() if item.offset is None]
+        fixed = [item for item in self._slices.values() if item.resident]
         held: dict[Tier, int] = {"device": sum(t.nbytes for item in fixed for t in item.tensors.values())}
         held |= {"host": 0, "disk": 0}
         if self._store is not None:

@@ -18,16 +18,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.core.config import Tier
 from tilewright.core.errors import ConfigError, FitError, HardwareError, TilewrightError
 from tilewright.core.units import format_bytes
+from tilewright.memory.pinned import pinned_empty, unpin
 
-Tier = Literal["device", "host", "disk"]
 _MAX_PIECES = 1024
 """Pieces in one system call (IOV_MAX of Linux)."""
 
@@ -60,22 +61,20 @@ def make_store(tier: Tier, num_bytes: int, *, device: torch.device, folder: Path
         HardwareError: the memory cannot be page-locked.
     """
     if tier == "host":
-        return HostStore(num_bytes, pin=device.type == "cuda")
+        return HostStore(num_bytes, device)
     if tier != "disk" or folder is None:
         raise AssertionError(f"a store is on host, or on disk in a folder; got {tier=}, {folder=}")
     return DiskStore(num_bytes, Path(folder))
 
 
 class HostStore:
-    """One allocation of exactly `num_bytes`.
+    """One allocation of exactly `num_bytes`, which a GPU reaches directly."""
 
-    torch's own page-locked allocations are rounded up to a power of two, so ordinary memory is registered instead.
-    """
-
-    def __init__(self, num_bytes: int, *, pin: bool) -> None:
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
+        self._device = device
         try:
-            self.memory: Tensor | None = torch.empty(num_bytes, dtype=torch.uint8)
+            self.memory: Tensor | None = pinned_empty(num_bytes, device)
         except RuntimeError as error:  # torch's allocator has no class of its own for it
             raise FitError(
                 "The host tier does not fit into memory.",
@@ -84,9 +83,6 @@ class HostStore:
                 try_='memory.states = "disk" or memory.parameters = "disk", or a smaller model',
                 where="memory",
             ) from error
-        self._pinned = pin and num_bytes > 0
-        if self._pinned:
-            _register(self.memory)
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
         """The bytes themselves."""
@@ -107,8 +103,8 @@ class HostStore:
 
     def close(self) -> None:
         """Give the memory back."""
-        if self._pinned and self.memory is not None:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())))
+        if self.memory is not None:
+            unpin(self.memory, self._device)
         self.memory = None
 
 
@@ -206,16 +202,3 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
             return [view[count:], *views[index + 1 :]]
         count -= len(view)
     return []
-
-
-def _register(memory: Tensor) -> None:
-    """Page-lock memory, so that a GPU reads and writes it at the speed of the link."""
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if code != 0:
-        raise HardwareError(
-            "Host memory cannot be page-locked for the GPU.",
-            got=f"CUDA error {code} for {format_bytes(memory.numel())}",
-            need="so much memory that the system lets this user lock",
-            try_="ulimit -l unlimited, a smaller host tier, or the disk tier",
-            where="memory",
-        )

@@ -112,7 +112,7 @@ class CudaTransfer(Transfer):
     def make_buffer(self, num_bytes: int) -> Buffer:
         """See `Transfer`."""
         live = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return Buffer(live, None if self.store.memory is not None else HostStore(num_bytes, pin=True))
+        return Buffer(live, None if self.store.memory is not None else HostStore(num_bytes, self.device))
 
     def mark(self) -> torch.cuda.Event | None:
         """See `Transfer`."""
