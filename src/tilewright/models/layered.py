@@ -121,9 +121,7 @@ def find_slices(model: nn.Module, view: Layered, group: int = 1) -> Slices:
     alone = [[p for p in params if times[p] < 2] for params in (before, after, *owned)]
     groups = tuple(cut(_layers_name(r), r, params) for r, params in zip(ranges, alone[2:], strict=True))
     none = range(0)
-    return Slices(
-        cut("prologue", none, alone[0]), groups, cut("epilogue", none, alone[1]), cut("shared", none, shared)
-    )
+    return Slices(cut("prologue", none, alone[0]), groups, cut("epilogue", none, alone[1]), cut("shared", none, shared))
 
 
 def _layers_name(layers: range) -> str:

@@ -40,17 +40,26 @@ class Router(nn.Module):
         self.routed_scaling = config.routed_scaling
         self.balance_rate = config.balance_rate
         self.kernels = kernels
+        self.choices: Callable[[Callable[[], Tensor]], Tensor] | None = None
+        """Takes what the router would choose, and says what it chooses: the same again when a layer is recomputed.
+        Set by `memory.replay` around a layer."""
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, D] -> (weights [N, K] FP32, experts [N, K] int64)."""
         scores_NE = self.kernels.linear(x_ND.float(), self.weight).sigmoid()
-        choice_NE = scores_NE.detach() + self.e_score_correction_bias
-        if self.num_limited_groups < self.num_groups:
-            choice_NE = self._limit_groups(choice_NE)
-        experts_NK = choice_NE.topk(self.num_chosen, dim=-1, sorted=False).indices
+        if self.choices is None:
+            experts_NK = self._choose(scores_NE)
+        else:
+            experts_NK = self.choices(lambda: self._choose(scores_NE))
         weights_NK = scores_NE.gather(1, experts_NK)
         weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         return weights_NK * self.routed_scaling, experts_NK
+
+    def _choose(self, scores_NE: Tensor) -> Tensor:
+        choice_NE = scores_NE.detach() + self.e_score_correction_bias
+        if self.num_limited_groups < self.num_groups:
+            choice_NE = self._limit_groups(choice_NE)
+        return choice_NE.topk(self.num_chosen, dim=-1, sorted=False).indices
 
     def _limit_groups(self, choice_NE: Tensor) -> Tensor:
         """Minus infinity for experts outside the groups that a token may route to."""

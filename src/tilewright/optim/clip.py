@@ -18,6 +18,11 @@ class ClipResult:
     bound: float
     skip: str | None
 
+    @property
+    def factor(self) -> float:
+        """What the gradient is multiplied by."""
+        return self.bound / (self.norm + 1e-6) if self.norm > self.bound else 1.0
+
 
 class GradClip:
     """Scales gradients in place so that their global norm stays below a bound.
@@ -63,15 +68,20 @@ class GradClip:
             torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
             torch._foreach_clamp_max_(grads, self.elements / inv_scale)
             norm = float(torch.nn.utils.get_total_norm(grads, foreach=True)) * inv_scale
+        result = self.decide(norm)
+        factor = inv_scale * result.factor
+        if factor != 1.0 and result.skip is None:
+            torch._foreach_mul_(grads, factor)
+        return result
+
+    def decide(self, norm: float) -> ClipResult:
+        """What becomes of a gradient of this norm, which is remembered for the adaptive bound unless it is skipped."""
         if not math.isfinite(norm):
             return ClipResult(norm, math.inf, "the gradient is not finite")
         if norm > self.threshold:
             return ClipResult(norm, math.inf, f"gradient norm {norm:.3g} is above clip_threshold {self.threshold:.3g}")
         bound = self._bound()
         self._remember(min(norm, bound))
-        factor = inv_scale * (bound / (norm + 1e-6) if norm > bound else 1.0)
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
         return ClipResult(norm, bound, None)
 
     def _bound(self) -> float:

@@ -5,6 +5,8 @@ their version counter. Here the optimizer's own step hook says it, and the model
 writes weights otherwise calls `refresh`. Costs one byte a parameter. Used by `training`, or from a plain loop.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -48,14 +50,15 @@ class QuantizedWeights:
         ]
         self.refresh()
 
-    def layers(self) -> list[TileLinear]:
-        """The layers whose codes are kept. They may change when the model's policy does."""
-        return [module for module in self._model.modules() if isinstance(module, TileLinear)]
+    def layers(self, among: Iterable[nn.Module] | None = None) -> list[TileLinear]:
+        """The layers whose codes are kept, of these modules or of all. They may change when the model's policy does."""
+        modules = self._model.modules() if among is None else among
+        return [module for module in modules if isinstance(module, TileLinear)]
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Quantise every weight as it is now."""
-        for layer in self.layers():
+    def refresh(self, among: Iterable[nn.Module] | None = None) -> None:
+        """Quantise every weight as it is now, or those of some modules."""
+        for layer in self.layers(among):
             old, tiled = layer.stored_weight(), layer.quantized_weight()
             if old is None:
                 layer.store_weight(tiled)

@@ -1,0 +1,285 @@
+"""All micro-batches through one slice of layers, then the next: forward, and backward by recomputation.
+
+    run = LayerMajor(view, slices, inputs=..., residence=..., replay=..., phase=...)
+    run.forward(batches)                      # keeps the input of each slice, and nothing else
+    run.backward(factor, done)                # done(slice): its gradients are in `.grad`, whole; None afterwards
+    run.end()
+
+So one slice's activations and one slice's gradients are alive at a time, and a slice can be updated in `done`, before
+the backward pass goes on: nothing will read the old values any more. `backward` may be called again, as long as no
+`done` has changed a parameter. The gradient is that of the whole batch, summed in FP32 for 16-bit parameters.
+
+What moves slices to the device is `residence`, what keeps layer inputs `inputs`. Updates, clipping and what to do with
+bad numbers are the matter of `training.layer_major_step`, which calls this.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewright.memory.inputs import InputStore
+from tilewright.memory.replay import Replay
+from tilewright.models.contract import LossOutput
+from tilewright.models.layered import Layered, Slice, Slices
+
+Batch = Mapping[str, Tensor]
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+class Residence(Protocol):
+    """Brings slices to the device and takes them away."""
+
+    def prefetch(self, part: Slice) -> None:
+        """Begin to bring a slice."""
+        ...
+
+    def fetch(self, part: Slice) -> None:
+        """Have a slice's parameters on the device when this returns."""
+        ...
+
+    def release(self, part: Slice, *, changed: bool) -> None:
+        """Let go of it; its bytes are kept where they are at home."""
+        ...
+
+
+class AtHome:
+    """The residence of parameters that live on the device."""
+
+    def prefetch(self, part: Slice) -> None:
+        """Nothing to do."""
+
+    def fetch(self, part: Slice) -> None:
+        """Nothing to do."""
+
+    def release(self, part: Slice, *, changed: bool) -> None:
+        """Nothing to do."""
+
+
+class LayerMajor:
+    """One step's passes over a model cut into slices.
+
+    Args:
+        view: the model, to be run layer by layer.
+        slices: its parameters.
+        inputs: keeps layer inputs between the passes.
+        residence: brings slices to the device.
+        replay: makes the second pass draw and choose as the first.
+        phase: measures what runs inside: forward, backward.
+        device: where batches are.
+    """
+
+    def __init__(
+        self,
+        view: Layered,
+        slices: Slices,
+        *,
+        inputs: InputStore,
+        residence: Residence,
+        replay: Replay,
+        phase: Phase,
+        device: torch.device,
+    ) -> None:
+        self.view = view
+        self.slices = slices
+        self.inputs = inputs
+        self.residence = residence
+        self.replay = replay
+        self.device = device
+        self._phase = phase
+        self._batches: Sequence[Batch] = ()
+        self._contexts: list[Any] = []
+        self._counted: list[list[Tensor]] = []
+
+    # ---- forward ----
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch]) -> bool:
+        """All micro-batches through all layers; whether the last outputs are finite.
+
+        Args:
+            batches: micro-batches on the device.
+        """
+        self._batches, self._contexts, self._counted = batches, [], [[] for _ in batches]
+        with self._phase("forward"):
+            xs = self._forward_prologue()
+            for place, part in enumerate(self.slices.groups):
+                with self._live(part, self._after(place)):
+                    for micro, x in enumerate(xs):
+                        self.inputs.put(place, micro, x)
+                        xs[micro] = self._forward_layers(part, micro, x)
+            finite = torch.ones((), dtype=torch.bool, device=self.device)
+            for micro, x in enumerate(xs):
+                self.inputs.put(len(self.slices.groups), micro, x, exact=True)
+                finite &= x.isfinite().all()
+        return bool(finite)
+
+    def _forward_prologue(self) -> list[Tensor]:
+        xs = []
+        with self._live(self.slices.prologue, self._after(-1)):
+            for micro, batch in enumerate(self._batches):
+                run = _Prologue(self.view, batch)
+                xs.append(self.replay.first(("prologue", micro), None, run))
+                self._contexts.append(run.context)
+        return xs
+
+    def _forward_layers(self, part: Slice, micro: int, x: Tensor) -> Tensor:
+        for index in part.layers:
+            x, counted = self._run_layer(index, micro, x, self.replay.first)
+            if counted is not None:
+                self._counted[micro].append(counted)
+        return x
+
+    def _run_layer(self, index: int, micro: int, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
+        context = self._contexts[micro]
+        return how((index, micro), self.view.blocks[index], lambda: self.view.layer(index, x, context))
+
+    def tell(self) -> dict[str, Tensor]:
+        """What the model reports besides its loss, summed over the micro-batches. Once a forward pass."""
+        told: dict[str, Tensor] = {}
+        for counted in self._counted:
+            for name, value in self.view.tell(counted).items():
+                told[name] = told[name] + value if name in told else value
+        return told
+
+    # ---- backward ----
+
+    def backward(
+        self,
+        factor: float,
+        done: Callable[[Slice], None],
+        *,
+        after_loss: Callable[[float], None] | None = None,
+        last: bool = True,
+    ) -> float:
+        """From the loss back to the prologue; the loss summed over all targets.
+
+        Args:
+            factor: the gradient is that of the summed loss times this.
+            done: called with each slice once its gradient is whole. Its parameters' `.grad` is None where nothing
+                reads them.
+            after_loss: called with the summed loss before the first `done`.
+            last: there is no further call for this forward pass, so layer inputs are let go of on the way.
+        """
+        with self._phase("backward"):
+            loss, grads = self._backward_epilogue(factor, done, after_loss, last)
+            for place in reversed(range(len(self.slices.groups))):
+                part = self.slices.groups[place]
+                with self._live(part, self._before(place), changed=last):
+                    self._backward_layers(place, part, grads, last)
+                    self._finish(part, done)
+            with self._live(self.slices.prologue, None, changed=last):
+                self._backward_prologue(grads)
+                self._finish(self.slices.prologue, done)
+            self._finish(self.slices.shared, done)
+        return loss
+
+    def _backward_epilogue(
+        self,
+        factor: float,
+        done: Callable[[Slice], None],
+        after_loss: Callable[[float], None] | None,
+        last: bool,
+    ) -> tuple[float, list[Tensor | None]]:
+        place, part = len(self.slices.groups), self.slices.epilogue
+        wanted = [*part.trained, *self.slices.shared.trained]
+        loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
+        loss_sum = loss_sum.to(self.device)
+        grads: list[Tensor | None] = []
+        with self._live(part, self._before(place), changed=last):
+            for micro in range(len(self._batches)):
+                x = self._take(place, micro, last).requires_grad_()
+                out = self._run_epilogue(micro, x)
+                loss_sum += out.loss_sum.detach()
+                (out.loss_sum * factor).backward(inputs=[x, *wanted])
+                grads.append(x.grad)
+            loss = float(loss_sum)
+            if after_loss is not None:
+                after_loss(loss)
+            self._finish(part, done)
+        return loss, grads
+
+    def _run_epilogue(self, micro: int, x: Tensor) -> LossOutput:
+        key, batch, context = ("epilogue", micro), self._batches[micro], self._contexts[micro]
+        how = self.replay.again if self.replay.knows(key) else self.replay.first
+        return how(key, None, lambda: self.view.epilogue(x, context, batch))
+
+    def _backward_layers(self, place: int, part: Slice, grads: list[Tensor | None], last: bool) -> None:
+        wanted = [*part.trained, *self.slices.shared.trained]
+        for micro, grad in enumerate(grads):
+            if micro + 1 < len(grads):
+                self.inputs.prefetch(place, micro + 1)
+            elif place:
+                self.inputs.prefetch(place - 1, 0)
+            start = x = self._take(place, micro, last).requires_grad_()
+            for index in part.layers:
+                x, _ = self._run_layer(index, micro, x, self.replay.again)
+            if grad is not None:
+                x.backward(grad, inputs=[start, *wanted])
+            grads[micro] = start.grad
+
+    def _backward_prologue(self, grads: list[Tensor | None]) -> None:
+        wanted = [*self.slices.prologue.trained, *self.slices.shared.trained]
+        for micro, grad in enumerate(grads):
+            if not wanted or grad is None:
+                continue
+            x = self.replay.again(("prologue", micro), None, _Prologue(self.view, self._batches[micro]))
+            if x.requires_grad:
+                x.backward(grad, inputs=wanted)
+            grads[micro] = None
+
+    def _take(self, place: int, micro: int, last: bool) -> Tensor:
+        x = self.inputs.get(place, micro)
+        if last:
+            self.inputs.drop(place, micro)
+        return x
+
+    @staticmethod
+    def _finish(part: Slice, done: Callable[[Slice], None]) -> None:
+        done(part)
+        for param in part.params:
+            param.grad = None
+
+    # ---- around both ----
+
+    def end(self) -> None:
+        """Forget the step: its inputs, draws and gradients."""
+        self.inputs.clear()
+        self.replay.clear()
+        for part in self.slices:
+            for param in part.params:
+                param.grad = None
+        self._batches, self._contexts, self._counted = (), [], []
+
+    def _after(self, place: int) -> Slice:
+        """The slice that the forward pass reads after that of this place."""
+        groups = self.slices.groups
+        return groups[place + 1] if place + 1 < len(groups) else self.slices.epilogue
+
+    def _before(self, place: int) -> Slice:
+        """The slice that the backward pass reads after that of this place."""
+        return self.slices.groups[place - 1] if place else self.slices.prologue
+
+    @contextmanager
+    def _live(self, part: Slice, following: Slice | None, *, changed: bool = False) -> Iterator[None]:
+        self.residence.fetch(part)
+        if following is not None:
+            self.residence.prefetch(following)
+        try:
+            yield
+        finally:
+            self.residence.release(part, changed=changed)
+
+
+class _Prologue:
+    """The prologue as a function of nothing that gives x; the context stays here."""
+
+    def __init__(self, view: Layered, batch: Batch) -> None:
+        self._view, self._batch = view, batch
+        self.context: Any = None
+
+    def __call__(self) -> Tensor:
+        x, self.context = self._view.prologue(self._batch)
+        return x

@@ -1,0 +1,298 @@
+"""One optimizer step by slices of layers: the `Executor` whose parameters are updated during the backward pass.
+
+The result is that of the standard executor, micro-batches of any size included. What differs is how a gradient is
+clipped and what becomes of a bad one, because no moment holds the whole gradient:
+
+exact   two backward passes: the first one knows the norm of the whole gradient and keeps nothing else of it, the second
+        one updates. A bad step is found in the first one, so it has changed nothing.
+lagged  one backward pass. What is known of this step is bounded by what is known of the one before
+        (`optim.lagged`). A bad loss or layer output is found before the first update. A gradient that turns out bad
+        after some slices were updated is undone: by the journal that kept these slices' bytes, or, without one, by
+        `LostStep`, upon which the run goes back to its newest checkpoint. Nothing is left half applied.
+
+`memory.layer_major` computes; this file decides. Called by `loop`.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tilewright.core.errors import NumericsError
+from tilewright.memory.inputs import InputStore
+from tilewright.memory.layer_major import AtHome, LayerMajor, Residence
+from tilewright.memory.ledger import Ledger
+from tilewright.memory.replay import Replay
+from tilewright.models.contract import TrainableModel
+from tilewright.models.layered import Layered, Slice, Slices
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.optim.lagged import LaggedClip
+from tilewright.precision.weights import QuantizedWeights
+from tilewright.training.step import MAX_BAD_STEPS, Batch, StepResult, count_targets, count_tokens
+from tilewright.training.undo import Undo
+
+_NOT_FINITE = "the loss or its gradient is not finite"
+
+
+class LostStep(NumericsError):
+    """A bad gradient was met after some slices were updated, and nothing keeps what they were."""
+
+
+class _Bad(Exception):
+    """This step's numbers are bad; its text says how."""
+
+
+@dataclass
+class _Attempt:
+    """A step so far."""
+
+    factor: float
+    """Of the summed loss: one over the number of targets."""
+    loss_sum: float = math.nan
+    square: Tensor | None = None
+    """Squared norm of the gradient so far, on the device."""
+    skipped: str | None = None
+    updated: list[Slice] = field(default_factory=list)
+    aux: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def add(self, norms: Tensor) -> None:
+        square = norms.double().square().sum() if norms.device.type == "cpu" else norms.square().sum()
+        self.square = square if self.square is None else self.square + square
+
+    @property
+    def norm(self) -> float:
+        """Norm of the gradient so far; waits for the device."""
+        return math.sqrt(value) if (value := float(self.square)) >= 0 else math.nan
+
+
+class LayerMajorExecutor:
+    """Runs optimizer steps slice by slice. See `step.Executor`.
+
+    Args:
+        model: what `view` shows; `after_step` is called on it.
+        view: the model layer by layer.
+        slices: its parameters, as they are updated together.
+        optimizer: over the model's parameters. Gradients of 16-bit parameters are kept in FP32.
+        clip: bounds, and the threshold above which a step is skipped.
+        lagged: clip by what was known a step before, in one backward pass.
+        undo: keeps what a lagged step changes; None: a bad one raises `LostStep`.
+        device: where batches are moved.
+        inputs: keeps layer inputs; by default on the device.
+        residence: brings slices to the device; by default they live there.
+        weights: 8-bit codes to refresh after updates.
+        ledger: measures memory by phase, if given.
+    """
+
+    def __init__(
+        self,
+        model: TrainableModel,
+        view: Layered,
+        slices: Slices,
+        optimizer: DeepSeekAdam,
+        *,
+        clip: GradClip,
+        lagged: bool = False,
+        undo: Undo | None = None,
+        device: torch.device | str = "cpu",
+        inputs: InputStore | None = None,
+        residence: Residence | None = None,
+        weights: QuantizedWeights | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.clip = clip
+        self.device = torch.device(device)
+        self.ledger = ledger
+        self.weights = weights
+        self.undo = undo
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self.lagged = LaggedClip(clip, params, self.device) if lagged else None
+        self.run = LayerMajor(
+            view,
+            slices,
+            inputs=inputs or InputStore("device", self.device),
+            residence=residence or AtHome(),
+            replay=Replay(self.device),
+            phase=self._phase,
+            device=self.device,
+        )
+        self._bad_steps = 0
+        for param in params:
+            if param.dtype in (torch.float16, torch.bfloat16):
+                param.grad_dtype = torch.float32
+
+    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
+        """See `step.Executor`.
+
+        Raises:
+            NumericsError: the third step in a row whose gradient is not finite. The weights are those of the last good
+                step.
+            LostStep: a bad gradient after the first update, and no `undo`. The weights are of no use.
+        """
+        started = time.perf_counter()
+        num_targets, num_tokens = count_targets(microbatches), count_tokens(microbatches)
+        if not num_targets:
+            seconds = time.perf_counter() - started
+            return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, seconds)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        batches = [{k: v.to(self.device, non_blocking=True) for k, v in batch.items()} for batch in microbatches]
+        attempt = _Attempt(1.0 / num_targets)
+        try:
+            norm = self._lagged(batches, attempt) if self.lagged is not None else self._exact(batches, attempt)
+        finally:
+            self.run.end()
+        loss = attempt.loss_sum / num_targets
+        self._watch(loss, norm)
+        if attempt.skipped is None:
+            self.model.after_step()
+        told = {name: float(value) / len(batches) for name, value in attempt.aux.items()}
+        seconds = time.perf_counter() - started
+        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, told)
+
+    # ---- exact: the norm first ----
+
+    def _exact(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
+        finite = self.run.forward(batches)
+        attempt.aux = self.run.tell()
+        attempt.loss_sum = self.run.backward(
+            attempt.factor, lambda part: attempt.add(self._norms(part)), last=not finite
+        )
+        norm = attempt.norm
+        result = self.clip.decide(norm)
+        good = finite and math.isfinite(norm) and math.isfinite(attempt.loss_sum)
+        attempt.skipped = result.skip if good else _NOT_FINITE
+        if attempt.skipped is None:
+            self.run.backward(attempt.factor, lambda part: self._apply(part, result.factor))
+        return norm
+
+    def _apply(self, part: Slice, factor: float) -> None:
+        params, grads = _gradients(part)
+        with self._phase("update"), torch.no_grad():
+            self._clamp(grads)
+            if factor != 1.0 and grads:
+                torch._foreach_mul_(grads, factor)
+            self._update(part, params, grads)
+
+    # ---- lagged: updates on the way ----
+
+    def _lagged(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
+        assert self.lagged is not None
+        before = self.lagged.state_dict()
+        if self.undo is not None:
+            self.undo.begin()
+        try:
+            finite = self.run.forward(batches)
+            attempt.aux = self.run.tell()
+            if not finite:
+                raise _Bad(_NOT_FINITE)
+            attempt.loss_sum = self.run.backward(
+                attempt.factor, lambda part: self._apply_lagged(part, attempt), after_loss=_refuse_not_finite
+            )
+        except _Bad as bad:
+            self._take_back(attempt, str(bad))
+            self.lagged.load_state_dict(before)
+        else:
+            self.lagged.end(attempt.norm)
+        if self.undo is not None:
+            self.undo.commit()
+        return attempt.norm if attempt.square is not None else math.nan
+
+    def _apply_lagged(self, part: Slice, attempt: _Attempt) -> None:
+        assert self.lagged is not None
+        params, grads = _gradients(part)
+        with self._phase("update"), torch.no_grad():
+            norms = self._norms(part)
+            attempt.add(norms)
+            norm = attempt.norm
+            if not math.isfinite(norm):
+                raise _Bad(_NOT_FINITE)
+            if norm > self.clip.threshold:
+                raise _Bad(f"gradient norm {norm:.3g} is above clip_threshold {self.clip.threshold:.3g}")
+            self.lagged(params, grads, norms)
+            if self.undo is not None:
+                self.optimizer.init_states(params)
+                self.undo.keep(part, self._tensors(params))
+            attempt.updated.append(part)
+            self._update(part, params, grads)
+
+    def _take_back(self, attempt: _Attempt, why: str) -> None:
+        """Make the step not to have happened."""
+        attempt.skipped = why
+        if not attempt.updated:
+            return
+        if self.undo is None:
+            raise LostStep(
+                "A bad gradient was met in the middle of a step.",
+                got=f"{why}, after {len(attempt.updated)} of {sum(1 for _ in self.run.slices)} slices were updated",
+                need="a finite gradient, or a checkpoint to go back to",
+                try_='memory.undo = "journal", or optim.clip = "exact"',
+            )
+        self.undo.rollback(self.run.residence)
+        for part in attempt.updated:
+            self._refresh(part)
+
+    # ---- both ----
+
+    def _norms(self, part: Slice) -> Tensor:
+        """Length of the gradient of each tensor of a slice, its elements clamped if the recipe says so."""
+        _, grads = _gradients(part)
+        if not grads:
+            return torch.zeros(0, device=self.device)
+        norms = torch.stack(torch._foreach_norm(grads))
+        if self.clip.elements and bool(norms.isfinite().all()):  # an overflow must stay one
+            self._clamp(grads)
+            norms = torch.stack(torch._foreach_norm(grads))
+        return norms
+
+    def _clamp(self, grads: list[Tensor]) -> None:
+        if self.clip.elements and grads:
+            torch._foreach_clamp_min_(grads, -self.clip.elements)
+            torch._foreach_clamp_max_(grads, self.clip.elements)
+
+    def _update(self, part: Slice, params: list[Tensor], grads: list[Tensor]) -> None:
+        self.optimizer.step_params(params, grads)
+        self._refresh(part)
+
+    def _refresh(self, part: Slice) -> None:
+        if self.weights is not None:
+            self.weights.refresh(part.modules)
+
+    def _tensors(self, params: list[Tensor]) -> list[Tensor]:
+        """All that an update of these parameters changes."""
+        return [tensor for param in params for tensor in (param, *self.optimizer.state[param].values())]
+
+    def _watch(self, loss: float, norm: float) -> None:
+        """Stop after several bad steps in a row."""
+        if math.isfinite(norm) and math.isfinite(loss):
+            self._bad_steps = 0
+            return
+        self._bad_steps += 1
+        if self._bad_steps >= MAX_BAD_STEPS:
+            raise NumericsError(
+                f"The gradient was not finite in {self._bad_steps} steps in a row.",
+                got=f"loss {loss:.6g}, gradient norm {norm:.6g}",
+                need="finite losses and gradients; the weights have not changed since the last good step",
+                try_='optim.lr lower, optim.warmup_steps higher, or precision.mode = "fp32";\n'
+                'memory.executor = "standard" names the module in which it begins',
+            )
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return self.ledger.phase(name) if self.ledger is not None else nullcontext()
+
+
+def _gradients(part: Slice) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters of a slice that have a gradient, and these."""
+    params = [param for param in part.trained if param.grad is not None]
+    return params, [param.grad for param in params]
+
+
+def _refuse_not_finite(loss_sum: float) -> None:
+    if not math.isfinite(loss_sum):
+        raise _Bad(_NOT_FINITE)

@@ -1,0 +1,305 @@
+"""The layer-major executor: updates on the way back, and the result of the whole batch's gradient nevertheless."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from tests.models.shapes import make_batch, make_decoder
+from tilewright.core.errors import NumericsError
+from tilewright.models.layered import find_slices
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.optim.groups import decay_groups
+from tilewright.training.layer_major_step import LayerMajorExecutor, LostStep
+from tilewright.training.step import StandardExecutor
+from tilewright.training.undo import InMemory
+
+SIZES = (3, 1, 2, 1)
+"""Rows of the micro-batches of one step."""
+LR = 5e-4
+
+
+def executor(model, view=None, *, group=1, clip=None, **options):
+    optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
+    view = view or model
+    slices = find_slices(model, view, group)
+    return LayerMajorExecutor(model, view, slices, optimizer, clip=clip or GradClip(0.0), **options)
+
+
+def steps(num=5):
+    """Micro-batches of each step, of different rows and targets."""
+    made = []
+    for step in range(num):
+        batch = make_batch(sum(SIZES), 16, seed=step)
+        batch["labels"][torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(step)) < 0.3] = -100
+        parts = [torch.split(tensor, SIZES) for tensor in batch.values()]
+        made.append([dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)])
+    return made
+
+
+def reference(model, made, lr=1e-2, max_norm=0.0, loss=None):
+    """torch's AdamW on the mean loss over all targets of a step; norms before clipping."""
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    norms = []
+    for microbatches in made:
+        total = sum(int((batch["labels"] != -100).sum()) for batch in microbatches)
+        for batch in microbatches:
+            ((loss or model.loss)(batch) if loss else model.loss(batch).loss_sum).div(total).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+        norms.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        if hasattr(model, "after_step"):
+            model.after_step()
+    return norms
+
+
+def worst(a, b):
+    """The largest difference of two models' parameters, and where."""
+    rows = [((p.double() - q.double()).abs().max().item(), name) for (name, p), q in zip(
+        a.named_parameters(), b.parameters(), strict=True)]  # fmt: skip
+    return max(rows)
+
+
+@pytest.mark.parametrize(("name", "group"), [("gqa", 2), ("tied", 1), ("mla", 1), ("gqa_moe", 5)])
+def test_exact_is_torch_adamw(name, group):
+    """FP32, five steps of four uneven micro-batches, clipped: within 1e-6, where AdamW moves by lr = 5e-4 a step."""
+    ours, theirs = make_decoder(name).train(), make_decoder(name).train()
+    made = steps()
+    norms = reference(theirs, made, LR, max_norm=0.5)
+    run = executor(ours, group=group, clip=GradClip(0.5))
+    results = [run.step(microbatches, LR) for microbatches in made]
+    assert worst(ours, theirs)[0] <= 1e-6, worst(ours, theirs)
+    assert [result.grad_norm for result in results] == pytest.approx(norms, rel=1e-5)
+    assert all(result.skipped is None for result in results)
+    assert all(param.grad is None for param in ours.parameters())
+
+
+@pytest.mark.parametrize("name", ["tied", "gqa_moe"])
+def test_lagged_without_a_bound_is_torch_adamw_from_one_pass(name, monkeypatch):
+    """Where neither bound binds, the single pass gives the same weights."""
+    monkeypatch.setattr("tilewright.optim.lagged.SURGE", math.inf)
+    ours, theirs = make_decoder(name).train(), make_decoder(name).train()
+    made = steps()
+    norms = reference(theirs, made, LR)
+    run = executor(ours, lagged=True)
+    results = [run.step(microbatches, LR) for microbatches in made]
+    assert worst(ours, theirs)[0] <= 1e-6, worst(ours, theirs)
+    assert [result.grad_norm for result in results] == pytest.approx(norms, rel=1e-5)
+
+
+def test_it_is_the_standard_executor_to_the_last_bit():
+    ours, theirs = make_decoder("gqa_moe").train(), make_decoder("gqa_moe").train()
+    run = executor(ours)
+    plain = StandardExecutor(theirs, DeepSeekAdam(decay_groups(theirs, 0.1)), clip=GradClip(0.0))
+    for microbatches in steps(3):
+        a, b = run.step(microbatches, 1e-3), plain.step(microbatches, 1e-3)
+        assert a.loss == pytest.approx(b.loss, rel=1e-6)
+        assert a.aux == pytest.approx(b.aux, rel=1e-6)
+        assert (a.num_targets, a.num_tokens) == (b.num_targets, b.num_tokens)
+    assert worst(ours, theirs)[0] == 0.0, worst(ours, theirs)
+    biases = [model.blocks[1].mlp.gate.e_score_correction_bias for model in (ours, theirs)]
+    assert torch.equal(*biases) and biases[0].abs().sum() > 0
+
+
+def test_one_slice_is_alive_at_a_time():
+    """What stays from the forward pass are layer inputs; gradients are those of one slice."""
+    model = make_decoder("gqa").train()
+    run = executor(model)
+    seen = []
+    real = run.run.slices
+    owners = {param: part.name for part in real for param in part.params}
+
+    def look(part, grads):
+        seen.append((part.name, {owners[p] for p in model.parameters() if p.grad is not None}))
+
+    update = run._update
+    run._update = lambda part, params, grads: (look(part, grads), update(part, params, grads))
+    run.step(steps(1)[0], 1e-3)
+    assert [name for name, _ in seen] == ["epilogue", "layers.1", "layers.0", "prologue", "shared"]
+    assert all(alive <= {name} for name, alive in seen)
+    assert run.run.inputs.num_bytes["device"] == 0
+
+
+def test_frozen_parameters_stay():
+    ours, theirs = make_decoder("gqa").train(), make_decoder("gqa").train()
+    for model in (ours, theirs):
+        model.model.embed_tokens.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+    made = steps(2)
+    reference(theirs, made, LR)
+    run = executor(ours)
+    for microbatches in made:
+        run.step(microbatches, LR)
+    assert worst(ours, theirs)[0] <= 1e-6
+
+
+# ---- bad numbers ----
+
+
+class Poison(torch.autograd.Function):
+    """Leaves a value as it is, and makes its gradient `factor` times as large."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+def poison(model, layer, factor):
+    """The gradient that leaves layer `layer` backwards is multiplied by `factor[0]`."""
+    model.blocks[layer].register_forward_pre_hook(lambda _, args: (Poison.apply(args[0], factor[0]), *args[1:]))
+
+
+def snapshot(model, optimizer):
+    tensors = [p.detach().clone() for p in model.parameters()]
+    return tensors + [v.clone() for p in model.parameters() for v in optimizer.state[p].values()]
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e12])
+@pytest.mark.parametrize("how", ["exact", "journal"])
+def test_a_bad_gradient_in_the_middle_changes_nothing(how, factor):
+    model, factors = make_decoder("gqa").train(), [1.0]
+    poison(model, 1, factors)
+    options = {} if how == "exact" else {"lagged": True, "undo": InMemory()}
+    run = executor(model, clip=GradClip(1.0), **options)
+    first, second, third = steps(3)
+    assert run.step(first, 1e-2).skipped is None
+    before = snapshot(model, run.optimizer)
+    state = run.lagged.state_dict() if run.lagged else None
+    factors[0] = factor
+    result = run.step(second, 1e-2)
+    assert result.skipped and (math.isfinite(factor) or "not finite" in result.skipped)
+    after = snapshot(model, run.optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert state is None or run.lagged.state_dict() == state
+    factors[0] = 1.0
+    assert run.step(third, 1e-2).skipped is None
+
+
+def test_without_a_journal_a_lost_step_is_an_error_of_its_own():
+    model = make_decoder("gqa").train()
+    poison(model, 1, [math.nan])
+    run = executor(model, lagged=True)
+    with pytest.raises(LostStep, match="middle of a step"):
+        run.step(steps(1)[0], 1e-2)
+
+
+@pytest.mark.parametrize("lagged", [False, True])
+def test_a_bad_loss_or_output_begins_no_update(lagged):
+    model = make_decoder("gqa").train()
+    run = executor(model, lagged=lagged)
+    first, second = steps(2)
+    run.step(first, 1e-2)
+    with torch.no_grad():
+        model.blocks[0].mlp.down_proj.weight[0, 0] = math.nan
+    before = snapshot(model, run.optimizer)
+    result = run.step(second, 1e-2)
+    assert "not finite" in result.skipped
+    after = snapshot(model, run.optimizer)
+    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, after, strict=True))
+    with pytest.raises(NumericsError, match="3 steps in a row"):
+        for _ in range(3):
+            run.step(second, 1e-2)
+
+
+# ---- lagged clipping ----
+
+
+def test_lagged_bounds_by_the_norm_of_the_step_before(monkeypatch):
+    """Step 2 is scaled by bound / norm of step 1: seen on the first moment, which is linear in the gradient."""
+    monkeypatch.setattr("tilewright.optim.lagged.SURGE", math.inf)
+    bound = 0.3
+    model, twin = make_decoder("gqa").train(), make_decoder("gqa").train()
+    run, free = executor(model, lagged=True, clip=GradClip(bound)), executor(twin, lagged=True)
+    first, second = steps(2)
+    norm = run.step(first, 0.0).grad_norm
+    free.step(first, 0.0)
+    assert norm > bound
+    moments = [[run_.optimizer.state[p]["exp_avg"].clone() for p in m.parameters()] for run_, m in (
+        (run, model), (free, twin))]  # fmt: skip
+    results = [run.step(second, 0.0), free.step(second, 0.0)]
+    assert results[0].grad_norm == results[1].grad_norm, "told is the true norm"
+    for p, q, m, f in zip(model.parameters(), twin.parameters(), *moments, strict=True):
+        scaled = run.optimizer.state[p]["exp_avg"] - 0.9 * m
+        plain = free.optimizer.state[q]["exp_avg"] - 0.9 * f
+        torch.testing.assert_close(scaled, plain * (bound / norm), rtol=1e-4, atol=1e-9)
+
+
+def test_lagged_holds_a_surge_that_the_norm_before_knows_nothing_of():
+    """A gradient 10,000 times the usual moves no tensor's gradient beyond twice its usual length."""
+    from tilewright.optim.lagged import SURGE
+
+    model, factors = make_decoder("gqa").train(), [1.0]
+    poison(model, 1, factors)
+    run = executor(model, lagged=True, clip=GradClip(1.0, threshold=1e9))
+    seen = {}
+    update = run._update
+    run._update = lambda part, params, grads: (
+        seen.update({p: float(g.norm()) for p, g in zip(params, grads, strict=True)}),
+        update(part, params, grads),
+    )
+    made = steps(6)
+    usual = []
+    for microbatches in made[:5]:
+        run.step(microbatches, 1e-4)
+        usual.append(dict(seen))
+    factors[0] = 1e4
+    assert run.step(made[5], 1e-4).grad_norm > 100
+    assert all(seen[p] <= SURGE * max(row[p] for row in usual) * 1.0001 for p in seen)
+
+
+# ---- random numbers ----
+
+
+def layer_major_by_autograd(model, made, lr):
+    """All micro-batches through a layer, then the next, by plain autograd that keeps everything."""
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    for microbatches in made:
+        total = sum(int((batch["labels"] != -100).sum()) for batch in microbatches)
+        starts = [model.prologue(batch) for batch in microbatches]
+        xs = [x for x, _ in starts]
+        for index in range(len(model.blocks)):
+            xs = [model.layer(index, x, context)[0] for x, (_, context) in zip(xs, starts, strict=True)]
+        rows = zip(xs, starts, microbatches, strict=True)
+        sum(model.epilogue(x, context, batch).loss_sum for x, (_, context), batch in rows).div(total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Dropped(torch.nn.Module):
+    """A module behind dropout."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return torch.nn.functional.dropout(self.inner(*args), 0.2, self.training)
+
+
+@pytest.mark.parametrize("lagged", [False, True])
+def test_dropout_draws_the_same_numbers_again(lagged, monkeypatch):
+    monkeypatch.setattr("tilewright.optim.lagged.SURGE", math.inf)
+    ours = make_decoder("gqa").train()
+    ours.model.embed_tokens = Dropped(ours.model.embed_tokens)
+    ours.model.norm = Dropped(ours.model.norm)
+    for block in ours.blocks:
+        block.mlp, block.self_attn.o_proj = Dropped(block.mlp), Dropped(block.self_attn.o_proj)
+    theirs = copy.deepcopy(ours)
+    made = steps(3)
+    run = executor(ours, lagged=lagged)
+    torch.manual_seed(5)
+    for microbatches in made:
+        run.step(microbatches, LR)
+    ended = torch.get_rng_state()
+    torch.manual_seed(5)
+    layer_major_by_autograd(theirs, made, LR)
+    assert worst(ours, theirs)[0] <= 1e-6, worst(ours, theirs)
+    assert torch.equal(ended, torch.get_rng_state()), "generators are where one pass leaves them"
