@@ -11,7 +11,7 @@ import torch
 
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.cpu import build
-from tilewright.ops.cpu.build import BuildError
+from tilewright.ops.cpu.build import FP8, BuildError
 from tilewright.ops.dispatch import Case
 from tilewright.ops.kernels import Kernels
 
@@ -38,44 +38,44 @@ def test_a_compiler_that_fails_is_a_reason(tmp_path):
     broken = script(
         tmp_path / "c++", 'case "$1" in --version) echo 1.0;; *) echo "fp8.cpp:1: error: no" >&2; exit 1;; esac'
     )
-    assert build.why_not(replace(MACHINE, cxx_compiler=broken), CASE) == "c++ could not build it: fp8.cpp:1: error: no"
+    assert FP8.why_not(replace(MACHINE, cxx_compiler=broken), CASE) == "c++ could not build it: fp8.cpp:1: error: no"
     absent = str(tmp_path / "none")
-    assert "did not run" in build.why_not(replace(MACHINE, cxx_compiler=absent), CASE)
+    assert "did not run" in FP8.why_not(replace(MACHINE, cxx_compiler=absent), CASE)
 
 
 def test_what_is_not_a_library_is_a_reason(tmp_path):
     odd = tmp_path / "fp8.so"
     odd.write_bytes(b"not a library")
     with pytest.raises(BuildError, match="does not load"):
-        build.load(odd)
+        build.load(FP8, odd)
 
 
 def test_other_devices_are_left_alone():
-    assert build.why_not(MACHINE, Case("cuda", torch.bfloat16)) == "it runs on CPUs only"
+    assert FP8.why_not(MACHINE, Case("cuda", torch.bfloat16)) == "it runs on CPUs only"
 
 
 @needs_compiler
 def test_a_folder_that_cannot_be_made_is_a_reason(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match="cannot be written to"):
-        build.build(MACHINE.cxx_compiler, tmp_path / "file" / "kernels")
+        build.build(FP8, MACHINE.cxx_compiler, tmp_path / "file" / "kernels")
 
 
 @needs_compiler
 def test_built_once_also_by_two_at_once(tmp_path):
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: build.build(MACHINE.cxx_compiler, tmp_path), range(2))
+        first, second = pool.map(lambda _: build.build(FP8, MACHINE.cxx_compiler, tmp_path), range(2))
     assert first == second
     assert list(tmp_path.iterdir()) == [first]
     written = first.stat().st_mtime_ns
-    assert build.build(MACHINE.cxx_compiler, tmp_path).stat().st_mtime_ns == written
+    assert build.build(FP8, MACHINE.cxx_compiler, tmp_path).stat().st_mtime_ns == written
 
 
 @needs_compiler
 def test_another_compiler_version_is_another_file(tmp_path):
-    first = build.build(MACHINE.cxx_compiler, tmp_path / "kernels")
+    first = build.build(FP8, MACHINE.cxx_compiler, tmp_path / "kernels")
     newer = script(tmp_path / "c++", f'case "$1" in --version) echo 99;; *) exec {MACHINE.cxx_compiler} "$@";; esac')
-    assert build.build(newer, tmp_path / "kernels") != first
+    assert build.build(FP8, newer, tmp_path / "kernels") != first
 
 
 @needs_compiler

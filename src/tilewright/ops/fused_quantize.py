@@ -6,7 +6,7 @@ y is what `rms_norm` and `swiglu` return, in x's dtype and shape [..., D]; row a
 [tokens, D]. The copies are of y as rounded to its dtype. The case's dtype is x's (gate's).
 """
 
-from tilewright.ops.cpu import build
+from tilewright.ops.cpu.build import FP8
 from tilewright.ops.dispatch import Candidate, Op, always
 from tilewright.ops.norm import native as rms_norm
 from tilewright.ops.ref import fp8 as ref
@@ -45,7 +45,7 @@ RMS_NORM_QUANTIZE = Op(
     "rms_norm_quantize",
     (
         Candidate("triton", _triton_norm, needs_triton),
-        Candidate("cpu", _cpu_norm, build.why_not),
+        Candidate("cpu", _cpu_norm, FP8.why_not),
         Candidate("ref", ref.rms_norm_quantize, always),
     ),
     setting="quantize",
@@ -54,7 +54,7 @@ SWIGLU_QUANTIZE = Op(
     "swiglu_quantize",
     (
         Candidate("triton", _triton_swiglu, needs_triton),
-        Candidate("cpu", _cpu_swiglu, build.why_not),
+        Candidate("cpu", _cpu_swiglu, FP8.why_not),
         Candidate("ref", ref.swiglu_quantize, always),
     ),
     setting="quantize",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewright.formats.scaling import TENSORWISE
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.cpu import build
+from tilewright.ops.cpu.build import FP8
 from tilewright.ops.dispatch import Candidate, Op, always
 from tilewright.ops.native.scaled_mm_rules import needs_scaled_mm
 from tilewright.ops.ref import fp8 as ref
@@ -55,7 +55,7 @@ def _triton(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) ->
 TILE_GEMM = Op(
     "tile_gemm",
     (
-        Candidate("cpu", _cpu, build.why_not),
+        Candidate("cpu", _cpu, FP8.why_not),
         Candidate("scaled_mm", _scaled_mm, needs_scaled_mm),
         Candidate("triton", _triton, needs_triton),
         Candidate("dequant", _dequant, always),

@@ -8,7 +8,7 @@ x is FP32, BF16 or FP16. The case's dtype is x's.
 """
 
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.cpu import build
+from tilewright.ops.cpu.build import FP8
 from tilewright.ops.dispatch import Candidate, Op, always
 from tilewright.ops.ref import fp8 as ref
 from tilewright.ops.triton.rules import needs_triton
@@ -42,7 +42,7 @@ QUANTIZE = Op(
     "quantize",
     (
         Candidate("triton", _triton, needs_triton),
-        Candidate("cpu", _cpu, build.why_not),
+        Candidate("cpu", _cpu, FP8.why_not),
         Candidate("ref", ref.quantize, always),
     ),
 )
@@ -50,7 +50,7 @@ QUANTIZE_BOTH = Op(
     "quantize_both",
     (
         Candidate("triton", _triton_both, needs_triton),
-        Candidate("cpu", _cpu_both, build.why_not),
+        Candidate("cpu", _cpu_both, FP8.why_not),
         Candidate("ref", ref.quantize_both, always),
     ),
     setting="quantize",

@@ -1,7 +1,6 @@
 // Encoding to 8-bit tiles and decoding, at the speed of memory. The bits are those of tilewright.formats.
 //
 // Compiled when first used (build.py), called through ctypes (fp8.py). Plain C functions, no headers of torch.
-// Threads come from the OpenMP runtime that torch has loaded, handed over by address, so that there is one pool.
 //
 // All scales are powers of two, 2^k. BF16 stays in 16-bit lanes throughout: scaling subtracts k from the exponent, and
 // rounding is integer arithmetic on the bits. Vector types of gcc and clang, no intrinsics: right on any processor.
@@ -10,9 +9,10 @@
 #include <cstdint>
 #include <cstring>
 
+#include "threads.h"
+
 namespace {
 
-using i64 = int64_t;
 constexpr i64 TILE = 128;          // rows or columns that share a scale
 constexpr i64 STRIP = 512;         // columns of which 128 rows stay in the second-level cache
 constexpr i64 DECODE_STRIP = 4096; // columns whose scales stay in the first-level cache
@@ -478,53 +478,18 @@ void decode_turned_unit(const Decode& d, i64 unit) {
   }
 }
 
-// The OpenMP runtime of torch.
-typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
-typedef int (*Count)();
-Parallel parallel = nullptr;
-Count thread_number = nullptr, thread_count = nullptr;
-
-template <class Job>
-struct Shared {
-  const Job* job;
-  void (*unit)(const Job&, i64);
-  i64 units;
-};
-template <class Job>
-void share(void* data) {
-  const auto& s = *(Shared<Job>*)data;
-  const i64 number = thread_number(), count = thread_count();
-  for (i64 unit = s.units * number / count; unit < s.units * (number + 1) / count; unit++) s.unit(*s.job, unit);
-}
-template <class Job>
-void run(const Job& job, void (*unit)(const Job&, i64), i64 units, int threads) {
-  if (parallel && threads > 1 && units > 1 && job.rows * job.cols > 32768) {
-    Shared<Job> shared{&job, unit, units};
-    parallel(share<Job>, &shared, (unsigned)(units < threads ? units : threads), 0);
-    return;
-  }
-  for (i64 i = 0; i < units; i++) unit(job, i);
-}
-
 template <class X, class F>
 void encode_as(int kind, const Encode& e, int threads) {
-  const i64 strips = tiles(e.rows) * ((e.cols + STRIP - 1) / STRIP);
-  if (kind == 0) run(e, row_unit<X, F>, (e.rows + 15) / 16, threads);
-  if (kind == 1) run(e, column_unit<X, F, false>, strips, threads);
-  if (kind == 2) run(e, block_unit<X, F>, tiles(e.rows) * tiles(e.cols), threads);
-  if (kind == 3) run(e, column_unit<X, F, true>, strips, threads);
+  const i64 strips = tiles(e.rows) * ((e.cols + STRIP - 1) / STRIP), size = e.rows * e.cols;
+  if (kind == 0) run(e, row_unit<X, F>, (e.rows + 15) / 16, size, threads);
+  if (kind == 1) run(e, column_unit<X, F, false>, strips, size, threads);
+  if (kind == 2) run(e, block_unit<X, F>, tiles(e.rows) * tiles(e.cols), size, threads);
+  if (kind == 3) run(e, column_unit<X, F, true>, strips, size, threads);
 }
 
 }  // namespace
 
 extern "C" {
-
-// Addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads; without them there is one thread.
-void tw_use_openmp(Parallel p, Count number, Count count) {
-  parallel = p;
-  thread_number = number;
-  thread_count = count;
-}
 
 // kind 0: tiles of 1x128, 1: 128x1, 2: 128x128, 3: 1x128 and 128x1 at once. 1 and 3 write the column arguments.
 void tw_encode(
@@ -544,9 +509,10 @@ void tw_decode(
     i64 scale_row, i64 scale_col, i64 tile_rows, i64 tile_cols, uint16_t* out, int threads) {
   const Decode d{codes, rows, cols, stride, scale_inv, scale_row, scale_col, tile_rows, tile_cols, out};
   if (turned) {
-    run(d, is_e5m2 ? decode_turned_unit<E5M2> : decode_turned_unit<E4M3>, (rows + TURNED - 1) / TURNED, threads);
+    const i64 units = (rows + TURNED - 1) / TURNED;
+    run(d, is_e5m2 ? decode_turned_unit<E5M2> : decode_turned_unit<E4M3>, units, rows * cols, threads);
   } else {
-    run(d, is_e5m2 ? decode_unit<E5M2> : decode_unit<E4M3>, tiles(rows), threads);
+    run(d, is_e5m2 ? decode_unit<E5M2> : decode_unit<E4M3>, tiles(rows), rows * cols, threads);
   }
 }
 

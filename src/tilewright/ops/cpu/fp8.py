@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewright.formats.scaling import COLUMN_TILE, ROW_TILE, Tile
 from tilewright.formats.spec import E5M2, FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.cpu.build import library
+from tilewright.ops.cpu.build import FP8
 from tilewright.ops.native.dequant_gemm import decoded_product, is_fast_bf16, tiled_of
 from tilewright.ops.ref import fp8 as ref
 
@@ -70,7 +70,7 @@ def decode_bf16(tiled: TiledTensor, *, turn: bool = False) -> Tensor:
     rows, cols = codes.shape
     out = torch.empty((rows, cols), dtype=torch.bfloat16)
     scale, (tile_rows, tile_cols) = tiled.scale_inv, tile.sizes(tiled.shape)
-    library().tw_decode(
+    FP8.functions.tw_decode(
         tiled.spec == E5M2, turned, codes.data_ptr(), rows, cols, codes.stride(1 if turned else 0),
         scale.data_ptr(), scale.stride(0), scale.stride(1), tile_rows, tile_cols,
         out.data_ptr(), torch.get_num_threads(),
@@ -82,7 +82,7 @@ def is_exact(tiled: TiledTensor) -> bool:
     """Whether all scales are powers of two under which every code is a normal BF16 number."""
     scale = tiled.scale_inv
     sizes = (scale.shape[0], scale.shape[1], scale.stride(0), scale.stride(1))
-    return bool(library().tw_is_exact(tiled.spec == E5M2, scale.data_ptr(), *sizes))
+    return bool(FP8.functions.tw_is_exact(tiled.spec == E5M2, scale.data_ptr(), *sizes))
 
 
 def _is_turned(x: Tensor) -> bool:
@@ -96,7 +96,7 @@ def _row_major(x: Tensor) -> Tensor:
 
 def _run_encoder(kind: int, x: Tensor, spec: str, outputs: list[Tensor | None]) -> None:
     x = _row_major(x if x.dtype == torch.bfloat16 else x.to(torch.float32))
-    library().tw_encode(
+    FP8.functions.tw_encode(
         kind, x.dtype == torch.float32, FP8_SPECS[spec] == E5M2, x.data_ptr(), x.shape[0], x.shape[1], x.stride(0),
         *(None if output is None else output.data_ptr() for output in outputs), torch.get_num_threads(),
     )  # fmt: skip
