@@ -164,6 +164,8 @@ PROOFS: dict[str, Probe | str] = {
     "train.eval_every": Probe("1", "evals"),
     "train.eval_batches": Probe("2", "evals"),
     "train.sample_tokens": Probe("4", "samples"),
+    "memory.loss_tile": Probe("1", "weights", {"ops.cross_entropy": "native"}),
+    "memory.attention_block": Probe("3", "weights"),
     "save.every": Probe("1", "checkpoints"),
     "save.keep": Probe("1", "checkpoints", {"save.every": "1"}),
     "save.background": Probe("false", "saves", {"save.every": "1"}),

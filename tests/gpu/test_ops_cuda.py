@@ -72,15 +72,26 @@ def test_attention(name, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", list(attention_cases()), ids=str)
+def test_attention_by_blocks(case, dtype):
+    run = candidate_or_skip(ATTENTION, "native", dtype).run
+    q, k, v, segments = case.tensors(dtype)
+    on_gpu = None if segments is None else segments.cuda()
+    check(
+        lambda q, k, v: run(q, k, v, on_gpu, None, 32),
+        lambda q, k, v: plain_attention(q, k, v, segments), [q, k, v], dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [c.name for c in LINEAR_CROSS_ENTROPY.candidates])
-def test_linear_cross_entropy(name, dtype, monkeypatch):
-    monkeypatch.setattr("tilewright.ops.native.loss.CHUNK_BYTES", 8 * 97 * 2)
+def test_linear_cross_entropy(name, dtype):
     run = candidate_or_skip(LINEAR_CROSS_ENTROPY, name, dtype).run
     x, weight = torch.randn(21, 16).to(dtype), torch.randn(97, 16).to(dtype).float() / 4
     labels = torch.randint(0, 97, (21,))
     labels[[0, 5, 20]] = -100
     check(
-        lambda x, w: run(x, w, labels.cuda())[0],
+        lambda x, w: run(x, w, labels.cuda(), 8 * 97 * 2)[0],
         lambda x, w: F.cross_entropy(x @ w.T, labels, ignore_index=-100, reduction="sum"),
         [x, weight], dtype,
     )  # fmt: skip

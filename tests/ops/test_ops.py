@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.ops.cases import attention_cases
 from tests.ops.compare import assert_snr
@@ -15,11 +17,12 @@ from tilewright.ops.dispatch import Candidate, Case, Op, always, choose
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
+from tilewright.ops.native.attention import rows_by_products
 from tilewright.ops.norm import RMS_NORM
 
 # Rounding to p significant bits gives about 6.02 p + 5 dB; a chain of a few roundings may lose some 12 dB.
-SNR_DB = {torch.float32: 120.0, torch.bfloat16: 38.0, torch.float16: 55.0}
-DTYPES = list(SNR_DB)
+SNR_DB = {torch.float32: 120.0, torch.bfloat16: 38.0, torch.float16: 55.0, torch.float64: 270.0}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def grads_of(run, inputs, out_grad_seed=1):
@@ -98,23 +101,87 @@ def test_attention_under_compile_takes_the_blocked_backward(case, dtype):
     )  # fmt: skip
 
 
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.num_bytes = max([self.num_bytes, *(x.untyped_storage().nbytes() for x in found)])
+        return out
+
+
+@pytest.mark.parametrize("dtype", SNR_DB)
+@pytest.mark.parametrize("case", list(attention_cases()), ids=str)
+def test_attention_by_query_blocks(case, dtype):
+    """Ragged last block, documents across blocks, padding, grouped heads, values narrower than keys."""
+    q, k, v, segments = case.tensors(dtype)
+    run = ATTENTION.candidates[0].run
+    check(
+        lambda q, k, v: run(q, k, v, segments, None, 19), lambda q, k, v: plain_attention(q, k, v, segments),
+        [q, k, v], dtype,
+    )  # fmt: skip
+
+
+def test_a_block_by_products_is_what_the_flash_kernel_gives():
+    q, k, v = (torch.randn(2, 3, rows, 8, dtype=torch.float64) for rows in (5, 9, 9))
+    allowed = torch.ones(5, 9, dtype=torch.bool).tril(4)[None, None]
+    out, lse = rows_by_products(q, k, v, allowed, 0.5)
+    mask = torch.zeros(5, 9, dtype=torch.float64).masked_fill(~allowed[0, 0], -torch.inf)[None, None]
+    want = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=0.5)
+    for got, expected in zip((out, lse), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_attention_by_query_blocks_holds_nothing_of_positions_squared():
+    positions, block, heads = 1024, 32, 2
+    q, k, v = (torch.randn(1, heads, positions, 16, requires_grad=True) for _ in range(3))
+    segments = (torch.arange(positions) // 100)[None]
+    sizes = {}
+    for rows in (0, block):
+        with LargestTensor() as largest:
+            ATTENTION.candidates[0].run(q, k, v, segments, None, rows).sum().backward()
+        sizes[rows] = largest.num_bytes
+    assert sizes[0] >= positions * positions, "a mask of one byte a pair at least: the measurement sees it"
+    # FP32 scores of a block, heads * rows * positions, are the largest thing there is.
+    assert sizes[block] <= 4 * heads * block * positions
+
+
+def test_logits_are_never_whole_forward_and_backward():
+    num_tokens, vocab, tile_bytes = 256, 4096, 64 * 2**10
+    x, weight = torch.randn(num_tokens, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+    labels = torch.randint(0, vocab, (num_tokens,))
+    sizes = {}
+    for candidate in LINEAR_CROSS_ENTROPY.candidates:
+        if candidate.name != "compiled":  # the same loop around compiled element-wise code
+            with LargestTensor() as largest:
+                candidate.run(x, weight, labels, tile_bytes)[0].backward()
+            sizes[candidate.name] = largest.num_bytes
+    assert sizes["ref"] >= 4 * num_tokens * vocab, "the measurement sees whole logits"
+    assert sizes["native"] == max(tile_bytes, weight.nbytes), "a tile of logits, or the weight's gradient"
+
+
 def plain_loss(labels):
     return lambda x, w: F.cross_entropy(x @ w.T, labels, ignore_index=-100, reduction="sum")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("candidate", LINEAR_CROSS_ENTROPY.candidates, ids=lambda c: c.name)
-def test_linear_cross_entropy(candidate, dtype, monkeypatch):
-    monkeypatch.setattr("tilewright.ops.native.loss.CHUNK_BYTES", 8 * 97 * 2)  # several ragged chunks
+def test_linear_cross_entropy(candidate, dtype):
+    tile_bytes = 8 * 97 * 2  # several ragged chunks
     x, weight = torch.randn(21, 16).to(dtype), torch.randn(97, 16).to(dtype).float() / 4
     labels = torch.randint(0, 97, (21,))
     labels[[0, 5, 20]] = -100
-    loss, count = candidate.run(x, weight, labels)
+    loss, count = candidate.run(x, weight, labels, tile_bytes)
     assert count == 18
     assert loss.dtype == torch.float32
-    check(lambda x, w: candidate.run(x, w, labels)[0], plain_loss(labels), [x, weight], dtype)
+    check(lambda x, w: candidate.run(x, w, labels, tile_bytes)[0], plain_loss(labels), [x, weight], dtype)
     with torch.no_grad():
-        assert_snr(candidate.run(x, weight, labels)[0], loss, SNR_DB[dtype], "loss without gradient")
+        assert_snr(candidate.run(x, weight, labels, tile_bytes)[0], loss, SNR_DB[dtype], "loss without gradient")
 
 
 def test_linear_cross_entropy_with_no_target_is_zero():

@@ -45,7 +45,8 @@ def reopen(run: Path, device: str = "auto") -> Reopened:
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     tokenizer = load_tokenizer(run / "tokenizer.json")
     section = recipe.model.model_copy(update={"weights": "random"})  # the checkpoint's weights, not the folder's
-    model = build_model(section, tokenizer.vocab_size, Kernels(machine, recipe.ops.model_dump()), machine.device)
+    kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
+    model = build_model(section, tokenizer.vocab_size, kernels, machine.device)
     checkpoint = load_newest(run, model)
     return Reopened(recipe, tokenizer, model.eval(), checkpoint, torch.device(machine.device))
 

@@ -289,6 +289,12 @@ class MemorySection(Section):
     undo: Literal["journal", "checkpoint"] = "journal"
     """layer_major with `optim.clip = "lagged"`: what a bad gradient in the middle of a step, some slices updated
     already, goes back to. The slices' bytes before the step, or the newest checkpoint."""
+    loss_tile: Bytes = Field(default=64 * 2**20, ge=1)
+    """Bytes of logits alive at once in the loss of an output head, forward and backward; one row at least. Not for
+    foreign models whose head is more than one product: their logits are whole."""
+    attention_block: int = Field(default=0, ge=0)
+    """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at once.
+    tilewright's own decoder only."""
 
 
 class SaveSection(Section):

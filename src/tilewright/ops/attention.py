@@ -3,6 +3,8 @@
 q [B, H, S, Dk], k [B, Hkv, S, Dk], v [B, Hkv, S, Dv] with H a multiple of Hkv (grouped-query) and Dv <= Dk;
 segments [B, S] integers or None: a position sees earlier positions of its own segment only.
 scale defaults to Dk^-0.5. Softmax in FP32. Returns [B, H, S, Dv] in q's dtype.
+block: query rows at a time, so that neither scores nor mask are S x S; 0 lets torch's kernels decide. The reference
+holds all. Changes memory and time, not the result.
 """
 
 from tilewright.ops.dispatch import Candidate, Op, always

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.core.config import MemorySection, OpsSection
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.formats.scaling import Tile
@@ -25,6 +26,7 @@ from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
+from tilewright.ops.native.loss import LOSS_TILE
 from tilewright.ops.norm import RMS_NORM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
 from tilewright.ops.ref import math as ref
@@ -45,6 +47,8 @@ class Kernels:
         machine: facts about this machine.
         overrides: candidate by operation name, "auto" where absent (recipe section `[ops]`).
         compile: False bars the candidates built by torch.compile.
+        loss_tile: bytes of logits alive at once in the head's loss.
+        attention_block: query rows at a time in attention, 0 for all.
 
     Raises:
         ConfigError: an override that does not exist. (One that cannot run a case is a HardwareError at its first use.)
@@ -55,10 +59,20 @@ class Kernels:
         torch.Size([2, 4])
     """
 
-    def __init__(self, machine: Machine, overrides: Mapping[str, str] | None = None, *, compile: bool = True):
+    def __init__(
+        self,
+        machine: Machine,
+        overrides: Mapping[str, str] | None = None,
+        *,
+        compile: bool = True,
+        loss_tile: int = LOSS_TILE,
+        attention_block: int = 0,
+    ):
         overrides = dict(overrides or {})
         self.machine = machine
-        self.spec = json.dumps([machine.to_json(), overrides, compile], sort_keys=True)
+        self.loss_tile = loss_tile
+        self.attention_block = attention_block
+        self.spec = json.dumps([machine.to_json(), overrides, compile, loss_tile, attention_block], sort_keys=True)
         """All that this was made from, as text: `kernels_of` makes an equal one from it."""
         barred = {} if compile else {"compiled": "compilation is off"}
         devices = ("cpu",) if machine.device == "cpu" else ("cpu", machine.device)
@@ -77,6 +91,12 @@ class Kernels:
     def default(cls) -> "Kernels":
         """The best implementations for the machine this runs on."""
         return cls(detect_machine())
+
+    @classmethod
+    def from_sections(cls, machine: Machine, ops: OpsSection, memory: MemorySection) -> "Kernels":
+        """As a recipe says it, in its sections [ops] and [memory]."""
+        sizes = {"loss_tile": memory.loss_tile, "attention_block": memory.attention_block}
+        return cls(machine, ops.model_dump(), **sizes)
 
     def _find(self, op: str, device: str, dtype: torch.dtype, kind: str = "") -> Callable[..., Any]:
         run = self._run.get((op, device, dtype, kind))
@@ -102,11 +122,14 @@ class Kernels:
         scale: float | None = None,
     ) -> Tensor:
         """See `ops.attention`."""
-        return self._find("attention", q_BHSD.device.type, q_BHSD.dtype)(q_BHSD, k_BHSD, v_BHSD, segments, scale)
+        return self._find("attention", q_BHSD.device.type, q_BHSD.dtype)(
+            q_BHSD, k_BHSD, v_BHSD, segments, scale, self.attention_block
+        )  # fmt: skip
 
     def linear_cross_entropy(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """See `ops.loss`."""
-        return self._find("cross_entropy", x_ND.device.type, x_ND.dtype)(x_ND, weight_VD, labels_N)
+        run = self._find("cross_entropy", x_ND.device.type, x_ND.dtype)
+        return run(x_ND, weight_VD, labels_N, self.loss_tile)
 
     def adam(self, device_type: str, dtype: torch.dtype):
         """The AdamW update for parameters of this device and dtype. See `ops.adam`."""
@@ -178,11 +201,11 @@ def kernels_of(spec: str) -> Kernels:
         >>> kernels_of(kernels.spec).explain() == kernels.explain()
         True
     """
-    machine, overrides, compile = json.loads(spec)
+    machine, overrides, compile, loss_tile, attention_block = json.loads(spec)
     capability = machine["capability"]
     facts = {
         **machine,
         "capability": None if capability is None else tuple(capability),
         "cpu_features": frozenset(machine["cpu_features"]),
     }
-    return Kernels(Machine(**facts), overrides, compile=compile)
+    return Kernels(Machine(**facts), overrides, compile=compile, loss_tile=loss_tile, attention_block=attention_block)

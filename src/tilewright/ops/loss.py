@@ -1,7 +1,8 @@
 """linear_cross_entropy: the language-model head and its loss as one operation.
 
 loss = sum over labels != -100 of -log softmax(x_ND @ weight_VD.T)[label]; GEMMs in x's dtype, softmax in FP32.
-Returns (loss sum as FP32 scalar, number of targets as int64 scalar). The logits are never whole in memory.
+Returns (loss sum as FP32 scalar, number of targets as int64 scalar). At most `tile_bytes` of logits are in memory at
+once, or those of one row, in forward and in backward; the reference holds them all.
 """
 
 from tilewright.ops.dispatch import Candidate, Op, always, needs_compiler

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, role, tile_bytes, weight_copy_bytes
-from tilewright.ops.native.loss import CHUNK_BYTES
+from tilewright.ops.native.loss import chunk_rows
 from tilewright.plan.workload import BYTES, Workload, fp8_unit
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 from tilewright.precision.tile_products import SWITCH_BYTES
@@ -210,10 +210,9 @@ def _loss_work(work: Workload, mode: str) -> int:
         return work.trace.peak_bytes - work.trace.kept_bytes
     num_tokens, dim, vocab_size = head
     size = BYTES[work.policies[mode].activation]
-    logits = num_tokens * vocab_size * size
-    num_chunks = -(-logits // CHUNK_BYTES)
+    chunk = chunk_rows(num_tokens, vocab_size * size, work.recipe.memory.loss_tile) * vocab_size * size
     blocks = LOSS_CHUNKS[work.loss_compiled, size] if work.machine.device == "cpu" else 2.0
-    return int(blocks * logits / num_chunks) + size * vocab_size * dim
+    return int(blocks * chunk) + size * vocab_size * dim
 
 
 def head_shape(work: Workload) -> tuple[int, int, int] | None:

@@ -108,7 +108,7 @@ class Planner:
         """
         model = self._model(recipe)
         config = model.config if isinstance(model, Decoder) else None
-        kernels = Kernels(self.machine, recipe.ops.model_dump())
+        kernels = Kernels.from_sections(self.machine, recipe.ops, recipe.memory)
         schedule = ModeSchedule.from_section(recipe.precision, recipe.train.steps)
         modes = tuple(dict.fromkeys(mode for mode in (schedule.start_mode, schedule.mode) if mode))
         parameters = "bf16" if recipe.optim.master == "stochastic" else ""

@@ -186,7 +186,7 @@ def set_up(loaded: Loaded) -> Setup:
     refuse_ranks()
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
-    kernels = Kernels(machine, recipe.ops.model_dump())
+    kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
     prepared = prepare_data(recipe)
     rates = ceilings.measure(machine, progress=say)
     plan = make_plan(recipe, prepared.vocab_size, machine, rates)

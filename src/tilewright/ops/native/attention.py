@@ -5,6 +5,9 @@ Here the forward is torch's flash kernel, and the backward recomputes probabilit
 log-sum-exp in blocks of query rows: five batched GEMMs and two element-wise loops a block, and no work
 above the diagonal. The loops fuse only under torch.compile, so the eager path keeps torch's backward.
 
+With `block` query rows at a time, on any device and eager too, the forward goes by blocks as well: neither scores
+nor the mask of packed documents are ever S x S.
+
 Legend: B batch, H query heads, G query heads a key head, K key heads (H = K * G), S positions, D width,
 R rows of a query block, E keys that the block may see.
 """
@@ -20,7 +23,12 @@ QUERY_BLOCK = 256
 
 
 def attention(
-    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments_BS: Tensor | None = None, scale: float | None = None
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    segments_BS: Tensor | None = None,
+    scale: float | None = None,
+    block: int = 0,
 ) -> Tensor:
     """See `ops.attention`. Values narrower than keys (multi-head latent attention) are padded: no kernel takes them."""
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
@@ -28,8 +36,9 @@ def attention(
     if pad < 0:
         raise AssertionError("values wider than keys are not used by any model here")
     v = F.pad(v_BKSD, (0, pad)) if pad else v_BKSD
-    if torch.compiler.is_compiling() and q_BHSD.device.type == "cpu" and q_BHSD.requires_grad:
-        out = _FlashBlocked.apply(q_BHSD, k_BKSD, v, segments_BS, scale)
+    compiled = torch.compiler.is_compiling() and q_BHSD.device.type == "cpu" and q_BHSD.requires_grad
+    if block or compiled:
+        out = _Blocked.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block)
     else:
         out = _sdpa(q_BHSD, k_BKSD, v, segments_BS, scale)
     return out[..., : v_BKSD.shape[-1]] if pad else out
@@ -47,21 +56,62 @@ def _expand(x_BKSD: Tensor, group: int) -> Tensor:
     return x_BKSD if group == 1 else x_BKSD.repeat_interleave(group, dim=1)
 
 
-class _FlashBlocked(torch.autograd.Function):
-    """Flash forward, blocked recomputing backward."""
+def _whole_forward(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Result and log-sum-exp of all rows at once, on the CPU; a mask of S x S where there are documents."""
+    mask = None
+    if segments_BS is not None:
+        mask = _added(allowed_pairs(segments_BS, q.shape[2], q.device), q.dtype)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+
+
+def _blocked_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float, block: int
+) -> tuple[Tensor, Tensor]:
+    """The same by blocks of query rows, each with the keys up to its last row."""
+    out, lse = torch.empty_like(q), []
+    for start in range(0, q.shape[2], block):
+        end = min(start + block, q.shape[2])
+        allowed = _allowed_block(segments_BS, start, end, q.device)
+        rows, keys, values = q[:, :, start:end], k[:, :, :end], v[:, :, :end]
+        if q.device.type == "cpu":
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                rows, keys, values, 0.0, False, attn_mask=_added(allowed, q.dtype), scale=scale
+            )
+        else:
+            part, part_lse = rows_by_products(rows, keys, values, allowed, scale)
+        out[:, :, start:end] = part
+        lse.append(part_lse)
+    return out, torch.cat(lse, dim=2)
+
+
+def rows_by_products(
+    q_BHRD: Tensor, k_BHED: Tensor, v_BHED: Tensor, allowed: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Result and log-sum-exp of a block of query rows, its scores in memory: for devices whose kernels tell no
+    log-sum-exp under a mask."""
+    high = torch.promote_types(q_BHRD.dtype, torch.float32)
+    scores_BHRE = (torch.matmul(q_BHRD, k_BHED.mT).to(high) * scale).masked_fill(~allowed, float("-inf"))
+    lse_BHR = scores_BHRE.logsumexp(-1)
+    return torch.matmul(scores_BHRE.sub_(lse_BHR[..., None]).exp_().to(q_BHRD.dtype), v_BHED), lse_BHR
+
+
+def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to the scores."""
+    return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, float("-inf"))
+
+
+class _Blocked(torch.autograd.Function):
+    """Forward by flash, whole or by blocks; blocked recomputing backward."""
 
     @staticmethod
-    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale):
+    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block):
         group = q_BHSD.shape[1] // k_BKSD.shape[1]
-        mask = None
-        if segments_BS is not None:
-            allowed = allowed_pairs(segments_BS, q_BHSD.shape[2], q_BHSD.device)
-            mask = torch.zeros((), dtype=q_BHSD.dtype).masked_fill(~allowed, float("-inf"))
-        out_BHSD, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSD, _expand(k_BKSD, group), _expand(v_BKSD, group), 0.0, mask is None, attn_mask=mask, scale=scale
-        )
+        operands = (q_BHSD, _expand(k_BKSD, group), _expand(v_BKSD, group), segments_BS, scale)
+        out_BHSD, lse_BHS = _blocked_forward(*operands, block) if block else _whole_forward(*operands)
         ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS)
-        ctx.scale = scale
+        ctx.scale, ctx.block = scale, block or QUERY_BLOCK
         return out_BHSD
 
     @staticmethod
@@ -77,8 +127,8 @@ class _FlashBlocked(torch.autograd.Function):
         delta_BHS1 = (dout_BHSD.to(high) * out_BHSD.to(high)).sum(-1, keepdim=True)
         dq_blocks = []
         dk_BHSD, dv_BHSD = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
-        for start in range(0, num_positions, QUERY_BLOCK):
-            end = min(start + QUERY_BLOCK, num_positions)
+        for start in range(0, num_positions, ctx.block):
+            end = min(start + ctx.block, num_positions)
             q, dout = q_BHSD[:, :, start:end], dout_BHSD[:, :, start:end]
             scores_BHRE = torch.matmul(q, k[:, :, :end].mT)
             dprobs_BHRE = torch.matmul(dout, v[:, :, :end].mT)
@@ -91,7 +141,7 @@ class _FlashBlocked(torch.autograd.Function):
             dq_blocks.append(torch.matmul(dscores, k[:, :, :end]))
         if group > 1:
             dk_BHSD, dv_BHSD = (x.unflatten(1, (num_keys, group)).sum(2) for x in (dk_BHSD, dv_BHSD))
-        return torch.cat(dq_blocks, dim=2).to(low), dk_BHSD.to(low), dv_BHSD.to(low), None, None
+        return torch.cat(dq_blocks, dim=2).to(low), dk_BHSD.to(low), dv_BHSD.to(low), None, None, None
 
 
 def _allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:

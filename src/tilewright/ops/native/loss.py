@@ -17,7 +17,8 @@ from torch import Tensor
 from tilewright.ops.inductor import compile_options
 from tilewright.ops.native import wide
 
-CHUNK_BYTES = 64 * 2**20
+LOSS_TILE = 64 * 2**20
+"""Bytes of logits alive at once where the caller does not say."""
 
 
 def row_lse(logits_CV: Tensor) -> Tensor:
@@ -70,10 +71,10 @@ class _ChunkedLoss(torch.autograd.Function):
     """Loss sum over chunks; gradients are ready when forward returns and only scaled in backward."""
 
     @staticmethod
-    def forward(ctx, x_ND, weight_VD, labels_N, step):
+    def forward(ctx, x_ND, weight_VD, labels_N, step, tile_bytes):
         low_weight_VD = weight_VD.to(x_ND.dtype)
         high = torch.promote_types(x_ND.dtype, torch.float32)
-        rows = _chunk_rows(x_ND, weight_VD)
+        rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
         total = torch.zeros((), dtype=high, device=x_ND.device)
         mm = wide.mm if wide.widens(x_ND.device.type, x_ND.dtype) else torch.mm
         dx_ND = torch.empty_like(x_ND)
@@ -93,13 +94,18 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, dloss):
         dx_ND, dweight_VD = ctx.saved_tensors
         # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
-        return (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype), dweight_VD.mul_(dloss).to(ctx.weight_dtype), None, None
+        return (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype), dweight_VD.mul_(dloss).to(ctx.weight_dtype), *[None] * 3
 
 
-def _chunk_rows(x_ND: Tensor, weight_VD: Tensor) -> int:
-    """Rows whose logits fill CHUNK_BYTES, evened out over the chunks so that no small one is left over."""
-    num_rows = max(x_ND.shape[0], 1)
-    most = max(CHUNK_BYTES // (weight_VD.shape[0] * x_ND.element_size()), 1)
+def chunk_rows(num_rows: int, row_bytes: int, tile_bytes: int) -> int:
+    """Rows whose logits fill `tile_bytes`, one at least, evened out over the chunks so that no small one is left over.
+
+    Example:
+        >>> chunk_rows(100, 10, 400), chunk_rows(100, 10, 5)
+        (34, 1)
+    """
+    num_rows = max(num_rows, 1)
+    most = max(tile_bytes // row_bytes, 1)
     chunks = -(-num_rows // most)
     return -(-num_rows // chunks)
 
@@ -109,21 +115,23 @@ def _compiled_step() -> ChunkStep:
     return ChunkStep(*(torch.compile(step, options=compile_options()) for step in (row_lse, masked_softmax_)))
 
 
-def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> tuple[Tensor, Tensor]:
     """See `ops.loss`; the chunk's loops fused by torch.compile."""
-    return _linear_cross_entropy(x_ND, weight_VD, labels_N, _compiled_step)
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, _compiled_step)
 
 
-def eager(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+def eager(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> tuple[Tensor, Tensor]:
     """See `ops.loss`; the chunk's loops as eager torch operations."""
-    return _linear_cross_entropy(x_ND, weight_VD, labels_N, lambda: ChunkStep(row_lse, masked_softmax_))
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, lambda: ChunkStep(row_lse, masked_softmax_))
 
 
-def _linear_cross_entropy(x_ND, weight_VD, labels_N, make_step: Callable[[], ChunkStep]) -> tuple[Tensor, Tensor]:
+def _linear_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int, make_step: Callable[[], ChunkStep]
+) -> tuple[Tensor, Tensor]:
     count = (labels_N != -100).sum()
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
-        return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step()), count
+        return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step(), tile_bytes), count
     low_weight_VD = weight_VD.to(x_ND.dtype)
-    rows = _chunk_rows(x_ND, weight_VD)
+    rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
     pieces = zip(x_ND.split(rows), labels_N.split(rows), strict=True)
     return torch.stack([chunk_loss(x_CD @ low_weight_VD.T, labels_C) for x_CD, labels_C in pieces]).sum(), count

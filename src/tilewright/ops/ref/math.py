@@ -42,7 +42,12 @@ def allowed_pairs(segments_BS: Tensor | None, num_positions: int, device: torch.
 
 
 def attention(
-    q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, segments_BS: Tensor | None = None, scale: float | None = None
+    q_BHSD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    segments_BS: Tensor | None = None,
+    scale: float | None = None,
+    block: int = 0,
 ) -> Tensor:
     """See `ops.attention.ATTENTION`."""
     high = wide(q_BHSD.dtype)
@@ -55,7 +60,9 @@ def attention(
     return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v).to(q_BHSD.dtype)
 
 
-def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = 0
+) -> tuple[Tensor, Tensor]:
     """See `ops.loss.LINEAR_CROSS_ENTROPY`."""
     high = wide(x_ND.dtype)
     logits_NV = x_ND.to(high) @ weight_VD.to(x_ND.dtype).to(high).T
