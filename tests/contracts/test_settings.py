@@ -53,6 +53,7 @@ CONTROL |= {"precision.controller_recalibrate": "2"}
 UNTIL = {"precision.mode": "fp8_tile", "precision.fp8_until": "0.34"}
 SWITCH = {"precision.start_mode": "bf16_mixed", "precision.start_fraction": "0.34"}
 ROWS = {"data.source": "rows.jsonl"}
+SLICES = {"memory.executor": "layer_major"}
 LLAMA = {"model.path": "llama"}
 
 
@@ -150,6 +151,7 @@ PROOFS: dict[str, Probe | str] = {
     "optim.warmup_steps": Probe("2", "weights"),
     "optim.decay_fraction": Probe("0.9", "weights", {"optim.schedule": "wsd"}),
     "optim.min_lr_ratio": Probe("0.9", "weights"),
+    "optim.clip": Probe("lagged", "weights", SLICES),
     "optim.clip_norm": Probe("0.01", "weights"),
     "optim.clip_adaptive": Probe("0.5", "weights", {"train.steps": "30"}),
     "optim.clip_elements": Probe("0.00001", "steps"),
@@ -166,6 +168,9 @@ PROOFS: dict[str, Probe | str] = {
     "train.sample_tokens": Probe("4", "samples"),
     "memory.loss_tile": Probe("1", "weights", {"ops.cross_entropy": "native"}),
     "memory.attention_block": Probe("3", "weights"),
+    "memory.executor": "tests/training/test_layer_major_run.py::test_it_is_the_standard_run",
+    "memory.group": "tests/training/test_layer_major_run.py::test_group_cuts_the_layers",
+    "memory.undo": "tests/training/test_layer_major_run.py::test_undo_by_checkpoint",
     "save.every": Probe("1", "checkpoints"),
     "save.keep": Probe("1", "checkpoints", {"save.every": "1"}),
     "save.background": Probe("false", "saves", {"save.every": "1"}),

@@ -331,13 +331,38 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             "micro_batch at most batch_size",
             f"train.micro_batch = {train.batch_size}, or train.batch_size = {train.micro_batch}",
         )
-    if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full":
+    slices = recipe.memory.executor == "layer_major"
+    if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full" and not slices:
         yield Conflict(
             ("train.checkpoint_inputs", "train.activation_checkpoint"),
             "only layers that are recomputed whole keep nothing but their inputs",
             f'train.checkpoint_inputs = "fp8", train.activation_checkpoint = "{train.activation_checkpoint}"',
             'train.activation_checkpoint = "full" with FP8 inputs',
             'train.activation_checkpoint = "full", or train.checkpoint_inputs = "exact"',
+        )
+    if slices and train.activation_checkpoint != "none":
+        yield Conflict(
+            ("train.activation_checkpoint", "memory.executor"),
+            "the layer-major executor recomputes every layer anyway",
+            f'train.activation_checkpoint = "{train.activation_checkpoint}", memory.executor = "layer_major"',
+            'train.activation_checkpoint = "none"',
+            'train.activation_checkpoint = "none"; memory.group for coarser recomputation',
+        )
+    if slices and recipe.precision.moves_products:
+        yield Conflict(
+            ("precision.controller", "precision.fp8_from", "precision.fp8_until", "memory.executor"),
+            "products cannot be moved between formats where a step updates its layers on the way",
+            'precision.controller, fp8_from or fp8_until with memory.executor = "layer_major"',
+            "formats that stay",
+            'memory.executor = "standard", or precision.controller = false and no fp8_from and fp8_until',
+        )
+    if recipe.optim.clip == "lagged" and not slices:
+        yield Conflict(
+            ("optim.clip", "memory.executor"),
+            "the standard executor knows the whole gradient before it updates, so it clips exactly",
+            'optim.clip = "lagged", memory.executor = "standard"',
+            'optim.clip = "exact"',
+            'optim.clip = "exact", or memory.executor = "layer_major"',
         )
     if any(mark in run.name for mark in "/\\") or run.name in (".", ".."):
         yield Conflict(

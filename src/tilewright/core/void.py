@@ -67,6 +67,8 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.ops.attention == "ref", 'ops.attention = "ref"', "memory", ("attention_block",)),
     (lambda r: r.model.kind == "hf", 'model.kind = "hf"', "memory", ("attention_block",)),
     (lambda r: r.ops.cross_entropy == "ref", 'ops.cross_entropy = "ref"', "memory", ("loss_tile",)),
+    (lambda r: r.memory.executor == "standard", 'memory.executor = "standard"', "memory", ("group", "undo")),
+    (lambda r: r.optim.clip == "exact", 'optim.clip = "exact"', "memory", ("undo",)),
     (lambda r: not r.save.export_hf, "save.export_hf = false", "save", ("export_format",)),
     (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"', "optim", ("decay_fraction",)),
     (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"', "optim", ("min_lr_ratio",)),

@@ -46,8 +46,10 @@ from tilewright.precision.schedule import FormatSchedule, ModeSchedule
 from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.control import StepControl
 from tilewright.training.counters import Counters
+from tilewright.training.layer_major_step import LayerMajorExecutor
+from tilewright.training.slicing import make_executor, refuse_loss_scaling
 from tilewright.training.state import TrainState
-from tilewright.training.step import Batch, StandardExecutor
+from tilewright.training.step import Batch, Executor, StandardExecutor
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Parts:
     schedule: LRSchedule
     stream: Stream
     ledger: Ledger
-    executor: StandardExecutor
+    executor: Executor
     counters: Counters
     setup: Setup
     control: StepControl | None
@@ -171,6 +173,8 @@ class Parts:
             small["scaler"] = self.scaler
         if self.control is not None:
             small["control"] = self.control.control
+        if isinstance(self.executor, LayerMajorExecutor) and self.executor.lagged is not None:
+            small["lagged"] = self.executor.lagged
         return TrainState(self.model, self.optimizer, small)
 
 
@@ -216,10 +220,17 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
     optim = recipe.optim
     clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
     control = _control(setup, model)
-    executor = StandardExecutor(
-        model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger,
-        control=control.control if control is not None else None,
-    )  # fmt: skip
+    executor: Executor
+    if recipe.memory.executor == "layer_major":
+        refuse_loss_scaling(scaler is not None)
+        executor = make_executor(
+            recipe, model, optimizer, clip=clip, ledger=ledger, kernels=setup.kernels, weights=modes.weights
+        )
+    else:
+        executor = StandardExecutor(
+            model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger,
+            control=control.control if control is not None else None,
+        )  # fmt: skip
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
