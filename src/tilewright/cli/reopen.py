@@ -14,9 +14,9 @@ from tilewright.core.hardware import detect_machine
 from tilewright.core.load import load_recipe
 from tilewright.core.log import say
 from tilewright.data.tokenizer import Tokenizer, load_tokenizer
-from tilewright.models.build import build_model
 from tilewright.models.contract import Model
 from tilewright.ops.kernels import Kernels
+from tilewright.training.adapters import build_adapted
 from tilewright.training.checkpoint import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.state import raise_on_difference
 
@@ -45,8 +45,9 @@ def reopen(run: Path, device: str = "auto") -> Reopened:
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     tokenizer = load_tokenizer(run / "tokenizer.json")
     section = recipe.model.model_copy(update={"weights": "random"})  # the checkpoint's weights, not the folder's
+    plain = recipe.model_copy(update={"model": section})
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
-    model = build_model(section, tokenizer.vocab_size, kernels, machine.device)
+    model = build_adapted(plain, tokenizer.vocab_size, kernels, machine.device)
     checkpoint = load_newest(run, model)
     return Reopened(recipe, tokenizer, model.eval(), checkpoint, torch.device(machine.device))
 

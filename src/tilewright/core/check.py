@@ -23,7 +23,19 @@ class Conflict:
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
     """Every contradiction in a recipe whose single values are all right."""
-    checks = (_model, _decoder_shape, _mla, _experts, _export, _data, _precision, _precision_control, _optim, _train)
+    checks = (
+        _model,
+        _decoder_shape,
+        _mla,
+        _experts,
+        _export,
+        _data,
+        _precision,
+        _precision_control,
+        _optim,
+        _lora,
+        _train,
+    )
     return [conflict for check in checks for conflict in check(recipe)]
 
 
@@ -318,6 +330,27 @@ def _optim(recipe: Recipe) -> Iterator[Conflict]:
             'optim.master = "stochastic", precision.mode = "pure_fp16"',
             "one storage format for the weights",
             'precision.mode = "bf16_mixed", or optim.master = "fp32"',
+        )
+
+
+def _lora(recipe: Recipe) -> Iterator[Conflict]:
+    if not recipe.lora.rank:
+        return
+    if recipe.memory.executor != "standard":
+        yield Conflict(
+            ("lora.rank", "memory.executor"),
+            "adapters need no slices: the base is frozen and has no optimizer states",
+            f'lora.rank = {recipe.lora.rank}, memory.executor = "{recipe.memory.executor}"',
+            'memory.executor = "standard"',
+            'memory.executor = "standard" with train.activation_checkpoint = "full"',
+        )
+    if recipe.save.export_hf and recipe.save.export_format != "keep":
+        yield Conflict(
+            ("lora.rank", "save.export_hf", "save.export_format"),
+            "an adapter is written in FP32",
+            f'save.export_format = "{recipe.save.export_format}"',
+            'save.export_format = "keep"',
+            "merge the adapter afterwards (precision.lora.merge_lora), and save the model in that format",
         )
 
 

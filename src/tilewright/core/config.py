@@ -253,6 +253,20 @@ class OptimSection(Section):
     """A step whose gradient norm is above this is skipped and counted, like an overflow."""
 
 
+class LoraSection(Section):
+    """Adapters on frozen linear layers, instead of training the whole model. See `tilewright.precision.lora`."""
+
+    rank: int = Field(default=0, ge=0)
+    """Width of the adapters. 0: none, the whole model is trained."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Adapters count `alpha / rank`."""
+    targets: tuple[str, ...] = ("*",)
+    """Globs on the names of linear layers that get an adapter. Heads, routers and embeddings never do."""
+    base: Literal["fp8", "keep"] = "fp8"
+    """What the layers' frozen weights are kept in: E4M3 with a scale for each 128x128 block, one byte a weight, as
+    folders of DeepSeek-V3 hold them; or as they are."""
+
+
 class TrainSection(Section):
     steps: int = Field(default=400, ge=1)
     """Optimizer steps."""
@@ -307,7 +321,7 @@ class SaveSection(Section):
     resume: Literal["auto", "never", "required"] = "auto"
     """Continue from the newest sound checkpoint of the run folder."""
     export_hf: bool = False
-    """Write a Hugging Face folder at the end."""
+    """Write a Hugging Face folder at the end; with `lora.rank` the adapter alone, in the layout of peft."""
     export_format: Literal["keep", "bf16", "fp8"] = "keep"
     """Format of the weights in that folder. `keep`: that of the parameters. `fp8`: the layout of DeepSeek-V3, linear
     weights of the layers in E4M3 with a scale for each 128x128 block, the rest in BF16."""
@@ -354,6 +368,7 @@ class Recipe(Section):
     data: DataSection = DataSection()
     precision: PrecisionSection = PrecisionSection()
     optim: OptimSection = OptimSection()
+    lora: LoraSection = LoraSection()
     train: TrainSection = TrainSection()
     memory: MemorySection = MemorySection()
     save: SaveSection = SaveSection()

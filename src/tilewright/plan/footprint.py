@@ -57,7 +57,7 @@ def footprint(work: Workload) -> Footprint:
     activations = max(activation_bytes(work, mode) for mode in work.modes)
     layer_work = max(_layer_work(work, mode) for mode in work.modes)
     loss_work = max(_loss_work(work, mode) for mode in work.modes)
-    gradients = 4 * work.num_parameters  # FP32 also where parameters are stored in 16 bit
+    gradients = 4 * work.num_trainable  # FP32 also where parameters are stored in 16 bit
     held = {"parameters": work.parameter_bytes, "optimizer": _optimizer_bytes(work), "buffers": _buffer_bytes(work)}
     kept = layer_work if cpu else 0
     first = {"gradients": gradients if work.num_micro > 1 else 0}
@@ -92,7 +92,7 @@ def _evaluation(work: Workload, held: dict[str, int], process: int, kept: int, l
     """No gradients; FP32 throughout where the recipe says so. On a CPU it runs inside the pages that training left."""
     wide = work.recipe.precision.eval_fp32
     factor = 4 / BYTES[work.policies[work.modes[-1]].activation] if wide else 1
-    parameters = 4 * work.num_parameters if wide else work.parameter_bytes
+    parameters = work.parameter_bytes + (2 * work.num_narrow if wide else 0)
     return held | {"parameters": parameters, "other": process + kept + int(loss_work * factor)}
 
 
@@ -109,8 +109,7 @@ def _optimizer_bytes(work: Workload) -> int:
     """Two moments, and an FP32 master for parameters that are stored in 16 bit (but not with stochastic rounding)."""
     moment = 2 if work.recipe.optim.moments == "bf16" else 4
     has_master = work.recipe.optim.master == "fp32"
-    narrow = (4 * work.num_parameters - work.parameter_bytes) // 2  # parameters in 16 bit
-    return 2 * moment * work.num_parameters + (4 * narrow if has_master else 0)
+    return 2 * moment * work.num_trainable + (4 * work.num_narrow if has_master else 0)
 
 
 def _buffer_bytes(work: Workload) -> int:

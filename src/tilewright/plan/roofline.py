@@ -49,13 +49,13 @@ def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
     micro["elementwise"] = ACTIVATION_PASSES * activation_bytes(work, mode) / _elementwise_rate(work, fmt, rates)
     casts = 6 if fmt in ("bf16", "fp16") else 0  # read FP32, write 16 bit
     cast = work.num_parameters - sum(p.num_weights for p in work.products[mode] if _all_fp8(p.gemms))
-    micro["weights"] = (casts * cast + 12 * work.num_parameters) / rates.bandwidth  # and read, add, write gradients
+    micro["weights"] = (casts * cast + 12 * work.num_trainable) / rates.bandwidth  # and read, add, write gradients
     micro["quantize"] = _quantize_bytes(work, mode, fp8_unit(work.machine)) / rates.bandwidth
     parts = {name: seconds * work.num_micro for name, seconds in micro.items()}
     codes = sum(p.num_weights for p in work.products[mode] if p.gemms.any_fp8)
     parts["quantize"] += _WEIGHT_BYTES * codes / rates.bandwidth
-    clip = 12 * work.num_parameters / rates.bandwidth
-    parts["optimizer"] = work.num_parameters / rates.adam[work.recipe.optim.moments] + clip
+    clip = 12 * work.num_trainable / rates.bandwidth
+    parts["optimizer"] = work.num_trainable / rates.adam[work.recipe.optim.moments] + clip
     return parts
 
 
@@ -67,7 +67,8 @@ def _matmul_s(work: Workload, product: Product, flops: float, rates: Ceilings) -
     """Seconds of the products of a linear layer, `flops` each; forward runs twice where layers are recomputed."""
     gemms = product.gemms
     again = (gemms.fprop,) if work.recipe.train.activation_checkpoint == "full" else ()
-    formats = (gemms.fprop, gemms.dgrad, gemms.wgrad, *again)
+    wgrad = () if product.frozen else (gemms.wgrad,)
+    formats = (gemms.fprop, gemms.dgrad, *wgrad, *again)
     width = product.num_weights**0.5
     return sum(flops / rates.matmul_rate(_rate_name(work, fmt, rates), width) for fmt in formats)
 

@@ -3,12 +3,12 @@
 Made once for each plan from a model on the meta device; `footprint` turns it into bytes and `roofline` into seconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
@@ -19,7 +19,9 @@ from tilewright.ops.inductor import why_no_compile
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.trace import Trace, trace_model
 from tilewright.precision.convert import explain
+from tilewright.precision.fp8_linear import Fp8Linear
 from tilewright.precision.gemms import Gemms
+from tilewright.precision.lora import add_lora
 from tilewright.precision.operands import weight_tile
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
@@ -38,6 +40,8 @@ class Product:
     share: float
     gemms: Gemms
     is_head: bool
+    frozen: bool = False
+    """The weight is kept in 8 bits alone: it counts as a parameter, and has no gradient."""
 
     @property
     def num_weights(self) -> int:
@@ -46,8 +50,8 @@ class Product:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the weight's codes and scales, which are kept from step to step; 0 without 8-bit products."""
-        if not self.gemms.any_fp8:
+        """Bytes of the weight's codes and scales that are kept beside it; 0 without 8-bit products."""
+        if self.frozen or not self.gemms.any_fp8:
             return 0
         return self.num_weights + 4 * prod(weight_tile(self.gemms.tensorwise).grid((self.num_out, self.num_in)))
 
@@ -68,6 +72,11 @@ class Workload:
     products: Mapping[str, tuple[Product, ...]]
     """Products by mode."""
     num_parameters: int
+    """All weights, frozen ones included."""
+    num_trainable: int
+    """Those that have gradients and optimizer states."""
+    num_narrow: int
+    """Those that are stored in 16 bit."""
     parameter_bytes: int
     num_layers: int
     compiled: bool
@@ -117,6 +126,7 @@ class Planner:
         rows = min(recipe.train.micro_batch, recipe.train.batch_size)
         head = DTYPES[policies[modes[-1]].activation]
         choice = kernels.choices["cross_entropy", self.machine.device, head, ""]
+        stored = list(_stored(model, policies[modes[-1]]))
         return Workload(
             recipe=recipe,
             machine=self.machine,
@@ -125,8 +135,10 @@ class Planner:
             modes=modes,
             policies=policies,
             products={mode: _products(model, policies[mode], config) for mode in modes},
-            num_parameters=sum(p.numel() for p in model.parameters()),
-            parameter_bytes=_parameter_bytes(model, policies[modes[-1]]),
+            num_parameters=sum(weight.numel() for weight in _weights(model)),
+            num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            num_narrow=sum(p.numel() for p, size in stored if size == 2),
+            parameter_bytes=sum(p.numel() * size for p, size in stored) + _frozen_bytes(model),
             num_layers=config.num_layers if config else _longest_stack(model),
             compiled=_compiles(recipe, self.machine),
             loss_compiled=choice.candidate.name == "compiled",
@@ -135,10 +147,13 @@ class Planner:
         )
 
     def _model(self, recipe: Recipe) -> nn.Module:
-        key = recipe.model
+        key = (recipe.model, recipe.lora)
         if key not in self._models:
-            model = build_model(recipe.model, self.vocab_size, Kernels(self.machine), "meta")
+            kernels, lora = Kernels(self.machine), recipe.lora
+            model = build_model(recipe.model, self.vocab_size, kernels, "meta")
             assert isinstance(model, nn.Module)
+            if lora.rank:
+                add_lora(model, lora.rank, lora.alpha, lora.targets, lora.base, kernels=kernels)
             self._models[key] = model
         return self._models[key]
 
@@ -173,21 +188,31 @@ def _products(model: nn.Module, policy: Policy, config: DecoderConfig | None) ->
         share = config.num_experts_per_token / config.num_experts if config and ".experts." in fqn else 1.0
         row = rows[fqn]
         gemms = row.gemms or Gemms.all(row.compute)
-        found.append(Product(fqn, weight.shape[1], weight.shape[0], share, gemms, row.op == "head"))
+        frozen = isinstance(module, Fp8Linear)
+        found.append(Product(fqn, weight.shape[1], weight.shape[0], share, gemms, row.op == "head", frozen))
     return tuple(found)
 
 
-def _parameter_bytes(model: nn.Module, policy: Policy) -> int:
-    """Bytes of the parameters as stored; tied ones once."""
+def _weights(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, and the weights of frozen 8-bit layers."""
+    yield from model.parameters()
+    yield from (module.weight for module in model.modules() if isinstance(module, Fp8Linear))
+
+
+def _stored(model: nn.Module, policy: Policy) -> Iterator[tuple[Tensor, int]]:
+    """Parameters and the bytes that an element of each is stored in; tied ones once."""
     storage = {row.fqn: row.storage for row in explain(model, policy)}
     seen: set[int] = set()
-    total = 0
     for fqn, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                total += parameter.numel() * BYTES.get(storage.get(fqn, "fp32"), 4)
-    return total
+                yield parameter, BYTES.get(storage.get(fqn, "fp32"), 4)
+
+
+def _frozen_bytes(model: nn.Module) -> int:
+    """Codes and scales of frozen 8-bit weights."""
+    return sum(m.weight.nbytes + m.weight_scale_inv.nbytes for m in model.modules() if isinstance(m, Fp8Linear))
 
 
 def _longest_stack(model: nn.Module) -> int:

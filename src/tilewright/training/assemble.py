@@ -26,7 +26,6 @@ from tilewright.data.prepare import PreparedData, prepare
 from tilewright.data.stream import Stream
 from tilewright.data.tokenizer import Tokenizer
 from tilewright.memory.ledger import Ledger
-from tilewright.models.build import build_model, init_weights
 from tilewright.models.contract import Model
 from tilewright.ops.inductor import why_no_compile
 from tilewright.ops.kernels import Kernels
@@ -44,6 +43,7 @@ from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import FormatSchedule, ModeSchedule
 from tilewright.precision.weights import QuantizedWeights
+from tilewright.training.adapters import build_adapted
 from tilewright.training.control import StepControl
 from tilewright.training.counters import Counters
 from tilewright.training.layer_major_step import LayerMajorExecutor
@@ -284,9 +284,7 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
 
 def _model(setup: Setup, fresh: bool) -> Model:
     recipe = setup.recipe
-    model = build_model(recipe.model, setup.prepared.vocab_size, setup.kernels, setup.device)
-    if fresh and recipe.model.weights == "random":
-        init_weights(model, recipe.run.seed)
+    model = build_adapted(recipe, setup.prepared.vocab_size, setup.kernels, setup.device, fresh=fresh)
     model.activation_checkpoint = recipe.train.activation_checkpoint
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
     if setup.compiles:

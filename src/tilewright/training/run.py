@@ -16,6 +16,7 @@ from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.formats.store import CODE_DTYPE
 from tilewright.precision import audit_table
+from tilewright.precision.adapter_io import save_adapter
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.checkpoint import CheckpointStore, SaveRecord
 from tilewright.training.evaluate import DomainLoss, evaluate
@@ -267,8 +268,12 @@ class Run:
         self.recorder.event(self.step, "done", text, stall_s=self._stall_s, stall_share=share)
 
     def _export(self) -> None:
-        """A Hugging Face folder with the model and its tokenizer."""
+        """A Hugging Face folder with the model and its tokenizer; of adapters themselves alone, as peft has them."""
         target, tokenizer = self.folder.path / "hf", self.setup.tokenizer
+        if self.setup.recipe.lora.rank:
+            save_adapter(self.parts.model, target, base_model=self.setup.recipe.model.path)
+            self.recorder.event(self.step, "export", f"adapter in {target}")
+            return
         extra = {}
         if tokenizer is not None:
             extra = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
