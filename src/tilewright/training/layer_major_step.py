@@ -42,6 +42,15 @@ _NOT_FINITE = "the loss or its gradient is not finite"
 class LostStep(NumericsError):
     """A bad gradient was met after some slices were updated, and nothing keeps what they were."""
 
+    step: int = -1
+    """Which one, counted from 0. Set by `run`, which counts."""
+
+
+def left_out(microbatches: Sequence[Batch]) -> StepResult:
+    """The result of a step that is not computed, because it was lost before."""
+    why = "its gradient turned bad half-way before, so it is left out"
+    return StepResult(math.nan, count_targets(microbatches), count_tokens(microbatches), math.nan, why, 1.0, 0.0)
+
 
 class _Bad(Exception):
     """This step's numbers are bad; its text says how."""

@@ -14,6 +14,7 @@ from tilewright.core.log import say
 from tilewright.training.assemble import Parts, Setup, build, refuse_ranks, set_up
 from tilewright.training.checkpoint import CheckpointStore
 from tilewright.training.dry_run import dry_run as run_dry
+from tilewright.training.layer_major_step import LostStep
 from tilewright.training.metrics import RunLog
 from tilewright.training.progress import open_progress
 from tilewright.training.record import Recorder
@@ -22,6 +23,7 @@ from tilewright.training.resume import Found, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.run_folder import RunFolder
 from tilewright.training.sinks import open_sinks
+from tilewright.training.step import MAX_BAD_STEPS
 
 
 def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
@@ -48,13 +50,39 @@ def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
         if found.step >= recipe.train.steps:
             say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to go on.")
             return RunResult(folder.path, found.step)
-        return _train(loaded, folder, store, found, began)
+        return _train_through(loaded, folder, store, found, began)
     finally:
         store.close()
         folder.close()
 
 
-def _train(loaded: Loaded, folder: RunFolder, store: CheckpointStore, found: Found, began: float) -> RunResult:
+def _train_through(loaded: Loaded, folder: RunFolder, store: CheckpointStore, found: Found, began: float) -> RunResult:
+    """Train. A step that cannot be undone sends the run back to its newest checkpoint, and is left out from then on.
+
+    Raises:
+        LostStep: the third one.
+    """
+    left_out: set[int] = set()
+    while True:
+        try:
+            return _train(loaded, folder, store, found, began, frozenset(left_out))
+        except LostStep as lost:
+            left_out.add(lost.step)
+            if len(left_out) >= MAX_BAD_STEPS:
+                raise
+        store.wait()
+        found = find(folder, store, loaded.recipe)
+        say(f"step {max(left_out) + 1} is left out; the run goes on from step {found.step}")
+
+
+def _train(
+    loaded: Loaded,
+    folder: RunFolder,
+    store: CheckpointStore,
+    found: Found,
+    began: float,
+    left_out: frozenset[int] = frozenset(),
+) -> RunResult:
     recipe = loaded.recipe
     sinks = open_sinks(recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
     setup = set_up(loaded)
@@ -72,7 +100,8 @@ def _train(loaded: Loaded, folder: RunFolder, store: CheckpointStore, found: Fou
     try:
         restore(found, parts, recorder)
         _write_facts(folder, setup, parts)
-        run = Run(setup, parts, parts.state(), store, folder, recorder, resumed=found.checkpoint is not None)
+        resumed = found.checkpoint is not None
+        run = Run(setup, parts, parts.state(), store, folder, recorder, resumed=resumed, left_out=left_out)
         run.begin(began)
         with StopRequest() as stop:
             return run.train(stop)

@@ -20,6 +20,7 @@ from tilewright.precision.adapter_io import save_adapter
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.checkpoint import CheckpointStore, SaveRecord
 from tilewright.training.evaluate import DomainLoss, evaluate
+from tilewright.training.layer_major_step import LostStep, left_out
 from tilewright.training.record import Recorder
 from tilewright.training.recover import StopRequest
 from tilewright.training.run_folder import RunFolder
@@ -57,6 +58,8 @@ class Run:
     folder: RunFolder
     recorder: Recorder
     resumed: bool
+    left_out: frozenset[int] = frozenset()
+    """Steps, counted from 0, whose batches are drawn and not learned from: their gradients turn bad half-way."""
     evals: Mapping[str, DomainLoss] = field(default_factory=dict)
     last: StepResult | None = None
     _began: float = 0.0
@@ -98,6 +101,10 @@ class Run:
         while self.step < steps and stop.reason is None:
             try:
                 self._step()
+            except LostStep as lost:
+                lost.step = self.step
+                self.recorder.event(self.step + 1, "lost_step", str(lost))
+                raise
             except NumericsError as error:
                 self._keep_last_good(error)
                 raise
@@ -131,7 +138,10 @@ class Run:
         if parts.control is not None:
             parts.control.before(self.step, microbatches, self.recorder)
             lr = parts.control.lr(lr)
-        self.last = parts.executor.step(microbatches, lr)
+        if self.step in self.left_out:
+            self.last = left_out(microbatches)
+        else:
+            self.last = parts.executor.step(microbatches, lr)
         parts.counters.add(self.last)
         memory = parts.ledger.snapshot(parts.model, parts.optimizer) if self.recorder.line_due(self.step) else None
         self.recorder.step(parts.counters, self.last, lr, wait_s, memory)
