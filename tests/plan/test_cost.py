@@ -24,6 +24,7 @@ from tilewright.plan.workload import Planner
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 from tilewright.precision.weights import QuantizedWeights
+from tilewright.training.adapters import build_adapted
 
 MACHINE = make_machine()
 MOE = {"num_experts": 4, "num_experts_per_token": 2, "expert_dim": 32, "num_dense_layers": 1, "tie_embeddings": False}
@@ -81,6 +82,18 @@ def test_held_bytes_equal_those_of_a_real_model_and_optimizer(model, precision, 
     assert update["optimizer"] == owned["optimizer"] - counters
     assert update["buffers"] == owned["buffers"]
     assert update["gradients"] == 4 * sum(p.numel() for p in built.parameters())
+
+
+def test_adapters_alone_have_gradients_and_states():
+    recipe = make_recipe(model={}, precision={"mode": "fp8_tile"}, lora={"rank": 4})
+    built = build_adapted(recipe, 512, Kernels(MACHINE), "cpu", fresh=True)
+    convert(built, Policy.from_section(recipe.precision, "cpu").in_mode("fp8_tile"), kernels=Kernels(MACHINE))
+    trained = sum(p.numel() for p in built.parameters() if p.requires_grad)
+    codes = sum(b.nbytes for name, b in built.named_buffers() if name.endswith(("weight", "weight_scale_inv")))
+    update = plan_of(recipe).phases["update"]
+    assert 0 < trained < sum(p.numel() for p in built.parameters())
+    assert update["parameters"] == owner_bytes(built, None, "cpu")["parameters"] + codes
+    assert (update["gradients"], update["optimizer"]) == (4 * trained, 8 * trained)
 
 
 def measured_activations(recipe, vocab_size=512) -> int:
