@@ -5,7 +5,7 @@ targets together with their count, because only the executor knows all tokens of
 so uneven micro-batches give exactly the gradient of the whole batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,11 @@ class LossOutput:
     loss_sum: Tensor
     count: Tensor
     aux: dict[str, Tensor] = field(default_factory=dict)
+
+
+FirstValues = Callable[[Mapping[str, Tensor]], None]
+"""Writes the first values of parameters and buffers into host tensors, under their fully qualified names. In whatever
+pieces a model is asked for, each tensor gets the same values."""
 
 
 class TrainableModel(Protocol):

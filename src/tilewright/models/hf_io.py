@@ -7,6 +7,7 @@ folders) are decoded on the way, and encoded where the dtype to write is float8_
 `hf_config`'s matter.
 """
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 from tilewright.formats.store import CODE_DTYPE, SCALE_SUFFIX, layout_settings, to_stored
+from tilewright.models.contract import FirstValues
 from tilewright.models.decoder import Decoder
 from tilewright.models.fp8_io import (
+    StoredWeight,
     copy_weight,
     encode_weight,
     find_weights,
@@ -41,7 +44,16 @@ from tilewright.models.hf_folder import (
 )
 from tilewright.ops.kernels import Kernels
 
-__all__ = ["load_decoder", "load_weights", "read_config", "save_decoder", "scan_folder", "write_shards"]
+__all__ = [
+    "copy_stored",
+    "decoder_weights",
+    "load_decoder",
+    "load_weights",
+    "read_config",
+    "save_decoder",
+    "scan_folder",
+    "write_shards",
+]
 
 SLICE_BYTES = 64 * 2**20
 SHARD_BYTES = 4 * 2**30
@@ -63,7 +75,6 @@ def load_decoder(folder: Path | str, kernels: Kernels | None = None, device: tor
     return model
 
 
-@torch.no_grad()
 def load_weights(model: Decoder, folder: Path | str, *, absent: Collection[str] = ()) -> None:
     """Copy a folder's weights into the model's parameters and buffers, cast to their dtypes.
 
@@ -79,11 +90,25 @@ def load_weights(model: Decoder, folder: Path | str, *, absent: Collection[str] 
         CheckpointError: names, shapes or scales do not match (all of them are listed), a file is missing or torn, or
             FP8 weights hold NaN. The model is untouched where names, shapes or scales do not match.
     """
+    values = decoder_weights(model, folder, absent=absent)
+    values({name: tensor for name, tensor in _stored_state(model).items() if name not in absent})
+
+
+def decoder_weights(model: Decoder, folder: Path | str, *, absent: Collection[str] = ()) -> FirstValues:
+    """What copies a folder's weights into tensors under the model's names; see `load_weights`.
+
+    Names and shapes are checked now, by the files' headers. Bytes are read when the copier is called, which raises
+    CheckpointError where a file is torn or FP8 weights hold NaN.
+
+    Args:
+        model: may be on the meta device; only names, shapes and dtypes are read.
+        folder: of the same shape.
+        absent: names of the model's own that no folder holds.
+    """
     stored = scan_folder(folder)
     coded = find_weights(folder, stored)
     own = _stored_state(model)
-    scales = {name + SCALE_SUFFIX: own[name + SCALE_SUFFIX] for name in own if _is_coded(own[name])}
-    targets = {name: tensor for name, tensor in own.items() if name not in scales and name not in absent}
+    targets = {name: t for name, t in own.items() if name not in absent and not _is_scale_of_codes(name, own)}
     read = stored.keys() - {weight.scale_name for weight in coded.values()}
     extra = {name for name in read if name not in targets and not _may_ignore(name, model, folder)}
     wrong = {
@@ -94,9 +119,28 @@ def load_weights(model: Decoder, folder: Path | str, *, absent: Collection[str] 
     missing = targets.keys() - stored.keys()
     if missing or extra or wrong:
         raise mismatch_error(folder, missing, extra, wrong)
+    return functools.partial(copy_stored, stored, coded)
+
+
+@torch.no_grad()
+def copy_stored(
+    stored: Mapping[str, StoredTensor], coded: Mapping[str, StoredWeight], tensors: Mapping[str, Tensor]
+) -> None:
+    """Copy stored weights into the tensors of the same names, decoding FP8 where the tensor is not FP8 itself.
+
+    Raises:
+        CheckpointError: a file is torn, or FP8 weights hold NaN.
+    """
+    scales = {name: tensor for name, tensor in tensors.items() if _is_scale_of_codes(name, tensors)}
+    targets = {name: tensor for name, tensor in tensors.items() if name not in scales}
     for name in targets.keys() & coded.keys():
         copy_weight(coded[name], targets[name], scales.get(name + SCALE_SUFFIX))
     _copy_files({name: targets[name] for name in targets if name not in coded}, stored, scales)
+
+
+def _is_scale_of_codes(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    codes = tensors.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
+    return codes is not None and codes.dtype == CODE_DTYPE
 
 
 def _copy_files(
@@ -220,10 +264,6 @@ def _split_linears(model: Decoder, keep: Collection[str]) -> tuple[set[str], set
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     high = kept_names(linears, keep) | {name for name in linears if not name.startswith("model.layers.")}
     return {f"{name}.weight" for name in linears - high}, high
-
-
-def _is_coded(tensor: Tensor) -> bool:
-    return tensor.dtype == CODE_DTYPE
 
 
 def _stored_state(model: nn.Module) -> dict[str, Tensor]:

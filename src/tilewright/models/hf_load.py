@@ -74,20 +74,31 @@ def init_hf(model: HFModel, seed: int) -> None:
 
     It happens on the CPU, so that every device gets the same numbers; the model visits it for that.
     """
-    from transformers import PreTrainedModel
-
     net, device = model.net, model.net.device
-    owner: dict[str, Any] = {}
-    for name, module in net.named_modules():
-        parent = owner.get(name.rpartition(".")[0], net)
-        owner[name] = module if isinstance(module, PreTrainedModel) else parent
+    owners = weight_owners(net)
     net.cpu()
     with torch.random.fork_rng(devices=[]):
         # Children first: some architectures correct a child's weight in the parent's turn.
         for name, module in reversed(list(net.named_modules())):
-            torch.default_generator.manual_seed(name_seed(seed, name))
-            owner[name]._init_weights(module)
+            draw_module(owners[name], name, module, seed)
     net.to(device)
+
+
+def weight_owners(net: nn.Module) -> dict[str, Any]:
+    """For each module the transformers model that knows how to draw its weights: the innermost one around it."""
+    from transformers import PreTrainedModel
+
+    owners: dict[str, Any] = {}
+    for name, module in net.named_modules():
+        parent = owners.get(name.rpartition(".")[0], net)
+        owners[name] = module if isinstance(module, PreTrainedModel) else parent
+    return owners
+
+
+def draw_module(owner: Any, name: str, module: nn.Module, seed: int) -> None:
+    """Draw the weights of one module from the process' CPU generator, seeded by the module's name."""
+    torch.default_generator.manual_seed(name_seed(seed, name))
+    owner._init_weights(module)
 
 
 def _transformers() -> Any:

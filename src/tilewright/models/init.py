@@ -4,11 +4,14 @@ Each parameter draws from a CPU generator of its own, seeded by its name, so nei
 construction, nor which other parameters exist changes a value. Called through `build.init_weights`.
 """
 
+import functools
 import hashlib
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from tilewright.models.contract import FirstValues
 from tilewright.models.decoder import Decoder
 from tilewright.models.layers import RMSNorm
 from tilewright.models.moe import Router
@@ -27,26 +30,54 @@ def name_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@torch.no_grad()
 def init_decoder(model: Decoder, seed: int) -> None:
+    """Give all parameters and buffers the values of `decoder_values`, in place."""
+    own = model.state_dict(keep_vars=True)
+    rules = dict(_rules(model, seed))
+    _apply(rules, {name: own[name] for name in rules})
+
+
+def decoder_values(model: Decoder, seed: int) -> FirstValues:
     """Normal weights with deviation `config.init_std`, norms one, routing biases zero.
 
     Projections that write into the residual stream (o_proj, down_proj) start smaller by sqrt(2 * num_layers), so
     that the stream's variance does not grow with depth (Radford et al., GPT-2, 2019, section 2.3).
+
+    Args:
+        model: only its shape is read.
+        seed: of the run.
     """
+    return functools.partial(_apply, dict(_rules(model, seed)))
+
+
+_Rule = Callable[[Tensor], object]
+
+
+@torch.no_grad()
+def _apply(rules: Mapping[str, _Rule], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        rules[name](tensor)
+
+
+def _rules(model: Decoder, seed: int) -> Iterator[tuple[str, _Rule]]:
+    """For each parameter and buffer what writes its first values."""
     std = model.config.init_std
     into_residual = std / (2 * model.config.num_layers) ** 0.5
+
+    def normal(name: str, deviation: float) -> _Rule:
+        return functools.partial(_fill_normal, std=deviation, seed=name_seed(seed, name))
+
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm):
-            module.weight.fill_(1.0)
+            yield f"{name}.weight", nn.init.ones_
         elif isinstance(module, Router):
-            module.e_score_correction_bias.zero_()
-            _fill_normal(module.weight, std, name_seed(seed, f"{name}.weight"))
+            yield f"{name}.e_score_correction_bias", nn.init.zeros_
+            yield f"{name}.weight", normal(f"{name}.weight", std)
         elif isinstance(module, nn.Embedding):
-            _fill_normal(module.weight, std, name_seed(seed, f"{name}.weight"))
+            yield f"{name}.weight", normal(f"{name}.weight", std)
         elif isinstance(module, nn.Linear) and not (name == "lm_head" and model.config.tie_embeddings):
             scale = into_residual if name.rpartition(".")[2] in _INTO_RESIDUAL else std
-            _fill_normal(module.weight, scale, name_seed(seed, f"{name}.weight"))
+            yield f"{name}.weight", normal(f"{name}.weight", scale)
 
 
 def _fill_normal(param: Tensor, std: float, seed: int) -> None:

@@ -1,0 +1,43 @@
+"""A model without memory, ready to be filled slice by slice.
+
+    model = build_model(section, vocab_size, kernels, "meta")
+    values = random_values(model, seed)            # or stored_values(model, folder); see models.first_values
+    convert(model, policy)                         # dtypes are chosen on meta
+    vacate(model, device)
+    fill_buffers(model, values)
+    arena.add("layers.0", {name: parameter, ...}, fill=values)   # and so on; bytes are made in arena.seal()
+
+So a parameter's first bytes are those in its tier, and nothing ever holds the model twice. Called by `training`.
+"""
+
+import torch
+from torch import nn
+
+from tilewright.memory.layout import vacant
+from tilewright.models.contract import FirstValues
+
+
+@torch.no_grad()
+def vacate(model: nn.Module, device: torch.device | str) -> None:
+    """Give meta parameters a shape, dtype and device, but one value and no memory; buffers get memory, unfilled.
+
+    The parameters are new objects, and stay the same ones from here on: make the optimizer afterwards. Tied ones stay
+    tied. What is not on the meta device is left alone.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if param not in made:
+                made[param] = nn.Parameter(vacant(param.shape, param.dtype, device), param.requires_grad)
+                made[param].__dict__.update(param.__dict__)
+            module._parameters[name] = made[param]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def fill_buffers(model: nn.Module, values: FirstValues) -> None:
+    """Give all buffers their first values: they are small, and always on the device."""
+    values(dict(model.named_buffers()))
