@@ -63,20 +63,16 @@ class _Attempt:
     factor: float
     """Of the summed loss: one over the number of targets."""
     loss_sum: float = math.nan
-    square: Tensor | None = None
-    """Squared norm of the gradient so far, on the device."""
+    norms: dict[Tensor, Tensor] = field(default_factory=dict)
+    """Length of each parameter's gradient so far, on the device."""
     skipped: str | None = None
     updated: list[Slice] = field(default_factory=list)
     aux: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def add(self, norms: Tensor) -> None:
-        square = norms.double().square().sum() if norms.device.type == "cpu" else norms.square().sum()
-        self.square = square if self.square is None else self.square + square
-
-    @property
-    def norm(self) -> float:
-        """Norm of the gradient so far; waits for the device."""
-        return math.sqrt(value) if (value := float(self.square)) >= 0 else math.nan
+    def norm(self, order: Sequence[Tensor] | None = None) -> float:
+        """Norm of the gradient so far, summed up in this order of the parameters. Waits for the device."""
+        lengths = [self.norms[param] for param in order or self.norms if param in self.norms]
+        return float(torch.linalg.vector_norm(torch.stack(lengths))) if lengths else 0.0
 
 
 class LayerMajorExecutor:
@@ -120,8 +116,8 @@ class LayerMajorExecutor:
         self.ledger = ledger
         self.weights = weights
         self.undo = undo
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self.lagged = LaggedClip(clip, params, self.device) if lagged else None
+        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        self.lagged = LaggedClip(clip, self._params, self.device) if lagged else None
         self.run = LayerMajor(
             view,
             slices,
@@ -132,7 +128,7 @@ class LayerMajorExecutor:
             device=self.device,
         )
         self._bad_steps = 0
-        for param in params:
+        for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
                 param.grad_dtype = torch.float32
 
@@ -170,10 +166,8 @@ class LayerMajorExecutor:
     def _exact(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
         finite = self.run.forward(batches)
         attempt.aux = self.run.tell()
-        attempt.loss_sum = self.run.backward(
-            attempt.factor, lambda part: attempt.add(self._norms(part)), last=not finite
-        )
-        norm = attempt.norm
+        attempt.loss_sum = self.run.backward(attempt.factor, lambda part: self._measure(part, attempt), last=not finite)
+        norm = attempt.norm(self._params)
         result = self.clip.decide(norm)
         good = finite and math.isfinite(norm) and math.isfinite(attempt.loss_sum)
         attempt.skipped = result.skip if good else _NOT_FINITE
@@ -208,18 +202,17 @@ class LayerMajorExecutor:
             self._take_back(attempt, str(bad))
             self.lagged.load_state_dict(before)
         else:
-            self.lagged.end(attempt.norm)
+            self.lagged.end(attempt.norm())
         if self.undo is not None:
             self.undo.commit()
-        return attempt.norm if attempt.square is not None else math.nan
+        return attempt.norm() if attempt.norms else math.nan
 
     def _apply_lagged(self, part: Slice, attempt: _Attempt) -> None:
         assert self.lagged is not None
         params, grads = _gradients(part)
         with self._phase("update"), torch.no_grad():
-            norms = self._norms(part)
-            attempt.add(norms)
-            norm = attempt.norm
+            norms = self._measure(part, attempt)
+            norm = attempt.norm()
             if not math.isfinite(norm):
                 raise _Bad(_NOT_FINITE)
             if norm > self.clip.threshold:
@@ -249,15 +242,17 @@ class LayerMajorExecutor:
 
     # ---- both ----
 
-    def _norms(self, part: Slice) -> Tensor:
-        """Length of the gradient of each tensor of a slice, its elements clamped if the recipe says so."""
-        _, grads = _gradients(part)
+    @torch.no_grad()
+    def _measure(self, part: Slice, attempt: _Attempt) -> Tensor:
+        """Lengths of the gradients of a slice, one a tensor, elements clamped if the recipe says so."""
+        params, grads = _gradients(part)
         if not grads:
             return torch.zeros(0, device=self.device)
         norms = torch.stack(torch._foreach_norm(grads))
         if self.clip.elements and bool(norms.isfinite().all()):  # an overflow must stay one
             self._clamp(grads)
             norms = torch.stack(torch._foreach_norm(grads))
+        attempt.norms |= dict(zip(params, norms.unbind(), strict=True))
         return norms
 
     def _clamp(self, grads: list[Tensor]) -> None:

@@ -1,0 +1,119 @@
+"""Runs with `memory.executor = "layer_major"`: the standard run's numbers, its checkpoints, and lost steps."""
+
+import math
+
+import pytest
+import torch
+
+from tests.training.tiny import assert_same_run, last_state, rows, tiny, write_text
+from tilewright.core.errors import ConfigError
+from tilewright.core.load import load_recipe
+from tilewright.training import assemble
+from tilewright.training.layer_major_step import LostStep
+from tilewright.training.loop import train
+
+LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layer_major")
+    write_text(folder / "text")
+    return folder
+
+
+def test_it_is_the_standard_run(data, tmp_path):
+    """memory.executor changes no number: weights, states, losses and evaluations are the same, bit by bit."""
+    apart = {"model__tie_embeddings": False}  # one gradient of both is summed in another order
+    standard = train(tiny(data, tmp_path, run__name="standard", precision__mode="fp32", **apart)).run_dir
+    sliced = train(tiny(data, tmp_path, run__name="sliced", **apart, **LAYERS)).run_dir
+    assert_same_run(sliced, standard)
+
+
+def test_resume_equals_never_having_stopped(data, tmp_path):
+    options = {"optim__clip": "lagged", "optim__schedule": "constant", "train__eval_every": 0} | LAYERS
+    whole = train(tiny(data, tmp_path, run__name="whole", train__steps=8, **options)).run_dir
+    train(tiny(data, tmp_path, run__name="part", train__steps=5, **options))
+    resumed = train(tiny(data, tmp_path, run__name="part", train__steps=8, **options)).run_dir
+    (tensors, meta), (expected, expected_meta) = last_state(resumed), last_state(whole)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
+    assert meta["parts"]["lagged"] == expected_meta["parts"]["lagged"]
+
+
+def test_group_cuts_the_layers(data, tmp_path):
+    for group, names in ((1, ["layers.0", "layers.1"]), (2, ["layers.0-1"])):
+        parts = assemble.build(assemble.set_up(tiny(data, tmp_path, memory__group=group, **LAYERS)), fresh=True)
+        assert [part.name for part in parts.executor.run.slices.groups] == names
+        parts.stream.close()
+        parts.ledger.close()
+
+
+def lose(monkeypatch, steps):
+    """The gradient of `steps` (counted from 1) turns to NaN between the two layers."""
+    from tilewright.memory.layer_major import LayerMajor
+
+    made, real = {"step": 0}, LayerMajor.backward
+
+    def backward(self, factor, done, **options):
+        made["step"] += 1
+        bad = made["step"] in steps
+
+        def watched(part):
+            if bad and part.name == "layers.0":
+                for param in part.trained:
+                    param.grad.fill_(math.nan)
+            done(part)
+
+        return real(self, factor, watched, **options)
+
+    monkeypatch.setattr(LayerMajor, "backward", backward)
+
+
+def test_undo_by_checkpoint(data, tmp_path, monkeypatch):
+    """memory.undo = "checkpoint": step 5 turns bad half-way; the run goes back to step 3 and leaves step 5 out."""
+    lose(monkeypatch, {5})
+    options = {"optim__clip": "lagged", "memory__undo": "checkpoint", "train__steps": 7, "train__eval_every": 0}
+    result = train(tiny(data, tmp_path, **options, **LAYERS))
+    metrics = [row for row in rows(result.run_dir / "metrics.jsonl") if "eval" not in row]
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6, 7]
+    assert metrics[4]["loss"] is None
+    events = [(row["step"], row["kind"]) for row in rows(result.run_dir / "events.jsonl")]
+    assert (5, "lost_step") in events
+    assert (3, "resume") in events
+    tensors, _ = last_state(result.run_dir)
+    assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
+
+
+def test_undo_by_journal_goes_on_at_once(data, tmp_path, monkeypatch):
+    lose(monkeypatch, {5})
+    options = {"optim__clip": "lagged", "train__steps": 6, "train__eval_every": 0}
+    result = train(tiny(data, tmp_path, **options, **LAYERS))
+    events = [(row["step"], row["kind"]) for row in rows(result.run_dir / "events.jsonl")]
+    assert (5, "skip") in events
+    assert not [kind for _, kind in events if kind in ("lost_step", "resume")]
+
+
+def test_steps_that_are_lost_again_and_again_end_the_run(data, tmp_path, monkeypatch):
+    lose(monkeypatch, set(range(5, 100)))
+    options = {"optim__clip": "lagged", "memory__undo": "checkpoint", "train__steps": 12, "train__eval_every": 0}
+    with pytest.raises(LostStep, match="middle of a step"):
+        train(tiny(data, tmp_path, **options, **LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"train.activation_checkpoint": "full"}, "recomputes every layer anyway"),
+        ({"precision.mode": "fp8_tile", "precision.controller": "true"}, "cannot be moved"),
+        ({"memory.executor": "standard", "optim.clip": "lagged"}, "clips exactly"),
+    ],
+)
+def test_settings_that_cannot_be_together(settings, match):
+    with pytest.raises(ConfigError, match=match):
+        load_recipe(None, {"memory.executor": "layer_major"} | settings, environ={})
+
+
+def test_loss_scaling_is_refused(data, tmp_path):
+    loaded = tiny(data, tmp_path, memory__executor="layer_major", precision__mode="pure_fp16")
+    with pytest.raises(ConfigError, match="does not scale the loss"):
+        train(loaded)
