@@ -170,6 +170,7 @@ PROOFS: dict[str, Probe | str] = {
     "train.eval_every": Probe("1", "evals"),
     "train.eval_batches": Probe("2", "evals"),
     "train.sample_tokens": Probe("4", "samples"),
+    "memory.mlp_tiles": Probe("2", "weights"),
     "memory.loss_tile": Probe("1", "weights", {"ops.cross_entropy": "native"}),
     "memory.attention_block": Probe("3", "weights"),
     "memory.executor": "tests/training/test_layer_major_run.py::test_it_is_the_standard_run",

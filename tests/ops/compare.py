@@ -1,7 +1,9 @@
-"""Comparison that prints the worst element."""
+"""Comparison that prints the worst element, and the size of what operations make."""
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def snr_db(got: Tensor, want: Tensor) -> float:
@@ -21,3 +23,17 @@ def assert_snr(got: Tensor, want: Tensor, at_least_db: float, name: str = "") ->
     message = f"{name}: {ratio:.1f} dB < {at_least_db} dB; worst at {index}: got {got[index]}, want {want[index]}"
     assert torch.isfinite(got).all(), message
     assert ratio >= at_least_db, message
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.num_bytes = max([self.num_bytes, *(x.untyped_storage().nbytes() for x in found)])
+        return out

@@ -5,11 +5,9 @@ import dataclasses
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.ops.cases import attention_cases
-from tests.ops.compare import assert_snr
+from tests.ops.compare import LargestTensor, assert_snr
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.attention import ATTENTION
@@ -99,20 +97,6 @@ def test_attention_under_compile_takes_the_blocked_backward(case, dtype):
         lambda q, k, v: compiled(q, k, v, segments), lambda q, k, v: plain_attention(q, k, v, segments),
         [q, k, v], dtype,
     )  # fmt: skip
-
-
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.num_bytes = max([self.num_bytes, *(x.untyped_storage().nbytes() for x in found)])
-        return out
 
 
 @pytest.mark.parametrize("dtype", SNR_DB)

@@ -303,6 +303,9 @@ class MemorySection(Section):
     undo: Literal["journal", "checkpoint"] = "journal"
     """layer_major with `optim.clip = "lagged"`: what a bad gradient in the middle of a step, some slices updated
     already, goes back to. The slices' bytes before the step, or the newest checkpoint."""
+    mlp_tiles: int = Field(default=1, ge=1)
+    """Parts into which an MLP's tokens are cut, forward and backward, so that the wide hidden values of one part are
+    in memory. Costs one more forward pass of the MLPs. Not for mixtures of experts."""
     loss_tile: Bytes = Field(default=64 * 2**20, ge=1)
     """Bytes of logits alive at once in the loss of an output head, forward and backward; one row at least. Not for
     foreign models whose head is more than one product: their logits are whole."""

@@ -26,6 +26,7 @@ from tilewright.data.prepare import PreparedData, prepare
 from tilewright.data.stream import Stream
 from tilewright.data.tokenizer import Tokenizer
 from tilewright.memory.ledger import Ledger
+from tilewright.memory.tiled import tile_mlps
 from tilewright.models.contract import Model
 from tilewright.ops.inductor import why_no_compile
 from tilewright.ops.kernels import Kernels
@@ -212,6 +213,8 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
     with ledger.phase("load"):
         model = _model(setup, fresh)
         policy, schedule, scaled = _precision(setup, model)
+        if recipe.memory.mlp_tiles > 1:
+            tile_mlps(model, recipe.memory.mlp_tiles, model.notes.append, compile=setup.compiles)
         optimizer = _optimizer(recipe, model, setup.kernels)
         modes = Modes(model, policy, schedule, schedule.at(0), scaled, QuantizedWeights(model, optimizer))
     ledger.watch(model)
