@@ -21,7 +21,7 @@ Not for several threads. Called by the layer-major executor.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,20 +34,30 @@ from tilewright.core.config import Tier
 from tilewright.memory.layout import Layout, vacant
 from tilewright.memory.tiers import HostStore, Store, make_store
 from tilewright.memory.transfer import Buffer, Traffic, Transfer, make_transfer
-
-Fill = Callable[[Mapping[str, Tensor]], None]
-"""Writes first values into host tensors by name."""
+from tilewright.models.contract import FirstValues
 
 
 @dataclass(eq=False)
 class _Slice:
     tensors: dict[str, Tensor]
-    fill: Fill | None
+    fill: FirstValues | None
     resident: bool
+    away: dict[str, Tensor] = field(default_factory=dict)
+    """What stands in for the tensors while they are not live."""
     layout: Layout = field(default_factory=lambda: Layout({}, 0))
     offset: int = 0
     """Place in the store, where it is not resident."""
     live: bool = False
+
+    def enter(self, flat: Tensor) -> None:
+        """Let the tensors be views of a staging buffer."""
+        for name, view in self.layout.views(flat).items():
+            self.tensors[name].data = view
+
+    def leave(self) -> None:
+        """Let the tensors be what stands in for them."""
+        for name, value in self.away.items():
+            self.tensors[name].data = value
 
 
 @dataclass(eq=False)
@@ -95,7 +105,7 @@ class Arena:
         slice_id: Hashable,
         tensors: Mapping[str, Tensor],
         *,
-        fill: Fill | None = None,
+        fill: FirstValues | None = None,
         resident: bool = False,
     ) -> None:
         """Announce a slice. Nothing moves before `seal`.
@@ -159,8 +169,8 @@ class Arena:
                 views[name].copy_(tensor)
         if not in_place:
             self._store.write(item.offset, [flat])
-        for tensor in item.tensors.values():
-            tensor.data = vacant(tensor.shape, tensor.dtype, self.device)
+        item.away = {name: vacant(t.shape, t.dtype, self.device) for name, t in item.tensors.items()}
+        item.leave()
 
     @torch.no_grad()
     def _fill_on_device(self, item: _Slice) -> None:
@@ -204,8 +214,7 @@ class Arena:
                 raise AssertionError(f"{len(self._slots)} slices are live, and there are no more buffers")
             self._start(slot, slice_id, item)
             self._wait(slot)
-            for name, view in item.layout.views(slot.buffer.live).items():
-                item.tensors[name].data = view
+            item.enter(slot.buffer.live)
         item.live = True
         return dict(item.tensors)
 
@@ -217,8 +226,7 @@ class Arena:
         item.live = False
         if item.resident:
             return
-        for tensor in item.tensors.values():
-            tensor.data = vacant(tensor.shape, tensor.dtype, self.device)
+        item.leave()
         slot = self._slot_of(slice_id)
         assert slot is not None, "a live slice has a buffer"
         slot.wanted, slot.mark = False, self._transfer.mark()
