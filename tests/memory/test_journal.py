@@ -21,10 +21,10 @@ class ArenaResidence:
     def __init__(self, arena):
         self.arena = arena
 
-    def prefetch(self, part):
+    def prefetch(self, part, *, states=False):
         self.arena.prefetch(part.name)
 
-    def fetch(self, part):
+    def fetch(self, part, *, states=False):
         self.arena.fetch(part.name)
 
     def release(self, part, *, changed):

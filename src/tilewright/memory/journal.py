@@ -106,7 +106,7 @@ class Journal:
             else:
                 flat = self._free_buffer(size).memory.view(0, size)
                 room.store.read(0, [flat])
-            residence.fetch(part)
+            residence.fetch(part, states=True)
             for tensor, value in zip(tensors, room.layout.views(flat).values(), strict=True):
                 tensor.copy_(value)
             residence.release(part, changed=True)

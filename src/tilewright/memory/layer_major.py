@@ -32,12 +32,12 @@ Phase = Callable[[str], AbstractContextManager[None]]
 class Residence(Protocol):
     """Brings slices to the device and takes them away."""
 
-    def prefetch(self, part: Slice) -> None:
-        """Begin to bring a slice."""
+    def prefetch(self, part: Slice, *, states: bool) -> None:
+        """Begin to bring a slice's parameters, and their optimizer states where they are asked for."""
         ...
 
-    def fetch(self, part: Slice) -> None:
-        """Have a slice's parameters on the device when this returns."""
+    def fetch(self, part: Slice, *, states: bool) -> None:
+        """Have them on the device when this returns."""
         ...
 
     def release(self, part: Slice, *, changed: bool) -> None:
@@ -48,10 +48,10 @@ class Residence(Protocol):
 class AtHome:
     """The residence of parameters that live on the device."""
 
-    def prefetch(self, part: Slice) -> None:
+    def prefetch(self, part: Slice, *, states: bool) -> None:
         """Nothing to do."""
 
-    def fetch(self, part: Slice) -> None:
+    def fetch(self, part: Slice, *, states: bool) -> None:
         """Nothing to do."""
 
     def release(self, part: Slice, *, changed: bool) -> None:
@@ -264,9 +264,9 @@ class LayerMajor:
 
     @contextmanager
     def _live(self, part: Slice, following: Slice | None, *, changed: bool = False) -> Iterator[None]:
-        self.residence.fetch(part)
+        self.residence.fetch(part, states=changed)
         if following is not None:
-            self.residence.prefetch(following)
+            self.residence.prefetch(following, states=changed)
         try:
             yield
         finally:

@@ -31,6 +31,7 @@ from tilewright.ops.kernels import Kernels
 
 LayerContext = tuple[Tensor, Tensor, Tensor | None]
 
+
 class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 

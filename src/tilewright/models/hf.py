@@ -98,6 +98,19 @@ class HFModel(nn.Module):
         wanted_BS = labels_BS != IGNORED_LABEL
         return LossOutput(*logits_loss(logits_BSV[wanted_BS], labels_BS[wanted_BS]))
 
+    def short_batch(self) -> dict[str, Tensor]:
+        """Two short rows of the kind that the model learns from, for trying something out."""
+        device = self.net.device
+        if self.task == "image_classification":
+            size = getattr(self.net.config, "image_size", 64)  # a network of convolutions takes any
+            height, width = (size, size) if isinstance(size, int) else size
+            pixels = torch.linspace(-1, 1, 2 * self.net.config.num_channels * height * width, device=device)
+            shape = (2, self.net.config.num_channels, height, width)
+            return {"pixel_values": pixels.view(shape), "labels": torch.tensor([0, 1], device=device)}
+        ids_S = torch.arange(8, device=device) * 3 % self.vocab_size
+        ids_BS = torch.stack((ids_S, ids_S.flip(0)))
+        return {"input_ids": ids_BS, "labels": ids_BS.roll(1, dims=1)}
+
     def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
         """FP32 logits [B, V] of the token after each row."""
         if self.task != "causal_lm":

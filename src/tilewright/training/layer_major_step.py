@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tilewright.core.errors import NumericsError
 from tilewright.memory.inputs import InputStore
+from tilewright.memory.journal import Journal
 from tilewright.memory.layer_major import AtHome, LayerMajor, Residence
 from tilewright.memory.ledger import Ledger
 from tilewright.memory.replay import Replay
@@ -34,7 +35,6 @@ from tilewright.optim.clip import GradClip
 from tilewright.optim.lagged import LaggedClip
 from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.step import MAX_BAD_STEPS, Batch, StepResult, count_targets, count_tokens
-from tilewright.training.undo import Undo
 
 _NOT_FINITE = "the loss or its gradient is not finite"
 
@@ -102,7 +102,7 @@ class LayerMajorExecutor:
         *,
         clip: GradClip,
         lagged: bool = False,
-        undo: Undo | None = None,
+        undo: Journal | None = None,
         device: torch.device | str = "cpu",
         inputs: InputStore | None = None,
         residence: Residence | None = None,

@@ -6,6 +6,7 @@ Called by `assemble`.
 from tilewright.core.config import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.memory.inputs import InputStore
+from tilewright.memory.journal import Journal
 from tilewright.memory.ledger import Ledger
 from tilewright.models.contract import Model
 from tilewright.models.layered import find_slices
@@ -15,7 +16,6 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.layer_major_step import LayerMajorExecutor
-from tilewright.training.undo import InMemory
 
 
 def make_executor(
@@ -40,7 +40,7 @@ def make_executor(
         optimizer,
         clip=clip,
         lagged=lagged,
-        undo=InMemory() if lagged and memory.undo == "journal" else None,
+        undo=Journal("host", ledger.device) if lagged and memory.undo == "journal" else None,
         device=ledger.device,
         inputs=InputStore("device", ledger.device, recipe.train.checkpoint_inputs, kernels=kernels),
         weights=weights,
