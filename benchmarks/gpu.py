@@ -58,6 +58,7 @@ PARTS = (
     _fp8("quantize"),
     Part("tests_rest", _pytest("tests/gpu", "--ignore=tests/gpu/test_fp8_cuda.py"), 90, _pytest("tests/gpu")),
     Part("ops", ("-m", "benchmarks.ops"), 60, None),
+    Part("tiers", ("-m", "benchmarks.tiers", "--slice-mib", "128"), 100, ("-m", "benchmarks.tiers", "--tiny")),
     Part("throughput", ("-m", "benchmarks.throughput", "--rounds", "3", "--only", "autocast", "tilewright"), 100, None),
 )
 

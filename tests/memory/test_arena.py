@@ -306,6 +306,9 @@ class TestDisk:
                     arena.flush()
             with pytest.raises(HardwareError, match="newest checkpoint"):
                 arena.fetch(1)
+            for key in (0, 1, 2):
+                with pytest.raises(HardwareError, match="cannot be written"):
+                    arena.read(key)
             with pytest.raises(HardwareError, match="cannot be written"):
                 arena.flush()
 

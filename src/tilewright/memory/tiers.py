@@ -149,6 +149,14 @@ class DiskStore:
         """
         self._move(os.pwritev, "written", offset, pieces)
 
+    def sync(self) -> None:
+        """Wait until the disk itself has what was written."""
+        os.fsync(self._file.fileno())
+
+    def forget_cached(self) -> None:
+        """Let the system drop its copies in memory of what is on the disk."""
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Give the room back."""
         self._file.close()

@@ -45,6 +45,7 @@ class Transfer:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.traffic = Traffic()
+        self._failure: BaseException | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tier-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
 
@@ -63,7 +64,7 @@ class Transfer:
 
         Args:
             mark: of the work that last used the buffer.
-            after: writes that must be over first. Where one failed, this load fails in the same way.
+            after: writes that must be over first. Where one failed, whatever it was, all loads fail in the same way.
         """
         self.traffic.read_bytes += num_bytes
         return self._reader.submit(self._load_after, offset, num_bytes, buffer, mark, tuple(after))
@@ -71,11 +72,11 @@ class Transfer:
     def save(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> Future[None]:
         """Write a buffer's first bytes to the store. The buffer must not change before the future is done."""
         self.traffic.written_bytes += num_bytes
-        return self._writer.submit(self._save, offset, num_bytes, buffer, mark)
+        return self._writer.submit(self._save_or_note, offset, num_bytes, buffer, mark)
 
     def read(self, offset: int, host_bytes: Tensor) -> Future[None]:
         """Copy from the store into host memory, after the loads ordered so far."""
-        return self._reader.submit(self.store.read, offset, [host_bytes])
+        return self._reader.submit(self._read, offset, host_bytes)
 
     def close(self) -> None:
         """Wait for what is on its way, and end the threads. What failed stays in its future."""
@@ -92,7 +93,24 @@ class Transfer:
     ) -> None:
         for write in after:
             write.result()
+        self._refuse_after_failure()
         self._load(offset, num_bytes, buffer, mark)
+
+    def _read(self, offset: int, host_bytes: Tensor) -> None:
+        self._refuse_after_failure()
+        self.store.read(offset, [host_bytes])
+
+    def _save_or_note(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+        try:
+            self._save(offset, num_bytes, buffer, mark)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _refuse_after_failure(self) -> None:
+        """Once something could not be written, the store is not what it should be, and nothing is taken from it."""
+        if self._failure is not None:
+            raise self._failure
 
     def _load(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
         self.store.read(offset, [buffer.live[:num_bytes]])

@@ -1,0 +1,129 @@
+"""Tiers: bytes a second to host and disk, and how much of that the computation of a layer hides.
+
+For each tier: rates of single slices (`memory.link`), then a pass over slices with a computation on each, in three
+ways: nothing moves; slices come and go back with prefetch; the same without prefetch. `hidden` is the share of the
+transfers' time (without prefetch, less the computation) that prefetch takes away.
+
+python -m benchmarks.tiers [--tiny] [--slice-mib 64] [--slices 8] [--compute-s 0.3] [--folder FOLDER]
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import machine_kind, spread, write_result
+from tilewright.core.hardware import detect_machine
+from tilewright.memory.arena import Arena
+from tilewright.memory.layout import vacant
+from tilewright.memory.link import measure_link
+
+CLAIM = "Slices come and go beside the computation: what a tier costs is what its link cannot do in that time."
+ROUNDS = 3
+
+
+class Work:
+    """A computation of about `seconds` on the device."""
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.device = device
+        size = 4096 if device.type == "cuda" else 512
+        self.a = torch.randn(size, size, device=device).bfloat16()
+        self.repeats = 1
+        self.run()  # warm-up
+        self.repeats = 20
+        self.repeats = max(1, int(seconds / (self.seconds() / self.repeats)))
+
+    def run(self) -> None:
+        for _ in range(self.repeats):
+            self.a @ self.a
+
+    def seconds(self) -> float:
+        """Wall time of one run."""
+        started = time.perf_counter()
+        self.run()
+        wait(self.device)
+        return time.perf_counter() - started
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def pass_seconds(arena: Arena | None, num_slices: int, work: Work, ahead: bool) -> float:
+    """Wall time of computing on each slice and changing it; there and back, as a step does."""
+    order = [*range(num_slices), *reversed(range(num_slices))]
+    started = time.perf_counter()
+    for place, index in enumerate(order):
+        if arena is not None:
+            arena.fetch(index)
+            if ahead and place + 1 < len(order):
+                arena.prefetch(order[place + 1])
+        work.run()
+        if arena is not None:
+            arena.release(index, changed=place >= num_slices)
+    if arena is not None:
+        arena.flush()
+    wait(work.device)
+    return time.perf_counter() - started
+
+
+def measure_tier(tier: str, device: torch.device, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Rates and overlap of one tier."""
+    slice_bytes = int(args.slice_mib * 2**20)
+    rates = [measure_link(tier, device, folder=folder, slice_bytes=slice_bytes) for _ in range(ROUNDS)]
+    found: dict[str, Any] = {}
+    for name in ("read", "write", "cached_read", "cached_write"):
+        samples = [value / 1e9 for rate in rates if (value := getattr(rate, name)) is not None]
+        if samples:
+            found[f"{name}_gb_s"] = spread(samples)
+    work = Work(device, args.compute_s)
+    found["compute_s_a_slice"] = work.seconds()
+    # Double buffering itself is the same in both, so that only the order of calls differs.
+    with Arena(tier, device, folder=folder, prefetch=1) as arena:
+        for index in range(args.slices):
+            tensors = {"w": vacant((slice_bytes,), torch.uint8, device)}
+            arena.add(index, tensors, fill=lambda given: given["w"].zero_())
+        arena.seal()
+        pass_seconds(arena, args.slices, work, ahead=True)
+        alone, ahead, behind = [], [], []
+        for _ in range(ROUNDS):
+            alone.append(pass_seconds(None, args.slices, work, ahead=False))
+            ahead.append(pass_seconds(arena, args.slices, work, ahead=True))
+            behind.append(pass_seconds(arena, args.slices, work, ahead=False))
+    found |= {"compute_s": spread(alone), "with_prefetch_s": spread(ahead), "without_prefetch_s": spread(behind)}
+    cost = min(behind) - min(alone)
+    if cost > 0.05 * min(alone):  # else there is nothing to hide
+        found["hidden"] = round((min(behind) - min(ahead)) / cost, 3)
+    found["slowdown"] = round(min(ahead) / min(alone), 3)
+    return found
+
+
+def main() -> None:
+    """Measure both tiers, and write the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--slice-mib", type=float, default=64)
+    parser.add_argument("--slices", type=int, default=8)
+    parser.add_argument("--compute-s", type=float, default=0.3)
+    parser.add_argument("--folder", help="of the disk tier; by default a temporary one")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if args.tiny:
+        args.slice_mib, args.slices, args.compute_s = 1, 3, 0.01
+    device = torch.device(detect_machine().device)
+    results: dict[str, Any] = {"device": device.type, "threads": torch.get_num_threads(), "slice_mib": args.slice_mib}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for tier in ("host", "disk"):
+            results[tier] = measure_tier(tier, device, Path(folder), args)
+            print(tier, {k: v["median"] if isinstance(v, dict) else v for k, v in results[tier].items()}, flush=True)
+    if not args.tiny:
+        write_result(f"tiers_{machine_kind()}", CLAIM, results)
+
+
+if __name__ == "__main__":
+    main()
