@@ -68,14 +68,23 @@ def _product_flops(operand: Any, *args: Any, out_shape: Any, **kwargs: Any) -> i
     return 2 * prod(out_shape) * operand[1]
 
 
+def _grouped_flops(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
+    """Each row [M, K] meets the weight [K, N] of one expert."""
+    return 2 * prod(rows) * weights[-1]
+
+
 _aten = torch.ops.aten
 _FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
 """torch's counter knows the fused attentions of CUDA only."""
 _PRODUCTS = (torch.ops.tilewright.dequant_gemm, torch.ops.tilewright.tile_fprop)
-_COUNTED = {**_FLASH_ON_CPU, **dict.fromkeys(_PRODUCTS, _product_flops)}
-_KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}
+COUNTED = {
+    **_FLASH_ON_CPU,
+    _aten._grouped_mm: _grouped_flops,
+    **dict.fromkeys(_PRODUCTS, _product_flops),
+}
+KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}
 """What runs 8-bit products in a trace: operations that need no unit and no library, whatever the machine has."""
-_ATTENTION = (
+ATTENTION = (
     *_FLASH_ON_CPU,
     _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_efficient_attention,
@@ -83,7 +92,7 @@ _ATTENTION = (
 )
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts bytes of storages that operations make, for as long as they live."""
 
     def __init__(self) -> None:
@@ -128,9 +137,9 @@ def trace_model(recipe: Recipe, vocab_size: int, machine: Machine, rows: int) ->
     model.activation_checkpoint = recipe.train.activation_checkpoint
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
     device = torch.device(machine.device)
-    with FakeTensorMode(), _quiet():
-        _to_fake(model, device)
-        convert(model, policy, kernels=Kernels(machine, _KERNELS, compile=False))
+    with FakeTensorMode(), quiet():
+        to_fake(model, device)
+        convert(model, policy, kernels=Kernels(machine, KERNELS, compile=False))
         try:
             return _run(model.train(), recipe, rows, device)
         except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException) as error:
@@ -139,7 +148,7 @@ def trace_model(recipe: Recipe, vocab_size: int, machine: Machine, rows: int) ->
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """What fake tensors cannot do is told by `Trace.trouble`; torch would print a traceback besides."""
     logger = logging.getLogger(fake_tensor.__name__)
     before = logger.disabled
@@ -150,7 +159,7 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _to_fake(model: nn.Module, device: torch.device) -> None:
+def to_fake(model: nn.Module, device: torch.device) -> None:
     """Replace meta parameters and buffers by fake ones on `device`, ties kept."""
     made: dict[int, Tensor] = {}
 
@@ -169,7 +178,7 @@ def _to_fake(model: nn.Module, device: torch.device) -> None:
 
 
 def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Trace:
-    live, flops = _LiveBytes(), FlopCounterMode(display=False, custom_mapping=_COUNTED)
+    live, flops = LiveBytes(), FlopCounterMode(display=False, custom_mapping=COUNTED)
     net: Any = model.net
     head = None
     if recipe.model.task == "image_classification":
@@ -179,7 +188,7 @@ def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Tra
             out = net(pixel_values=pixels)  # held until the bytes are counted
         kept, peak = live.live, live.peak
     else:
-        ids, arguments = _text_inputs(model, rows, recipe.data.seq_len, device)
+        ids, arguments = text_inputs(model, rows, recipe.data.seq_len, device)
         layer = net.get_output_embeddings()
         ours = recipe.model.task == "causal_lm" and isinstance(layer, nn.Linear) and layer.bias is None
         with flops, live:
@@ -192,11 +201,11 @@ def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Tra
             rows_wide = int(wanted * ids.numel()) * out.logits.shape[-1] * 4
             kept, peak = kept - out.logits.nbytes + rows_wide, peak + 3 * rows_wide
     counts = flops.get_flop_counts().get("Global", {})
-    attention = sum(count for op, count in counts.items() if op in _ATTENTION)
+    attention = sum(count for op, count in counts.items() if op in ATTENTION)
     return Trace(kept, peak, flops.get_total_flops() - attention, attention, head)
 
 
-def _text_inputs(model: HFModel, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+def text_inputs(model: HFModel, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
     """Packed rows: with positions and a block mask where the model takes positions, else plain rows."""
     ids = torch.zeros(rows, seq_len, dtype=torch.int64, device=device)
     if "position_ids" not in inspect.signature(model.net.forward).parameters:

@@ -120,7 +120,7 @@ class Planner:
         kernels = Kernels.from_sections(self.machine, recipe.ops, recipe.memory)
         schedule = ModeSchedule.from_section(recipe.precision, recipe.train.steps)
         modes = tuple(dict.fromkeys(mode for mode in (schedule.start_mode, schedule.mode) if mode))
-        parameters = "bf16" if recipe.optim.master == "stochastic" else ""
+        parameters = "" if recipe.optim.master == "fp32" else "bf16"
         policy = Policy.from_section(recipe.precision, self.machine.device, parameters=parameters)
         policies = {mode: policy.in_mode(mode) for mode in modes}
         rows = min(recipe.train.micro_batch, recipe.train.batch_size)
@@ -134,7 +134,7 @@ class Planner:
             trace=None if config else self._trace(recipe, rows),
             modes=modes,
             policies=policies,
-            products={mode: _products(model, policies[mode], config) for mode in modes},
+            products={mode: products_of(model, policies[mode], config) for mode in modes},
             num_parameters=sum(weight.numel() for weight in _weights(model)),
             num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
             num_narrow=sum(p.numel() for p, size in stored if size == 2),
@@ -177,7 +177,7 @@ def _compiles(recipe: Recipe, machine: Machine) -> bool:
     return wanted == "on" or (wanted == "auto" and possible and recipe.model.kind == "decoder")
 
 
-def _products(model: nn.Module, policy: Policy, config: DecoderConfig | None) -> tuple[Product, ...]:
+def products_of(model: nn.Module, policy: Policy, config: DecoderConfig | None) -> tuple[Product, ...]:
     """Linear layers and the router, in the model's order, with the formats that the policy gives them."""
     rows = {row.fqn: row for row in explain(model, policy)}
     found = []

@@ -1,0 +1,489 @@
+"""Layer classes of a model: layers of equal structure, measured once, however many there are.
+
+A model of 671 billion parameters has a dozen kinds of matrices. Its layers are sorted by structure, one of each class
+is measured (`layer_trace`, or the decoder's own formulas in `models.activation_bytes`), and `plan.solve` decides how
+many of each class are treated how. Everything is a straight line in the rows of a micro-batch. No weights, no GPU.
+"""
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from tilewright.core.config import ModelSection, Recipe
+from tilewright.core.errors import ConfigError
+from tilewright.core.hardware import Machine
+from tilewright.models.activation_bytes import layer_bytes, tile_bytes, weight_copy_bytes
+from tilewright.models.build import build_model, decoder_config
+from tilewright.models.config import DecoderConfig
+from tilewright.models.count import count_flops, layer_parameters, mlp_weights
+from tilewright.models.decoder import Decoder
+from tilewright.models.hf import HFModel
+from tilewright.ops.kernels import Kernels
+from tilewright.plan.footprint import LAYER_WORK, layer_storages
+from tilewright.plan.layer_trace import TracedLayer, trace_layers
+from tilewright.plan.trace import KERNELS, quiet, text_inputs, to_fake
+from tilewright.plan.workload import BYTES, Planner, Product, Workload, products_of
+from tilewright.precision.convert import convert
+from tilewright.precision.policy import Policy
+from tilewright.precision.schedule import ModeSchedule
+
+WORK_GUESS = 0.6
+"""Backward's need beyond what a layer keeps, as a share of it, where no trace can tell (experts of tilewright's own
+decoder); what traces of dense layers say, rounded up."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A quantity of `rows` rows: fixed + per_row * rows."""
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def __call__(self, rows: float) -> float:
+        return self.fixed + self.per_row * rows
+
+    @classmethod
+    def through(cls, one: float, two: float) -> "Line":
+        """The line through the values at one and at two rows."""
+        return cls(max(0.0, 2 * one - two), min(two - one, one))
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """Layers of one structure. Bytes are `Line`s in the rows of a micro-batch, FLOPs are of one row's forward pass."""
+
+    name: str
+    indices: tuple[int, ...]
+    num_parameters: int
+    active_parameters: float
+    """Of them those that a token passes."""
+    kept: Line
+    """From forward to backward with everything kept, the input among it."""
+    kept_selective: Line
+    input: Line
+    """The layer's input: all that a recomputed layer keeps."""
+    work: Line
+    """What backward needs beyond `kept`, gradients of weights left out."""
+    mlp_kept: Line
+    mlp_work: Line
+    mask: float
+    """Bytes a row of what attention holds for all pairs of positions (a mask); in `kept` too."""
+    products: tuple[Product, ...]
+    """Linear layers and the formats of their products."""
+    product_flops: float
+    mlp_flops: float
+    attention_flops: float
+    """Pairs that a causal mask leaves."""
+    largest_weight: int
+
+    @property
+    def count(self) -> int:
+        """Layers of the class."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as the planner sees it."""
+
+    family: str
+    classes: tuple[LayerClass, ...]
+    seq_len: int
+    dim: int
+    vocab_size: int
+    embedding_parameters: int
+    """Everything before the layers."""
+    head_parameters: int
+    """Everything behind them; 0 for a head that is tied to the embedding."""
+    stored_bytes: float
+    """Mean bytes of a parameter as stored."""
+    stream_bytes: int
+    product_bytes: int
+    product_format: str
+    compiled: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters."""
+        layers = sum(found.count * found.num_parameters for found in self.classes)
+        return layers + self.embedding_parameters + self.head_parameters
+
+    @property
+    def num_layers(self) -> int:
+        """All layers."""
+        return sum(found.count for found in self.classes)
+
+    def class_of(self, layer: int) -> LayerClass:
+        """The class of a layer by its number."""
+        return next(found for found in self.classes if layer in found.indices)
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """Layer numbers as people write them.
+
+    Example:
+        >>> ranges([0, 1, 2, 5, 7, 8])
+        '0-2, 5, 7-8'
+    """
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+class ShapeFinder:
+    """Finds shapes of one model in several settings; keeps the meta model between them.
+
+    Args:
+        vocab_size: of the tokenizer.
+        machine: where it would run.
+    """
+
+    def __init__(self, vocab_size: int, machine: Machine) -> None:
+        self.vocab_size = vocab_size
+        self.machine = machine
+        self._skeletons: dict[object, _Skeleton] = {}
+
+    def find(self, recipe: Recipe) -> ModelShape:
+        """The shape of a recipe's model.
+
+        Raises:
+            ConfigError: not a model that this planner knows, or one whose layer cannot be traced.
+            CheckpointError: its folder cannot be read.
+        """
+        _refuse(recipe)
+        mode = ModeSchedule.from_section(recipe.precision, recipe.train.steps).mode
+        parameters = "" if recipe.optim.master == "fp32" else "bf16"
+        policy = Policy.from_section(recipe.precision, self.machine.device, parameters=parameters).in_mode(mode)
+        if recipe.model not in self._skeletons:
+            self._skeletons[recipe.model] = _skeleton(recipe, self.vocab_size)
+        skeleton = self._skeletons[recipe.model]
+        if skeleton.config is not None:
+            return _decoder_shape(skeleton, recipe, policy, mode, self.machine)
+        return _foreign_shape(skeleton, recipe, policy, self.machine)
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    """A meta model with one layer of each class in the place of all of them."""
+
+    model: nn.Module
+    layers: tuple[nn.Module, ...]
+    indices: tuple[tuple[int, ...], ...]
+    embedding_parameters: int
+    head_parameters: int
+    config: DecoderConfig | None
+    """The whole decoder's; None for a foreign model."""
+
+
+def _refuse(recipe: Recipe) -> None:
+    task = recipe.model.task
+    if task != "causal_lm":
+        raise ConfigError(
+            "The joint planner knows causal language models only.",
+            got=f'model.task = "{task}"',
+            need='model.task = "causal_lm"',
+            try_="tilewright plan without --device-memory, --host-memory and --on",
+            where="model.task",
+        )
+    if recipe.lora.rank:
+        raise ConfigError(
+            "The joint planner does not know adapters yet.",
+            got=f"lora.rank = {recipe.lora.rank}",
+            need="lora.rank = 0",
+            try_="tilewright plan without --device-memory, --host-memory and --on",
+            where="lora.rank",
+        )
+
+
+def _skeleton(recipe: Recipe, vocab_size: int) -> _Skeleton:
+    if recipe.model.kind == "decoder":
+        return _short_decoder(recipe.model, vocab_size)
+    model = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
+    assert isinstance(model, HFModel)
+    return _foreign_skeleton(model)
+
+
+def _short_decoder(section: ModelSection, vocab_size: int) -> _Skeleton:
+    """A decoder with one layer of each kind."""
+    config = decoder_config(section, vocab_size)
+    kinds = {config.is_moe(layer): layer for layer in reversed(range(config.num_layers))}
+    indices = tuple(
+        tuple(layer for layer in range(config.num_layers) if config.is_moe(layer) == moe) for moe in sorted(kinds)
+    )
+    short = replace(config, num_layers=len(kinds), num_dense_layers=int(False in kinds))
+    with torch.device("meta"):
+        model = Decoder(short, Kernels.default())
+    embedding = config.vocab_size * config.dim
+    head = config.dim + (0 if config.tie_embeddings else embedding)
+    return _Skeleton(model, tuple(model.blocks), indices, embedding, head, config)
+
+
+def _foreign_skeleton(model: HFModel) -> _Skeleton:
+    """Sort the layers of a foreign model by structure and keep one of each."""
+    stack_name, stack = max(
+        ((name, module) for name, module in model.net.named_modules() if isinstance(module, nn.ModuleList)),
+        key=lambda pair: sum(p.numel() for p in pair[1].parameters()),
+        default=("", None),
+    )
+    if stack is None:
+        raise ConfigError(
+            "The planner finds no layers in this model.",
+            got=type(model.net).__name__,
+            need="a list of layers (torch's ModuleList)",
+            try_="tilewright plan without --device-memory, --host-memory and --on",
+            where="model.path",
+        )
+    groups: dict[object, list[int]] = {}
+    for index, layer in enumerate(stack):
+        groups.setdefault(_structure(layer), []).append(index)
+    layers = tuple(stack[indices[0]] for indices in groups.values())
+    inside = {id(p) for p in stack.parameters()}
+    embedding = sum(p.numel() for p in model.net.get_input_embeddings().parameters())
+    total = sum(p.numel() for p in model.net.parameters() if id(p) not in inside)
+    owner_name, _, name = stack_name.rpartition(".")
+    model.net.get_submodule(owner_name)._modules[name] = nn.ModuleList(layers)
+    indices = tuple(tuple(found) for found in groups.values())
+    return _Skeleton(model, layers, indices, embedding, total - embedding, None)
+
+
+def _structure(layer: nn.Module) -> object:
+    """What makes two layers alike: modules, shapes and settings, the layer's own number left out."""
+    modules = []
+    for name, module in layer.named_modules():
+        tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in module.named_parameters(recurse=False))
+        plain = tuple(
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, (int, float, str, type(None))) and key not in ("layer_idx", "layer_id")
+        )
+        modules.append((name, type(module).__qualname__, tensors, plain))
+    return tuple(modules)
+
+
+def _foreign_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> ModelShape:
+    model = copy.deepcopy(skeleton.model)
+    assert isinstance(model, HFModel)
+    first = copy.deepcopy(skeleton.layers)  # for shapes; the traced copy is converted
+    table = products_of(model, policy, None)
+    numbers = _layer_numbers(skeleton.model, skeleton.layers)
+    traced = [_trace_foreign(copy.deepcopy(model), numbers, recipe, policy, machine, rows) for rows in (1, 2)]
+    classes = []
+    for place, (indices, one, two) in enumerate(zip(skeleton.indices, *traced, strict=True)):
+        products = tuple(p for p in table if p.fqn.startswith(numbers[place] + "."))
+        flops = one.products
+        num_parameters = sum(p.numel() for p in first[place].parameters())
+        active = num_parameters - max(0.0, sum(p.numel() for p in first[place].parameters() if p.dim() == 3))
+        linear = sum(p.num_weights for p in products)
+        experts = max(0.0, flops / (2 * recipe.data.seq_len) - linear)
+        classes.append(
+            LayerClass(
+                name=_name(place, skeleton, active < num_parameters),
+                indices=indices,
+                num_parameters=num_parameters,
+                active_parameters=min(num_parameters, active + experts),
+                kept=Line.through(one.kept, two.kept),
+                kept_selective=Line.through(one.kept_selective, two.kept_selective),
+                input=Line(0, one.input),
+                work=Line.through(one.work, two.work),
+                mlp_kept=Line.through(one.mlp_kept, two.mlp_kept),
+                mlp_work=Line.through(one.mlp_work, two.mlp_work),
+                mask=0.0,
+                products=products,
+                product_flops=flops,
+                mlp_flops=one.mlp_products,
+                attention_flops=one.attention / 2,
+                largest_weight=max((p.numel() for p in first[place].parameters()), default=0),
+            )
+        )
+    net: Any = model.net
+    layer = net.get_output_embeddings()
+    return ModelShape(
+        family=f"{type(net).__name__} ({net.config.model_type})",
+        classes=tuple(classes),
+        seq_len=recipe.data.seq_len,
+        dim=layer.in_features,
+        vocab_size=layer.out_features,
+        embedding_parameters=skeleton.embedding_parameters,
+        head_parameters=skeleton.head_parameters,
+        stored_bytes=2 if recipe.optim.master != "fp32" else BYTES[policy.storage],
+        stream_bytes=BYTES[policy.stream],
+        product_bytes=BYTES[policy.product],
+        product_format=policy.product,
+        compiled=False,
+        notes=_notes(recipe),
+    )
+
+
+def _name(place: int, skeleton: _Skeleton, experts: bool) -> str:
+    if len(skeleton.layers) == 1:
+        return "layer"
+    many = len(skeleton.layers) > 2
+    return ("experts" if experts else "dense") + (f"-{place}" if many else "")
+
+
+def _layer_numbers(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(layer)] for layer in layers]
+
+
+def _trace_foreign(
+    model: nn.Module, names: Sequence[str], recipe: Recipe, policy: Policy, machine: Machine, rows: int
+) -> list[TracedLayer]:
+    """Trace one layer of each class on a fake CPU; `model` is used up by it."""
+    assert isinstance(model, HFModel)
+    device, on_cpu = torch.device("cpu"), replace(policy, device_type="cpu")  # the trace's device, whatever the run's
+    section = recipe.model
+    with FakeTensorMode(), quiet():
+        to_fake(model, device)
+        convert(model, on_cpu, kernels=Kernels(machine, KERNELS, compile=False))
+        net: Any = model.train().net
+        ids, arguments = text_inputs(model, rows, recipe.data.seq_len, device)
+        layers = [model.get_submodule(name) for name in names]
+        try:
+            return trace_layers(layers, lambda: net.base_model(input_ids=ids, **arguments))
+        except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException) as error:
+            raise _untraceable(section, error, layers) from error
+
+
+def _untraceable(section: ModelSection, error: Exception, layers: Sequence[nn.Module]) -> ConfigError:
+    """Which module stopped the trace, as far as the traceback tells, and what to do."""
+    culprit, trace = type(layers[0]).__name__, error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and not type(module).__module__.startswith("torch."):
+            culprit = type(module).__name__
+        trace = trace.tb_next
+    return ConfigError(
+        "A layer of this model cannot be traced without data.",
+        got=f"module {culprit}: {str(error).splitlines()[0]}",
+        need="a forward pass whose shapes do not depend on the values of tensors",
+        try_='describe the model as a decoder of the same shape (model.kind = "decoder", model.dim, model.num_layers, '
+        "model.num_experts, ...): its costs are known by formula",
+        where=section.path or "model",
+    )
+
+
+def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: str, machine: Machine) -> ModelShape:
+    assert skeleton.config is not None
+    config: DecoderConfig = skeleton.config
+    short: Any = skeleton.model
+    work = Planner(config.vocab_size, machine).workload(_described(recipe, short.config))
+    flops = count_flops(config, recipe.data.seq_len)
+    share = _work_share(config, recipe, policy, machine)
+    storages = layer_storages(work, mode)
+    classes = []
+    for place, indices in enumerate(skeleton.indices):
+        index, moe = indices[0], short.config.is_moe(place)
+        kept = {
+            name: Line.through(*(_kept(work, short.config, place, storages, name, policy, rows) for rows in (1, 2)))
+            for name in ("none", "selective")
+        }
+        mlp = _mlp_share(short.config, place, storages[place])
+        mask = 0.0 if work.compiled else float(recipe.data.seq_len**2 * BYTES[policy.product])
+        everything = Line(kept["none"].fixed, kept["none"].per_row + mask)
+        of_mlp = Line(0, mlp * kept["none"].per_row)
+        wide = layer_parameters(config, index)
+        inactive = config.num_experts - config.num_experts_per_token if moe else 0
+        classes.append(
+            LayerClass(
+                name="layer" if len(skeleton.indices) == 1 else "experts" if moe else "dense",
+                indices=indices,
+                num_parameters=wide,
+                active_parameters=wide - inactive * 3 * config.dim * config.expert_dim,
+                kept=everything,
+                kept_selective=kept["selective"],
+                input=Line(0, recipe.data.seq_len * config.dim * BYTES[policy.stream]),
+                work=Line(0, share * kept["none"].per_row),
+                mlp_kept=of_mlp,
+                mlp_work=Line(0, share * of_mlp.per_row),
+                mask=mask,
+                products=tuple(p for p in work.products[mode] if f".layers.{place}." in p.fqn),
+                product_flops=float(flops.layers[index] * recipe.data.seq_len),
+                mlp_flops=2.0 * mlp_weights(config, index) * recipe.data.seq_len
+                - 2.0 * inactive * 3 * config.dim * config.expert_dim * recipe.data.seq_len,
+                attention_flops=flops.attention * recipe.data.seq_len,
+                largest_weight=config.dim * max(config.ffn_dim if not moe else config.expert_dim, config.dim),
+            )
+        )
+    return ModelShape(
+        family="tilewright decoder",
+        classes=tuple(classes),
+        seq_len=recipe.data.seq_len,
+        dim=config.dim,
+        vocab_size=config.vocab_size,
+        embedding_parameters=skeleton.embedding_parameters,
+        head_parameters=skeleton.head_parameters,
+        stored_bytes=work.parameter_bytes / work.num_parameters,
+        stream_bytes=BYTES[policy.stream],
+        product_bytes=BYTES[policy.product],
+        product_format=policy.product,
+        compiled=work.compiled,
+        notes=_notes(recipe),
+    )
+
+
+def _described(recipe: Recipe, config: DecoderConfig) -> Recipe:
+    """The recipe with a decoder of this shape, its checkpoint mode left out."""
+    names = {field.name for field in fields(DecoderConfig)} & set(ModelSection.model_fields)
+    section = ModelSection(**{name: getattr(config, name) for name in names})
+    train = recipe.train.model_copy(update={"activation_checkpoint": "none"})
+    return recipe.model_copy(update={"model": section, "train": train})
+
+
+def _kept(
+    work: Workload, config: DecoderConfig, layer: int, storages: Any, name: Any, policy: Policy, rows: int
+) -> float:
+    """Bytes that a decoder's layer keeps of `rows` rows."""
+    kept, tokens = storages[layer], rows * work.seq_len
+    total = layer_bytes(config, layer, name, kept) * tokens + tile_bytes(config, layer, name, kept, tokens)
+    return total + weight_copy_bytes(config, layer, name, kept, BYTES[policy.storage])
+
+
+def _mlp_share(config: DecoderConfig, layer: int, kept: Any) -> float:
+    """The token-wise part's share of what a layer keeps, found by making that part almost nothing."""
+    thin = replace(config, ffn_dim=1, expert_dim=1 if config.num_experts else 0)
+    whole, rest = layer_bytes(config, layer, "none", kept), layer_bytes(thin, layer, "none", kept)
+    return max(0.0, 1 - rest / whole)
+
+
+def _work_share(config: DecoderConfig, recipe: Recipe, policy: Policy, machine: Machine) -> float:
+    """Backward's need as a share of what a layer keeps: traced on a dense layer, eager; on a CPU as measured."""
+    if machine.device == "cpu":
+        return LAYER_WORK
+    if config.num_experts or policy.is_fp8:
+        return WORK_GUESS
+    short = replace(config, num_layers=1, vocab_size=8)
+    with torch.device("meta"):
+        model = Decoder(short, Kernels(machine, KERNELS, compile=False))
+    with FakeTensorMode(), quiet():
+        to_fake(model, torch.device("cpu"))
+        convert(model, replace(policy, device_type="cpu"), kernels=Kernels(machine, KERNELS, compile=False))
+        model.train()
+        ids = torch.zeros(1, recipe.data.seq_len, dtype=torch.int64)
+        try:
+            (found,) = trace_layers(list(model.blocks), lambda: model.hidden(ids, ids, None))
+        except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException):
+            return WORK_GUESS
+    return found.work / found.kept
+
+
+def _notes(recipe: Recipe) -> tuple[str, ...]:
+    single = [rule.match for rule in recipe.precision.rules if re.search(r"layers?\.\d", rule.match)]
+    if not single:
+        return ()
+    return (f"precision rules of single layers count for the first of their class: {', '.join(single)}",)

@@ -1,0 +1,159 @@
+"""What one layer keeps, needs and computes, found by running it alone, forward and backward, on fake tensors.
+
+The model is run once as a whole, so that each layer gets the arguments that it would get; a hook measures the layer
+where it stands, inside whatever its model wraps around it. Called by `plan.classes`.
+
+Legend: B rows  S positions.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tilewright.models.activation import selective_contexts
+from tilewright.plan.trace import ATTENTION, COUNTED, LiveBytes
+
+MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
+"""What the part of a layer is called that looks at each token for itself."""
+
+_GROUPED = [f for f in (torch._grouped_mm, getattr(F, "grouped_mm", None)) if f is not None]
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """One layer and one micro-batch, in bytes and in FLOPs of a forward pass.
+
+    `kept`, `kept_selective`: from forward to backward, its input among them, its output not. `input`: of its input.
+    `work`: most that backward has alive beyond `kept`, gradients of weights left out. `mlp_kept`, `mlp_work`: the same
+    of its token-wise part alone; 0 where none was found. `products`, `mlp_products`: matrix products. `attention`:
+    fused attention, all pairs of positions.
+    """
+
+    kept: int
+    kept_selective: int
+    input: int
+    work: int
+    mlp_kept: int
+    mlp_work: int
+    products: float
+    mlp_products: float
+    attention: float
+
+
+def trace_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -> list[TracedLayer]:
+    """Measure each layer while `run` passes through all of them. Needs fake tensors all around."""
+    found: dict[int, TracedLayer] = {}
+    busy = []
+
+    def measure(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if not busy:  # the measurement calls the layer too
+            busy.append(layer)
+            found[id(layer)] = _trace_layer(layer, args, kwargs)
+            busy.pop()
+
+    handles = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in layers]
+    try:
+        with torch.no_grad(), _FusedOnCpu():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [found[id(layer)] for layer in layers]
+
+
+class _FusedOnCpu(TorchFunctionMode):
+    """Lets a trace on a fake CPU take the fused operations that a GPU takes.
+
+    Values narrower than keys are padded for attention, and grouped products of FP32 operands run on BF16 copies.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and len(args) >= 3 and args[2].shape[-1] < args[1].shape[-1]:
+            query, key, value, *rest = args
+            padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+            return func(query, key, padded, *rest, **(kwargs or {}))[..., : value.shape[-1]]
+        if func in _GROUPED and args[0].dtype != torch.bfloat16:
+            rows, weights, *rest = args
+            return func(rows.bfloat16(), weights.bfloat16(), *rest, **(kwargs or {})).to(rows.dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
+    mlp, call = _mlp_call(layer, args, kwargs)
+    kept, work = _kept_and_work(layer, args, kwargs)
+    selective, _ = _kept_and_work(_Selective(layer), args, kwargs, backward=False)
+    products, attention = _flops(layer, args, kwargs)
+    mlp_kept, mlp_work, mlp_products = 0, 0, 0.0
+    if mlp is not None:
+        mlp_kept, mlp_work = _kept_and_work(mlp, *call)
+        mlp_kept = max(0, mlp_kept - _first(call[0]).nbytes)  # its output leaves; its input is the norm's
+        mlp_products, _ = _flops(mlp, *call)
+    input_bytes = _first((args, kwargs)).nbytes
+    return TracedLayer(kept, selective, input_bytes, work, mlp_kept, mlp_work, products, mlp_products, attention)
+
+
+class _Selective:
+    """A layer under selective checkpointing."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.layer, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
+
+
+def _mlp_call(layer: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module | None, tuple[Any, Any]]:
+    """The token-wise part of a layer, and what it is called with."""
+    mlp = next((child for name, child in layer.named_children() if MLP_NAME.search(name)), None)
+    calls: list[tuple[Any, Any]] = []
+    if mlp is None:
+        return None, ((), {})
+    handle = mlp.register_forward_pre_hook(lambda _, a, k: calls.append((a, k)), with_kwargs=True)
+    layer(*args, **kwargs)
+    handle.remove()
+    return (mlp, calls[0]) if calls else (None, ((), {}))
+
+
+@torch.enable_grad()
+def _kept_and_work(run: Callable[..., Any], args: Any, kwargs: Any, *, backward: bool = True) -> tuple[int, int]:
+    """Bytes alive after forward, its output counted as its input would be, and what backward adds at most."""
+    first = _first((args, kwargs))
+    edge = first.detach().requires_grad_()
+    args, kwargs = _replaced((args, kwargs), first, edge)
+    live = LiveBytes()
+    with live:
+        out = _first(run(*args, **kwargs))
+        kept = live.live
+        live.peak = kept
+        if backward:
+            torch.autograd.grad(out, [edge], torch.empty_like(out))
+    return kept, live.peak - kept
+
+
+def _flops(run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[float, float]:
+    """FLOPs of a forward pass: in products, and in fused attention."""
+    counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+    with torch.no_grad(), counter:
+        run(*args, **kwargs)
+    counts = counter.get_flop_counts().get("Global", {})
+    attention = sum(count for op, count in counts.items() if op in ATTENTION)
+    return counter.get_total_flops() - attention, attention
+
+
+def _first(tree: Any) -> Tensor:
+    """The hidden states among the arguments of a layer, or its results."""
+    return next(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def _replaced(call: tuple[Any, Any], old: Tensor, new: Tensor) -> tuple[Any, Any]:
+    args, kwargs = call
+    return tuple(new if a is old else a for a in args), {k: new if v is old else v for k, v in kwargs.items()}

@@ -1,0 +1,129 @@
+"""Layer classes against the whole model: parameters, activations and FLOPs add up, and big models take seconds."""
+
+import json
+import time
+
+import pytest
+
+from tests.plan.rates import GIB, make_machine, make_recipe
+from tests.plan.shapes import DEEPSEEK_V3, DENSE_42B, LLAMA_8B, QWEN3_32B
+from tests.plan.test_cost import HF, MLA, MOE
+from tilewright.core.errors import ConfigError
+from tilewright.models.activation_bytes import head_bytes
+from tilewright.models.count import count_flops, count_parameters
+from tilewright.plan.classes import Line, ShapeFinder, ranges
+from tilewright.plan.footprint import activation_bytes, storage
+from tilewright.plan.workload import Planner
+
+CPU, H200 = make_machine(), make_machine(139 * GIB, "cuda")
+
+
+def folder(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("model", [{}, MOE, MLA | MOE], ids=["dense", "moe", "mla_moe"])
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+def test_decoder_classes_add_up_to_the_whole_model(model, checkpoint):
+    recipe = make_recipe(model=model, train={"micro_batch": 3, "activation_checkpoint": checkpoint})
+    shape = ShapeFinder(512, CPU).find(recipe)
+    work = Planner(512, CPU).workload(recipe)
+    assert shape.num_parameters == work.num_parameters
+    assert sorted(i for found in shape.classes for i in found.indices) == [0, 1, 2]
+    lines = {"none": "kept", "selective": "kept_selective", "full": "input"}
+    ours = sum(found.count * getattr(found, lines[checkpoint])(3) for found in shape.classes)
+    whole = activation_bytes(work, "bf16_mixed")
+    whole -= head_bytes(work.config, work.num_tokens, storage(work, "bf16_mixed"))
+    assert ours == pytest.approx(whole, rel=0.01)
+    flops = count_flops(work.config, 128)
+    assert sum(found.count * found.product_flops for found in shape.classes) == 128 * sum(flops.layers)
+    counted = count_parameters(work.config)
+    active = counted.active - counted.embedding - counted.head - counted.final_norm
+    assert sum(found.count * found.active_parameters for found in shape.classes) == active
+
+
+def test_foreign_classes_add_up_to_the_trace_of_the_whole_model(tmp_path):
+    pytest.importorskip("transformers")
+    recipe = make_recipe(model={"kind": "hf", "path": folder(tmp_path, HF)}, train={"micro_batch": 2})
+    shape = ShapeFinder(512, CPU).find(recipe)
+    work = Planner(512, CPU).workload(recipe)
+    assert shape.num_parameters == work.num_parameters
+    (layer,) = shape.classes
+    assert layer.count == 3
+    assert 3 * layer.kept(2) == pytest.approx(
+        work.trace.kept_bytes, rel=0.08
+    )  # the norm behind the layers is not in it
+    assert 3 * 2 * layer.product_flops == work.trace.flops
+    assert 3 * 2 * layer.attention_flops == work.trace.attention_flops / 2
+    assert layer.input(2) == 2 * 128 * 128 * 2
+    assert layer.input(1) < layer.kept_selective(1) < layer.kept(1)
+    assert 0 < layer.mlp_kept(1) < layer.kept(1)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "counts"),
+    [(LLAMA_8B, 8_030_261_248, [32]), (QWEN3_32B, 32_762_123_264, [64]), (DEEPSEEK_V3, 671_026_404_352, [3, 58])],
+    ids=["llama", "qwen3", "deepseek"],
+)
+def test_well_known_models_take_seconds_and_no_memory(tmp_path, config, parameters, counts):
+    pytest.importorskip("transformers")
+    path = folder(tmp_path, config)
+    recipe = make_recipe(model={"kind": "hf", "path": path}, data={"seq_len": 1024})
+    start = time.monotonic()
+    shape = ShapeFinder(config["vocab_size"], H200).find(recipe)
+    took = time.monotonic() - start
+    assert shape.num_parameters == parameters
+    assert [found.count for found in shape.classes] == counts
+    active = sum(found.count * found.active_parameters for found in shape.classes)
+    forward = sum(found.count * found.product_flops for found in shape.classes)
+    assert forward == pytest.approx(2 * 1024 * active, rel=0.01)
+    for found in shape.classes:
+        assert found.input(1) < found.kept_selective(1) < found.kept(1), found.name
+    assert took < 60, f"{took:.1f} s"
+
+
+def test_our_decoder_and_the_same_model_of_transformers_agree(tmp_path):
+    pytest.importorskip("transformers")
+    path = folder(tmp_path, LLAMA_8B)
+    ours, theirs = (
+        ShapeFinder(128256, H200).find(make_recipe(model={"kind": kind, "path": path}, data={"seq_len": 1024}))
+        for kind in ("decoder", "hf")
+    )
+    assert ours.num_parameters == theirs.num_parameters
+    assert ours.classes[0].product_flops == theirs.classes[0].product_flops
+    assert ours.classes[0].attention_flops == pytest.approx(theirs.classes[0].attention_flops, rel=0.01)
+    assert ours.classes[0].kept(1) < theirs.classes[0].kept(1)  # compiled layers keep less than eager ones
+
+
+def test_forty_two_billion_parameters():
+    shape = ShapeFinder(128256, H200).find(make_recipe(model=DENSE_42B, data={"seq_len": 8192}))
+    assert shape.num_parameters == 42_456_552_960
+    assert shape.num_layers == 66
+
+
+def test_what_the_joint_planner_does_not_know_is_an_error():
+    for recipe in (
+        make_recipe(model={"kind": "hf", "path": "x", "task": "masked_lm"}),
+        make_recipe(lora={"rank": 8}),
+    ):
+        with pytest.raises(ConfigError, match="joint planner") as caught:
+            ShapeFinder(512, CPU).find(recipe)
+        assert all((p.got and p.need and p.try_) for p in caught.value.problems)
+
+
+def test_a_module_that_cannot_be_traced_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self, x):
+        return x * float(x.sum().item())
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(ConfigError, match="module LlamaMLP"):
+        ShapeFinder(512, CPU).find(make_recipe(model={"kind": "hf", "path": folder(tmp_path, HF)}))
+
+
+def test_lines_and_ranges():
+    assert Line.through(12, 22)(5) == 52
+    assert ranges([3, 1, 2, 9]) == "1-3, 9"
