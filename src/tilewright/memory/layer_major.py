@@ -44,6 +44,10 @@ class Residence(Protocol):
         """Let go of it; its bytes are kept where they are at home."""
         ...
 
+    def flush(self) -> None:
+        """Wait until all that was released is at home."""
+        ...
+
 
 class AtHome:
     """The residence of parameters that live on the device."""
@@ -55,6 +59,9 @@ class AtHome:
         """Nothing to do."""
 
     def release(self, part: Slice, *, changed: bool) -> None:
+        """Nothing to do."""
+
+    def flush(self) -> None:
         """Nothing to do."""
 
 

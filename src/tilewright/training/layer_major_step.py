@@ -153,6 +153,7 @@ class LayerMajorExecutor:
             norm = self._lagged(batches, attempt) if self.lagged is not None else self._exact(batches, attempt)
         finally:
             self.run.end()
+        self.run.residence.flush()
         loss = attempt.loss_sum / num_targets
         self._watch(loss, norm)
         if attempt.skipped is None:

@@ -1,15 +1,22 @@
-"""The layer-major executor of a recipe: slices, where their parts live, what is kept to undo a step.
+"""From a recipe's `[memory]` to the layer-major executor: slices, where their bytes are at home, what undoes a step.
 
 Called by `assemble`.
 """
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from tilewright.core.config import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
 from tilewright.memory.ledger import Ledger
-from tilewright.models.contract import Model
-from tilewright.models.layered import find_slices
+from tilewright.memory.residence import Tiers
+from tilewright.models.contract import FirstValues, Model
+from tilewright.models.first_values import random_values, stored_values
+from tilewright.models.layered import Layered, Slices, find_slices
 from tilewright.models.layered_hf import layered
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
@@ -18,31 +25,104 @@ from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.layer_major_step import LayerMajorExecutor
 
 
+@dataclass(frozen=True)
+class Sliced:
+    """A model in slices."""
+
+    view: Layered
+    slices: Slices
+    home: Tiers
+
+
+def comes_in_slices(recipe: Recipe) -> bool:
+    """Whether parameters get their first bytes slice by slice, each in its tier. A foreign model has to be run before
+    it can be cut, so it is made whole."""
+    return recipe.memory.executor == "layer_major" and recipe.model.kind == "decoder"
+
+
+def first_values(recipe: Recipe, model: Model) -> FirstValues | None:
+    """What fills the slices of a model on the meta device; None where the model has its values."""
+    if not comes_in_slices(recipe):
+        return None
+    if recipe.model.weights == "load":
+        return stored_values(model, recipe.model.path)
+    return random_values(model, recipe.run.seed)
+
+
+def slice_up(
+    recipe: Recipe,
+    model: Model,
+    optimizer: DeepSeekAdam,
+    device: torch.device,
+    *,
+    folder: Path,
+    values: FirstValues | None,
+) -> Sliced:
+    """Cut a model and give its parameters and states their homes.
+
+    Args:
+        recipe: reads `[memory]`.
+        model: converted; its parameters vacant where there are `values`.
+        optimizer: over them.
+        device: where the model computes.
+        folder: of the disk tier.
+        values: first values.
+
+    Raises:
+        FitError: a tier has not so much room.
+        ConfigError: the folder cannot be written.
+    """
+    memory = recipe.memory
+    view = layered(model)
+    slices = find_slices(model, view, memory.group)
+    if "disk" in (memory.parameters, memory.states):
+        folder.mkdir(parents=True, exist_ok=True)
+    home = Tiers(
+        model,
+        slices,
+        optimizer,
+        device,
+        parameters=memory.parameters,
+        states=memory.states,
+        folder=folder,
+        prefetch=memory.prefetch,
+        values=values,
+    )
+    return Sliced(view, slices, home)
+
+
 def make_executor(
     recipe: Recipe,
     model: Model,
+    sliced: Sliced,
     optimizer: DeepSeekAdam,
     *,
     clip: GradClip,
     ledger: Ledger,
     kernels: Kernels,
-    weights: QuantizedWeights,
+    weights: QuantizedWeights | None,
+    folder: Path,
 ) -> LayerMajorExecutor:
-    """The executor that `[memory]` describes."""
-    memory, optim = recipe.memory, recipe.optim
-    view = layered(model)
-    slices = find_slices(model, view, memory.group)
-    lagged = optim.clip == "lagged"
+    """The executor that `[memory]` describes.
+
+    Raises:
+        ConfigError: the disk tier's folder cannot be written.
+    """
+    memory, lagged = recipe.memory, recipe.optim.clip == "lagged"
+    if memory.inputs == "disk":
+        folder.mkdir(parents=True, exist_ok=True)
+    inputs = InputStore(memory.inputs, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
     return LayerMajorExecutor(
         model,
-        view,
-        slices,
+        sliced.view,
+        sliced.slices,
         optimizer,
         clip=clip,
         lagged=lagged,
         undo=Journal("host", ledger.device) if lagged and memory.undo == "journal" else None,
         device=ledger.device,
-        inputs=InputStore("device", ledger.device, recipe.train.checkpoint_inputs, kernels=kernels),
+        inputs=inputs,
+        residence=sliced.home,
         weights=weights,
         ledger=ledger,
     )
