@@ -300,6 +300,18 @@ class MemorySection(Section):
     slice of layers, then the next; backward recomputes a slice, updates its parameters at once, and lets go."""
     group: int = Field(default=1, ge=1)
     """layer_major: layers in one slice."""
+    parameters: Tier = "device"
+    """layer_major: where parameters are at home. A slice comes to the device while it is used. On a CPU run `host`
+    is the same memory, and `disk` is what lies beyond it."""
+    states: Tier = "device"
+    """layer_major: where the optimizer's states are at home. A slice's come to the device for its update."""
+    inputs: Tier = "device"
+    """layer_major: where the layers' inputs wait for the backward pass. `train.checkpoint_inputs` says in which format."""
+    tier_dir: str = ""
+    """Folder of the disk tier. Its files have no names and are gone with the process. Empty: the run folder."""
+    prefetch: int = Field(default=1, ge=0)
+    """layer_major: slices that are fetched, or written back, while another is computed. Each takes a buffer of the
+    largest slice."""
     undo: Literal["journal", "checkpoint"] = "journal"
     """layer_major with `optim.clip = "lagged"`: what a bad gradient in the middle of a step, some slices updated
     already, goes back to. The slices' bytes before the step, or the newest checkpoint."""

@@ -33,6 +33,14 @@ _LOW_PRECISION = (
 )
 
 
+_SLICES = ("group", "parameters", "states", "inputs", "tier_dir", "prefetch", "undo")
+
+
+def _tiers(recipe: Recipe) -> set[str]:
+    memory = recipe.memory
+    return {memory.parameters, memory.states, memory.inputs}
+
+
 def _fp8_modes(recipe: Recipe) -> bool:
     return any(
         mode is not None and mode.startswith("fp8") for mode in (recipe.precision.mode, recipe.precision.start_mode)
@@ -67,7 +75,9 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.ops.attention == "ref", 'ops.attention = "ref"', "memory", ("attention_block",)),
     (lambda r: r.model.kind == "hf", 'model.kind = "hf"', "memory", ("attention_block",)),
     (lambda r: r.ops.cross_entropy == "ref", 'ops.cross_entropy = "ref"', "memory", ("loss_tile",)),
-    (lambda r: r.memory.executor == "standard", 'memory.executor = "standard"', "memory", ("group", "undo")),
+    (lambda r: r.memory.executor == "standard", 'memory.executor = "standard"', "memory", _SLICES),
+    (lambda r: _tiers(r) == {"device"}, "everything lives on the device", "memory", ("prefetch",)),
+    (lambda r: "disk" not in _tiers(r), "nothing lives on disk", "memory", ("tier_dir",)),
     (lambda r: r.optim.clip == "exact", 'optim.clip = "exact"', "memory", ("undo",)),
     (lambda r: not r.save.export_hf, "save.export_hf = false", "save", ("export_format",)),
     (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"', "optim", ("decay_fraction",)),

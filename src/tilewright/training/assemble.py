@@ -7,6 +7,7 @@ Components take plain arguments; this is the one file that reads a whole recipe.
 import random
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tilewright.data.images import PreparedImages
 from tilewright.data.prepare import PreparedData, prepare
 from tilewright.data.stream import Stream
 from tilewright.data.tokenizer import Tokenizer
+from tilewright.memory.lazy import fill_buffers, vacate
 from tilewright.memory.ledger import Ledger
 from tilewright.memory.tiled import tile_mlps
 from tilewright.models.contract import Model
@@ -48,7 +50,14 @@ from tilewright.training.adapters import build_adapted
 from tilewright.training.control import StepControl
 from tilewright.training.counters import Counters
 from tilewright.training.layer_major_step import LayerMajorExecutor
-from tilewright.training.slicing import make_executor, refuse_loss_scaling
+from tilewright.training.slicing import (
+    Sliced,
+    comes_in_slices,
+    first_values,
+    make_executor,
+    refuse_loss_scaling,
+    slice_up,
+)
 from tilewright.training.state import TrainState
 from tilewright.training.step import Batch, Executor, StandardExecutor
 
@@ -103,6 +112,12 @@ class Setup:
         return wanted == "on" or (wanted == "auto" and not fault and self.recipe.model.kind == "decoder")
 
     @property
+    def tier_dir(self) -> Path:
+        """Folder of the disk tier."""
+        run = self.recipe.run
+        return Path(self.recipe.memory.tier_dir or Path(run.dir) / (run.name or self.loaded.name))
+
+    @property
     def memory_limit(self) -> int:
         """Bytes that the run may use on the device."""
         return self.recipe.plan.device_budget or self.machine.device_memory_bytes
@@ -118,8 +133,9 @@ class Modes:
     mode: str
     needs_loss_scaling: bool
     """True where one of the run's modes passes gradients through FP16."""
-    weights: QuantizedWeights
-    """Codes of the weights of layers with 8-bit products, made once a step."""
+    weights: QuantizedWeights | None
+    """Codes of the weights of layers with 8-bit products, made once a step. None where weights do not stay on the
+    device: their codes are then made in each pass."""
 
     def enter(self, step: int) -> str | None:
         """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
@@ -128,8 +144,13 @@ class Modes:
             return None
         before, self.mode = self.mode, mode
         set_mode(self.model, self.policy.in_mode(mode))
-        self.weights.refresh()
+        self.refresh()
         return f"{before} -> {mode} from step {step + 1} on"
+
+    def refresh(self) -> None:
+        """Make the codes of the weights as they are now."""
+        if self.weights is not None:
+            self.weights.refresh()
 
     def rows(self) -> list[dict[str, Any]]:
         """The precision table of the present mode, for precision.json."""
@@ -153,6 +174,8 @@ class Parts:
     setup: Setup
     control: StepControl | None
     """Moves single products between formats; None where nothing of the kind was asked for."""
+    sliced: Sliced | None = None
+    """The model in slices, where the executor is layer-major."""
 
     @cached_property
     def audit(self) -> Audit:
@@ -212,11 +235,20 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
     ledger = Ledger(device)
     with ledger.phase("load"):
         model = _model(setup, fresh)
+        values = first_values(recipe, model)
         policy, schedule, scaled = _precision(setup, model)
+        if values is not None:
+            vacate(model, device)
+            fill_buffers(model, values)
         if recipe.memory.mlp_tiles > 1:
             tile_mlps(model, recipe.memory.mlp_tiles, model.notes.append, compile=setup.compiles)
         optimizer = _optimizer(recipe, model, setup.kernels)
-        modes = Modes(model, policy, schedule, schedule.at(0), scaled, QuantizedWeights(model, optimizer))
+        sliced = None
+        if recipe.memory.executor == "layer_major":
+            sliced = slice_up(recipe, model, optimizer, device, folder=setup.tier_dir, values=values)
+        stays = sliced is None or recipe.memory.parameters == "device"
+        codes = QuantizedWeights(model, optimizer) if stays else None
+        modes = Modes(model, policy, schedule, schedule.at(0), scaled, codes)
     ledger.watch(model)
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
@@ -224,11 +256,12 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
     clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
     control = _control(setup, model)
     executor: Executor
-    if recipe.memory.executor == "layer_major":
+    if sliced is not None:
         refuse_loss_scaling(scaler is not None)
         executor = make_executor(
-            recipe, model, optimizer, clip=clip, ledger=ledger, kernels=setup.kernels, weights=modes.weights
-        )
+            recipe, model, sliced, optimizer,
+            clip=clip, ledger=ledger, kernels=setup.kernels, weights=codes, folder=setup.tier_dir,
+        )  # fmt: skip
     else:
         executor = StandardExecutor(
             model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger,
@@ -238,7 +271,9 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     stream = _stream(recipe, setup.prepared)
-    return Parts(model, modes, optimizer, scaler, clip, rates, stream, ledger, executor, Counters(), setup, control)
+    return Parts(
+        model, modes, optimizer, scaler, clip, rates, stream, ledger, executor, Counters(), setup, control, sliced
+    )
 
 
 def does_not_fit(plan: Plan) -> FitError:
@@ -287,7 +322,8 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
 
 def _model(setup: Setup, fresh: bool) -> Model:
     recipe = setup.recipe
-    model = build_adapted(recipe, setup.prepared.vocab_size, setup.kernels, setup.device, fresh=fresh)
+    device = "meta" if comes_in_slices(recipe) else setup.device
+    model = build_adapted(recipe, setup.prepared.vocab_size, setup.kernels, device, fresh=fresh and device != "meta")
     model.activation_checkpoint = recipe.train.activation_checkpoint
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
     if setup.compiles:

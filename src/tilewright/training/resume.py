@@ -98,7 +98,7 @@ def restore(found: Found, parts: Parts, recorder: Recorder) -> None:
     parts.optimizer.init_states()
     parts.state().restore(found.checkpoint)
     parts.modes.enter(found.step - 1)
-    parts.modes.weights.refresh()  # tensors were read into the weights without anyone's notice
+    parts.modes.refresh()  # tensors were read into the weights without anyone's notice
     load_s = time.perf_counter() - started
     if any(change.field == "data.weights" for change in found.changes):
         recipe, prepared = parts.setup.recipe, parts.setup.prepared
