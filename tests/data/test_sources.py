@@ -5,6 +5,8 @@ import ast
 import inspect
 import json
 import re
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -151,6 +153,19 @@ def test_dependency_closure_is_that_of_the_metadata():
     assert {"torch", "numpy", "tokenizers", "pydantic", "pydantic_core", "sympy", "mpmath"} <= names
     assert "tilewright" not in names
     assert len(names) == len(dependency_closure("tilewright"))
+
+
+def test_installed_text_does_not_depend_on_what_was_imported():
+    """setuptools adds packages of its own to sys.path (torch's compiler imports it)."""
+    code = (
+        "import sys\n"
+        "from tilewright.data.installed import installed_source\n"
+        "before, known = installed_source().key, list(sys.path)\n"
+        "import setuptools\n"
+        "assert sys.path != known\n"
+        "assert installed_source().key == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_installed_source_lists_without_reading_and_samples(tmp_path):

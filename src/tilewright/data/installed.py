@@ -10,6 +10,7 @@ import csv
 import importlib.metadata as metadata
 import os
 import re
+import site
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -39,15 +40,13 @@ def installed_source(project: str = "tilewright") -> Source:
     Raises:
         DataError: `project` is not installed, so its dependencies are not known.
     """
-    try:
-        metadata.distribution(project)
-    except metadata.PackageNotFoundError:
+    if _find(project) is None:
         raise DataError(
             "the installed text cannot be listed",
             got=f"no installed distribution named {project!r}",
             need="tilewright installed, which lists its dependencies",
             try_="pip install -e .   or name your own data: --data.source FOLDER",
-        ) from None
+        )
     digest = xxhash.xxh3_128(sys.version.encode())
     parts: list[Part] = []
     rejects: list[Reject] = []
@@ -74,7 +73,8 @@ def dependency_closure(project: str) -> list[metadata.Distribution]:
     Extras of `project` count where they are installed; extras of its dependencies do not.
     """
     found: dict[str, metadata.Distribution] = {}
-    todo = [(requirement, True) for requirement in metadata.requires(project) or ()]
+    root = _find(project)
+    todo = [(requirement, True) for requirement in (root.requires if root else None) or ()]
     while todo:
         requirement, with_extras = todo.pop()
         if "extra ==" in requirement and not with_extras:
@@ -82,12 +82,20 @@ def dependency_closure(project: str) -> list[metadata.Distribution]:
         name = re.sub(r"[._-]+", "-", re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]).lower()
         if name in found or name == project:
             continue
-        try:
-            found[name] = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
+        distribution = _find(name)
+        if distribution is None:
             continue  # an extra that is not installed, or a dependency of another platform
-        todo += [(inner, False) for inner in found[name].requires or ()]
+        found[name] = distribution
+        todo += [(inner, False) for inner in distribution.requires or ()]
     return [found[name] for name in sorted(found)]
+
+
+def _find(name: str) -> metadata.Distribution | None:
+    """A distribution of this environment. Not by `sys.path`: setuptools, which torch's compiler imports, adds packages
+    of its own to it, and the text would depend on what the process has done before."""
+    user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *user]
+    return next(iter(metadata.distributions(name=name, path=list(dict.fromkeys(folders)))), None)
 
 
 def _stdlib_files() -> Iterator[tuple[str, int, Path]]:

@@ -116,7 +116,7 @@ def _write_facts(folder: RunFolder, setup: Setup, parts: Parts) -> None:
     write_run_toml(setup.loaded, folder.recipe)
     folder.write_json("machine.json", {**setup.machine.to_json(), "kernels": setup.kernels.explain()})
     folder.write_json("plan.json", setup.plan.to_json())
-    folder.write_json("data.json", setup.prepared.summary)
+    folder.write_json("data.json", {"fingerprint": setup.prepared.fingerprint, **setup.prepared.summary})
     folder.write_json("precision.json", parts.modes.rows())
     if setup.tokenizer is not None:
         setup.tokenizer.save(folder.path)
