@@ -5,6 +5,7 @@ Components take plain arguments; this is the one file that reads a whole recipe.
 """
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +60,8 @@ from tilewright.training.slicing import (
     slice_up,
 )
 from tilewright.training.state import TrainState
-from tilewright.training.step import Batch, Executor, StandardExecutor
+from tilewright.training.step import Batch, Executor, StandardExecutor, all_finite
+from tilewright.training.visiting import Visit, passing
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,26 @@ class Parts:
             small["control"] = self.control.control
         if isinstance(self.executor, LayerMajorExecutor) and self.executor.lagged is not None:
             small["lagged"] = self.executor.lagged
-        return TrainState(self.model, self.optimizer, small)
+        travels = self.sliced is not None and self.sliced.travels
+        return TrainState(self.model, self.optimizer, small, self.sliced if travels else None)
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Forward passes of the model are possible inside, wherever its slices are at home."""
+        sliced = self.sliced
+        if sliced is None or not sliced.travels:
+            return nullcontext()
+        return passing(self.model, sliced.view, sliced.slices, sliced.home)
+
+    def sound(self) -> bool:
+        """Whether every parameter and buffer is finite."""
+        if self.sliced is None or not self.sliced.travels:
+            return all_finite(self.model.named_parameters()) and all_finite(self.model.named_buffers())
+        with Visit(self.model, None, self.sliced.slices, self.sliced.home) as visit:
+            for part in self.sliced.slices:
+                visit.open(part)
+                if not all_finite((part.name, param) for param in part.params):
+                    return False
+        return all_finite(self.model.named_buffers())
 
 
 def set_up(loaded: Loaded) -> Setup:

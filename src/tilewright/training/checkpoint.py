@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,9 @@ META = "meta.json"
 _PREFIX = "step_"
 _PARTIAL = ".partial"
 _REJECTED = ".rejected"
+
+Live = Callable[[str, Tensor], Tensor]
+"""A tensor with its bytes, from its name and one that has its shape and dtype."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,19 @@ class CheckpointStore:
 
     # ---- saving ----
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, now: bool = False) -> float:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        *,
+        now: bool = False,
+        live: Live | None = None,
+    ) -> float:
         """Save the state after `step`; returns the seconds that training stood still. Never raises for a bad disk.
 
-        `now` writes it before returning, without a copy, whatever `background` says.
+        `now` writes it before returning, without a copy, whatever `background` says. So does `live`, which gives each
+        tensor's bytes when it is its turn, where `tensors` have only shapes.
         A save that is still being written is waited for first, and that wait counts. What became of the save is
         a `SaveRecord` in `finished()`. A step that is already in place is not written again.
         """
@@ -90,8 +102,8 @@ class CheckpointStore:
         if step == self._saved_step:
             return time.perf_counter() - started
         text = json.dumps(meta, allow_nan=False)
-        if now or not self.background:
-            record = self._write(step, tensors, text)
+        if now or live is not None or not self.background:
+            record = self._write(step, tensors, text, live=live)
             stall_s = time.perf_counter() - started
             self._finished.append(replace(record, stall_s=stall_s, background=False))
             return stall_s
@@ -118,12 +130,14 @@ class CheckpointStore:
         self.wait()
         self._writer.shutdown()
 
-    def _write(self, step: int, tensors: Mapping[str, Tensor], meta: str, stall_s: float = 0.0) -> SaveRecord:
+    def _write(
+        self, step: int, tensors: Mapping[str, Tensor], meta: str, stall_s: float = 0.0, live: Live | None = None
+    ) -> SaveRecord:
         final = self.path_of(step)
         begun = time.perf_counter()
         size, error = 0, None
         try:
-            size = self._write_folder(final, tensors, meta)
+            size = self._write_folder(final, tensors, meta, live)
             self._saved_step = step
             self._prune()
         except (OSError, CheckpointException, RuntimeError) as problem:
@@ -132,14 +146,17 @@ class CheckpointStore:
             shutil.rmtree(_partial(final), ignore_errors=True)
         return SaveRecord(step, final, stall_s, time.perf_counter() - begun, size, background=True, error=error)
 
-    def _write_folder(self, final: Path, tensors: Mapping[str, Tensor], meta: str) -> int:
+    def _write_folder(self, final: Path, tensors: Mapping[str, Tensor], meta: str, live: Live | None) -> int:
         partial = _partial(final)
         self.folder.mkdir(parents=True, exist_ok=True)
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
         _quiet_dcp()
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(partial, sync_files=False), no_dist=True)
+        ahead = {} if live is None else {"per_thread_copy_ahead": 0}  # tensors in the order in which they come
+        writer = dcp.FileSystemWriter(partial, sync_files=False, **ahead)
+        planner = None if live is None else _SaveLive(live)
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
         (partial / META).write_text(meta, encoding="utf-8")
         size = write_manifest(partial)
         publish_folder(partial, final)
@@ -215,15 +232,21 @@ def stored_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]
     }
 
 
-def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
+def read_tensors(path: Path, targets: Mapping[str, Tensor], live: Live | None = None) -> None:
     """Read tensors of a checkpoint in place into `targets`, one at a time: the model is never held twice.
+
+    Args:
+        path: the checkpoint's folder.
+        targets: by name.
+        live: gives the tensor to read into when it is its turn, where `targets` have only shapes.
 
     Raises:
         CheckpointError: a tensor cannot be read, or is not in the checkpoint.
     """
     _quiet_dcp()
     try:
-        dcp.load(dict(targets), storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        planner = None if live is None else _LoadLive(live)
+        dcp.load(dict(targets), storage_reader=dcp.FileSystemReader(path), planner=planner, no_dist=True)
     except (OSError, CheckpointException, RuntimeError) as error:
         raise CheckpointError(
             f"{path} cannot be loaded.",
@@ -231,6 +254,28 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
             need="a whole checkpoint of this model",
             try_="remove the folder to use the checkpoint before it",
         ) from error
+
+
+class _SaveLive(dcp.DefaultSavePlanner):
+    """Asks for each tensor when it is written."""
+
+    def __init__(self, live: Live) -> None:
+        super().__init__()
+        self._live = live
+
+    def lookup_object(self, index: Any) -> Any:
+        return self._live(index.fqn, super().lookup_object(index))
+
+
+class _LoadLive(dcp.DefaultLoadPlanner):
+    """Asks for each tensor when it is read into."""
+
+    def __init__(self, live: Live) -> None:
+        super().__init__()
+        self._live = live
+
+    def lookup_tensor(self, index: Any) -> Tensor:
+        return self._live(index.fqn, super().lookup_tensor(index))
 
 
 def _partial(final: Path) -> Path:

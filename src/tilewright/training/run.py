@@ -26,7 +26,7 @@ from tilewright.training.recover import StopRequest
 from tilewright.training.run_folder import RunFolder
 from tilewright.training.sample import write_sample
 from tilewright.training.state import TrainState
-from tilewright.training.step import StepResult, all_finite
+from tilewright.training.step import StepResult
 
 EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
 """`save.export_format` -> what the weights are cast to."""
@@ -180,7 +180,8 @@ class Run:
             return
         started = time.perf_counter()
         fp32 = self.setup.recipe.precision.eval_fp32
-        self.evals = evaluate(self.parts.model, self.parts.eval_batches, device=self.setup.device, fp32=fp32)
+        with self.parts.passing():
+            self.evals = evaluate(self.parts.model, self.parts.eval_batches, device=self.setup.device, fp32=fp32)
         self._evaluated_step = self.step
         self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started)
 
@@ -201,7 +202,7 @@ class Run:
         self.folder.write_json(audit_table.FILE, self.parts.audit.to_json(self.step))
         self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
         meta = self.state.meta() | {"precision": self.parts.modes.mode, "recipe": self.setup.recipe_digest}
-        return self.store.save(self.step, self.state.tensors(), meta, now=now)
+        return self.state.save(self.store, self.step, meta, now=now)
 
     def _save_at_end(self) -> None:
         """Save this step and see it on the disk.
@@ -239,7 +240,7 @@ class Run:
     def _keep_last_good(self, error: NumericsError) -> None:
         """After bad numbers: save the state if it is sound (the bad update was not applied), and write down why."""
         self.parts.counters.step += 1
-        if all_finite(self.parts.model):
+        if self.parts.sound():
             self._save(now=True)
             self._tell_saves()
         self.recorder.event(self.step, "stop", str(error))
@@ -263,9 +264,10 @@ class Run:
         recipe, tokenizer = self.setup.recipe, self.setup.tokenizer
         if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and tokenizer is not None:
             num_tokens, seed = recipe.train.sample_tokens, recipe.run.seed
-            sample = write_sample(
-                self.parts.model, tokenizer, self.parts.eval_batches, num_tokens=num_tokens, seed=seed
-            )
+            with self.parts.passing():
+                sample = write_sample(
+                    self.parts.model, tokenizer, self.parts.eval_batches, num_tokens=num_tokens, seed=seed
+                )
             self.recorder.log.sample(self.step, *sample)
         if recipe.save.export_hf:
             self._export()

@@ -33,6 +33,11 @@ class Sliced:
     slices: Slices
     home: Tiers
 
+    @property
+    def travels(self) -> bool:
+        """Whether parameters or states are at home off the device."""
+        return {self.home.parameters.tier, self.home.states.tier} != {"device"}
+
 
 def comes_in_slices(recipe: Recipe) -> bool:
     """Whether parameters get their first bytes slice by slice, each in its tier. A foreign model has to be run before

@@ -11,7 +11,8 @@ Called by `loop`.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,11 +46,29 @@ class TrainState:
         model: parameters and persistent buffers are saved under their fully qualified names.
         optimizer: its states are saved under the names of their parameters.
         parts: components with a small state, by name.
+        sliced: the model in slices, where these are at home off the device: then one slice is live at a time.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     parts: Mapping[str, Stateful]
+    sliced: Sliced | None = None
+
+    @contextmanager
+    def live(self, *, changes: bool = False) -> Iterator[Visit | None]:
+        """What gives the tensors their bytes inside; None where they have them."""
+        if self.sliced is None:
+            yield None
+            return
+        with Visit(self.model, self.optimizer, self.sliced.slices, self.sliced.home, changes=changes) as visit:
+            yield visit
+
+    def save(self, store: CheckpointStore, step: int, meta: Mapping[str, Any], *, now: bool = False) -> float:
+        """Save everything; see `CheckpointStore.save`."""
+        with self.live() as visit:
+            if visit is None:
+                return store.save(step, self.tensors(), meta, now=now)
+            return store.save(step, visit.sorted(self.tensors()), meta, live=visit.tensor)
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name, and copies of the generators' states."""
@@ -79,8 +98,11 @@ class TrainState:
         self._make_optimizer_states(path, stored)
         targets = model_tensors(self.model) | self._optimizer_tensors()
         rng = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored.items() if name[:4] == "rng."}
-        with torch.no_grad():
-            read_tensors(path, targets | rng)
+        with torch.no_grad(), self.live(changes=True) as visit:
+            if visit is None:
+                read_tensors(path, targets | rng)
+            else:
+                read_tensors(path, visit.sorted(targets | rng), visit.tensor)
         for name, part in self.parts.items():
             if name in meta["parts"]:
                 part.load_state_dict(meta["parts"][name])

@@ -8,7 +8,7 @@ Which data comes, which learning rate, and what is written down is the matter of
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -280,10 +280,9 @@ def not_finite_error(model: nn.Module, loss: float, steps: int) -> NumericsError
     )
 
 
-def all_finite(model: nn.Module) -> bool:
-    """True where every parameter and buffer is finite."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return not any(True for _ in _not_finite((name, t) for name, t in tensors if t.is_floating_point()))
+def all_finite(named: Iterable[tuple[str, Tensor]]) -> bool:
+    """True where every floating-point tensor is finite."""
+    return not any(True for _ in _not_finite((name, t) for name, t in named if t.is_floating_point()))
 
 
 @torch.no_grad()
