@@ -174,7 +174,7 @@ def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
             "The search needs a solver that is not installed.",
             got=str(error),
             need="scipy",
-            try_="pip install 'tilewright[search]'",
+            try_="pip install scipy",
         ) from error
     products = space.products()
     index = {product: i for i, product in enumerate(products)}

@@ -1,0 +1,226 @@
+"""How many layers of each group take which option, so that a step is fastest within the budgets at every phase.
+
+Pure arithmetic over bytes and seconds; what they stand for is `plan.options`. An integer count for each option of each
+group; HiGHS solves it through `scipy.optimize.milp`. Options that another one beats in everything are dropped before.
+The optimum equals that of brute force on every case small enough to enumerate (tests/plan/test_solve.py).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+Transient = Literal["none", "forward", "backward"]
+_SLACK = 1e-7
+"""Share of a budget that the solver's own tolerance may use up, left free."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one layer costs under an option.
+
+    `seconds`: of a step. `held`: bytes on the device all the time. `kept`: bytes on the device from forward to
+    backward. `gradient`: bytes of gradients that stay until the update. `host`: bytes of the host. `forward`,
+    `backward`: bytes on the device while this layer runs, one layer at a time.
+    """
+
+    seconds: float
+    held: float = 0.0
+    kept: float = 0.0
+    gradient: float = 0.0
+    host: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+COSTS = tuple(field.name for field in fields(Cost))
+
+
+@dataclass(frozen=True)
+class Group:
+    """`count` layers that have the same options; the names of options are the caller's."""
+
+    name: str
+    count: int
+    costs: tuple[Cost, ...]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A moment of a step: `base` bytes, what all groups hold, what the named groups keep, and one running layer."""
+
+    name: str
+    base: float
+    kept: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
+    transient: Transient = "none"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Groups, phases and budgets in bytes. `host_base`: of the host, whatever is chosen."""
+
+    groups: tuple[Group, ...]
+    phases: tuple[Phase, ...]
+    device_budget: float
+    host_budget: float
+    host_base: float = 0.0
+
+
+Counts = tuple[tuple[int, ...], ...]
+"""Layers by group and option."""
+
+
+def phase_bytes(problem: Problem, phase: Phase, counts: Counts) -> float:
+    """Device bytes of a phase."""
+    total, running = phase.base, 0.0
+    for group, row in zip(problem.groups, counts, strict=True):
+        for cost, count in zip(group.costs, row, strict=True):
+            total += count * cost.held
+            total += count * cost.kept if group.name in phase.kept else 0.0
+            total += count * cost.gradient if group.name in phase.gradients else 0.0
+            if count and phase.transient != "none":
+                running = max(running, getattr(cost, phase.transient))
+    return total + running
+
+
+def host_bytes(problem: Problem, counts: Counts) -> float:
+    """Bytes of the host."""
+    return problem.host_base + _total(problem, counts, "host")
+
+
+def seconds(problem: Problem, counts: Counts) -> float:
+    """Seconds of the layers."""
+    return _total(problem, counts, "seconds")
+
+
+def _total(problem: Problem, counts: Counts, name: str) -> float:
+    rows = zip(problem.groups, counts, strict=True)
+    return sum(n * getattr(cost, name) for group, row in rows for cost, n in zip(group.costs, row, strict=True))
+
+
+def solve(problem: Problem, *, smallest: bool = False) -> Counts | None:
+    """The fastest counts within the budgets; None where nothing fits.
+
+    Args:
+        problem: groups, phases and budgets.
+        smallest: minimise the device's peak instead, whatever the device's budget; the host's still holds.
+    """
+    kept = [_undominated(group.costs) for group in problem.groups]
+    thin = replace(
+        problem,
+        groups=tuple(
+            replace(group, costs=tuple(group.costs[i] for i in chosen))
+            for group, chosen in zip(problem.groups, kept, strict=True)
+        ),
+    )
+    found = _milp(thin, smallest)
+    if found is None:
+        return None
+    counts = []
+    for group, chosen, row in zip(problem.groups, kept, found, strict=True):
+        wide = [0] * len(group.costs)
+        for i, count in zip(chosen, row, strict=True):
+            wide[i] = count
+        counts.append(tuple(wide))
+    return tuple(counts)
+
+
+def _undominated(costs: Sequence[Cost]) -> list[int]:
+    """Places of the options that no other one equals or beats in everything."""
+    rows = [tuple(getattr(cost, name) for name in COSTS) for cost in costs]
+    return [
+        i
+        for i, row in enumerate(rows)
+        if not any(
+            all(a <= b for a, b in zip(other, row, strict=True)) and (other != row or j < i)
+            for j, other in enumerate(rows)
+            if j != i
+        )
+    ]
+
+
+class _Columns:
+    """Variables of the program: a count and a used-or-not for each option, the running layer's bytes, the peak."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.options = [(g, o) for g, group in enumerate(groups) for o in range(len(group.costs))]
+        self.size = 2 * len(self.options) + 3
+        self.running: Mapping[str, int] = {"forward": self.size - 3, "backward": self.size - 2}
+        self.peak = self.size - 1
+
+
+def _milp(problem: Problem, smallest: bool) -> Counts | None:
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    columns = _Columns(problem.groups)
+    num = len(columns.options)
+    unit = max(problem.device_budget, 1.0)
+    rows, lows, highs = _rows(problem, columns, unit, smallest)
+    objective = np.zeros(columns.size)
+    if smallest:
+        objective[columns.peak] = 1.0
+    else:
+        costs = [problem.groups[g].costs[o].seconds for g, o in columns.options]
+        scale = max(costs, default=0.0) or 1.0
+        objective[:num] = np.array(costs) / scale
+    upper = np.full(columns.size, np.inf)
+    upper[:num] = [problem.groups[g].count for g, _ in columns.options]
+    upper[num : 2 * num] = 1
+    integrality = np.zeros(columns.size)
+    integrality[: 2 * num] = 1
+    result = milp(
+        objective,
+        constraints=LinearConstraint(np.array(rows), np.array(lows), np.array(highs)),
+        bounds=Bounds(np.zeros(columns.size), upper),
+        integrality=integrality,
+        options={"mip_rel_gap": 1e-9, "time_limit": 20.0},
+    )
+    if result.x is None:
+        return None
+    values = iter(round(float(value)) for value in result.x[:num])
+    return tuple(tuple(next(values) for _ in group.costs) for group in problem.groups)
+
+
+def _rows(
+    problem: Problem, columns: _Columns, unit: float, smallest: bool
+) -> tuple[list[list[float]], list[float], list[float]]:
+    """Constraints as rows with a lower and an upper end; bytes in units of the device's budget."""
+    num = len(columns.options)
+    rows: list[list[float]] = []
+    lows: list[float] = []
+    highs: list[float] = []
+
+    def add(entries: Mapping[int, float], low: float, high: float) -> None:
+        row = [0.0] * columns.size
+        for place, value in entries.items():
+            row[place] = value
+        rows.append(row)
+        lows.append(low)
+        highs.append(high)
+
+    for g, group in enumerate(problem.groups):
+        mine = [i for i, (owner, _) in enumerate(columns.options) if owner == g]
+        add(dict.fromkeys(mine, 1.0), group.count, group.count)
+    for i, (g, o) in enumerate(columns.options):
+        group = problem.groups[g]
+        add({i: 1.0, num + i: -float(group.count)}, -math.inf, 0.0)  # a count means that it is used
+        for name, place in columns.running.items():
+            add({place: 1.0, num + i: -getattr(group.costs[o], name) / unit}, 0.0, math.inf)
+    room = (1.0 - _SLACK) * problem.device_budget / unit
+    for phase in problem.phases:
+        entries: dict[int, float] = {}
+        for i, (g, o) in enumerate(columns.options):
+            group, cost = problem.groups[g], problem.groups[g].costs[o]
+            size = cost.held + (cost.kept if group.name in phase.kept else 0.0)
+            entries[i] = (size + (cost.gradient if group.name in phase.gradients else 0.0)) / unit
+        if phase.transient != "none":
+            entries[columns.running[phase.transient]] = 1.0
+        if smallest:
+            entries[columns.peak] = -1.0
+        add(entries, -math.inf, (0.0 if smallest else room) - phase.base / unit)
+    if math.isfinite(problem.host_budget):
+        entries = {i: problem.groups[g].costs[o].host / unit for i, (g, o) in enumerate(columns.options)}
+        add(entries, -math.inf, (problem.host_budget * (1.0 - _SLACK) - problem.host_base) / unit)
+    return rows, lows, highs
