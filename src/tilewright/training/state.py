@@ -23,7 +23,9 @@ import xxhash
 from torch import Tensor, nn
 
 from tilewright.core.errors import CheckpointError
-from tilewright.training.checkpoint import read_meta, read_tensors, stored_tensors
+from tilewright.training.checkpoint import CheckpointStore, read_meta, read_tensors, stored_tensors
+from tilewright.training.slicing import Sliced
+from tilewright.training.visiting import Visit
 
 _MAX_DIFFERENCES = 5
 
