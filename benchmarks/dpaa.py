@@ -23,7 +23,7 @@ from benchmarks.common import RESULTS, write_result
 from tilewright.core.load import load_recipe
 from tilewright.models.decoder import Decoder
 from tilewright.precision.control import PrecisionController
-from tilewright.training.assemble import Parts, build, set_up
+from tilewright.training.assemble import Parts, build, prepare_data, set_up
 from tilewright.training.evaluate import evaluate, pooled
 from tilewright.training.step import count_targets
 
@@ -83,6 +83,7 @@ def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
     whole = pooled(evaluate(parts.model, parts.eval_batches, fp32=False))
     parts.stream.close()
     found = {"loss": whole.loss if whole is not None else float("nan"), **events}
+    found |= {"data": parts.setup.prepared.fingerprint}
     return found | ({"share_8bit": statistics.fmean(shares), "share_8bit_end": shares[-1]} if shares else {})
 
 
@@ -114,12 +115,16 @@ def _without_outliers(grad: Tensor) -> Tensor:
     return grad
 
 
-def known_runs(steps: int) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """What the runs that are there gave, by case, mode and seed."""
+def known_runs(steps: int, data: str) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """What the runs that are there on this text gave, by case, mode and seed."""
     if not RUNS.exists():
         return {}
     found = [json.loads(line) for line in RUNS.read_text().splitlines()]
-    return {(row["case"], row["mode"], row["seed"]): row["found"] for row in found if row["steps"] == steps}
+    return {
+        (row["case"], row["mode"], row["seed"]): row["found"]
+        for row in found
+        if (row["steps"], row["found"]["data"]) == (steps, data)
+    }
 
 
 def summary(runs: dict[tuple[str, str, int], dict[str, Any]], steps: int) -> dict[str, Any]:
@@ -144,7 +149,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     args = parser.parse_args()
-    runs = known_runs(args.steps)
+    data = prepare_data(load_recipe("default", SHAPE, environ={}).recipe).fingerprint
+    runs = known_runs(args.steps, data)
     for seed in range(args.seeds):
         for case in args.cases:
             for mode in MODES:

@@ -1,7 +1,8 @@
 """Held-out loss of the precision modes on the default model and data: same seeds, same rows, by the command line.
 
 A run takes minutes, so each is kept in `results/quality_runs.jsonl` as it ends, and a later call goes on where the last
-one stopped. The result is made of all runs with the same number of steps and rows.
+one stopped. The result is made of all runs with the same number of steps and rows on the same text: which that is
+depends on the packages that are installed, and runs on different texts cannot be compared.
 
 python -m benchmarks.quality [--steps 2000] [--rows 2] [--seeds 3] [--modes bf16_mixed fp8_tile ...]
 """
@@ -16,6 +17,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import RESULTS, machine_kind, write_result
+from tilewright.core.load import load_recipe
+from tilewright.training.assemble import prepare_data
 
 CLAIM = "bf16_mixed within 0.5 % of FP32's held-out loss, fp8_tile within 0.25 % of bf16_mixed's, three seeds"
 BASE = "bf16_mixed"
@@ -25,8 +28,9 @@ RUNS = RESULTS / "quality_runs.jsonl"
 Runs = dict[tuple[str, int], float]
 
 
-def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -> float:
-    """Held-out loss, token-weighted and evaluated in FP32, of the default recipe in `mode` with `rows` rows a step."""
+def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -> tuple[float, str]:
+    """Held-out loss, token-weighted and evaluated in FP32, of the default recipe in `mode` with `rows` rows a step; and
+    the fingerprint of its data."""
     name = f"{mode}-{seed}"
     settings = {
         "run.dir": str(folder), "run.name": name, "run.seed": str(seed), "precision.mode": mode,
@@ -39,15 +43,19 @@ def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     domains = [line["eval"] for line in lines if "eval" in line][-1].values()
     tokens = sum(domain["tokens"] for domain in domains)
-    return math.fsum(domain["loss"] * domain["tokens"] for domain in domains) / tokens
+    data = json.loads((folder / name / "data.json").read_text())["fingerprint"]
+    return math.fsum(domain["loss"] * domain["tokens"] for domain in domains) / tokens, data
 
 
-def known_runs(steps: int, rows: int) -> Runs:
-    """Held-out loss by mode and seed of the runs that are there."""
+def known_runs(steps: int, rows: int, data: str) -> Runs:
+    """Held-out loss by mode and seed of the runs that are there, on this text."""
     if not RUNS.exists():
         return {}
     found = [json.loads(line) for line in RUNS.read_text().splitlines()]
-    return {(run["mode"], run["seed"]): run["loss"] for run in found if (run["steps"], run["rows"]) == (steps, rows)}
+    wanted = (steps, rows, data)
+    return {
+        (run["mode"], run["seed"]): run["loss"] for run in found if (run["steps"], run["rows"], run["data"]) == wanted
+    }
 
 
 def summary(runs: Runs, steps: int, rows: int) -> dict[str, object]:
@@ -82,15 +90,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     args = parser.parse_args()
-    runs = known_runs(args.steps, args.rows)
+    data = prepare_data(load_recipe("default", {}, environ={}).recipe).fingerprint
+    runs = known_runs(args.steps, args.rows, data)
     for seed in range(args.seeds):
         for mode in args.modes:
             if (mode, seed) in runs:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                loss = final_eval_loss(mode, seed, args.steps, Path(folder), args.rows)
+                loss, seen = final_eval_loss(mode, seed, args.steps, Path(folder), args.rows)
+            if seen != data:
+                raise SystemExit("the installed packages have changed meanwhile, and the text with them; start again")
             runs[mode, seed] = loss
-            run = {"mode": mode, "seed": seed, "steps": args.steps, "rows": args.rows, "loss": loss}
+            run = {"mode": mode, "seed": seed, "steps": args.steps, "rows": args.rows, "loss": loss, "data": data}
             with RUNS.open("a") as file:
                 file.write(json.dumps({**run, "machine": machine_kind()}) + "\n")
             print(f"seed {seed} {mode}: {loss:.4f}", flush=True)

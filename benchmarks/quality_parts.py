@@ -18,7 +18,7 @@ from benchmarks.common import RESULTS, machine_kind
 from tilewright.core.load import load_recipe
 from tilewright.precision.convert import evaluating, set_mode
 from tilewright.precision.policy import Policy, Rule
-from tilewright.training.assemble import Parts, build, set_up
+from tilewright.training.assemble import Parts, build, prepare_data, set_up
 
 STEPS = 300
 RUNS = RESULTS / "quality_parts.jsonl"
@@ -46,13 +46,14 @@ def policy_of(part: str, base: Policy) -> Policy:
     return base if part == base.mode else replace(base.in_mode("fp8_tile"), rules=RULES[part])
 
 
-def run(part: str, seed: int) -> dict[str, float]:
-    """Held-out loss (in FP32) and mean training loss of the last 50 steps, nats a token."""
+def run(part: str, seed: int) -> dict[str, float | str]:
+    """Held-out loss (in FP32) and mean training loss of the last 50 steps, nats a token; the text's fingerprint."""
     parts = build(set_up(load_recipe("default", {**SETTINGS, "run.seed": str(seed)}, environ={})), fresh=True)
     set_mode(parts.model, policy_of(part, parts.modes.policy))
     parts.modes.weights.refresh()
     losses = [parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step)).loss for step in range(STEPS)]
     found = {"held_out": _held_out(parts), "training": statistics.fmean(losses[-50:])}
+    found |= {"data": parts.setup.prepared.fingerprint}
     parts.stream.close()
     return found
 
@@ -71,7 +72,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--parts", nargs="+", choices=("bf16_mixed", *RULES), default=("bf16_mixed", *RULES))
     args = parser.parse_args()
+    data = prepare_data(load_recipe("default", SETTINGS, environ={}).recipe).fingerprint
     rows = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
+    rows = [row for row in rows if row["data"] == data]  # losses on other texts cannot be compared
     done = {(row["part"], row["seed"]) for row in rows}
     for seed in range(args.seeds):
         for part in args.parts:
