@@ -71,7 +71,12 @@ class Model(TrainableModel, Protocol):
         ...
 
     def save_hf(
-        self, folder: Path | str, *, dtype: torch.dtype | None = None, extra: Mapping[str, Any] | None = None
+        self,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        extra: Mapping[str, Any] | None = None,
+        live: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         """Write a Hugging Face folder (config.json and safetensors).
 
@@ -80,5 +85,7 @@ class Model(TrainableModel, Protocol):
             dtype: weights are cast to it; None keeps theirs. float8_e4m3fn writes the layout of DeepSeek-V3: the
                 layers' linear weights in FP8 with a scale for each 128x128 block, all others in BF16.
             extra: further keys of config.json, such as bos_token_id, eos_token_id, max_position_embeddings.
+            live: gives a tensor of the state_dict, from its name and itself, with its bytes, until the next is asked
+                for: where parameters are at home off the device.
         """
         ...

@@ -271,12 +271,17 @@ class Decoder(nn.Module):
         self._note_opaque_parts()
 
     def save_hf(
-        self, folder: Path | str, *, dtype: torch.dtype | None = None, extra: Mapping[str, Any] | None = None
+        self,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        extra: Mapping[str, Any] | None = None,
+        live: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         """Write a Hugging Face folder of Llama or DeepSeek-V3 layout. See `hf_io.save_decoder`."""
         from tilewright.models.hf_io import save_decoder  # hf_io builds decoders, so it imports this module
 
-        save_decoder(self, folder, dtype=dtype, extra=extra)
+        save_decoder(self, folder, dtype=dtype, extra=extra, live=live)
 
     def _run_layers(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Tensor]]:
         loads = []

@@ -10,7 +10,7 @@ Legend: B rows  S positions  D model width  V vocabulary  N targets  C classes.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -184,7 +184,12 @@ class HFModel(nn.Module):
                 module.compile(options=compile_options())
 
     def save_hf(
-        self, folder: Path | str, *, dtype: torch.dtype | None = None, extra: Mapping[str, Any] | None = None
+        self,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        extra: Mapping[str, Any] | None = None,
+        live: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         """Write a Hugging Face folder; see `contract.Model.save_hf`.
 
@@ -195,6 +200,8 @@ class HFModel(nn.Module):
         rest, first = (torch.bfloat16, torch.float32) if fp8 else (dtype, dtype)
         state = self.net.state_dict()
         refuse_adapters(state, folder)
+        if live is not None:  # transformers writes whole models
+            state = {name: live(f"net.{name}", tensor).detach().cpu().clone() for name, tensor in state.items()}
         state = {name: tensor.to(first) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
         try:
             self.net.save_pretrained(folder, state_dict=state)

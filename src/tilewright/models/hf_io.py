@@ -9,7 +9,7 @@ folders) are decoded on the way, and encoded where the dtype to write is float8_
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,7 @@ def save_decoder(
     extra: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
     keep: Collection[str] = (),
+    live: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Write config.json and safetensors; see `contract.Model.save_hf`.
 
@@ -195,7 +196,7 @@ def save_decoder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
-        write_shards(state, folder, rest, shard_bytes, coded)
+        write_shards(state, folder, rest, shard_bytes, coded, live)
         write_json(folder / "config.json", config)
     except (OSError, SafetensorError) as error:
         for partial in folder.glob("*.partial"):
@@ -210,7 +211,12 @@ def save_decoder(
 
 
 def write_shards(
-    state: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, shard_bytes: int, coded: Collection[str] = ()
+    state: Mapping[str, Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    coded: Collection[str] = (),
+    live: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Write tensors as one safetensors file, or several with an index. One shard at a time is copied or cast.
 
@@ -231,7 +237,8 @@ def write_shards(
     for file, names in zip(files, shards, strict=True):
         tensors: dict[str, Tensor] = {}
         for name in names:
-            tensors |= _as_stored(name, state[name].detach(), dtype, coded)
+            value = state[name].detach() if live is None else live(name, state[name]).detach().cpu().clone()
+            tensors |= _as_stored(name, value, dtype, coded)
         partial = folder / f"{file}.partial"
         save_file(tensors, partial, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)

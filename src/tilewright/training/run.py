@@ -291,7 +291,9 @@ class Run:
             extra = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             extra["max_position_embeddings"] = self.setup.recipe.data.seq_len
         dtype = EXPORT_DTYPES[self.setup.recipe.save.export_format]
-        self.parts.model.save_hf(target, dtype=dtype, extra=extra)
+        with self.state.live() as visit:
+            live = None if visit is None else lambda name, tensor: visit.tensor(f"model.{name}", tensor)
+            self.parts.model.save_hf(target, dtype=dtype, extra=extra, live=live)
         if tokenizer is not None:
             tokenizer.save(target)
         self.recorder.event(self.step, "export", f"Hugging Face folder in {target}")
