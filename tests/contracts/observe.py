@@ -63,7 +63,7 @@ def fixed_ceilings(*args: object, **kwargs: object) -> Ceilings:
         attention=rates,
         loss=rates,
         elementwise=rates,
-        adam={"fp32": 1e8, "bf16": 1e8},
+        adam={"fp32": 1e8, "bf16": 1e8, "8bit": 1e8},
         bandwidth=1e10,
         exp=1e9,
         threads=1,

@@ -194,6 +194,7 @@ PROOFS: dict[str, Probe | str] = {
     "ops.rms_norm": Probe("ref", "kernels"),
     "ops.cross_entropy": Probe("native", "kernels"),
     "ops.adam": Probe("native", "kernels"),
+    "ops.low_bit_adam": Probe("ref", "kernels"),
     "ops.quantize": Probe("ref", "kernels"),
     "ops.tile_gemm": Probe("ref", "kernels"),
     "plan.device_budget": Probe("1MB", "error"),

@@ -60,6 +60,7 @@ CASES = [
         {"optim.master": "stochastic", "precision.mode": "pure_fp16"},
         "stochastic rounding keeps the weights in BF16, pure_fp16 in FP16",
     ),
+    ({"optim.master": "split24"}, "weights in 24 bits go with moments in 8 bits"),
     ({"train.micro_batch": "17"}, "one forward pass holds more rows than the whole step"),
     ({"train.checkpoint_inputs": "fp8"}, "only layers that are recomputed whole keep nothing but their inputs"),
     ({"run.name": "a/b"}, "the run's name must be a single folder name"),

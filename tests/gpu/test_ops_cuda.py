@@ -1,18 +1,23 @@
 """Every candidate on a CUDA device against FP64 on the CPU. Run with `pytest -m gpu`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.ops.cases import attention_cases
 from tests.ops.compare import assert_snr
+from tests.ops.low_bit import KINDS, LowBitCase, assert_same, hyper
 from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.dispatch import Case
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
+from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
 from tilewright.ops.norm import RMS_NORM
+from tilewright.ops.ref.low_bit_adam import low_bit_adam
 
 pytestmark = pytest.mark.gpu
 
@@ -95,3 +100,18 @@ def test_linear_cross_entropy(name, dtype):
         lambda x, w: F.cross_entropy(x @ w.T, labels, ignore_index=-100, reduction="sum"),
         [x, weight], dtype,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [c.name for c in LOW_BIT_ADAM.candidates])
+def test_low_bit_adam_has_the_bits_of_the_law(name, kind):
+    run = candidate_or_skip(LOW_BIT_ADAM, name, torch.float32).run
+    case = LowBitCase(kind, 128 * 100 + 5)
+    law = case.tensors()
+    fields = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in vars(law).items()}
+    ours = replace(law, **fields)
+    for step, grad in enumerate(case.awkward_grads(5), 1):
+        run(replace(ours, grad=grad.cuda()), hyper(step))
+        low_bit_adam(replace(law, grad=grad), hyper(step))
+        found = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in vars(ours).items()}
+        assert_same(replace(law, **found), law, f"{case}, step {step}")

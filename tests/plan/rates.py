@@ -15,7 +15,7 @@ def make_rates(**changes) -> Ceilings:
         "attention": dict.fromkeys(FORMATS, 1e11),
         "loss": dict.fromkeys(FORMATS, 1e9),
         "elementwise": dict.fromkeys(FORMATS, 1e10),
-        "adam": {"fp32": 1e9, "bf16": 5e8},
+        "adam": {"fp32": 1e9, "bf16": 5e8, "8bit": 5e8},
         "bandwidth": 1e10,
         "exp": 1e9,
         "threads": 2,

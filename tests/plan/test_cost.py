@@ -41,7 +41,7 @@ def real_model(recipe, vocab_size=512):
     init_weights(model, 0)
     model.activation_checkpoint = recipe.train.activation_checkpoint
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
-    parameters = "bf16" if recipe.optim.master == "stochastic" else ""
+    parameters = "" if recipe.optim.master == "fp32" else "bf16"
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters=parameters), kernels=Kernels(MACHINE))
     return model.train()
 
@@ -62,6 +62,8 @@ def make_batch(recipe, vocab_size=512):
         ({"mode": "fp32"}, {}),
         ({"mode": "bf16_mixed"}, {"moments": "bf16"}),
         ({"mode": "bf16_mixed"}, {"master": "stochastic"}),
+        ({"mode": "fp32"}, {"moments": "8bit"}),
+        ({"mode": "bf16_mixed"}, {"moments": "8bit", "master": "split24"}),
         ({"mode": "pure_fp16"}, {}),
         ({"mode": "fp8_tile"}, {}),
         ({"mode": "fp8_tensorwise"}, {}),
@@ -106,7 +108,7 @@ def measured_activations(recipe, vocab_size=512) -> int:
             out = model.loss(batch)
         row = ledger.snapshot(model, None)
         out.loss_sum.backward()
-    return row["owners"]["activations"]
+    return row["phase_owners"]["forward"]["activations"]
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "hybrid", "fp8_tile"])

@@ -58,9 +58,11 @@ def _train(model, optimizer, clip, steps):
         (lambda m: _adam(m, moments="bf16"), torch.float32),
         (_adam, torch.bfloat16),
         (lambda m: _adam(m, moments="bf16", master="stochastic"), torch.bfloat16),
+        (lambda m: _adam(m, moments="8bit"), torch.float32),
+        (lambda m: _adam(m, moments="8bit", master="split24"), torch.bfloat16),
         (lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), torch.float32),
     ],
-    ids=["fp32", "bf16_moments", "bf16_weights", "stochastic", "torch_adamw"],
+    ids=["fp32", "bf16_moments", "bf16_weights", "stochastic", "8bit", "split24", "torch_adamw"],
 )
 def test_resumed_equals_never_stopped_bitwise(tmp_path, make, dtype):
     torch.manual_seed(5), random.seed(5), np.random.seed(5)

@@ -323,11 +323,19 @@ def _optim(recipe: Recipe) -> Iterator[Conflict]:
             "two numbers from 0 up to below 1",
             "optim.betas = [0.9, 0.95]",
         )
-    if optim.master == "stochastic" and recipe.precision.mode == "pure_fp16":
+    if optim.master == "split24" and optim.moments != "8bit":
+        yield Conflict(
+            ("optim.master", "optim.moments"),
+            "weights in 24 bits go with moments in 8 bits",
+            f'optim.master = "split24", optim.moments = "{optim.moments}"',
+            'optim.moments = "8bit", or another master',
+            'optim.moments = "8bit"',
+        )
+    if optim.master != "fp32" and recipe.precision.mode == "pure_fp16":
         yield Conflict(
             ("optim.master", "precision.mode"),
             "stochastic rounding keeps the weights in BF16, pure_fp16 in FP16",
-            'optim.master = "stochastic", precision.mode = "pure_fp16"',
+            f'optim.master = "{optim.master}", precision.mode = "pure_fp16"',
             "one storage format for the weights",
             'precision.mode = "bf16_mixed", or optim.master = "fp32"',
         )

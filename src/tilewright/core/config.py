@@ -227,10 +227,11 @@ class OptimSection(Section):
     """Added to the root of AdamW's second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay, on matrices only."""
-    moments: Literal["fp32", "bf16"] = "fp32"
-    """Storage of AdamW's two moments."""
-    master: Literal["fp32", "stochastic"] = "fp32"
-    """FP32 master weights, or weights kept in BF16 alone and updated with stochastic rounding."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Storage of AdamW's two moments. `8bit`: one byte a number, and a scale for 128 of them."""
+    master: Literal["fp32", "split24", "stochastic"] = "fp32"
+    """FP32 master weights; or weights kept in BF16 and updated with stochastic rounding, alone (`stochastic`) or with
+    8 bits more that only the optimizer reads (`split24`, with 8-bit moments)."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Learning rate over the steps. `wsd`: warm-up, stable, then decay over the last `decay_fraction`."""
     warmup_steps: int = Field(default=20, ge=0)
@@ -322,8 +323,8 @@ class MemorySection(Section):
     """Bytes of logits alive at once in the loss of an output head, forward and backward; one row at least. Not for
     foreign models whose head is more than one product: their logits are whole."""
     attention_block: int = Field(default=0, ge=0)
-    """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at once.
-    tilewright's own decoder only."""
+    """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at
+    once. tilewright's own decoder only."""
 
 
 class SaveSection(Section):
@@ -361,7 +362,9 @@ class OpsSection(Section):
     cross_entropy: Backend = "auto"
     """Output head and loss together."""
     adam: Backend = "auto"
-    """AdamW update."""
+    """AdamW update, with moments in FP32 or BF16."""
+    low_bit_adam: QuantizeBackend = "auto"
+    """AdamW update with moments in 8 bits."""
     quantize: QuantizeBackend = "auto"
     """Encoding to 8-bit tiles, alone or with a norm or activation: Triton, C++ built at first use, or torch."""
     tile_gemm: TileGemmBackend = "auto"

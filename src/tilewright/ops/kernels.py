@@ -26,13 +26,16 @@ from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
+from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
 from tilewright.ops.native.loss import LOSS_TILE
 from tilewright.ops.norm import RMS_NORM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
 from tilewright.ops.ref import math as ref
+from tilewright.ops.ref.adam import AdamHyper
+from tilewright.ops.ref.low_bit_adam import LowBitTensors
 
 OPS = (
-    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM),
+    *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM, LOW_BIT_ADAM),
     *(QUANTIZE, QUANTIZE_BOTH, TILE_GEMM, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -134,6 +137,10 @@ class Kernels:
     def adam(self, device_type: str, dtype: torch.dtype):
         """The AdamW update for parameters of this device and dtype. See `ops.adam`."""
         return self._find("adam", device_type, dtype)
+
+    def low_bit_adam(self, tensors: LowBitTensors, hyper: AdamHyper) -> None:
+        """See `ops.low_bit_adam`."""
+        self._find("low_bit_adam", tensors.target.device.type, tensors.target.dtype)(tensors, hyper)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, FP32 inside; one form only, fused by the compiler."""

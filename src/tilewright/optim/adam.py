@@ -1,4 +1,5 @@
-"""DeepSeekAdam: AdamW with moments in FP32 or BF16, and FP32 masters or stochastically rounded BF16 weights.
+"""DeepSeekAdam: AdamW with moments in FP32, BF16 or 8 bits, and FP32 masters, 24-bit weights or stochastically rounded
+BF16 weights.
 
 Named after the optimizer that the articles ask for; BF16 moments are what DeepSeek-V3 trained with
 (section 3.3.3 of its report). With FP32 parameters and FP32 moments it is torch's AdamW.
@@ -11,8 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tilewright.formats.squares import num_blocks
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.ref.adam import AdamHyper
+from tilewright.ops.ref.low_bit_adam import LowBitTensors
 
 
 class DeepSeekAdam(torch.optim.Optimizer):
@@ -24,14 +27,15 @@ class DeepSeekAdam(torch.optim.Optimizer):
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, as a rate (multiplied by lr).
-        moments: storage of both moments.
+        moments: storage of both moments. "8bit": codes with a scale for 128 of them, see `ops.low_bit_adam`.
         master: "fp32" keeps an FP32 copy of every 16-bit parameter in the state (FP32 parameters are their own
-            master); "stochastic" keeps none and rounds the BF16 parameter stochastically.
+            master); "split24" keeps 8 bits more of every BF16 parameter there; "stochastic" keeps nothing. The last two
+            round stochastically. "split24" goes with 8-bit moments.
         kernels: implementations to use; the machine's best by default.
         seed: of the stochastic rounding.
 
     Raises:
-        ValueError: a hyperparameter out of range, or "stochastic" with FP16 parameters.
+        ValueError: a hyperparameter out of range, or formats that do not go together or with the parameters.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(3))
@@ -48,8 +52,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
-        moments: Literal["fp32", "bf16"] = "fp32",
-        master: Literal["fp32", "stochastic"] = "fp32",
+        moments: Literal["fp32", "bf16", "8bit"] = "fp32",
+        master: Literal["fp32", "split24", "stochastic"] = "fp32",
         kernels: Kernels | None = None,
         seed: int = 0,
     ):
@@ -58,16 +62,23 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 "need lr >= 0, eps > 0, weight_decay >= 0 and betas in [0, 1); "
                 f"got {lr=}, {eps=}, {weight_decay=}, {betas=}"
             )
-        if moments not in ("fp32", "bf16") or master not in ("fp32", "stochastic"):
-            raise ValueError(f"need moments fp32|bf16 and master fp32|stochastic; got {moments=}, {master=}")
+        if moments not in ("fp32", "bf16", "8bit") or master not in ("fp32", "split24", "stochastic"):
+            raise ValueError(
+                f"need moments fp32|bf16|8bit and master fp32|split24|stochastic; got {moments=}, {master=}"
+            )
+        if master == "split24" and moments != "8bit":
+            raise ValueError(f"master='split24' needs moments='8bit'; got {moments=}")
         self.kernels = kernels or Kernels.default()
-        self.moments_dtype = torch.bfloat16 if moments == "bf16" else None
+        self.moments = moments
         self.master = master
         self.seed = seed
         self._places: dict[Tensor, tuple[int, int]] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        if master == "stochastic" and any(p.dtype == torch.float16 for p in self._places):
+        dtypes = {param.dtype for param in self._places}
+        if master != "fp32" and torch.float16 in dtypes:
             raise ValueError("stochastic rounding is defined for BF16 parameters; FP16 ones need master='fp32'")
+        if moments == "8bit" and torch.float64 in dtypes:
+            raise ValueError("8-bit moments are updated in FP32; FP64 parameters need moments='fp32'")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch. A parameter's place among all of them stands for it in the random streams of its rounding."""
@@ -78,11 +89,24 @@ class DeepSeekAdam(torch.optim.Optimizer):
     def state_layout(self, param: Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each state of a parameter but `step`, from its own shape and dtype (meta will do)."""
         wide = torch.promote_types(param.dtype, torch.float32)
-        moments = self.moments_dtype or wide
-        layout = {"exp_avg": (param.shape, moments), "exp_avg_sq": (param.shape, moments)}
+        layout = self._moments_layout(param, wide)
         if self.master == "fp32" and param.dtype != wide:
             layout["master"] = (param.shape, wide)
+        if self.master == "split24" and param.dtype == torch.bfloat16:
+            layout["low"] = (param.shape, torch.int8)
         return layout
+
+    def _moments_layout(self, param: Tensor, wide: torch.dtype) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        if self.moments != "8bit":
+            dtype = torch.bfloat16 if self.moments == "bf16" else wide
+            return {"exp_avg": (param.shape, dtype), "exp_avg_sq": (param.shape, dtype)}
+        scales = (torch.Size([num_blocks(param.numel())]), torch.float32)
+        return {
+            "exp_avg": (param.shape, torch.int8),
+            "exp_avg_scale": scales,
+            "exp_avg_sq": (param.shape, torch.uint8),
+            "exp_avg_sq_scale": scales,
+        }
 
     def _init_state(self, param: Tensor) -> dict[str, Any]:
         state = self.state[param]
@@ -102,6 +126,14 @@ class DeepSeekAdam(torch.optim.Optimizer):
         checkpoint can be loaded into them."""
         for param in self._places if params is None else params:
             self._init_state(param)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See torch, which casts the states to their parameter's dtype; here they keep their own."""
+        super().load_state_dict(state_dict)
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for param, number in zip(self._places, numbers, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                self.state[param][name] = value if name == "step" else value.to(param.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -125,25 +157,48 @@ class DeepSeekAdam(torch.optim.Optimizer):
         if grads is None:
             params = [param for param in params if param.grad is not None]
             grads = [param.grad for param in params if param.grad is not None]
+        for param in params:
+            self._init_state(param)["step"] += 1
+        if self.moments == "8bit":
+            for param, grad in zip(params, grads, strict=True):
+                self._step_low_bit(param, grad)
+            return
         for (group_index, step, device, dtype), batch in self._batches(params, grads).items():
-            group = self.param_groups[group_index]
-            hyper = AdamHyper(step, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], self.seed)
-            self.kernels.adam(device, dtype)(
-                batch.targets, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.numbers, hyper
-            )
+            update = self.kernels.adam(device, dtype)
+            hyper = self._hyper(group_index, step)
+            update(batch.targets, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.numbers, hyper)
             for param, target in zip(batch.params, batch.targets, strict=True):
                 if target.data_ptr() != param.data_ptr():
                     param.copy_(target)
 
+    def _hyper(self, group_index: int, step: int) -> AdamHyper:
+        group = self.param_groups[group_index]
+        return AdamHyper(step, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], self.seed)
+
+    def _step_low_bit(self, param: Tensor, grad: Tensor) -> None:
+        """Tensors of the order that the parameter has in memory are taken as they are; others are copied."""
+        group_index, number = self._places[param]
+        state = self.state[param]
+        written = {"target": state.get("master", param.data), "low": state.get("low")}
+        written |= {name: state[name] for name in self._moments_layout(param, torch.float32)}
+        flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()}
+        grad = grad if grad.dtype == torch.bfloat16 else grad.to(torch.float32)
+        tensors = LowBitTensors(**flat, grad=grad.contiguous(), number=number)
+        self.kernels.low_bit_adam(tensors, self._hyper(group_index, int(state["step"])))
+        for name, tensor in written.items():
+            if tensor is not None and flat[name] is not tensor:
+                tensor.copy_(flat[name])
+        if "master" in state:
+            param.copy_(state["master"])
+
     def _batches(
         self, params: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> dict[tuple[int, int, str, torch.dtype], "_Batch"]:
-        """Parameters by group, step, device and narrowest dtype stored. Counts their step."""
+        """Parameters by group, step, device and narrowest dtype stored."""
         batches: dict[tuple[int, int, str, torch.dtype], _Batch] = {}
         for param, grad in zip(params, grads, strict=True):
             group_index, number = self._places[param]
-            state = self._init_state(param)
-            state["step"] += 1
+            state = self.state[param]
             # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
             target = state.get("master", param.data)
             narrowest = min(target.dtype, state["exp_avg"].dtype, key=lambda dtype: dtype.itemsize)

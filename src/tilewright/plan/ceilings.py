@@ -23,7 +23,7 @@ from tilewright.core.log import get_logger
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.probe import Probe
 
-_FORMAT = 6
+_FORMAT = 7
 """Raise when the meaning of a field changes, so that old cache files are not read."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BUSY = 1.3
@@ -158,7 +158,7 @@ def _measure_all(machine: Machine, key: str, progress: Callable[[str], None]) ->
         attention=attention | {"tf32": attention["fp32"]},
         loss=loss | {"tf32": loss["fp32"]},
         elementwise=elementwise | {"tf32": elementwise["fp32"]},
-        adam={fmt: probe.adam(_DTYPES[fmt]) for fmt in ("fp32", "bf16")},
+        adam={**{fmt: probe.adam(_DTYPES[fmt]) for fmt in ("fp32", "bf16")}, "8bit": probe.low_bit_adam()},
         bandwidth=probe.bandwidth(),
         exp=probe.exp(),
         threads=torch.get_num_threads(),

@@ -63,10 +63,14 @@ def candidates(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
         yield {"precision.mode": "bf16_mixed"}, False
     if recipe.optim.moments == "fp32":
         yield {"optim.moments": "bf16"}, False
+    if recipe.optim.moments != "8bit":
+        yield {"optim.moments": "8bit"}, False
     if recipe.optim.master == "fp32" and recipe.precision.mode == "bf16_mixed":
         yield {"optim.master": "stochastic"}, False
         yield {"optim.master": "stochastic", "optim.moments": "bf16"}, False
-        yield {**_SPARING, "optim.master": "stochastic", "optim.moments": "bf16"}, False
+        yield {"optim.master": "split24", "optim.moments": "8bit"}, False
+        yield {**_SPARING, "optim.master": "split24", "optim.moments": "8bit"}, False
+        yield {**_SPARING, "optim.master": "stochastic", "optim.moments": "8bit"}, False
     if recipe.model.task != "image_classification":
         for length in _halves(recipe.data.seq_len, 128):
             yield {"data.seq_len": length}, False

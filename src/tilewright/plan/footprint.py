@@ -106,10 +106,12 @@ def _checkpoint(work: Workload, phases: Mapping[str, Mapping[str, int]], staging
 
 
 def _optimizer_bytes(work: Workload) -> int:
-    """Two moments, and an FP32 master for parameters that are stored in 16 bit (but not with stochastic rounding)."""
-    moment = 2 if work.recipe.optim.moments == "bf16" else 4
-    has_master = work.recipe.optim.master == "fp32"
-    return 2 * moment * work.num_trainable + (4 * work.num_narrow if has_master else 0)
+    """Two moments, and what parameters that are stored in 16 bit have beside them: an FP32 master, 8 bits, nothing."""
+    optim = work.recipe.optim
+    moment = {"fp32": 4, "bf16": 2, "8bit": 1}[optim.moments]
+    scales = 4 * work.num_blocks if optim.moments == "8bit" else 0
+    master = {"fp32": 4, "split24": 1, "stochastic": 0}[optim.master]
+    return 2 * (moment * work.num_trainable + scales) + master * work.num_narrow
 
 
 def _buffer_bytes(work: Workload) -> int:

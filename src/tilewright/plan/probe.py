@@ -12,9 +12,11 @@ from torch import Tensor
 
 from tilewright.formats.scaling import BLOCK_TILE
 from tilewright.formats.spec import E4M3
+from tilewright.formats.squares import num_blocks
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.ref.adam import AdamHyper
+from tilewright.ops.ref.low_bit_adam import LowBitTensors
 
 WIDTHS = (256, 512, 1024, 2048)
 _BUDGET_S = 0.1
@@ -158,6 +160,18 @@ class Probe:
         update = self.kernels.adam(self.device.type, moments)
         hyper = AdamHyper(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, seed=0)
         return num_params / self.clock(lambda: update([param], [grad], [first], [second], [0], hyper))
+
+    def low_bit_adam(self) -> float:
+        """The same with moments in 8 bits."""
+        num_params = 2**22 * self._scale
+        target, grad = (self._random(num_params, dtype=torch.float32) for _ in range(2))
+        exp_avg, exp_avg_sq = (
+            torch.zeros(num_params, dtype=kind, device=self.device) for kind in (torch.int8, torch.uint8)
+        )
+        scales = [torch.zeros(num_blocks(num_params), device=self.device) for _ in range(2)]
+        tensors = LowBitTensors(target, None, grad, exp_avg, scales[0], exp_avg_sq, scales[1], 0)
+        hyper = AdamHyper(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, seed=0)
+        return num_params / self.clock(lambda: self.kernels.low_bit_adam(tensors, hyper))
 
     def bandwidth(self) -> float:
         """Bytes/s of a copy between two buffers of 128 MiB, reads and writes counted."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
+from tilewright.formats.squares import num_blocks
 from tilewright.models.build import build_model
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
@@ -75,6 +76,8 @@ class Workload:
     """All weights, frozen ones included."""
     num_trainable: int
     """Those that have gradients and optimizer states."""
+    num_blocks: int
+    """Scales that a moment of them has in 8 bits."""
     num_narrow: int
     """Those that are stored in 16 bit."""
     parameter_bytes: int
@@ -137,6 +140,7 @@ class Planner:
             products={mode: products_of(model, policies[mode], config) for mode in modes},
             num_parameters=sum(weight.numel() for weight in _weights(model)),
             num_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            num_blocks=sum(num_blocks(p.numel()) for p in model.parameters() if p.requires_grad),
             num_narrow=sum(p.numel() for p, size in stored if size == 2),
             parameter_bytes=sum(p.numel() * size for p, size in stored) + _frozen_bytes(model),
             num_layers=config.num_layers if config else _longest_stack(model),

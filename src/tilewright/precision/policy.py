@@ -238,7 +238,7 @@ class Policy:
         Args:
             section: `core.config.PrecisionSection`.
             device_type: "cpu" or "cuda".
-            parameters: "bf16" where `optim.master = "stochastic"`.
+            parameters: "bf16" where `optim.master` is not "fp32".
         """
         if not section.enabled:
             return cls("fp32", device_type=device_type, parameters=parameters)

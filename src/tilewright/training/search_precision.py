@@ -149,7 +149,7 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
 
 def recipe_policy(recipe: Recipe, machine: Machine) -> Policy:
     """The recipe's own policy."""
-    parameters = "bf16" if recipe.optim.master == "stochastic" else ""
+    parameters = "" if recipe.optim.master == "fp32" else "bf16"
     return Policy.from_section(recipe.precision, machine.device, parameters=parameters)
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from triton.compiler import ASTSource
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int16: "*i16", torch.int32: "*i32",
-    torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
+    torch.uint8: "*u8", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+INSTRUCTIONS = ("wgmma", "mma.sync", "cvt.rn.satfinite", "ftz", "fma.rn", "sqrt.rn", "div.rn", "approx")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -67,6 +69,8 @@ class Recorder:
                 elif isinstance(value, torch.Tensor):
                     signature[param.name] = TYPES[value.dtype]
                     attrs[index,] = [["tt.divisibility", 16]]
+                elif isinstance(value, float):
+                    signature[param.name] = "fp32"
                 elif isinstance(value, int) and value == 1:
                     signature[param.name] = "constexpr"
                     constants[param.name] = 1
@@ -90,16 +94,18 @@ def usage(compiled: Any) -> dict[str, Any]:
         "registers": int(re.search(r"REG:(\d+)", text)[1]),
         "stack": int(re.search(r"STACK:(\d+)", text)[1]),
         "shared": compiled.metadata.shared,
-        "ptx": {name: len(re.findall(name, ptx)) for name in ("wgmma", "mma.sync", "cvt.rn.satfinite", "ftz")},
+        "ptx": {name: len(re.findall(name, ptx)) for name in INSTRUCTIONS},
     }
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every operation at the shapes of a layer 4096 wide, by name."""
+    from tests.ops.low_bit import KINDS, LowBitCase, hyper
     from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSORWISE
     from tilewright.formats.spec import E4M3, E5M2
     from tilewright.formats.tiled import TiledTensor
     from tilewright.ops.triton import fused, gemm
+    from tilewright.ops.triton import low_bit_adam as adam
     from tilewright.ops.triton import quantize as q
 
     x = torch.empty(256, 512, dtype=torch.bfloat16)
@@ -119,13 +125,16 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         b = TiledTensor(codes, torch.empty(tile.grid((512, 512))), tile, E4M3)
         yield f"tile_gemm {spec.name} {tile}", lambda a=a, b=b: gemm.tile_gemm(a, b, None, torch.bfloat16)
     yield "tile_gemm bias fp32", lambda: gemm.tile_gemm(a, b, torch.empty(512), torch.float32)
+    for kind in KINDS:
+        tensors = replace(LowBitCase(kind, 2**20).tensors(), grad=torch.empty(2**20))
+        yield f"low_bit_adam {kind}", lambda t=tensors: adam.low_bit_adam(t, hyper(7))
 
 
 def compile_all(arch: int, only: tuple[str, ...] = ()) -> dict[str, list[dict[str, Any]]]:
     """Compile every launch, or those whose names begin so, for an architecture (80, 89, 90, ...)."""
     from unittest import mock
 
-    from tilewright.ops.triton import fused, gemm
+    from tilewright.ops.triton import fused, gemm, low_bit_adam
     from tilewright.ops.triton import quantize as q
 
     found = {}
@@ -137,6 +146,7 @@ def compile_all(arch: int, only: tuple[str, ...] = ()) -> dict[str, list[dict[st
         with contextlib.ExitStack() as patches:
             for module in (q, fused, gemm):
                 patches.enter_context(mock.patch.multiple(module, wrap_triton=recorder, has_fp8=fast))
+            patches.enter_context(mock.patch.multiple(low_bit_adam, wrap_triton=recorder))
             run()
         found[name] = [{"kernel": kernel, **usage(compiled)} for kernel, compiled in recorder.built]
     return found

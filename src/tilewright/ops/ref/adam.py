@@ -29,9 +29,10 @@ class AdamHyper:
 
     def streams(self, number: int) -> Tensor:
         """Three int32 stream numbers for the tensor of this number: for the parameter and its two moments."""
-        return torch.tensor([self._stream(number, target) for target in range(3)], dtype=torch.int32)
+        return torch.tensor([self.stream(number, target) for target in range(3)], dtype=torch.int32)
 
-    def _stream(self, number: int, target: int) -> int:
+    def stream(self, number: int, target: int = 0) -> int:
+        """A stream number: int32, as Python's integer."""
         value = ((self.seed * 0x9E3779B1 + self.step) * 0x85EBCA6B + number * 0xC2B2AE35 + target * 0x27D4EB2F) % 2**32
         return ((value ^ value >> 17) * 0x165667B1 & 0x7FFFFFFF) - 0x40000000
 
@@ -39,12 +40,17 @@ class AdamHyper:
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
-def hash_bits(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
-    """16 random bits an element as int32, a pure function of (element, stream): a 32-bit integer finaliser."""
+def hash32(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
+    """32 random bits an element, a pure function of (element, stream): a 32-bit integer finaliser."""
     x = torch.arange(count, dtype=torch.int32, device=device) * -1640531527 + stream
     x = (x ^ ((x >> 16) & 0xFFFF)) * 569420461
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 1935289751
-    return (x ^ ((x >> 15) & 0x1FFFF)) & 0xFFFF
+    return x ^ ((x >> 15) & 0x1FFFF)
+
+
+def hash_bits(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
+    """The lower 16 of these bits."""
+    return hash32(count, stream, device) & 0xFFFF
 
 
 def stochastic_round_bf16(x: Tensor, stream: Tensor | int) -> Tensor:

@@ -1,0 +1,64 @@
+"""FP32 numbers rounded stochastically: to BF16, and to 24 bits in two parts.
+
+The two parts are the BF16 number nearest to the 24-bit one, and 8 bits of correction. They are stored apart: layers
+multiply with the BF16 weight as it is, and the optimizer reads both. As integers, the FP32 pattern of the number is
+(BF16 pattern << 16) + (correction << 8), the correction from -128 to 127. Where someone else writes the weight, the
+correction that is left over is half a BF16 step off at most.
+
+This file is the definition; `ops/cpu/low_bit_adam.cpp` and `ops/triton/low_bit_adam.py` have the same bits.
+"""
+
+import torch
+from torch import Tensor
+
+_EXPONENT = 0x7F800000
+
+
+def round_bf16(x: Tensor, noise: Tensor) -> Tensor:
+    """FP32 numbers to BF16, up or down with probability by distance.
+
+    Args:
+        x: FP32.
+        noise: int32 from 0 to 65535, of x's shape.
+
+    Example:
+        >>> x = torch.full((65536,), 1.0 + 2**-9)  # a quarter of a step above 1
+        >>> round_bf16(x, torch.arange(65536, dtype=torch.int32)).float().mean().item()
+        1.001953125
+    """
+    bits = x.view(torch.int32)
+    finite = (bits & _EXPONENT) != _EXPONENT
+    high = torch.where(finite, (bits + noise) >> 16, _not_finite(bits))
+    return high.to(torch.int16).view(torch.bfloat16)
+
+
+def split24(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 numbers to BF16 and int8, stochastically rounded to 24 bits. What is not finite gets the correction 0.
+
+    Args:
+        x: FP32.
+        noise: int32 from 0 to 255, of x's shape.
+
+    Example:
+        >>> x = torch.tensor([1.0, 1.0 + 2**-8 + 2**-15])
+        >>> weight, low = split24(x, torch.zeros(2, dtype=torch.int32))
+        >>> weight.tolist(), low.tolist(), bool((join24(weight, low) == x).all())
+        ([1.0, 1.0078125], [0, -127], True)
+    """
+    bits = x.view(torch.int32)
+    finite = (bits & _EXPONENT) != _EXPONENT
+    rounded = (bits + noise) & -256
+    high = torch.where(finite, (rounded + 0x8000) >> 16, _not_finite(bits))
+    low = torch.where(finite, (rounded - (high << 16)) >> 8, 0)
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int8)
+
+
+def join24(weight: Tensor, low: Tensor) -> Tensor:
+    """FP32 numbers of the two parts."""
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + (low.to(torch.int32) << 8)
+    return bits.view(torch.float32)
+
+
+def _not_finite(bits: Tensor) -> Tensor:
+    """BF16 patterns of infinities and NaN from their FP32 patterns: a NaN stays one."""
+    return (bits >> 16) | ((bits & 0x7FFFFF) != 0).to(torch.int32) * 0x40

@@ -1,0 +1,78 @@
+"""Cases of `ops.low_bit_adam` for the tests of all candidates, and a comparison that shows the first difference."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from tilewright.formats.squares import num_blocks
+from tilewright.ops.ref.adam import AdamHyper
+from tilewright.ops.ref.low_bit_adam import LowBitTensors
+
+KINDS = ("fp32", "bf16", "split24")
+SIZES = (1, 127, 128, 129, 300, 128 * 64 + 5)
+
+
+@dataclass(frozen=True)
+class LowBitCase:
+    """A tensor of `size` elements and its states, before the first step."""
+
+    kind: str
+    size: int
+    seed: int = 0
+
+    def tensors(self) -> LowBitTensors:
+        """Fresh tensors, with an empty gradient."""
+        target = torch.randn(self.size, generator=torch.Generator().manual_seed(self.seed))
+        blocks = num_blocks(self.size)
+        return LowBitTensors(
+            target=target if self.kind == "fp32" else target.bfloat16(),
+            low=torch.zeros(self.size, dtype=torch.int8) if self.kind == "split24" else None,
+            grad=torch.empty(0),
+            exp_avg=torch.zeros(self.size, dtype=torch.int8),
+            exp_avg_scale=torch.zeros(blocks),
+            exp_avg_sq=torch.zeros(self.size, dtype=torch.uint8),
+            exp_avg_sq_scale=torch.zeros(blocks),
+            number=5,
+        )
+
+    def grads(self, steps: int) -> list[Tensor]:
+        """Gradients over a wide range, some blocks without any, one in four in BF16."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        found = []
+        for step in range(steps):
+            grad = torch.randn(self.size, generator=generator)
+            grad *= torch.exp2(4 * torch.randn(self.size, generator=generator))
+            grad[torch.rand(self.size, generator=generator) < 0.05] = 0
+            if step != 1:
+                grad[256:512] = 0
+            found.append(grad.bfloat16() if step % 4 == 3 else grad)
+        return found
+
+    def awkward_grads(self, steps: int) -> list[Tensor]:
+        """The same with numbers that are not finite, subnormal, or with squares that overflow (size 640 at least)."""
+        found = self.grads(steps)
+        for grad in found:
+            grad[3], grad[131], grad[260] = torch.nan, -torch.inf, 1e30
+            grad[384:512] *= 1e-30
+            grad[512:640] *= 1e-42
+        return found
+
+
+def hyper(step: int, lr: float = 1e-3) -> AdamHyper:
+    """Settings of a step."""
+    return AdamHyper(step, lr, 0.9, 0.95, 1e-8, 0.1, 3)
+
+
+def assert_same(got: LowBitTensors, want: LowBitTensors, name: str = "") -> None:
+    """Equal bits in all tensors but the gradient (where both are NaN, whatever the bits of it)."""
+    for field in fields(LowBitTensors):
+        ours, theirs = getattr(got, field.name), getattr(want, field.name)
+        if field.name in ("grad", "number") or theirs is None:
+            continue
+        different = ((ours != theirs) & ~(ours.isnan() & theirs.isnan())).nonzero()
+        if len(different):
+            at = int(different[0])
+            raise AssertionError(
+                f"{name} {field.name}: {len(different)} of {len(ours)} differ; at {at}: {ours[at]}, want {theirs[at]}"
+            )

@@ -1,0 +1,38 @@
+"""The Triton AdamW with 8-bit moments, in the interpreter, against the law: bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.low_bit import KINDS, SIZES, LowBitCase, assert_same, hyper
+from tilewright.ops.ref.low_bit_adam import low_bit_adam as law
+from tilewright.ops.triton import launch
+from tilewright.ops.triton.low_bit_adam import low_bit_adam
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="these run the interpreter; tests/gpu runs the kernels")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_the_law(kind, size):
+    case = LowBitCase(kind, size)
+    ours, want = case.tensors(), case.tensors()
+    for step, grad in enumerate(case.grads(5), 1):
+        low_bit_adam(replace(ours, grad=grad), hyper(step))
+        law(replace(want, grad=grad), hyper(step))
+        assert_same(ours, want, f"{case}, step {step}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_that_are_awkward(kind):
+    case = LowBitCase(kind, 128 * 8)
+    ours, want = case.tensors(), case.tensors()
+    for step, grad in enumerate(case.awkward_grads(4), 1):
+        low_bit_adam(replace(ours, grad=grad), hyper(step))
+        law(replace(want, grad=grad), hyper(step))
+        assert_same(ours, want, f"{case}, step {step}")
+
+
+def test_nothing():
+    low_bit_adam(replace(LowBitCase("split24", 0).tensors(), grad=torch.empty(0)), hyper(1))
