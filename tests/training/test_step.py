@@ -170,14 +170,14 @@ def test_third_bad_step_in_a_row_stops_and_names_the_module():
     assert problem.try_
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert all_finite(model)
+    assert all_finite(model.named_parameters())
 
 
 def test_bad_weights_are_named():
     model = Toy()
     with torch.no_grad():
         model.mid.weight[0, 0] = float("inf")
-    assert not all_finite(model)
+    assert not all_finite(model.named_parameters())
     executor = _executor(model)
     for _ in range(2):
         executor.step([_rows(2, seed=6)], 0.0)
