@@ -7,6 +7,7 @@ construction, nor which other parameters exist changes a value. Called through `
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +54,16 @@ def decoder_values(model: Decoder, seed: int) -> FirstValues:
 _Rule = Callable[[Tensor], object]
 
 
-@torch.no_grad()
 def _apply(rules: Mapping[str, _Rule], tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        rules[name](tensor)
+    """Tensors side by side: a generator uses one core, at some 100 million numbers a second."""
+
+    @torch.no_grad()
+    def write(name: str) -> None:
+        rules[name](tensors[name])
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for done in [pool.submit(write, name) for name in tensors]:
+            done.result()
 
 
 def _rules(model: Decoder, seed: int) -> Iterator[tuple[str, _Rule]]:
