@@ -204,6 +204,13 @@ class Parts:
         travels = self.sliced is not None and self.sliced.travels
         return TrainState(self.model, self.optimizer, small, self.sliced if travels else None)
 
+    def close(self) -> None:
+        """Give back threads, files and memory off the device."""
+        self.stream.close()
+        self.ledger.close()
+        if isinstance(self.executor, LayerMajorExecutor):
+            self.executor.close()
+
     def passing(self) -> AbstractContextManager[None]:
         """Forward passes of the model are possible inside, wherever its slices are at home."""
         sliced = self.sliced

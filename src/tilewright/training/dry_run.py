@@ -31,8 +31,7 @@ def dry_run(loaded: Loaded) -> int:
             say(f"step {step + 1}: loss {result.loss:.4f}, {format_seconds(time.perf_counter() - started)}{compiled}")
         memory = parts.ledger.snapshot(parts.model, parts.optimizer)
     finally:
-        parts.stream.close()
-        parts.ledger.close()
+        parts.close()
     for line in comparison(setup.plan, memory, result.seconds):
         say(line)
     for note in parts.model.notes:

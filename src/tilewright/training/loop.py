@@ -106,8 +106,7 @@ def _train(
         with StopRequest() as stop:
             return run.train(stop)
     finally:
-        parts.stream.close()
-        parts.ledger.close()
+        parts.close()
         recorder.close()
 
 
