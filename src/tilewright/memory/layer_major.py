@@ -48,6 +48,10 @@ class Residence(Protocol):
         """Wait until all that was released is at home."""
         ...
 
+    def close(self) -> None:
+        """Give all room back."""
+        ...
+
 
 class AtHome:
     """The residence of parameters that live on the device."""
@@ -62,6 +66,9 @@ class AtHome:
         """Nothing to do."""
 
     def flush(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
         """Nothing to do."""
 
 

@@ -162,6 +162,13 @@ class LayerMajorExecutor:
         seconds = time.perf_counter() - started
         return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, told)
 
+    def close(self) -> None:
+        """Give back threads, files and memory. What is at home off the device is lost."""
+        self.run.inputs.close()
+        self.run.residence.close()
+        if self.undo is not None:
+            self.undo.close()
+
     # ---- exact: the norm first ----
 
     def _exact(self, batches: Sequence[Batch], attempt: _Attempt) -> float:

@@ -1,4 +1,4 @@
-"""Using a model whose slices are at home off the device, otherwise than by training steps: one slice is there at a time.
+"""Using a model whose slices are at home off the device, otherwise than by a step: one slice is there at a time.
 
     with Visit(sliced) as visit:             # checkpoints: any tensor, with its bytes
         tensor = visit.tensor("model.layers.3.mlp.up_proj.weight")
