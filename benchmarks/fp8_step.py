@@ -95,7 +95,8 @@ def main() -> None:
             executor.step([batch(turn)], lr=3e-4)
             if turn >= 2:
                 seconds[mode].append(time.perf_counter() - start)
-            activations[mode] = ledger.snapshot(executor.model, executor.optimizer)["owners"]["activations"]
+            phases = ledger.snapshot(executor.model, executor.optimizer)["phase_owners"]
+            activations[mode] = phases["forward"]["activations"]
     ratios = [fp8 / bf16 for fp8, bf16 in zip(seconds["fp8_tile"], seconds["bf16_mixed"], strict=True)]
     inputs = {mode: linear_input_bytes(mode, args.dim) for mode in modes}
     results = {

@@ -121,8 +121,61 @@ class TestLedger:
             with ledger.phase("forward"):
                 kept = [torch.ones(MIB, dtype=torch.uint8) for _ in range(40)]
             del kept
-            found.append(ledger.snapshot(None, None)["owners"]["activations"] / MIB)
+            found.append(ledger.snapshot(None, None)["phase_owners"]["forward"]["activations"] / MIB)
         assert all(39 < mib < 42 for mib in found), found
+
+    def test_each_phase_has_its_owners(self, ledger):
+        """Sizes known by construction, at each phase; each phase' owners sum to its peak."""
+        with ledger.phase("load"):
+            model, optimizer = make_pair(1024)
+        ledger.watch(model)
+        with ledger.phase("forward"):
+            kept = torch.ones(60 * MIB, dtype=torch.uint8)
+            loss = model(torch.ones(2, 1024)).sum() + kept[0]
+            time.sleep(0.05)
+        with ledger.phase("backward"):
+            loss.backward()
+        del kept, loss
+        with ledger.phase("update"):
+            optimizer.step()
+            optimizer.zero_grad()
+        row = ledger.snapshot(model, optimizer)
+        num_bytes = 2 * (1024 * 1024 + 1024) * 4
+        found = {name: owners | {"sum": sum(owners.values())} for name, owners in row["phase_owners"].items()}
+        for name in ("load", "forward", "backward", "update"):
+            assert found[name]["sum"] == row["phases"][name], found[name]
+            assert found[name]["parameters"] == num_bytes
+            assert found[name]["gradients"] == (num_bytes if name in ("backward", "update") else 0), name
+            states = 0 if name == "load" else 2 * num_bytes + 4 * 4
+            assert found[name]["optimizer"] == states, name
+            held = found[name]["activations"] / MIB
+            assert 59 < held < 63 if name in ("forward", "backward") else held == 0, (name, held)
+
+    def test_what_a_keeper_tells_stands_for_what_is_found(self, ledger):
+        model, _ = make_pair()
+        away = {"device": 3 * MIB, "host": MIB, "disk": 5 * MIB}
+        ledger.own("parameters", lambda: away)
+        ledger.own("parameters", lambda: {"device": MIB})
+        with ledger.phase("forward"):
+            pass
+        away |= {"device": 0, "disk": 2 * MIB}
+        row = ledger.snapshot(model, None)
+        assert row["phase_owners"]["forward"]["parameters"] == 5 * MIB, "host and device are one memory here"
+        assert row["tiers"] == {"disk": {"parameters": 5 * MIB}}, "the most there was"
+        with pytest.raises(ValueError, match="owner is one of"):
+            ledger.own("other", dict)
+
+    def test_pages_that_malloc_keeps_are_told_apart_from_work(self, ledger):
+        if ledger._probe.kept() == 0:
+            pytest.skip("malloc does not tell")
+        blocks = [bytearray(60_000) for _ in range(1000)]  # below every threshold of mmap
+        last = bytearray(60_000)  # keeps the heap from shrinking
+        del blocks
+        with ledger.phase("update"):
+            pass
+        owners = ledger.snapshot(None, None)["phase_owners"]["update"]
+        assert owners["allocator"] > 50 * MIB, owners
+        assert len(last)
 
     def test_snapshot_starts_a_new_window(self, ledger):
         with ledger.phase("forward"):

@@ -9,11 +9,12 @@ import pytest
 
 from tests.report.conftest import write_run
 from tilewright.core.errors import DataError
+from tilewright.core.units import format_bytes
 from tilewright.report.collect import collect
 from tilewright.report.figures import memory_bars_figure, settled_norms
 from tilewright.report.page import render, write_report
 from tilewright.report.summary import MISSING, tiles, total_tokens, verdict
-from tilewright.report.tables import event_rows, facts, kernel_rows, precision_groups
+from tilewright.report.tables import event_rows, facts, kernel_rows, memory_table, precision_groups, tier_rows
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SELF_CLOSED = {"rect", "line", "path", "circle"}
@@ -120,6 +121,18 @@ def test_planned_memory_is_that_of_a_training_step(run_dir):
     planned = sum(plan["phases"]["backward"].values())
     assert f"peak, planned: {planned / 2**20:.0f} MiB" in figure.svg
     assert "activations, planned: 428 MiB" in figure.svg
+
+
+def test_memory_by_phase_is_the_highest_of_each_phase(run_dir):
+    run = collect(run_dir)
+    columns, rows = memory_table(run)
+    assert columns == ["owner", "forward", "backward"]
+    peaks = [row["memory_phases"]["backward"] for row in run.steps if "memory_phases" in row]
+    highest = max(peaks, key=lambda owners: sum(owners.values()))
+    assert dict((row[0], row[1]) for row in rows)["parameters"] == "1.00 GiB"
+    assert rows[-1] == ["sum", "1.00 GiB", format_bytes(sum(highest.values()))]
+    assert tier_rows(run) == [("disk", "optimizer", "400 MiB")]
+    assert "optimizer 400 MiB on disk." in render(run)
 
 
 def test_every_number_of_an_empty_run_is_not_recorded(tmp_path):

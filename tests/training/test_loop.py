@@ -242,12 +242,45 @@ def test_running_out_of_device_memory_names_owners_and_keeps_the_checkpoint(data
         return real(self, microbatches, lr)
 
     monkeypatch.setattr(StandardExecutor, "step", step)
-    with pytest.raises(FitError, match="ran out of memory in step 5") as caught:
+    with pytest.raises(FitError, match="Memory ran out in step 5") as caught:
         train(tiny(data, tmp_path))
-    assert "activations" in caught.value.problems[0].got
-    assert "micro_batch" in caught.value.problems[0].try_
+    got = caught.value.problems[0].got.splitlines()
+    assert "Tried to allocate 2.00 GiB" in got[0]
+    assert {"bytes", "parameters", "optimizer", "activations", "other", "sum"} <= {line.split()[0] for line in got}
+    assert {"forward", "backward", "update"} <= set(next(line for line in got if line.startswith("bytes")).split())
+    assert "train.micro_batch = 1" in caught.value.problems[0].try_
     assert last_state(tmp_path / "tiny")[1]["parts"]["counters"]["step"] == 3
     assert rows(tmp_path / "tiny" / "events.jsonl")[-1]["kind"] == "stop"
+
+
+@pytest.mark.parametrize("error", [None, MemoryError()], ids=["torch's allocator", "python's"])
+def test_the_host_running_out_of_memory_is_told_like_the_device(data, tmp_path, monkeypatch, error):
+    def forward(*_):
+        if error is not None:
+            raise error
+        torch.empty(2**60, dtype=torch.uint8)
+
+    monkeypatch.setattr("tilewright.models.decoder.head_loss", forward)
+    with pytest.raises(FitError, match="Memory ran out in step 1") as caught:
+        train(tiny(data, tmp_path))
+    assert "forward" in caught.value.problems[0].got
+    event = rows(tmp_path / "tiny" / "events.jsonl")[-1]
+    assert event["memory_phases"]["forward"]["parameters"] > 0
+
+
+def test_a_model_that_finds_no_memory_says_so(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("tilewright.training.assemble._optimizer", lambda *_: torch.empty(2**60))
+    with pytest.raises(FitError, match="Memory ran out while the model was made"):
+        train(tiny(data, tmp_path))
+
+
+def test_an_error_that_is_not_about_memory_stays_what_it_is(data, tmp_path, monkeypatch):
+    def forward(*_):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr("tilewright.models.decoder.head_loss", forward)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        train(tiny(data, tmp_path))
 
 
 def test_a_disk_that_refuses_is_loud_and_the_run_goes_on_to_its_end(data, tmp_path, capsys):

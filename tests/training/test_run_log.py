@@ -138,9 +138,11 @@ def test_step_line_has_fixed_columns():
     row = {
         "step": 120, "loss": 3.41019, "grad_norm": 0.8123, "lr": 2.9e-4, "loss_scale": 65536.0,
         "memory_bytes": 11.2 * 2**30, "tokens_per_s": 8412.3, "wait_share": 0.012,
+        "memory": {"parameters": 2**30, "optimizer": 5 * 2**30, "activations": 4 * 2**30, "other": 1.2 * 2**30},
     }  # fmt: skip
     line = step_line(row, steps=2000, memory_limit=24 * 2**30, num_skips=0, seconds_left=720.0, scaled=True)
     assert line == (
         "step 120/2000 | loss 3.4102 | gnorm 0.812 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB"
+        " (optimizer 5.0, activations 4.0)"
         " | 8,412 tok/s | wait 1.2% | eta 12m00s"
     )

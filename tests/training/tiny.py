@@ -69,6 +69,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
         del record["parts"]["counters"]["elapsed_s"], record["recipe"]
     assert meta == expected_meta
     measured = ("time_s", "tokens_per_s", "step_s", "wait_s", "wait_share", "memory_bytes", "memory")
+    measured += ("memory_phases", "memory_tiers")
     strip = [
         [{key: value for key, value in row.items() if key not in measured} for row in rows(folder / "metrics.jsonl")]
         for folder in (run, reference)

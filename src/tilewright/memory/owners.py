@@ -34,6 +34,12 @@ def owner_bytes(model: nn.Module | None, optimizer: torch.optim.Optimizer | None
     return result
 
 
+def storage_bytes(tensors: Iterable[Tensor], device_type: str) -> int:
+    """Bytes of the tensors' storages on `device_type`, each once; of a DTensor the local part."""
+    seen: set[int] = set()
+    return sum(_new_storage_bytes(tensor, seen, device_type) for tensor in tensors)
+
+
 def _new_storage_bytes(tensor: Tensor, seen: set[int], device_type: str) -> int:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()

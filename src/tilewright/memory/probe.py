@@ -8,8 +8,8 @@ Three probes, picked by what the system allows and named in every measurement:
 `torch.cuda`  on a CUDA device: the caching allocator's peak of allocated bytes.
 
 The resident set counts pages, so it holds what tensors do not: the interpreter, shared libraries, code
-that a compiler made, and pages that `malloc` keeps after a `free`. What is allocated and not freed at a moment,
-without those pages, is `live`: the allocator's own count, on CUDA and with glibc. Called by `memory.ledger`.
+that a compiler made, and pages that `malloc` keeps after a `free`. What is allocated and not freed at a moment
+is `live`, what malloc keeps `kept`: the allocator's own count, on CUDA and with glibc. Called by `memory.ledger`.
 """
 
 import ctypes
@@ -27,13 +27,16 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class Probe(Protocol):
-    """Bytes held now (`current`), allocated and not freed now (`live`), and held at most since `reset_peak`."""
+    """Bytes held now (`current`): allocated and not freed (`live`), free but kept by the allocator (`kept`), and other
+    things; and held at most since `reset_peak`."""
 
     name: str
 
     def current(self) -> int: ...
 
     def live(self) -> int: ...
+
+    def kept(self) -> int: ...
 
     def peak(self) -> int: ...
 
@@ -58,6 +61,9 @@ class _ResidentSet:
         info = self._mallinfo()
         return info.uordblks + info.hblkhd
 
+    def kept(self) -> int:
+        return 0 if self._mallinfo is None else self._mallinfo().fordblks
+
 
 _MALLINFO_FIELDS = (
     *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
@@ -66,7 +72,8 @@ _MALLINFO_FIELDS = (
 
 
 class _MallInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc 2.33 and later: uordblks = bytes in use in arenas, hblkhd = in mapped blocks."""
+    """struct mallinfo2 of glibc 2.33 and later: uordblks = bytes in use in arenas, hblkhd = in mapped blocks,
+    fordblks = free in arenas."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO_FIELDS)
 
@@ -158,6 +165,10 @@ class CudaAllocator:
         return torch.cuda.memory_allocated(self._device)
 
     live = current
+
+    def kept(self) -> int:
+        """Cached free blocks are not in `current`."""
+        return 0
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.memory.ledger import OWNERS
+from tilewright.memory.table import phase_table
 
 if TYPE_CHECKING:
     from tilewright.plan.cost import Plan
@@ -24,13 +24,7 @@ def plan_verdict(plan: "Plan") -> str:
 def plan_table(plan: "Plan") -> str:
     """Verdict, bytes by owner and phase, seconds by part, notes, and fixes where it does not fit."""
     lines = [plan.verdict, "", f"{format_count(plan.num_parameters)} parameters on {plan.device}", ""]
-    phases = list(plan.phases)
-    lines.append(f"{'bytes':<12}" + "".join(f"{phase:>12}" for phase in phases))
-    for owner in OWNERS:
-        cells = [plan.phases[phase].get(owner, 0) for phase in phases]
-        if any(cells):
-            lines.append(f"{owner:<12}" + "".join(f"{format_bytes(cell) if cell else '-':>12}" for cell in cells))
-    lines.append(f"{'sum':<12}" + "".join(f"{format_bytes(plan.phase_bytes(phase)):>12}" for phase in phases))
+    lines += phase_table(plan.phases)
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.other_parts.items() if size)
     lines += [f"  other: {parts}"] if parts else []
     lines += [f"  outside the allocator: {format_bytes(plan.reserve_bytes)}"] if plan.reserve_bytes else []

@@ -14,7 +14,7 @@ from tilewright.report.fits import LogNormalFit, fit_log_normal, smooth
 from tilewright.report.scales import format_number, format_percent
 
 WIDE, LOW = (1080, 320), (1080, 210)
-OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "other")
+OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "allocator", "other")
 MARKED = {
     "resume": 2,
     "precision_switch": 4,
@@ -244,7 +244,7 @@ def memory_bars_figure(run: RunData) -> Figure | None:
     if _finite(totals[0]) and _finite(totals[1]) and totals[1]:
         error = (totals[0] - totals[1]) / totals[1]
         note = f"The plan was {format_percent(abs(error))} {'above' if error >= 0 else 'below'} the measured peak."
-    healthy = "Planned within 10 % of measured. What an allocator keeps after a free counts under other."
+    healthy = "Planned within 10 % of measured. The plan counts what an allocator keeps after a free under other."
     return Figure("Memory at the peak", svg, healthy, [(0, "planned", ""), (1, "measured", "")], note)
 
 

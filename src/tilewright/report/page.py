@@ -75,6 +75,8 @@ def render(run: RunData) -> str:
         state=summary.state(run),
         tiles=summary.tiles(run),
         figures={name: make(run) for name, make in _FIGURES.items()},
+        memory=tables.memory_table(run),
+        tiers=tables.tier_rows(run),
         precision=tables.precision_groups(run.precision),
         moves=precision_figures.move_rows(run),
         kernels=tables.kernel_rows(run.machine),

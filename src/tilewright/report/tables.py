@@ -10,6 +10,7 @@ from typing import Any
 
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.report.collect import Row, RunData
+from tilewright.report.figures import OWNERS
 from tilewright.report.scales import format_number
 
 
@@ -133,3 +134,30 @@ def _text(name: str, value: object) -> str:
 def changed_settings(run: RunData) -> int:
     """How many settings of the recipe do not come from a default."""
     return sum(1 for setting in run.settings if setting.source != "default")
+
+
+def memory_table(run: RunData) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Measured bytes by owner (rows) at the highest peak of each phase (columns) of the run; empty if not recorded."""
+    peaks: dict[str, Mapping[str, float]] = {}
+    for row in run.steps:
+        for phase, owners in (row.get("memory_phases") or {}).items():
+            if sum(owners.values()) > sum(peaks.get(phase, {}).values()):
+                peaks[phase] = owners
+    owners = [owner for owner in OWNERS if any(held.get(owner) for held in peaks.values())]
+    rows = [[owner, *(_bytes(held.get(owner, 0)) for held in peaks.values())] for owner in owners]
+    total = [["sum", *(_bytes(sum(held.values())) for held in peaks.values())]] if peaks else []
+    return ["owner", *peaks], [*rows, *total]
+
+
+def tier_rows(run: RunData) -> Sequence[tuple[str, str, str]]:
+    """(tier, owner, most bytes) of what lies off the device."""
+    most: dict[tuple[str, str], float] = {}
+    for row in run.steps:
+        for tier, owners in (row.get("memory_tiers") or {}).items():
+            for owner, size in owners.items():
+                most[tier, owner] = max(most.get((tier, owner), 0), size)
+    return [(tier, owner, format_bytes(size)) for (tier, owner), size in most.items()]
+
+
+def _bytes(size: float) -> str:
+    return format_bytes(size) if size else "-"

@@ -51,6 +51,7 @@ from tilewright.training.adapters import build_adapted
 from tilewright.training.control import StepControl
 from tilewright.training.counters import Counters
 from tilewright.training.layer_major_step import LayerMajorExecutor
+from tilewright.training.no_memory import explained
 from tilewright.training.slicing import (
     Sliced,
     comes_in_slices,
@@ -261,7 +262,7 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
     recipe, device = setup.recipe, setup.device
     seed_everything(recipe.run.seed)
     ledger = Ledger(device)
-    with ledger.phase("load"):
+    with explained(ledger, recipe, "while the model was made"), ledger.phase("load"):
         model = _model(setup, fresh)
         values = first_values(recipe, model)
         policy, schedule, scaled = _precision(setup, model)

@@ -1,7 +1,7 @@
 """What the user sees while training: a live line on a terminal, else one plain line of fixed columns a log interval.
 
-    step 120/2000 | loss 3.4102 | gnorm 0.81 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB | 8,412 tok/s
-    | wait 1.2% | eta 12m00s
+    step 120/2000 | loss 3.4102 | gnorm 0.81 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB (optimizer 4.1,
+    activations 3.2) | 8,412 tok/s | wait 1.2% | eta 12m00s
 
 Everything shown is in metrics.jsonl too. Called by `loop`.
 """
@@ -86,10 +86,16 @@ def step_line(
         f"gnorm {row['grad_norm']:.3g}",
         f"lr {row['lr']:.1e}",
         f"scale {row['loss_scale']:g} ({num_skips} skips)" if scaled else f"{num_skips} skips",
-        f"mem {row['memory_bytes'] / _GIB:.1f}/{memory_limit / _GIB:.1f} GiB",
+        f"mem {row['memory_bytes'] / _GIB:.1f}/{memory_limit / _GIB:.1f} GiB ({_largest(row['memory'])})",
         f"{row['tokens_per_s']:,.0f} tok/s",
         f"wait {row['wait_share']:.1%}",
     ]
     if seconds_left is not None:
         parts.append(f"eta {format_seconds(seconds_left)}")
     return " | ".join(parts)
+
+
+def _largest(owners: Mapping[str, int]) -> str:
+    """The two owners that hold most at the peak, in GiB."""
+    first = sorted(owners, key=lambda owner: -owners[owner])[:2]
+    return ", ".join(f"{owner} {owners[owner] / _GIB:.1f}" for owner in first)

@@ -85,6 +85,7 @@ class Recorder:
             row["redone"] = result.redone
         if memory is not None:
             row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
+            row |= {"memory_phases": memory["phase_owners"], "memory_tiers": memory["tiers"]}
         row = self.log.metrics(counters.step, **row)
         self._add(result, wait_s)
         if result.redone is not None:

@@ -15,12 +15,14 @@ import torch
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.formats.store import CODE_DTYPE
+from tilewright.memory.table import is_out_of_memory
 from tilewright.precision import audit_table
 from tilewright.precision.adapter_io import save_adapter
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.checkpoint import CheckpointStore, SaveRecord
 from tilewright.training.evaluate import DomainLoss, evaluate
 from tilewright.training.layer_major_step import LostStep, left_out
+from tilewright.training.no_memory import no_memory
 from tilewright.training.record import Recorder
 from tilewright.training.recover import StopRequest
 from tilewright.training.run_folder import RunFolder
@@ -108,7 +110,9 @@ class Run:
             except NumericsError as error:
                 self._keep_last_good(error)
                 raise
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+                if not is_out_of_memory(error):
+                    raise
                 raise self._out_of_memory(error) from error
             if self.step == first + 1:
                 self._refuse_fallbacks()
@@ -245,17 +249,11 @@ class Run:
             self._tell_saves()
         self.recorder.event(self.step, "stop", str(error))
 
-    def _out_of_memory(self, error: torch.OutOfMemoryError) -> FitError:
+    def _out_of_memory(self, error: RuntimeError | MemoryError) -> FitError:
         """The error of a step that found no memory. The step may be half done, so nothing is saved."""
         memory = self.parts.ledger.snapshot(self.parts.model, self.parts.optimizer)
-        owners = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in memory["owners"].items())
-        fit = FitError(
-            f"The device ran out of memory in step {self.step + 1}.",
-            got=f"{str(error).splitlines()[0]}\nat the peak ({memory['peak_phase']}): {owners}",
-            need="a smaller peak; the newest checkpoint is untouched, and the same command goes on from it",
-            try_='a smaller train.micro_batch (changes no loss), or train.activation_checkpoint = "full"',
-        )
-        self.recorder.event(self.step, "stop", str(fit))
+        fit = no_memory(error, memory, f"in step {self.step + 1}", self.setup.recipe)
+        self.recorder.event(self.step, "stop", str(fit), memory_phases=memory["known_phases"])
         return fit
 
     # ---- the end ----

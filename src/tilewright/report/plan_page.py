@@ -1,0 +1,103 @@
+"""The joint plan as one HTML page: verdict, memory through a step, memory against time, the table.
+
+Made of the same charts and style sheet as the report of a run; opens offline. Called by `cli.plan_joint`.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+
+from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.plan.joint import JointPlan
+from tilewright.plan.joint_words import timeline, verdict
+from tilewright.report.charts import Mark, Series, line_chart, stacked_area
+
+_OWNERS = ("parameters", "optimizer", "gradients", "activations", "work", "process")
+_SIZE = (1040, 300)
+
+
+def render_plan(plan: JointPlan, curve: Sequence[JointPlan], table: tuple[list[str], list[list[str]]]) -> str:
+    """The page as HTML text.
+
+    Args:
+        plan: what is shown.
+        curve: fastest plans at several device budgets; empty leaves the picture out.
+        table: columns and rows of the layers' choices.
+    """
+    css = resources.files("tilewright.report").joinpath("page.css").read_text(encoding="utf-8")
+    figures = _memory_figure(plan) + (_pareto_figure(curve, plan) if curve else "")
+    tiles = "".join(
+        f'<div><dt>{escape(name)}</dt><dd class="value">{escape(value)}</dd><dd class="detail">{escape(detail)}</dd></div>'
+        for name, value, detail in _tiles(plan)
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>plan of {escape(plan.shape.family)} · tilewright</title>\n<style>\n{css}\n</style>\n</head>\n<body>\n"
+        f'<header><p class="eyebrow"><b>plan</b> · {escape(plan.machine.device_name)}</p>'
+        f'<h1>{escape(verdict(plan))}</h1><dl class="tiles">{tiles}</dl></header>\n'
+        f'<main>\n<section><h2>Memory and time</h2><div class="charts">{figures}</div></section>\n'
+        f"<section><h2>Layers</h2>{_html_table(*table)}</section>\n"
+        f"<section><h2>What is guessed</h2><ul>{notes}</ul></section>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _tiles(plan: JointPlan) -> list[tuple[str, str, str]]:
+    setting = plan.setting
+    found = [
+        ("Step", format_seconds(plan.step_s), f"{format_count(plan.tokens_per_s)} tokens/s"),
+        ("Device", format_bytes(plan.peak_bytes), f"of {format_bytes(plan.budget.device)}, at {plan.peak_phase}"),
+    ]
+    if plan.host:
+        found.append(("Host", format_bytes(plan.host_bytes), f"of {format_bytes(plan.budget.host)}"))
+    found.append(("Executor", setting.executor, f"{setting.num_micro} micro-batches of {setting.micro_batch}"))
+    found.append(("Optimizer", setting.moments, f"moments; master {setting.master}"))
+    return found
+
+
+def _memory_figure(plan: JointPlan) -> str:
+    moments = timeline(plan)
+    xs = [float(i) for i in range(len(moments))]
+    series = [
+        Series(owner, xs, [row[owner] for _, row in moments], i)
+        for i, owner in enumerate(_OWNERS)
+        if any(row[owner] for _, row in moments)
+    ]
+    svg = stacked_area(
+        series, label="device memory through one step", y_label="device bytes", x_label="moment", size=_SIZE
+    )
+    names = [name for name, _ in moments]
+    places = f"0 is load, {names.index('loss')} the loss; before it layers forward, behind it layers backward."
+    legend = [(one.colour, one.name) for one in series]
+    return _figure("Device memory through one step", legend, svg, places)
+
+
+def _pareto_figure(curve: Sequence[JointPlan], plan: JointPlan) -> str:
+    points = sorted((found.peak_bytes / 2**30, found.step_s) for found in curve)
+    series = [
+        Series("fastest plan", [x for x, _ in points], [y for _, y in points], 0),
+        Series("this plan", [plan.peak_bytes / 2**30], [plan.step_s], 1, "dots"),
+    ]
+    marks = [Mark(plan.budget.device / 2**30, f"budget {format_bytes(plan.budget.device)}")]
+    svg = line_chart(
+        series, label="seconds of a step against device memory", y_label="seconds a step", x_label="device GiB",
+        marks=marks, zero=True, size=_SIZE,
+    )  # fmt: skip
+    return _figure(
+        "Memory against time", [(0, "fastest plan"), (1, "this plan")], svg, "Each point is a plan of its own."
+    )
+
+
+def _figure(title: str, legend: Sequence[tuple[int, str]], svg: str, note: str) -> str:
+    keys = "".join(f'<li><i style="--key: var(--c{colour})"></i>{escape(name)}</li>' for colour, name in legend)
+    return (
+        f'<figure class="wide"><h3>{escape(title)}</h3><ul class="legend">{keys}</ul>{svg}'
+        f'<figcaption><p class="note">{escape(note)}</p></figcaption></figure>'
+    )
+
+
+def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
