@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from tilewright.core.errors import FitError, HardwareError
+from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
@@ -136,7 +136,8 @@ class TestBadDisk:
         with pytest.raises(HardwareError, match="shorter than what was written"):
             store.get(0, 0)
 
-    def test_a_folder_that_is_not_there(self, tmp_path):
-        with pytest.raises(HardwareError) as caught:
-            InputStore("disk", "cpu", folder=tmp_path / "none")
-        assert str(tmp_path / "none") in str(caught.value)
+    def test_a_folder_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError) as caught:
+            InputStore("disk", "cpu", folder=tmp_path / "file")
+        assert str(tmp_path / "file") in str(caught.value)

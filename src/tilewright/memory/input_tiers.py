@@ -8,7 +8,6 @@ drop(key)            let go of them
 
 import errno
 import os
-import tempfile
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ from torch import Tensor
 from tilewright.core.errors import FitError, HardwareError, TilewrightError
 from tilewright.core.units import format_bytes
 from tilewright.memory.pinned import pinned_empty, unpin
+from tilewright.memory.tiers import open_nameless
 
 Key = tuple[int, int]
 Result = TypeVar("Result")
@@ -146,10 +146,7 @@ class DiskTier:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._device, self._folder = device, folder
-        try:
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (held until close)
-        except OSError as error:
-            raise disk_error(error, folder) from error
+        self._file = open_nameless(folder)
         self._regions: dict[Key, _Region] = {}
         self._end = self._size = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-inputs")

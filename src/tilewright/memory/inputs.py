@@ -48,7 +48,7 @@ class InputStore:
         folder: where the disk tier keeps its file, which has no name and is gone with the process.
 
     Raises:
-        HardwareError: a folder that cannot be written.
+        ConfigError: a folder that cannot be written.
 
     Example:
         >>> store = InputStore("device", "cpu")

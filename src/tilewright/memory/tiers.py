@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -115,17 +115,7 @@ class DiskStore:
         self.memory: Tensor | None = None
         self.num_bytes = num_bytes
         self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, prefix="tier-", buffering=0)  # noqa: SIM115 (until close)
-        except OSError as error:
-            raise ConfigError(
-                "The folder of the disk tier cannot be written.",
-                got=str(error),
-                need="a folder that this user may create files in",
-                try_="memory.tier_dir = a folder on a fast local disk",
-                where=str(folder),
-            ) from error
+        self._file = open_nameless(folder)
         try:
             if num_bytes:
                 os.posix_fallocate(self._file.fileno(), 0, num_bytes)
@@ -193,6 +183,25 @@ class DiskStore:
             "it goes on from its newest checkpoint, the tier holds nothing else",
             where=str(self.folder),
         )
+
+
+def open_nameless(folder: Path) -> BinaryIO:
+    """A new file without a name in `folder`, which is made where it is missing.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryFile(dir=folder, prefix="tier-", buffering=0)
+    except OSError as error:
+        raise ConfigError(
+            "The folder of the disk tier cannot be written.",
+            got=str(error),
+            need="a folder that this user may create files in",
+            try_="memory.tier_dir = a folder on a fast local disk",
+            where=str(folder),
+        ) from error
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:

@@ -80,8 +80,6 @@ def slice_up(
     memory = recipe.memory
     view = layered(model)
     slices = find_slices(model, view, memory.group)
-    if "disk" in (memory.parameters, memory.states):
-        folder.mkdir(parents=True, exist_ok=True)
     home = Tiers(
         model,
         slices,
@@ -114,8 +112,6 @@ def make_executor(
         ConfigError: the disk tier's folder cannot be written.
     """
     memory, lagged = recipe.memory, recipe.optim.clip == "lagged"
-    if memory.inputs == "disk":
-        folder.mkdir(parents=True, exist_ok=True)
     inputs = InputStore(memory.inputs, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
     return LayerMajorExecutor(
         model,
