@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tilewright.plan.solve import Cost, Group, Phase, Problem, host_bytes, phase_bytes, seconds, solve
 
 NUMBERS = st.integers(0, 20)
-COST = st.builds(Cost, st.integers(1, 50), *[NUMBERS] * 6)
+COST = st.builds(Cost, st.integers(1, 50), *[NUMBERS] * 7)
 
 
 @st.composite
@@ -24,7 +24,14 @@ def problems(draw):
     phase = st.builds(Phase, st.just("phase"), NUMBERS, some, some, running)
     phases = tuple(draw(st.lists(phase, min_size=1, max_size=3)))
     host = draw(st.one_of(st.integers(0, 80), st.just(math.inf)))
-    return Problem(groups, phases, draw(st.integers(1, 200)), host, draw(st.integers(0, 10)))
+    return Problem(
+        groups,
+        phases,
+        draw(st.integers(1, 200)),
+        host,
+        draw(st.integers(0, 10)),
+        draw(st.one_of(st.integers(0, 80), st.just(math.inf))),
+    )
 
 
 def compositions(total, parts):
@@ -37,7 +44,7 @@ def compositions(total, parts):
 
 
 def every(problem):
-    """All counts with (seconds, peak, host), reckoned layer by layer."""
+    """All counts with (seconds, peak, host, disk), reckoned layer by layer."""
     for counts in itertools.product(*(compositions(g.count, len(g.costs)) for g in problem.groups)):
         layers = [
             (group.name, cost)
@@ -57,20 +64,22 @@ def every(problem):
             }
             peaks.append(size + max(running[phase.transient]))
         host = problem.host_base + sum(cost.host for _, cost in layers)
-        yield counts, sum(cost.seconds for _, cost in layers), max(peaks), host
+        disk = sum(cost.disk for _, cost in layers)
+        yield counts, sum(cost.seconds for _, cost in layers), max(peaks), host, disk
 
 
 @settings(max_examples=120, deadline=None)
 @given(problems())
 def test_optimum_equals_brute_force(problem):
-    fitting = [row for row in every(problem) if row[2] <= problem.device_budget and row[3] <= problem.host_budget]
+    limits = (problem.device_budget, problem.host_budget, problem.disk_budget)
+    fitting = [row for row in every(problem) if all(a <= b for a, b in zip(row[2:], limits, strict=True))]
     found = solve(problem)
     if not fitting:
         # Only what fits exactly may be lost to the solver's tolerance, and here everything is a whole number.
         assert found is None
         return
     best = min(row[1] for row in fitting)
-    tight = [row for row in fitting if row[2] < problem.device_budget and row[3] < problem.host_budget]
+    tight = [row for row in fitting if all(a < b for a, b in zip(row[2:], limits, strict=True))]
     if found is None or seconds(problem, found) > best:
         assert not tight or min(row[1] for row in tight) > best, "a fitting plan with room to spare was missed"
     if found is not None:
@@ -81,7 +90,7 @@ def test_optimum_equals_brute_force(problem):
 @settings(max_examples=80, deadline=None)
 @given(problems())
 def test_smallest_peak_equals_brute_force(problem):
-    fitting = [row for row in every(problem) if row[3] < problem.host_budget]
+    fitting = [row for row in every(problem) if row[3] < problem.host_budget and row[4] < problem.disk_budget]
     found = solve(problem, smallest=True)
     if fitting:
         assert found is not None

@@ -70,7 +70,7 @@ class Published:
             attention={fmt: ATTENTION_SHARE * peaks[fmt] for fmt in formats},
             loss=dict.fromkeys(formats, memory / 24),  # six passes in FP32
             elementwise=dict.fromkeys(formats, EAGER_SHARE * self.bandwidth),
-            adam={"fp32": memory / 28, "bf16": memory / 20},  # parameter, gradient, moments, read and written
+            adam={"fp32": memory / 28, "bf16": memory / 20, "8bit": memory / 16},  # parameter, gradient, moments
             bandwidth=memory,
             exp=EXPONENTIALS,
             threads=0,

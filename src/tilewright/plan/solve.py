@@ -20,7 +20,7 @@ class Cost:
     """What one layer costs under an option.
 
     `seconds`: of a step. `held`: bytes on the device all the time. `kept`: bytes on the device from forward to
-    backward. `gradient`: bytes of gradients that stay until the update. `host`: bytes of the host. `forward`,
+    backward. `gradient`: bytes of gradients that stay until the update. `host`, `disk`: bytes there. `forward`,
     `backward`: bytes on the device while this layer runs, one layer at a time.
     """
 
@@ -29,6 +29,7 @@ class Cost:
     kept: float = 0.0
     gradient: float = 0.0
     host: float = 0.0
+    disk: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
 
@@ -65,6 +66,7 @@ class Problem:
     device_budget: float
     host_budget: float
     host_base: float = 0.0
+    disk_budget: float = math.inf
 
 
 Counts = tuple[tuple[int, ...], ...]
@@ -99,12 +101,18 @@ def _total(problem: Problem, counts: Counts, name: str) -> float:
     return sum(n * getattr(cost, name) for group, row in rows for cost, n in zip(group.costs, row, strict=True))
 
 
-def solve(problem: Problem, *, smallest: bool = False) -> Counts | None:
+def least_seconds(problem: Problem) -> float:
+    """Seconds that no plan of these groups is below, whatever the budgets."""
+    return sum(group.count * min(cost.seconds for cost in group.costs) for group in problem.groups)
+
+
+def solve(problem: Problem, *, smallest: bool = False, gap: float = 1e-9) -> Counts | None:
     """The fastest counts within the budgets; None where nothing fits.
 
     Args:
         problem: groups, phases and budgets.
-        smallest: minimise the device's peak instead, whatever the device's budget; the host's still holds.
+        smallest: minimise the device's peak instead, whatever the device's budget; those of host and disk still hold.
+        gap: share of the optimum by which the answer may miss it.
     """
     kept = [_undominated(group.costs) for group in problem.groups]
     thin = replace(
@@ -114,7 +122,7 @@ def solve(problem: Problem, *, smallest: bool = False) -> Counts | None:
             for group, chosen in zip(problem.groups, kept, strict=True)
         ),
     )
-    found = _milp(thin, smallest)
+    found = _milp(thin, smallest, gap)
     if found is None:
         return None
     counts = []
@@ -150,7 +158,7 @@ class _Columns:
         self.peak = self.size - 1
 
 
-def _milp(problem: Problem, smallest: bool) -> Counts | None:
+def _milp(problem: Problem, smallest: bool, gap: float) -> Counts | None:
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -175,7 +183,7 @@ def _milp(problem: Problem, smallest: bool) -> Counts | None:
         constraints=LinearConstraint(np.array(rows), np.array(lows), np.array(highs)),
         bounds=Bounds(np.zeros(columns.size), upper),
         integrality=integrality,
-        options={"mip_rel_gap": 1e-9, "time_limit": 20.0},
+        options={"mip_rel_gap": gap, "time_limit": 20.0},
     )
     if result.x is None:
         return None
@@ -220,7 +228,9 @@ def _rows(
         if smallest:
             entries[columns.peak] = -1.0
         add(entries, -math.inf, (0.0 if smallest else room) - phase.base / unit)
-    if math.isfinite(problem.host_budget):
-        entries = {i: problem.groups[g].costs[o].host / unit for i, (g, o) in enumerate(columns.options)}
-        add(entries, -math.inf, (problem.host_budget * (1.0 - _SLACK) - problem.host_base) / unit)
+    limits = (("host", problem.host_budget, problem.host_base), ("disk", problem.disk_budget, 0.0))
+    for name, limit, base in limits:
+        if math.isfinite(limit):
+            entries = {i: getattr(problem.groups[g].costs[o], name) / unit for i, (g, o) in enumerate(columns.options)}
+            add(entries, -math.inf, (limit * (1.0 - _SLACK) - base) / unit)
     return rows, lows, highs

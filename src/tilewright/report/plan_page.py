@@ -27,7 +27,8 @@ def render_plan(plan: JointPlan, curve: Sequence[JointPlan], table: tuple[list[s
     css = resources.files("tilewright.report").joinpath("page.css").read_text(encoding="utf-8")
     figures = _memory_figure(plan) + (_pareto_figure(curve, plan) if curve else "")
     tiles = "".join(
-        f'<div><dt>{escape(name)}</dt><dd class="value">{escape(value)}</dd><dd class="detail">{escape(detail)}</dd></div>'
+        f'<div><dt>{escape(name)}</dt><dd class="value">{escape(value)}</dd>'
+        f'<dd class="detail">{escape(detail)}</dd></div>'
         for name, value, detail in _tiles(plan)
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)

@@ -1,0 +1,361 @@
+"""The joint plan on the command line: budgets as text, the verdict, tables, files. Called by `cli.plan`.
+
+torch is imported inside, so that `--help` stays fast.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tilewright.cli.common import print_json, show_table
+from tilewright.core.errors import ConfigError, DataError, FitError
+from tilewright.core.load import Loaded, load_recipe
+from tilewright.core.log import say
+from tilewright.core.units import format_bytes, format_count, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from tilewright.core.hardware import Machine
+    from tilewright.plan.joint import Budget, JointPlan, JointPlanner
+
+DISK_SPEED = 2e9
+"""Bytes/s of a disk that nobody measured (guess)."""
+LINK_SPEED = 12e9
+"""Bytes/s of a host link that nobody measured (guess)."""
+
+
+@dataclass(frozen=True)
+class JointOptions:
+    """What was asked for, as typed."""
+
+    device_memory: str = ""
+    host_memory: str = ""
+    disk_memory: str = ""
+    on: str = ""
+    largest: bool = False
+    why: str = ""
+    compare: str = ""
+    out: str = ""
+    html: str = ""
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything here was asked for."""
+        return self != JointOptions()
+
+
+def joint_plan(loaded: Loaded, typed: list[str], options: JointOptions, vocab_size: int, as_json: bool) -> None:
+    """Plan a recipe jointly and print it.
+
+    Raises:
+        ConfigError: an option that makes no sense.
+        FitError: nothing fits.
+    """
+    from tilewright.plan.joint import largest
+
+    planner, budget = _planner(loaded, options, vocab_size, as_json)
+    found = largest(planner, budget) if options.largest else planner.plan(budget)
+    if found is None:
+        raise _does_not_fit(planner, budget)
+    if options.why:
+        lines = _why(planner, found, options.why)
+        print_json({"why": lines}) if as_json else click.echo("\n".join(lines))
+        return
+    other = _other(planner, budget, options, typed)
+    changes = [] if options.largest else _changes(planner, budget, found)
+    if as_json:
+        print_json(_json(found, changes, other))
+    else:
+        _print(found, changes, other, options)
+    _write_files(planner, budget, found, options)
+
+
+def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool) -> tuple["JointPlanner", "Budget"]:
+    import torch
+
+    from tilewright.core.hardware import detect_machine
+    from tilewright.plan.ceilings import measure
+    from tilewright.plan.joint import Budget, JointPlanner
+    from tilewright.plan.options import Links
+    from tilewright.plan.published import GUESSES, HOST_BYTES, LINK_SHARE, find_published
+
+    recipe = loaded.recipe
+    open_formats = frozenset(
+        name for name in ("optim.moments", "optim.master") if loaded.sources.get(name, "default") == "default"
+    )
+    disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
+    disk_speed = DISK_SPEED if disk else None
+    if options.on:
+        row = find_published(options.on)
+        host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES
+        machine = row.machine(detect_machine("cpu"), host)
+        sold = row.memory // 10**9 * 2**30
+        device = (
+            _size(options.device_memory, "--device-memory", sold, machine.device_name)
+            if options.device_memory
+            else recipe.plan.device_budget or row.memory
+        )
+        guessed = f"guessed: {DISK_SPEED / 1e9:.0f} GB/s of the disk" if disk else ""
+        links = Links(LINK_SHARE * row.link, disk_speed, guessed)
+        notes = (f"published, not measured: {row.full_name} ({row.source})", GUESSES)
+        budget = Budget(device, host, links, disk)
+        return JointPlanner(recipe, vocab_size, machine, row.ceilings(), open_formats, notes), budget
+    machine = detect_machine(recipe.run.device)
+    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
+    rates = measure(machine, progress=None if quiet else say)
+    device, host = _budgets_here(options, machine, recipe.plan.device_budget)
+    on_gpu = machine.device == "cuda"
+    guessed = f"guessed: {LINK_SPEED / 1e9:.0f} GB/s of the host link, {DISK_SPEED / 1e9:.0f} GB/s of the disk"
+    links = Links(LINK_SPEED if on_gpu else None, disk_speed, guessed)
+    return JointPlanner(recipe, vocab_size, machine, rates, open_formats), Budget(device, host, links, disk)
+
+
+def _budgets_here(options: JointOptions, machine: "Machine", wanted: int) -> tuple[int, int]:
+    """Device and host budget on the machine at hand."""
+    if options.host_memory and machine.device == "cpu":
+        raise ConfigError(
+            "On a CPU the device's memory is the host's.",
+            got=f"--host-memory {options.host_memory}",
+            need="--device-memory alone",
+            try_="--device-memory, or --on for a machine that is not at hand",
+            where="--host-memory",
+        )
+    device, host = wanted or machine.device_memory_bytes, machine.host_memory_bytes
+    if options.device_memory:
+        device = _size(options.device_memory, "--device-memory", machine.device_memory_bytes, "this machine")
+    if options.host_memory:
+        host = _size(options.host_memory, "--host-memory", machine.host_memory_bytes, "this machine")
+    return device, host
+
+
+def _size(text: str, option: str, most: int | None, owner: str) -> int:
+    """Bytes from text, with the units as they are written: Gib and Gb are bits to many."""
+    unit = re.sub(r"[^A-Za-z]", "", text)
+    try:
+        size = parse_bytes(text)
+        if unit != unit.lower() and unit.endswith("b"):
+            raise ValueError(f"{unit} may mean bits")
+        if size <= 0:
+            raise ValueError("no memory at all")
+    except ValueError as error:
+        raise ConfigError(
+            "This is not a size of memory.",
+            got=f"{option} {text!r}: {error}",
+            need="a number above 0 with GiB, GB, MiB or MB",
+            try_=f"{option} 24GiB",
+            where=option,
+        ) from error
+    if most is not None and size > most:
+        raise ConfigError(
+            "This is more memory than the machine has.",
+            got=f"{option} {text}, {owner} has {format_bytes(most)}",
+            need=f"at most {format_bytes(most)}",
+            try_=f"{option} {most // 2**30}GiB, or --on for a machine that is not at hand",
+            where=option,
+        )
+    return size
+
+
+def _does_not_fit(planner: "JointPlanner", budget: "Budget") -> FitError:
+    """The smallest plan there is and what it takes, and changes that make the run fit."""
+    from dataclasses import replace
+
+    from tilewright.plan.joint_words import cheapest_changes
+
+    least = planner.smallest(budget)
+    enough_host = least is not None
+    if least is None:
+        least = planner.smallest(replace(budget, host=float("inf")))
+    changes = [str(change) for change in cheapest_changes(planner, budget, None)]
+    given = f"{format_bytes(budget.device)} on the device"
+    given += f" and {format_bytes(budget.host)} on the host" if budget.links.host else ""
+    if least is None:
+        return FitError(
+            "This run does not fit.", got=given, need="a smaller model", try_="\n".join(changes) or "--largest"
+        )
+    formats = "".join(f", {name} = {value}" for name, value in least.narrowed.items())
+    host = f" and {format_bytes(least.host_bytes)} on the host" if least.host else ""
+    why = "" if enough_host else "; the host's memory is what is missing first"
+    return FitError(
+        "This run does not fit.",
+        got=f"{given}{why}",
+        need=f"the smallest plan takes {format_bytes(least.peak_bytes)} on the device{host}: {least.setting.executor}, "
+        f"micro_batch {least.setting.micro_batch}{formats}; {format_seconds(least.step_s)} a step",
+        try_="\n".join(changes) or "a smaller model; --largest names the deepest that fits",
+    )
+
+
+def _why(planner: "JointPlanner", found: "JointPlan", text: str) -> list[str]:
+    from tilewright.plan.joint_words import why
+
+    match = re.fullmatch(r"(?:layers?\.)?(\d+)", text)
+    if match is None or int(match[1]) >= found.shape.num_layers:
+        raise ConfigError(
+            "The plan has no such layer.",
+            got=f"--why {text}",
+            need=f"layer.0 to layer.{found.shape.num_layers - 1}",
+            try_="--why layer.0",
+            where="--why",
+        )
+    return why(planner, found, int(match[1]))
+
+
+def _changes(planner: "JointPlanner", budget: "Budget", found: "JointPlan") -> list[Any]:
+    from tilewright.plan.joint_words import cheapest_changes
+
+    return cheapest_changes(planner, budget, found)
+
+
+def _other(planner: "JointPlanner", budget: "Budget", options: JointOptions, typed: list[str]) -> dict[str, str] | None:
+    """The numbers of what is compared: another recipe planned in the same budget, or a plan file."""
+    from tilewright.plan.plan_file import is_plan_file, read_plan
+
+    if not options.compare:
+        return None
+    if is_plan_file(options.compare):
+        file = read_plan(options.compare)
+        file.check(planner.shape(planner.recipe))
+        made = file.predicted
+        return {
+            "plan": Path(options.compare).name,
+            "step": format_seconds(made["step_s"]),
+            "device": format_bytes(made["device_peak_bytes"]),
+            "host": format_bytes(made["host_bytes"]),
+            **{name: str(value) for name, value in file.settings.items()},
+        }
+    loaded = load_recipe(options.compare, typed)
+    plan = planner.with_recipe(loaded.recipe).plan(budget)
+    return {"plan": loaded.name} | (_numbers(plan) if plan else {"step": "does not fit"})
+
+
+def _numbers(plan: "JointPlan") -> dict[str, str]:
+    return {
+        "step": format_seconds(plan.step_s),
+        "device": format_bytes(plan.peak_bytes),
+        "host": format_bytes(plan.host_bytes),
+        **{name: str(value) for name, value in plan.settings().items()},
+    }
+
+
+def _table(plan: "JointPlan") -> tuple[list[str], list[list[str]]]:
+    from tilewright.plan.joint import describe
+
+    columns = ["layers", "number", "parameters", "states", "activations", "slices", "a layer takes"]
+    rows = []
+    for row in plan.rows:
+        choice = row.choice
+        slices = [f"MLP in {choice.mlp_tiles} tiles"] if choice.mlp_tiles > 1 else []
+        slices += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
+        kept = {"offload": "recompute, inputs on host"}.get(choice.activations, choice.activations)
+        cells = [describe(row), str(row.count), choice.parameters, choice.states, kept if row.indices else "-"]
+        rows.append([*cells, ", ".join(slices) or "-", format_seconds(row.cost.seconds)])
+    return columns, rows
+
+
+def _print(plan: "JointPlan", changes: list[Any], other: dict[str, str] | None, options: JointOptions) -> None:
+    from tilewright.plan.joint_words import verdict
+
+    if options.largest:
+        click.echo(
+            f"The deepest model of this shape has {plan.shape.num_layers} layers, "
+            f"{format_count(plan.shape.num_parameters)} parameters."
+        )
+    click.echo(f"{verdict(plan)}\n")
+    setting = plan.setting
+    click.echo(
+        f"{plan.shape.family}, {format_count(plan.shape.num_parameters)} parameters on {plan.machine.device_name}; "
+        f"{setting.executor}, {setting.num_micro} micro-batch{'es' if setting.num_micro > 1 else ''} of "
+        f"{setting.micro_batch}, moments {setting.moments}, master {setting.master}\n"
+    )
+    show_table(*_table(plan))
+    click.echo()
+    owners = [owner for owner in next(iter(plan.phases.values())) if any(row[owner] for row in plan.phases.values())]
+    rows = [
+        [phase, *(_cell(sizes[owner]) for owner in owners), _cell(sum(sizes.values()))]
+        for phase, sizes in plan.phases.items()
+    ]
+    show_table(["device", *owners, "sum"], rows)
+    if plan.host:
+        click.echo("\nhost: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.host.items() if size))
+    if plan.disk_bytes:
+        click.echo(f"disk: {format_bytes(plan.disk_bytes)}")
+    spent = sorted(((name, value) for name, value in plan.seconds.items() if value > 1e-6), key=lambda item: -item[1])
+    click.echo("time: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in spent))
+    if changes:
+        click.echo("\nWhat would be faster:")
+        for change in changes:
+            click.echo(f"  {change}")
+    if other:
+        mine = {"plan": "this recipe"} | _numbers(plan)
+        click.echo()
+        show_table(
+            ["", mine["plan"], other["plan"]], [[k, v, other.get(k, "-")] for k, v in mine.items() if k != "plan"]
+        )
+    for note in plan.notes:
+        click.echo(f"note: {note}")
+
+
+def _cell(size: float) -> str:
+    return format_bytes(size) if size else "-"
+
+
+def _json(plan: "JointPlan", changes: list[Any], other: dict[str, str] | None) -> dict[str, Any]:
+    from tilewright.plan.joint_words import verdict
+
+    return {
+        "verdict": verdict(plan),
+        "family": plan.shape.family,
+        "num_parameters": plan.shape.num_parameters,
+        "num_layers": plan.shape.num_layers,
+        "machine": plan.machine.device_name,
+        "device_budget": int(plan.budget.device),
+        "host_budget": int(plan.budget.host),
+        "peak_bytes": int(plan.peak_bytes),
+        "peak_phase": plan.peak_phase,
+        "host_bytes": int(plan.host_bytes),
+        "disk_bytes": int(plan.disk_bytes),
+        "step_s": plan.step_s,
+        "tokens_per_s": plan.tokens_per_s,
+        "settings": plan.settings(),
+        "narrowed": dict(plan.narrowed),
+        "rows": [
+            {"class": row.name, "layers": list(row.indices), **vars(row.choice), "seconds": row.cost.seconds}
+            for row in plan.rows
+        ],
+        "phases": {name: {owner: int(size) for owner, size in row.items()} for name, row in plan.phases.items()},
+        "host": {owner: int(size) for owner, size in plan.host.items()},
+        "seconds": dict(plan.seconds),
+        "changes": [
+            {"what": change.what, "keeps_result": change.keeps_result, "step_s": change.plan.step_s}
+            for change in changes
+        ],
+        "compared": other,
+        "notes": list(plan.notes),
+    }
+
+
+def _write_files(planner: "JointPlanner", budget: "Budget", plan: "JointPlan", options: JointOptions) -> None:
+    from tilewright.plan.joint import pareto
+    from tilewright.plan.plan_file import to_toml
+    from tilewright.training.durable import write_whole
+
+    try:
+        if options.out:
+            write_whole(Path(options.out), to_toml(plan))
+            say(f"wrote {options.out}")
+        if options.html:
+            from tilewright.report.plan_page import render_plan
+
+            curve = [] if options.largest else pareto(planner, budget)
+            write_whole(Path(options.html), render_plan(plan, curve, _table(plan)))
+            say(f"wrote {options.html}")
+    except OSError as error:
+        raise DataError(
+            "The plan cannot be written.",
+            got=str(error),
+            need="a folder in which files can be made",
+            try_="another path for --out and --html",
+            where=options.out or options.html,
+        ) from error

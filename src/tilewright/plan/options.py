@@ -1,0 +1,347 @@
+"""What may be done with a layer, and what it costs: bytes at every phase, seconds of a step.
+
+A plan has one `Setting` for the whole model and a `Choice` for each layer. Seconds of a layer are those of its
+computation, or of what crosses the link while it runs where that takes longer: with the next layer fetched ahead, the
+link works while the layer before computes. Rates come from `ceilings` (measured) or `published` (guessed shares).
+
+Executors. `standard`: one micro-batch after the other through the whole model; everything stays on the device; all
+gradients live until the update. `layer_major`: all micro-batches through a layer, then the next; parameters, states and
+layer inputs may lie elsewhere; one layer's gradients live at a time.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tilewright.core.config import Recipe
+from tilewright.formats.squares import num_blocks
+from tilewright.models.activation_bytes import FP32, TILE
+from tilewright.plan.ceilings import Ceilings
+from tilewright.plan.classes import LayerClass, ModelShape
+from tilewright.plan.probe import ACTIVATION_PASSES
+from tilewright.plan.solve import Cost
+from tilewright.precision.gemms import FP8_FORMATS
+
+Place = Literal["device", "host", "disk"]
+Activations = Literal["keep", "selective", "recompute", "offload"]
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
+MASTER_BYTES = {"fp32": 4, "split24": 1, "stochastic": 0}
+FORWARD_SHARE = 2 / ACTIVATION_PASSES
+"""Of the element-wise work of a layer, what its forward pass is (guess)."""
+BLOCKED_ATTENTION = 1.05
+"""Attention by blocks of query rows takes this many times as long (guess)."""
+HIDDEN_SHARE = 0.02
+"""Of the time of a transfer that is hidden behind computation, what it costs all the same (guess): of plans that are
+equally fast on paper, the one that moves less."""
+TILES = (4, 16)
+BLOCK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes/s, one direction. None: there is no such place. `guessed`: what of it nobody measured."""
+
+    host: float | None
+    disk: float | None
+    guessed: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all layers."""
+
+    executor: Literal["standard", "layer_major"]
+    micro_batch: int
+    num_micro: int
+    moments: str
+    master: str
+    loss_tile: int
+    passes: int
+    """Backward passes of a step: two where clipping by the exact norm comes before the first update."""
+    prefetch: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done with one layer. `offload`: recompute, and keep the layer's input on the host."""
+
+    parameters: Place = "device"
+    states: Place = "device"
+    activations: Activations = "keep"
+    mlp_tiles: int = 1
+    attention_block: int = 0
+
+    def __str__(self) -> str:
+        words = [f"parameters {self.parameters}", f"states {self.states}", self.activations]
+        words += [f"MLP in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else []
+        words += [f"attention by {self.attention_block} rows"] if self.attention_block else []
+        return ", ".join(words)
+
+
+def state_bytes(num_parameters: int, setting: Setting, stored: float) -> float:
+    """Optimizer states of some parameters, and what lies beside parameters that are stored in 16 bit."""
+    scales = 4 * num_blocks(num_parameters) if setting.moments == "8bit" else 0
+    beside = MASTER_BYTES[setting.master] if stored < 4 else 0
+    return 2 * (MOMENT_BYTES[setting.moments] * num_parameters + scales) + beside * num_parameters
+
+
+def choices(found: LayerClass, setting: Setting, shape: ModelShape, links: Links) -> Iterator[Choice]:
+    """Everything that may be done with a layer of this class."""
+    if setting.executor == "standard":
+        yield from (Choice(activations=kind) for kind in ("keep", "selective", "recompute"))
+        return
+    places: list[Place] = ["device"]
+    places += ["host"] if links.host else []
+    places += ["disk"] if links.disk else []
+    tiles = (1, *TILES) if found.mlp_kept(1) else (1,)
+    blocks = (0, BLOCK_ROWS) if found.mask and shape.seq_len > BLOCK_ROWS else (0,)
+    kinds: tuple[Activations, ...] = ("keep", "recompute", "offload") if links.host else ("keep", "recompute")
+    for parameters, states, kind in itertools.product(places, places, kinds):
+        yield from (
+            Choice(parameters, states, kind, *slices)
+            for slices in itertools.product(tiles, blocks)
+            if kind != "keep" or slices == (1, 0)
+        )
+
+
+def layer_cost(
+    found: LayerClass,
+    choice: Choice,
+    setting: Setting,
+    shape: ModelShape,
+    recipe: Recipe,
+    rates: Ceilings,
+    links: Links,
+) -> Cost:
+    """Bytes and seconds of one layer under a choice."""
+    return _Layer(found, choice, setting, shape, recipe, rates, links).cost()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    found: LayerClass
+    choice: Choice
+    setting: Setting
+    shape: ModelShape
+    recipe: Recipe
+    rates: Ceilings
+    links: Links
+
+    def cost(self) -> Cost:
+        """All of it."""
+        if self.setting.executor == "standard":
+            return self._standard()
+        return self._layer_major()
+
+    @property
+    def rows(self) -> int:
+        return self.setting.micro_batch
+
+    @property
+    def parameters(self) -> float:
+        return self.shape.stored_bytes * self.found.num_parameters
+
+    @property
+    def states(self) -> float:
+        return state_bytes(self.found.num_parameters, self.setting, self.shape.stored_bytes)
+
+    @property
+    def input(self) -> float:
+        """A layer's kept input of one micro-batch."""
+        exact = self.found.input(self.rows)
+        if self.recipe.train.checkpoint_inputs == "exact":
+            return exact
+        elements = exact / self.shape.stream_bytes
+        return elements * (1 + FP32 / TILE)
+
+    def _standard(self) -> Cost:
+        found, kind = self.found, self.choice.activations
+        lines = {"keep": found.kept(self.rows), "selective": found.kept_selective(self.rows), "recompute": self.input}
+        rebuilt = found.kept(self.rows) - lines[kind]
+        seconds = self.setting.num_micro * (self.forward_s() + self.backward_s() + self.again_s() + self.weights_s())
+        return Cost(
+            seconds=seconds + self.update_s(),
+            held=self.parameters + self.states,
+            kept=lines[kind],
+            gradient=4.0 * found.num_parameters,
+            forward=max(0.0, found.kept(self.rows) - lines[kind]),
+            backward=rebuilt + found.work(self.rows) + self.shape.product_bytes * found.largest_weight,
+        )
+
+    def _layer_major(self) -> Cost:
+        found, choice, micro = self.found, self.choice, self.setting.num_micro
+        inputs = micro * self.input
+        kept = micro * found.kept(self.rows) if choice.activations == "keep" else inputs
+        away_inputs = choice.activations == "offload"
+        copies = 1 + self.setting.prefetch
+        staged = copies * self.parameters if choice.parameters != "device" else 0.0
+        states = copies * self.states if choice.states != "device" else 0.0
+        gradients = (4.0 + self.shape.product_bytes) * found.num_parameters
+        need = found.work(self.rows) if choice.activations == "keep" else self.rebuilt()
+        held = self.parameters if choice.parameters == "device" else 0.0
+        held += self.states if choice.states == "device" else 0.0
+        host = self.parameters if choice.parameters == "host" else 0.0
+        host += (self.states if choice.states == "host" else 0.0) + (inputs if away_inputs else 0.0)
+        return Cost(
+            seconds=self._forward_visit(inputs) + self._backward_visits(inputs),
+            held=held,
+            kept=0.0 if away_inputs else kept,
+            host=host,
+            disk=(self.parameters if choice.parameters == "disk" else 0.0)
+            + (self.states if choice.states == "disk" else 0.0),
+            forward=staged + found.kept(self.rows),
+            backward=staged + states + gradients + need + (copies * self.input if away_inputs else 0.0),
+        )
+
+    def rebuilt(self) -> float:
+        """Device bytes while a layer is recomputed and its backward runs, in tiles where asked for.
+
+        The token-wise part is rebuilt a tile at a time, and let go before attention's backward begins.
+        """
+        found, choice = self.found, self.choice
+        mask = found.mask * self.rows
+        cut = 1 - choice.attention_block / self.shape.seq_len if choice.attention_block else 0.0
+        rest = found.kept(self.rows) - found.mlp_kept(self.rows) - cut * mask
+        whole = found.kept(self.rows) + found.work(self.rows) - cut * mask
+        if choice.mlp_tiles == 1:
+            return whole
+        mlp = (found.mlp_kept(self.rows) + found.mlp_work(self.rows)) / choice.mlp_tiles
+        others = max(0.0, found.work(self.rows) - found.mlp_work(self.rows))
+        return rest + max(mlp, others + self.input)
+
+    def _forward_visit(self, inputs: float) -> float:
+        down = inputs / (self.links.host or 1.0) if self.choice.activations == "offload" else 0.0
+        fetched = self.fetch_s(self.choice.parameters, self.parameters)
+        return _overlapped(self.setting.num_micro * self.forward_s(), fetched, down)
+
+    def _backward_visits(self, inputs: float) -> float:
+        """The pass that updates, and before it one that finds the norm where clipping needs it."""
+        choice = self.choice
+        compute = self.setting.num_micro * (self.backward_s() + self.again_s() + self.tiles_s()) + self.weights_s()
+        fetched = self.fetch_s(choice.parameters, self.parameters)
+        if choice.activations == "offload":
+            fetched += inputs / (self.links.host or 1.0)
+        first = _overlapped(compute, fetched) * (self.setting.passes - 1)
+        if choice.activations == "keep" and self.setting.passes > 1:
+            first += self.setting.num_micro * self.forward_s()  # what the first pass let go is rebuilt
+        up = fetched + self.fetch_s(choice.states, self.states)
+        down = self.fetch_s(choice.states, self.states) + self.fetch_s(choice.parameters, self.parameters)
+        return first + _overlapped(compute + self.update_s(), up, down)
+
+    def fetch_s(self, place: Place, size: float) -> float:
+        """Seconds to move bytes from a place to the device, or back."""
+        speed = {"device": None, "host": self.links.host, "disk": self.links.disk}[place]
+        return size / speed if speed else 0.0
+
+    def forward_s(self) -> float:
+        """One micro-batch forward."""
+        found = self.found
+        return self.products_s("fprop") + self.attention_s() + FORWARD_SHARE * self.elementwise_s(found.kept(self.rows))
+
+    def backward_s(self) -> float:
+        """One micro-batch backward, recomputation not counted."""
+        loops = (1 - FORWARD_SHARE) * self.elementwise_s(self.found.kept(self.rows))
+        return self.products_s("dgrad") + self.products_s("wgrad") + 2.5 * self.attention_s() + loops
+
+    def again_s(self) -> float:
+        """One micro-batch's recomputation."""
+        kind = self.choice.activations
+        if kind == "keep":
+            return 0.0
+        if kind == "selective":
+            return FORWARD_SHARE * self.elementwise_s(self.found.kept(self.rows))
+        return self.forward_s()
+
+    def tiles_s(self) -> float:
+        """A tiled token-wise part is computed once more inside its backward."""
+        if self.choice.mlp_tiles == 1 or not self.found.product_flops:
+            return 0.0
+        return self.products_s("fprop") * self.found.mlp_flops / self.found.product_flops
+
+    def products_s(self, which: str) -> float:
+        """Products of one micro-batch; those that are no linear layer's (experts in one tensor) in the usual format."""
+        rate, weighted, linear = self.rates, 0.0, 0.0
+        for product in self.found.products:
+            flops = 2.0 * self.rows * self.shape.seq_len * product.share * product.num_weights
+            linear += flops
+            fmt = getattr(product.gemms, which)
+            name = fmt if fmt not in FP8_FORMATS else "fp8" if "fp8" in rate.matmul else "bf16"
+            weighted += flops / rate.matmul_rate(name, product.num_weights**0.5)
+        others = max(0.0, self.rows * self.found.product_flops - linear)
+        return weighted + others / rate.matmul_rate(self.shape.product_format, self.shape.dim)
+
+    def attention_s(self) -> float:
+        """Scores and values of one micro-batch, forward."""
+        slower = BLOCKED_ATTENTION if self.choice.attention_block else 1.0
+        return slower * self.rows * self.found.attention_flops / self.rates.attention[self.shape.product_format]
+
+    def elementwise_s(self, kept: float) -> float:
+        """Norms, activations and residuals of one micro-batch, forward and backward."""
+        fmt = self.shape.product_format
+        return ACTIVATION_PASSES * kept / (self.rates.bandwidth if self.shape.compiled else self.rates.elementwise[fmt])
+
+    def weights_s(self) -> float:
+        """Casts of weights and accumulation of their gradients: once a micro-batch, or once a visit."""
+        casts = 6 if self.shape.stored_bytes > self.shape.product_bytes else 0
+        return (casts + 12) * self.found.num_parameters / self.rates.bandwidth
+
+    def update_s(self) -> float:
+        """Norm, clipping and update."""
+        clip = 12 * self.found.num_parameters / self.rates.bandwidth
+        return self.found.num_parameters / self.rates.adam[self.setting.moments] + clip
+
+
+def _overlapped(compute: float, *transfers: float) -> float:
+    """Seconds of computation while something crosses the link, each direction for itself."""
+    return max(compute, *transfers) + HIDDEN_SHARE * sum(min(compute, one) for one in transfers)
+
+
+def layer_seconds(
+    found: LayerClass,
+    choice: Choice,
+    setting: Setting,
+    shape: ModelShape,
+    recipe: Recipe,
+    rates: Ceilings,
+    links: Links,
+) -> dict[str, float]:
+    """What the seconds of `layer_cost` consist of. `link`: what crosses the link and is not hidden."""
+    layer = _Layer(found, choice, setting, shape, recipe, rates, links)
+    micro, passes = setting.num_micro, setting.passes if setting.executor == "layer_major" else 1
+    products = layer.products_s("fprop") + passes * (layer.products_s("dgrad") + layer.products_s("wgrad"))
+    loops = FORWARD_SHARE + passes * (1 - FORWARD_SHARE)
+    visits = passes if setting.executor == "layer_major" else micro
+    again = passes * (layer.again_s() + layer.tiles_s())
+    if choice.activations == "keep" and passes > 1:
+        again += layer.forward_s()
+    parts = {
+        "products": micro * products,
+        "attention": micro * (1 + 2.5 * passes) * layer.attention_s(),
+        "elementwise": micro * loops * layer.elementwise_s(found.kept(setting.micro_batch)),
+        "recompute": micro * again,
+        "weights": visits * layer.weights_s(),
+        "optimizer": layer.update_s(),
+    }
+    parts["link"] = max(0.0, layer.cost().seconds - sum(parts.values()))
+    return parts
+
+
+def end_class(name: str, num_parameters: int, shape: ModelShape) -> LayerClass:
+    """Embedding or head as a class of one: parameters and states; its activations are in the phases' base."""
+    first = shape.classes[0]
+    nothing = type(first.kept)()
+    return replace(
+        first,
+        name=name,
+        indices=(-1,),
+        num_parameters=num_parameters,
+        active_parameters=num_parameters,
+        **dict.fromkeys(("kept", "kept_selective", "input", "work", "mlp_kept", "mlp_work"), nothing),
+        mask=0.0,
+        products=(),
+        product_flops=0.0,
+        mlp_flops=0.0,
+        attention_flops=0.0,
+        largest_weight=num_parameters,
+    )

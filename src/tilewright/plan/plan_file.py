@@ -1,0 +1,167 @@
+"""The plan file: what `plan --out` writes and a run can execute. TOML, checked when it is read.
+
+    format = 1
+    [model]     family, parameters, layers, fingerprint: a plan is for one model and one length of rows
+    [machine]   name, device, device_bytes, host_bytes, disk_bytes: the budgets it was made for
+    [settings]  settings of the recipe that the plan decides, by section.field
+    [[layers]]  class, layers ("0-15, 20"), parameters, states, activations, mlp_tiles, attention_block
+    [[ends]]    name ("embedding" or "head"), parameters, states
+    [predicted] step_s, device_peak_bytes, peak_phase, host_bytes
+
+Every layer is in exactly one `[[layers]]`. Called by `cli.plan`.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import tomlkit
+
+from tilewright.core.errors import ConfigError
+from tilewright.plan.classes import ModelShape, ranges
+from tilewright.plan.joint import JointPlan, fingerprint
+from tilewright.plan.options import Activations, Choice, Place
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan as read. `layers`: the choice of each layer, by number."""
+
+    path: Path
+    family: str
+    fingerprint: str
+    num_parameters: int
+    machine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    layers: tuple[Choice, ...]
+    ends: Mapping[str, Choice]
+    predicted: Mapping[str, Any]
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ConfigError where the plan is for another model."""
+        if self.fingerprint != fingerprint(shape):
+            raise ConfigError(
+                "The plan is for another model.",
+                got=f"a plan for {self.family}, {self.num_parameters} parameters in {len(self.layers)} layers",
+                need=f"one for {shape.family}, {shape.num_parameters} parameters in {shape.num_layers} layers, rows of "
+                f"{shape.seq_len} tokens",
+                try_="tilewright plan RECIPE --out FILE, which makes one",
+                where=str(self.path),
+            )
+
+
+def to_toml(plan: JointPlan) -> str:
+    """The text of a plan file."""
+    document = tomlkit.document()
+    document.add(tomlkit.comment("Made by `tilewright plan --out`. Predicted numbers are in [predicted]."))
+    document["format"] = FORMAT
+    document["model"] = {
+        "family": plan.shape.family,
+        "parameters": plan.shape.num_parameters,
+        "layers": plan.shape.num_layers,
+        "fingerprint": fingerprint(plan.shape),
+    }
+    document["machine"] = {
+        "name": plan.machine.device_name,
+        "device": plan.machine.device,
+        "device_bytes": int(plan.budget.device),
+        "host_bytes": int(plan.budget.host),
+        "disk_bytes": int(plan.budget.disk),
+    }
+    document["settings"] = plan.settings()
+    layers, ends = tomlkit.aot(), tomlkit.aot()
+    for row in plan.rows:
+        if row.indices:
+            named = {"class": row.name, "layers": ranges(row.indices)}
+            layers.append(tomlkit.item(named | dict(vars(row.choice))))
+        else:
+            places = {"parameters": row.choice.parameters, "states": row.choice.states}
+            ends.append(tomlkit.item({"name": row.name} | places))
+    document["layers"], document["ends"] = layers, ends
+    document["predicted"] = {
+        "step_s": float(f"{plan.step_s:.4g}"),
+        "device_peak_bytes": int(plan.peak_bytes),
+        "peak_phase": plan.peak_phase,
+        "host_bytes": int(plan.host_bytes),
+    }
+    return tomlkit.dumps(document)
+
+
+def is_plan_file(path: str | Path) -> bool:
+    """Whether a file looks like a plan, and not like a recipe."""
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return False
+    return "fingerprint" in found.get("model", {})
+
+
+def read_plan(path: str | Path) -> PlanFile:
+    """A plan file.
+
+    Raises:
+        ConfigError: no such file, not a plan, written by another version, or a layer missing or named twice.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        if raw.get("format") != FORMAT:
+            raise ValueError(f"format {raw.get('format')!r}, not {FORMAT}")
+        layers: dict[int, Choice] = {}
+        for row in raw["layers"]:
+            for index in _numbers(row["layers"]):
+                if index in layers:
+                    raise ValueError(f"layer {index} is there twice")
+                layers[index] = _choice(row)
+        if sorted(layers) != list(range(raw["model"]["layers"])):
+            raise ValueError(f"layers {ranges(sorted(layers))}, not all of 0-{raw['model']['layers'] - 1}")
+        return PlanFile(
+            path=path,
+            family=raw["model"]["family"],
+            fingerprint=raw["model"]["fingerprint"],
+            num_parameters=raw["model"]["parameters"],
+            machine=raw["machine"],
+            settings=raw["settings"],
+            layers=tuple(layers[index] for index in sorted(layers)),
+            ends={row["name"]: _choice(row | {"activations": "keep"}) for row in raw.get("ends", [])},
+            predicted=raw["predicted"],
+        )
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            "The plan file cannot be read.",
+            got=f"{type(error).__name__}: {error}",
+            need="a file that `tilewright plan --out` wrote",
+            try_="tilewright plan RECIPE --out FILE, which makes one",
+            where=str(path),
+        ) from error
+
+
+def _numbers(text: str) -> list[int]:
+    """The opposite of `ranges`."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.strip().partition("-")
+        found += range(int(low), int(high or low) + 1)
+    return found
+
+
+def _choice(row: Mapping[str, Any]) -> Choice:
+    """A row's choice, its words checked."""
+    for name, words in (
+        ("parameters", get_args(Place)),
+        ("states", get_args(Place)),
+        ("activations", get_args(Activations)),
+    ):
+        if row[name] not in words:
+            raise ValueError(f"{name} = {row[name]!r}, not one of {', '.join(words)}")
+    return Choice(
+        row["parameters"],
+        row["states"],
+        row["activations"],
+        int(row.get("mlp_tiles", 1)),
+        int(row.get("attention_block", 0)),
+    )
