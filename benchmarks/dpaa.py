@@ -89,7 +89,7 @@ def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
 
 def look(parts: Parts, control: PrecisionController, step: int, microbatches) -> None:
     """A sample of one row, as runs from a recipe take it."""
-    batch = {name: tensor[:1] for name, tensor in microbatches[0].items()}
+    batch = {name: tensor[:1].to(parts.setup.device) for name, tensor in microbatches[0].items()}
     control.look(step, [lambda: (parts.model.loss(batch).loss_sum / max(count_targets([batch]), 1)).backward()])
 
 

@@ -1,10 +1,14 @@
-"""Everything that needs a GPU, in one go of under ten minutes: checks first, then timings, most valuable first.
+"""Everything that needs a GPU, in three groups of under ten minutes each, most valuable parts first:
+
+fp8     checks of every kernel, then timings: products and quantisation, a training step, what is left
+memory  42 billion parameters on one card; 8 billion beside other tools
+loss    FP8 with the controller beside BF16, a 1B-shaped model on real text
 
 Each part is a process of its own with a time limit and writes `<part>.json` (under $OUT, else benchmarks/results/gpu)
 before the next begins: its exit code, seconds, the end of what it printed, and the results it had written by then, also
 where it was cut short. Parts that are there already are passed over, so an interrupted run goes on where it stopped.
 
-python -m benchmarks.gpu [--only PART ...] [--again] [--tiny] [--minutes 9.5]
+python -m benchmarks.gpu [fp8|memory|loss] [--only PART ...] [--again] [--tiny] [--minutes 9.5]
 """
 
 import argparse
@@ -45,13 +49,17 @@ def _pytest(*arguments: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *arguments)
 
 
+def _tiny(name: str, *arguments: str) -> tuple[str, ...]:
+    return ("-m", f"benchmarks.{name}", *arguments, "--tiny")
+
+
 def _fp8(part: str, *arguments: str) -> Part:
     command = ("-m", "benchmarks.fp8_gpu", part, *arguments)
     limits = {"quantize": 60, "gemm": 90, "step": 200}
     return Part(f"fp8_{part}", command, limits[part], (*command, "--tiny"))
 
 
-PARTS = (
+FP8_PARTS = (
     Part("tests_fp8", _pytest("tests/gpu/test_fp8_cuda.py"), 150, _pytest("tests/gpu/test_fp8_cuda.py")),
     _fp8("gemm"),
     _fp8("step", "--contenders", "bf16_mixed", "fp8_tile", "torchao_tensorwise", "torchao_rowwise"),
@@ -61,6 +69,12 @@ PARTS = (
     Part("tiers", ("-m", "benchmarks.tiers", "--slice-mib", "128"), 100, ("-m", "benchmarks.tiers", "--tiny")),
     Part("throughput", ("-m", "benchmarks.throughput", "--rounds", "3", "--only", "autocast", "tilewright"), 100, None),
 )
+MEMORY_PARTS = (
+    Part("largest", ("-m", "benchmarks.memory_gpu", "largest", "--steps", "24"), 400, _tiny("memory_gpu", "largest")),
+    Part("offload", ("-m", "benchmarks.memory_gpu", "offload", "--steps", "6"), 400, _tiny("memory_gpu", "offload")),
+)
+LOSS_PARTS = (Part("loss", ("-m", "benchmarks.loss_gpu", "--minutes", "8"), 560, _tiny("loss_gpu")),)
+GROUPS = {"fp8": FP8_PARTS, "memory": MEMORY_PARTS, "loss": LOSS_PARTS}
 
 
 def run_part(part: Part, arguments: tuple[str, ...], limit_s: float) -> dict[str, object]:
@@ -94,7 +108,8 @@ def run_part(part: Part, arguments: tuple[str, ...], limit_s: float) -> dict[str
 def main() -> None:
     """Run the parts; exit with 1 if one failed."""
     parser = argparse.ArgumentParser()
-    names = tuple(part.name for part in PARTS)
+    names = tuple(part.name for parts in GROUPS.values() for part in parts)
+    parser.add_argument("group", nargs="?", choices=tuple(GROUPS), default="fp8")
     parser.add_argument("--only", nargs="*", choices=names, default=names)
     parser.add_argument("--again", action="store_true", help="also parts whose results are there")
     parser.add_argument("--tiny", action="store_true", help="small sizes; also on a CPU")
@@ -107,7 +122,7 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     facts = machine_facts() | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
     failed = False
-    for part in PARTS:
+    for part in GROUPS[args.group]:
         path = folder / f"{part.name}.json"
         arguments = part.tiny if args.tiny else part.arguments
         left_s = end - time.monotonic()

@@ -1,0 +1,263 @@
+"""Models that are too big for their card: 42 billion parameters on one, and 8 billion beside other tools' offloading.
+
+Parts, each a command of its own; results are written after every step, so that a part cut short keeps what it has:
+  largest   recipe slice_42b_h200: all parameters trained, 8k tokens a step; loss, tokens/s, device and host peak, and
+            the plan's prediction beside them
+  offload   an 8B-shaped decoder, the same rows of text: layer-major with 8-bit states on the host, FSDP2 with
+            `CPUOffloadPolicy`, torchao's `CPUOffloadOptimizer`; all with BF16 parameters and recomputed layers
+
+Floors use the rates of one H200 that were measured before: 790 TFLOP/s BF16; and 50 GB/s of its link (assumed).
+
+python -m benchmarks.memory_gpu largest|offload [--steps 20] [--tiny]
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.common import spread, write_result
+from tilewright.core.load import load_recipe
+from tilewright.models.count import count_parameters
+from tilewright.models.decoder import Decoder
+from tilewright.training.assemble import Setup, build, set_up
+from tilewright.training.step import Batch, StepResult, count_targets, count_tokens
+
+CLAIMS = {
+    "largest": "42B parameters, all trained, on one H200: 20 steps or more of 8k tokens, loss falling, at most 130 GiB "
+    "of the device and 100 GiB of the host, at least 1,100 tokens/s",
+    "offload": "8B parameters: layer_major against the best of FSDP2 CPU offload and torchao's CPUOffloadOptimizer",
+}
+RATES = {"bf16_flops": 790e12, "link_bytes": 50e9}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONTENDERS = ("layer_major", "fsdp2_offload", "torchao_offload")
+EIGHT_B = {
+    "model.dim": "4096", "model.num_layers": "32", "model.num_heads": "32", "model.num_kv_heads": "8",
+    "model.ffn_dim": "14336", "model.tie_embeddings": "false", "data.seq_len": "4096", "train.batch_size": "8",
+    "train.micro_batch": "2",
+}  # fmt: skip
+SLICED = {
+    "memory.executor": "layer_major", "memory.states": "host", "optim.moments": "8bit", "optim.master": "stochastic",
+    "optim.clip": "lagged", "memory.undo": "checkpoint",
+}  # fmt: skip
+TINY = {
+    "model.dim": "64", "model.num_layers": "3", "model.num_heads": "4", "model.num_kv_heads": "2",
+    "model.ffn_dim": "128", "data.seq_len": "64", "data.vocab_size": "512", "data.max_bytes": "2MB",
+    "train.batch_size": "4", "train.micro_batch": "2", "train.compile": "off",
+}  # fmt: skip
+
+
+def setup_of(recipe: str, settings: dict[str, str], tiny: bool) -> Setup:
+    """Machine, data and plan; a plan that says "does not fit" is told and not obeyed."""
+    settings = {**settings, "plan.enforce": "false", "optim.warmup_steps": "2"} | (TINY if tiny else {})
+    return set_up(load_recipe(recipe, settings, environ={}))
+
+
+def floor(parameters: int, tokens: int) -> dict[str, float]:
+    """Seconds of a step at the given rates: products with every layer computed twice forward, and 8-bit states over
+    the link, there and back."""
+    return {
+        "products_s": 8 * parameters * tokens / RATES["bf16_flops"],
+        "states_each_way_s": 2.03 * parameters / RATES["link_bytes"],
+    }
+
+
+def host_peak_bytes() -> int:
+    """Largest resident set of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def device_peak_bytes() -> int:
+    """Most bytes that torch held on the device; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+
+
+# ---- 42 billion ----
+
+
+def largest_part(steps: int, tiny: bool) -> None:
+    """Train the recipe, and write after each step."""
+    started = time.perf_counter()
+    setup = setup_of("slice_42b_h200", {}, tiny)
+    parts = build(setup, fresh=True)
+    assert isinstance(parts.model, Decoder)
+    parameters = count_parameters(parts.model.config).total
+    tokens = setup.recipe.train.batch_size * setup.recipe.data.seq_len
+    results: dict[str, Any] = {
+        "parameters": parameters,
+        "tokens_per_step": tokens,
+        "floor": floor(parameters, tokens),
+        "planned": {"peak_bytes": setup.plan.peak_bytes, "step_s": setup.plan.step_s, "fits": setup.plan.fits},
+        "until_first_step_s": time.perf_counter() - started,
+        "losses": [],
+        "step_s": [],
+    }
+    for step in range(steps):
+        done = parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
+        results["losses"].append(done.loss)
+        results["step_s"].append(done.seconds)
+        seconds = statistics.median(results["step_s"][1:] or results["step_s"])
+        results |= {
+            "tokens_per_s": tokens / seconds,
+            "device_peak_bytes": device_peak_bytes(),
+            "host_peak_bytes": host_peak_bytes(),
+            "owners": parts.ledger.snapshot(parts.model, parts.optimizer),
+        }
+        write_result("largest", CLAIMS["largest"], results)
+        print(f"step {step + 1}: loss {done.loss:.4f}, {done.seconds:.2f} s", flush=True)
+
+
+# ---- 8 billion beside others ----
+
+
+def offload_part(steps: int, tiny: bool) -> None:
+    """Each contender in a process of its own, so that its peaks are its own."""
+    results: dict[str, Any] = {"shape": TINY if tiny else EIGHT_B, "rates": RATES}
+    for name in CONTENDERS:
+        command = [sys.executable, "-m", "benchmarks.memory_gpu", "offload", "--worker", name, "--steps", str(steps)]
+        done = subprocess.run(command + ["--tiny"] * tiny, capture_output=True, text=True, check=False)
+        lines = done.stdout.splitlines()
+        if done.returncode or not lines or not lines[-1].startswith("{"):
+            results[name] = {"error": f"exit code {done.returncode}: {(done.stderr or done.stdout)[-2000:]}"}
+        else:
+            results[name] = json.loads(lines[-1])
+        print(f"{name}: {json.dumps(results[name])[:300]}", flush=True)
+        write_result("offload", CLAIMS["offload"], results)
+
+
+def contend(name: str, steps: int, tiny: bool) -> dict[str, Any]:
+    """A contender's steps: the first two warm up."""
+    make = {"layer_major": layer_major, "fsdp2_offload": fsdp2_offload, "torchao_offload": torchao_offload}[name]
+    try:
+        step, batches, parameters = make(tiny)
+    except ImportError as error:
+        return {"not_run": f"{error.name} cannot be imported"}
+    losses, seconds, tokens = [], [], 0
+    for _ in range(steps):
+        batch = next(batches)
+        tokens = count_tokens(batch)
+        started = time.perf_counter()
+        losses.append(step(batch))
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    timed = seconds[2:] or seconds
+    return {
+        "parameters": parameters,
+        "losses": losses,
+        "step_s": spread(timed),
+        "tokens_per_s": tokens / statistics.median(timed),
+        "device_peak_bytes": device_peak_bytes(),
+        "host_peak_bytes": host_peak_bytes(),
+    }
+
+
+Contender = tuple[Callable[[list[Batch]], float], Iterator[list[Batch]], int]
+"""A step that returns the loss, the micro-batches of each step, and the number of parameters."""
+
+
+def layer_major(tiny: bool) -> Contender:
+    """Ours."""
+    parts = build(setup_of("default", EIGHT_B | SLICED, tiny), fresh=True)
+
+    def step(batch: list[Batch]) -> float:
+        result: StepResult = parts.executor.step(batch, 1e-4)
+        return result.loss
+
+    return step, iter(parts.stream.next_step, None), sum(p.numel() for p in parts.model.parameters())
+
+
+def baseline(tiny: bool) -> tuple[Decoder, Iterator[list[Batch]]]:
+    """The same decoder in BF16, compiled, layers recomputed, for other tools to train."""
+    settings = EIGHT_B | {"precision.mode": "bf16_mixed", "train.activation_checkpoint": "full"}
+    setup = setup_of("default", settings | {"optim.moments": "bf16", "optim.master": "stochastic"}, tiny)
+    parts = build(setup, fresh=True)
+    assert isinstance(parts.model, Decoder)
+    model = parts.model.bfloat16()  # norms too: FSDP2 wants one dtype
+    for param in model.parameters():
+        param.grad_dtype = torch.bfloat16  # our executor had asked for FP32
+    return model, iter(parts.stream.next_step, None)
+
+
+def accumulate(model: Decoder, batch: list[Batch], backward: Callable[[torch.Tensor], None]) -> float:
+    """Forward and backward over the micro-batches of a step; the mean loss."""
+    targets, total = count_targets(batch), 0.0
+    for micro in batch:
+        out = model.loss({key: value.to(DEVICE) for key, value in micro.items()})
+        backward(out.loss_sum / targets)
+        total += float(out.loss_sum.detach())
+    return total / targets
+
+
+def fsdp2_offload(tiny: bool) -> Contender:
+    """PyTorch's FSDP2 on one rank, parameters, gradients and states in host memory, fused AdamW there."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    model, batches = baseline(tiny)
+    parameters = sum(p.numel() for p in model.parameters())
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    mesh = dist.init_device_mesh(DEVICE, (1,))
+    policy = CPUOffloadPolicy() if DEVICE == "cuda" else OffloadPolicy()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    dist.fsdp.register_fsdp_forward_method(model, "loss")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step(batch: list[Batch]) -> float:
+        loss = accumulate(model, batch, lambda value: value.backward())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, batches, parameters
+
+
+def torchao_offload(tiny: bool) -> Contender:
+    """torchao's optimizer on the host; parameters and gradients stay on the device, as accumulation needs them."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    model, batches = baseline(tiny)
+    optimizer = CPUOffloadOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+
+    def step(batch: list[Batch]) -> float:
+        loss = accumulate(model, batch, lambda value: value.backward())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, batches, sum(p.numel() for p in model.parameters())
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=tuple(CLAIMS))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, also on a CPU")
+    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if DEVICE == "cpu" and not args.tiny:
+        raise SystemExit("benchmarks.memory_gpu: no CUDA device here; --tiny runs small sizes on a CPU")
+    steps = min(args.steps, 4) if args.tiny else args.steps
+    torch.manual_seed(0)
+    if args.worker:
+        print(json.dumps(contend(args.worker, steps, args.tiny)))
+    else:
+        {"largest": largest_part, "offload": offload_part}[args.part](steps, args.tiny)
+
+
+if __name__ == "__main__":
+    main()
