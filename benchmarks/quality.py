@@ -1,10 +1,11 @@
-"""Held-out loss of the precision modes on the default model and data: same seeds, same rows, by the command line.
+"""Held-out loss of the precision modes, and of formats of the optimizer's states under BF16, on the default model and
+data: same seeds, same rows, by the command line.
 
 A run takes minutes, so each is kept in `results/quality_runs.jsonl` as it ends, and a later call goes on where the last
 one stopped. The result is made of all runs with the same number of steps and rows on the same text: which that is
 depends on the packages that are installed, and runs on different texts cannot be compared.
 
-python -m benchmarks.quality [--steps 2000] [--rows 2] [--seeds 3] [--modes bf16_mixed fp8_tile ...]
+python -m benchmarks.quality [--steps 2000] [--rows 2] [--seeds 3] [--modes bf16_mixed fp8_tile 8bit ...]
 """
 
 import argparse
@@ -20,20 +21,30 @@ from benchmarks.common import RESULTS, machine_kind, write_result
 from tilewright.core.load import load_recipe
 from tilewright.training.assemble import prepare_data
 
-CLAIM = "bf16_mixed within 0.5 % of FP32's held-out loss, fp8_tile within 0.25 % of bf16_mixed's, three seeds"
+CLAIM = (
+    "bf16_mixed within 0.5 % of FP32's held-out loss, fp8_tile within 0.25 % and 8-bit optimizer states within 0.5 % "
+    "of bf16_mixed's, three seeds"
+)
 BASE = "bf16_mixed"
 MODES = (BASE, "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "fp32")
+STATES = {
+    "8bit": {"optim.moments": "8bit"},
+    "8bit_split24": {"optim.moments": "8bit", "optim.master": "split24"},
+    "8bit_stochastic": {"optim.moments": "8bit", "optim.master": "stochastic"},
+}
+"""Settings that come to those of BASE, by the name that stands for them among the modes."""
 RUNS = RESULTS / "quality_runs.jsonl"
 
 Runs = dict[tuple[str, int], float]
 
 
 def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -> tuple[float, str]:
-    """Held-out loss, token-weighted and evaluated in FP32, of the default recipe in `mode` with `rows` rows a step; and
-    the fingerprint of its data."""
+    """Held-out loss, token-weighted and evaluated in FP32, of the default recipe in `mode` (a name of MODES or
+    STATES) with `rows` rows a step; and the fingerprint of its data."""
     name = f"{mode}-{seed}"
     settings = {
-        "run.dir": str(folder), "run.name": name, "run.seed": str(seed), "precision.mode": mode,
+        "run.dir": str(folder), "run.name": name, "run.seed": str(seed),
+        "precision.mode": BASE if mode in STATES else mode, **STATES.get(mode, {}),
         "train.steps": str(steps), "train.batch_size": str(rows),
         "train.micro_batch": str(min(rows, 8)), "train.eval_every": "0", "train.eval_batches": "8",
         "train.sample_tokens": "0", "save.every": "0", "log.report": "false",
@@ -66,7 +77,7 @@ def summary(runs: Runs, steps: int, rows: int) -> dict[str, object]:
     """
     base = {seed: loss for (mode, seed), loss in runs.items() if mode == BASE}
     results: dict[str, object] = {"unit": "nats a token", "steps": steps, "rows_a_step": rows}
-    for mode in MODES:
+    for mode in (*MODES, *STATES):
         losses = {seed: loss for (name, seed), loss in sorted(runs.items()) if name == mode}
         gaps = {seed: 100 * (loss / base[seed] - 1) for seed, loss in losses.items() if seed in base}
         results[mode] = {"loss": losses, "gap_percent": gaps, **_mean_and_error(list(gaps.values()))}
@@ -88,7 +99,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--modes", nargs="+", choices=(*MODES, *STATES), default=MODES)
     args = parser.parse_args()
     data = prepare_data(load_recipe("default", {}, environ={}).recipe).fingerprint
     runs = known_runs(args.steps, args.rows, data)
