@@ -21,6 +21,7 @@ CASES = {
     "pure_fp16": {"precision__mode": "pure_fp16"},
     "bf16_states": {"optim__moments": "bf16", "optim__clip_adaptive": 1.05, "optim__schedule": "wsd"},
     "stochastic": {"optim__master": "stochastic", "optim__moments": "bf16"},
+    "split24": {"optim__master": "split24", "optim__moments": "8bit"},
     "moe": {"model__num_experts": 4, "model__attention": "mla"},
     "fp8": {"precision__mode": "fp8_tile", "precision__start_mode": "bf16_mixed", "precision__start_fraction": 0.4},
     "fp8_moe": {"precision__mode": "fp8_hybrid", "model__num_experts": 4, "train__activation_checkpoint": "full"},

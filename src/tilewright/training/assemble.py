@@ -363,7 +363,7 @@ def _model(setup: Setup, fresh: bool) -> Model:
 def _precision(setup: Setup, model: Model) -> tuple[Policy, ModeSchedule, bool]:
     """Convert the model to the run's first mode; the policy, the modes by step, and whether one needs loss scaling."""
     section = setup.recipe.precision
-    parameters = "bf16" if setup.recipe.optim.master == "stochastic" else ""
+    parameters = "" if setup.recipe.optim.master == "fp32" else "bf16"
     policy = Policy.from_section(section, setup.machine.device, parameters=parameters)
     schedule = ModeSchedule.from_section(section, setup.recipe.train.steps)
     first, last = schedule.at(0), schedule.mode

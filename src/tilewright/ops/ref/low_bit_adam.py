@@ -3,6 +3,7 @@
 Legend: N elements  B blocks of 128.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,7 @@ class LowBitTensors:
     number: int
 
 
+@functools.lru_cache(maxsize=16)  # all tensors of a group and step have the same
 def factors(hyper: AdamHyper) -> tuple[float, ...]:
     """What the formulas need, each an FP32 number: decay, 1 - beta1, beta2, 1 - beta2, step size, one over the root of
     the second bias correction, eps."""
