@@ -14,6 +14,7 @@ from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.explain import plan_table, plan_verdict
 from tilewright.plan.fixes import Fix, changed, find_fixes
 from tilewright.plan.footprint import footprint
+from tilewright.plan.layer_major import layer_major_footprint
 from tilewright.plan.roofline import binding, step_seconds
 from tilewright.plan.workload import Planner, Workload
 
@@ -130,7 +131,8 @@ def _fields(plan: Plan) -> dict[str, Any]:
 
 
 def _plan(work: Workload, rates: Ceilings) -> Plan:
-    seconds, bytes_ = step_seconds(work, rates), footprint(work)
+    sliced = work.recipe.memory.executor == "layer_major"
+    seconds, bytes_ = step_seconds(work, rates), (layer_major_footprint if sliced else footprint)(work)
     budget = work.recipe.plan.device_budget or work.machine.device_memory_bytes
     return Plan(
         device=work.machine.device,
@@ -153,6 +155,10 @@ def _notes(work: Workload) -> tuple[str, ...]:
         notes.append(f"activations and products of the layers are not in the plan: {work.trace.trouble}")
     if work.trace is not None and work.compiled:
         notes.append("activations are those of eager layers; compiled ones keep less")
+    memory = work.recipe.memory
+    away = [name for name in ("parameters", "states", "inputs") if getattr(memory, name) != "device"]
+    if memory.executor == "layer_major" and away:
+        notes.append(f"what {', '.join(away)} wait for on their way from and to their tiers is not in the seconds")
     if work.machine.device == "cuda":
         notes.append("no CUDA device has been measured for these constants; expect a larger error")
     return tuple(notes)

@@ -44,6 +44,26 @@ def changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
 
 def candidates(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
     """Settings worth trying, and whether they keep the result. Alone, and the sparing ones together."""
+    if recipe.memory.executor == "standard":
+        yield from _any_executor(recipe)
+        return
+    for settings, keeps in _any_executor(recipe):
+        settings = {name: value for name, value in settings.items() if name != "train.activation_checkpoint"}
+        if settings and settings != {"train.micro_batch": recipe.train.micro_batch}:
+            yield settings, keeps
+    yield from _other_tiers(recipe)
+
+
+def _other_tiers(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Layer-major: more and more of what waits goes to disk."""
+    found: dict[str, Any] = {}
+    for name in ("inputs", "states", "parameters"):
+        if getattr(recipe.memory, name) != "disk":
+            found |= {f"memory.{name}": "disk"}
+            yield dict(found), True
+
+
+def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
     for size in _halves(min(recipe.train.micro_batch, recipe.train.batch_size), 1):
         yield {"train.micro_batch": size}, True
     for mode in ("selective", "full"):

@@ -53,28 +53,28 @@ class Footprint:
 def footprint(work: Workload) -> Footprint:
     """The bytes of a run; where it passes through several precision modes, the larger ones."""
     cpu = work.machine.device == "cpu"
-    process = _process_bytes(work) if cpu else 0
+    process = process_bytes(work) if cpu else 0
     activations = max(activation_bytes(work, mode) for mode in work.modes)
-    layer_work = max(_layer_work(work, mode) for mode in work.modes)
-    loss_work = max(_loss_work(work, mode) for mode in work.modes)
+    backward_work = max(layer_work(work, mode) for mode in work.modes)
+    head_work = max(loss_work(work, mode) for mode in work.modes)
     gradients = 4 * work.num_trainable  # FP32 also where parameters are stored in 16 bit
-    held = {"parameters": work.parameter_bytes, "optimizer": _optimizer_bytes(work), "buffers": _buffer_bytes(work)}
-    kept = layer_work if cpu else 0
+    held = {"parameters": work.parameter_bytes, "optimizer": optimizer_bytes(work), "buffers": buffer_bytes(work)}
+    kept = backward_work if cpu else 0
     first = {"gradients": gradients if work.num_micro > 1 else 0}
     phases = {
         "load": {"parameters": held["parameters"], "buffers": held["buffers"], "other": process},
-        "forward": held | first | {"activations": activations, "other": process + loss_work + kept},
-        "backward": held | _backward(activations, gradients, work.num_micro) | {"other": process + layer_work},
+        "forward": held | first | {"activations": activations, "other": process + head_work + kept},
+        "backward": held | _backward(activations, gradients, work.num_micro) | {"other": process + backward_work},
         "update": held | {"gradients": gradients, "other": process + kept + (activations if cpu else 0)},
-        "evaluate": _evaluation(work, held, process, activations + kept if cpu else 0, loss_work),
+        "evaluate": _evaluation(work, held, process, activations + kept if cpu else 0, head_work),
     }
     staging = held["parameters"] + held["optimizer"]
     phases["checkpoint"] = _checkpoint(work, phases, staging)
-    parts = {"process": process, "loss of the head": loss_work, "backward of a layer": layer_work}
+    parts = {"process": process, "loss of the head": head_work, "backward of a layer": backward_work}
     return Footprint(phases, parts, 0 if cpu else CUDA_RESERVE_BYTES)
 
 
-def _process_bytes(work: Workload) -> int:
+def process_bytes(work: Workload) -> int:
     compiles = work.compiled or (work.loss_compiled and head_shape(work) is not None)
     foreign = work.config is None
     triton = TRITON_BYTES if work.machine.versions.get("triton") else 0
@@ -105,7 +105,7 @@ def _checkpoint(work: Workload, phases: Mapping[str, Mapping[str, int]], staging
     return dict(busiest) | {"other": busiest["other"] + copy}
 
 
-def _optimizer_bytes(work: Workload) -> int:
+def optimizer_bytes(work: Workload) -> int:
     """Two moments, and what parameters that are stored in 16 bit have beside them: an FP32 master, 8 bits, nothing."""
     optim = work.recipe.optim
     moment = {"fp32": 4, "bf16": 2, "8bit": 1}[optim.moments]
@@ -114,7 +114,7 @@ def _optimizer_bytes(work: Workload) -> int:
     return 2 * (moment * work.num_trainable + scales) + master * work.num_narrow
 
 
-def _buffer_bytes(work: Workload) -> int:
+def buffer_bytes(work: Workload) -> int:
     """Router biases, codes of weights and, on the host, what says their formats; the rest is made in the step."""
     switch = SWITCH_BYTES if work.machine.device == "cpu" else 0
     codes = max(
@@ -181,7 +181,7 @@ def _masks(work: Workload, kept: Storage) -> int:
     return work.config.num_layers * work.num_tokens * work.seq_len * kept.product
 
 
-def _layer_work(work: Workload, mode: str) -> int:
+def layer_work(work: Workload, mode: str) -> int:
     """Backward's need for the layer that keeps most; a recomputed layer keeps its all first."""
     if work.config is None:
         assert work.trace is not None
@@ -203,7 +203,7 @@ def _operand_work(work: Workload, mode: str) -> int:
     return int(max(sizes, default=0))
 
 
-def _loss_work(work: Workload, mode: str) -> int:
+def loss_work(work: Workload, mode: str) -> int:
     """What the head's loss holds at its busiest chunk, beyond the gradients that it leaves (see `ops.native.loss`)."""
     head = head_shape(work)
     if head is None:

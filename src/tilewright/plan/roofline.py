@@ -21,6 +21,9 @@ _DECODE_BYTES = 3
 _WEIGHT_BYTES = 5
 """A weight is read in FP32, its code written, once a step."""
 
+_TWO_PASSES = {"matmul": 1.75, "attention": 1.78, "head": 2.0, "loss": 2.0}
+"""Exact clipping slice by slice takes a second backward pass: of 2 + 2 + 4 operations a product the last 6 again."""
+
 BOUND_BY = {
     "matmul": "compute",
     "attention": "compute",
@@ -51,12 +54,19 @@ def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
     cast = work.num_parameters - sum(p.num_weights for p in work.products[mode] if _all_fp8(p.gemms))
     micro["weights"] = (casts * cast + 12 * work.num_trainable) / rates.bandwidth  # and read, add, write gradients
     micro["quantize"] = _quantize_bytes(work, mode, fp8_unit(work.machine)) / rates.bandwidth
+    if work.recipe.memory.executor == "layer_major" and work.recipe.optim.clip == "exact":
+        micro = {name: seconds * _TWO_PASSES.get(name, 2.0) for name, seconds in micro.items()}
     parts = {name: seconds * work.num_micro for name, seconds in micro.items()}
     codes = sum(p.num_weights for p in work.products[mode] if p.gemms.any_fp8)
     parts["quantize"] += _WEIGHT_BYTES * codes / rates.bandwidth
     clip = 12 * work.num_trainable / rates.bandwidth
     parts["optimizer"] = work.num_trainable / rates.adam[work.recipe.optim.moments] + clip
     return parts
+
+
+def recomputes(work: Workload) -> bool:
+    """Whether backward computes the layers' forward pass again."""
+    return work.recipe.train.activation_checkpoint == "full" or work.recipe.memory.executor == "layer_major"
 
 
 def _all_fp8(gemms: Gemms) -> bool:
@@ -66,7 +76,7 @@ def _all_fp8(gemms: Gemms) -> bool:
 def _matmul_s(work: Workload, product: Product, flops: float, rates: Ceilings) -> float:
     """Seconds of the products of a linear layer, `flops` each; forward runs twice where layers are recomputed."""
     gemms = product.gemms
-    again = (gemms.fprop,) if work.recipe.train.activation_checkpoint == "full" else ()
+    again = (gemms.fprop,) if recomputes(work) else ()
     wgrad = () if product.frozen else (gemms.wgrad,)
     formats = (gemms.fprop, gemms.dgrad, *wgrad, *again)
     width = product.num_weights**0.5
@@ -82,7 +92,7 @@ def _rate_name(work: Workload, fmt: str, rates: Ceilings) -> str:
 
 def _quantize_bytes(work: Workload, mode: str, has_unit: bool) -> float:
     """Bytes read and written in a micro-batch to make 8-bit operands and, without a unit, to decode them."""
-    passes = 2 if work.recipe.train.activation_checkpoint == "full" else 1
+    passes = 2 if recomputes(work) else 1
     total, seen = 0.0, set[tuple[str, int]]()
     for product in work.products[mode]:
         gemms = product.gemms
@@ -116,7 +126,7 @@ def _loss_rate(work: Workload, fmt: str, rates: Ceilings) -> float:
 
 def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> dict[str, float]:
     """Seconds of a micro-batch in products, attention and loss."""
-    full = work.recipe.train.activation_checkpoint == "full"
+    full = recomputes(work)
     num_tokens = work.num_tokens
     parts = {"matmul": 0.0, "attention": 0.0, "head": 0.0, "loss": 0.0}
     head = head_shape(work)

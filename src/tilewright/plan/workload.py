@@ -3,7 +3,7 @@
 Made once for each plan from a model on the meta device; `footprint` turns it into bytes and `roofline` into seconds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -81,11 +81,21 @@ class Workload:
     num_narrow: int
     """Those that are stored in 16 bit."""
     parameter_bytes: int
-    num_layers: int
+    width: int
+    """Of the residual stream."""
+    layer_parameters: tuple[int, ...]
+    """Elements of each layer."""
+    outer_weights: tuple[int, ...]
+    """Elements of each embedding and head around the layers, tied ones once."""
     compiled: bool
     loss_compiled: bool
     rows: int
     num_micro: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, 1 at least."""
+        return max(len(self.layer_parameters), 1)
 
     @property
     def seq_len(self) -> int:
@@ -129,6 +139,7 @@ class Planner:
         rows = min(recipe.train.micro_batch, recipe.train.batch_size)
         head = DTYPES[policies[modes[-1]].activation]
         choice = kernels.choices["cross_entropy", self.machine.device, head, ""]
+        layers = model.blocks if isinstance(model, Decoder) else _longest_stack(model)
         stored = list(_stored(model, policies[modes[-1]]))
         return Workload(
             recipe=recipe,
@@ -143,7 +154,9 @@ class Planner:
             num_blocks=sum(num_blocks(p.numel()) for p in model.parameters() if p.requires_grad),
             num_narrow=sum(p.numel() for p, size in stored if size == 2),
             parameter_bytes=sum(p.numel() * size for p, size in stored) + _frozen_bytes(model),
-            num_layers=config.num_layers if config else _longest_stack(model),
+            width=config.dim if config else _width(model),
+            layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in layers),
+            outer_weights=_outer_weights(model, layers),
             compiled=_compiles(recipe, self.machine),
             loss_compiled=choice.candidate.name == "compiled",
             rows=rows,
@@ -219,6 +232,19 @@ def _frozen_bytes(model: nn.Module) -> int:
     return sum(m.weight.nbytes + m.weight_scale_inv.nbytes for m in model.modules() if isinstance(m, Fp8Linear))
 
 
-def _longest_stack(model: nn.Module) -> int:
-    """Layers of a model that we did not make: its longest list of modules."""
-    return max((len(module) for module in model.modules() if isinstance(module, nn.ModuleList)), default=1)
+def _longest_stack(model: nn.Module) -> Sequence[nn.Module]:
+    """Layers of a model that we did not make: its longest list of modules, or all of it as one."""
+    stacks = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return max(stacks, key=len, default=(model,))
+
+
+def _outer_weights(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Matrices outside of the layers: embeddings and heads."""
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    return tuple(p.numel() for p in model.parameters() if id(p) not in inside and p.dim() > 1)
+
+
+def _width(model: nn.Module) -> int:
+    """Of the residual stream of a model that we did not make; 0 where its config does not tell."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    return getattr(config, "hidden_size", 0)

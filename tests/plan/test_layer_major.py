@@ -1,0 +1,101 @@
+"""The plan of layer-major runs against real slices, tiers and layer inputs."""
+
+import pytest
+import torch
+
+from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
+from tests.plan.test_cost import MACHINE, make_batch, plan_of, real_model
+from tilewright.core.load import load_recipe
+from tilewright.memory.inputs import InputStore
+from tilewright.memory.layer_major import AtHome, LayerMajor
+from tilewright.memory.ledger import Ledger
+from tilewright.memory.replay import Replay
+from tilewright.memory.residence import Tiers
+from tilewright.models.layered import find_slices
+from tilewright.models.layered_hf import layered
+from tilewright.ops.kernels import Kernels
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.plan.cost import make_plan
+from tilewright.plan.layer_major import slice_sizes
+from tilewright.plan.workload import Planner
+
+MODEL = {"dim": 128, "num_layers": 5, "num_heads": 2}
+LOW = {"moments": "bf16", "master": "stochastic"}
+TIERS = [("device", "device"), ("device", "disk"), ("host", "disk"), ("disk", "disk")]
+
+
+def layer_major_recipe(tied=False, optim=LOW, memory=None, **sections):
+    model = MODEL | {"tie_embeddings": tied}
+    return make_recipe(
+        model=model, optim=optim, memory={"executor": "layer_major"} | (memory or {}),
+        precision={"mode": "bf16_mixed"}, **sections,
+    )  # fmt: skip
+
+
+def parts_of(recipe):
+    model = real_model(recipe)
+    optimizer = DeepSeekAdam(
+        model.parameters(), moments=recipe.optim.moments, master=recipe.optim.master, kernels=Kernels(MACHINE)
+    )
+    view = layered(model)
+    return model, optimizer, view, find_slices(model, view, recipe.memory.group)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize(("parameters", "states"), TIERS)
+def test_bytes_on_the_device_are_those_of_real_tiers(parameters, states, group, tied, tmp_path):
+    memory = {"parameters": parameters, "states": states, "group": group}
+    recipe = layer_major_recipe(tied, memory=memory)
+    model, optimizer, _, slices = parts_of(recipe)
+    home = Tiers(model, slices, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path)
+    update = plan_of(recipe).phases["update"]
+    for owner, arena in (("parameters", home.parameters), ("optimizer", home.states)):
+        found = arena.num_bytes
+        measured = found["device"] + found["host"]  # one memory here
+        # Buffers are aligned, and norms stay in FP32 where the plan spreads bytes evenly.
+        assert update[owner] == pytest.approx(measured, rel=0.03), (owner, update[owner] / measured - 1)
+    sizes = slice_sizes(Planner(512, MACHINE).workload(recipe))
+    trained = [sum(p.numel() for p in part.params) for part in slices]
+    assert sizes.largest == pytest.approx(max(trained[:-1]), rel=0.01)
+    assert sizes.shared == pytest.approx(trained[-1], rel=0.01)
+    assert update["gradients"] == pytest.approx(4 * (max(trained[:-1]) + trained[-1]), rel=0.01)
+
+
+@pytest.mark.parametrize("inputs", ["exact", "fp8"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_layer_inputs_are_those_of_a_real_forward_pass(inputs, group):
+    train = {"micro_batch": 2, "batch_size": 6, "checkpoint_inputs": inputs}
+    recipe = layer_major_recipe(memory={"group": group}, train=train)
+    _, _, view, slices = parts_of(recipe)
+    store, ledger = InputStore("device", "cpu", inputs, kernels=Kernels(MACHINE)), Ledger("cpu")
+    run = LayerMajor(
+        view, slices, inputs=store, residence=AtHome(), replay=Replay("cpu"), phase=ledger.phase,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    run.forward([make_batch(recipe)] * 3)
+    forward = plan_of(recipe).phases["forward"]
+    assert forward["activations"] == store.num_bytes["device"]
+
+
+def test_forty_two_billion_parameters_fit_on_one_card_only_this_way():
+    recipe = load_recipe("slice_42b_h200", {}, environ={}).recipe
+    machine = make_machine(139 * GIB, "cuda")
+    plan = make_plan(recipe, 128_256, machine, make_rates())
+    assert plan.num_parameters > 42e9
+    assert plan.fits
+    assert plan.peak_bytes < 130 * GIB
+    assert any("not in the seconds" in note for note in plan.notes)
+    standard = recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"executor": "standard"})})
+    assert not make_plan(standard, 128_256, machine, make_rates()).fits
+
+
+def test_what_would_make_it_fit_keeps_the_executor_and_offers_the_disk():
+    recipe = layer_major_recipe(plan={"device_budget": 1})
+    plan = plan_of(recipe)
+    assert not plan.fits
+    assert plan.fixes
+    roomy = layer_major_recipe(plan={"device_budget": plan.peak_bytes - 1})
+    settings = {name for fix in plan_of(roomy).fixes for name in fix.settings}
+    assert "train.activation_checkpoint" not in settings
+    assert any(name.startswith("memory.") for name in settings)
