@@ -157,6 +157,7 @@ class ShapeFinder:
         self.vocab_size = vocab_size
         self.machine = machine
         self._skeletons: dict[object, _Skeleton] = {}
+        self._shares: dict[object, float] = {}
 
     def find(self, recipe: Recipe) -> ModelShape:
         """The shape of a recipe's model.
@@ -173,7 +174,9 @@ class ShapeFinder:
             self._skeletons[recipe.model] = _skeleton(recipe, self.vocab_size)
         skeleton = self._skeletons[recipe.model]
         if skeleton.config is not None:
-            return _decoder_shape(skeleton, recipe, policy, mode, self.machine)
+            if (recipe.model, mode) not in self._shares:
+                self._shares[recipe.model, mode] = _work_share(skeleton.config, recipe, policy, self.machine)
+            return _decoder_shape(skeleton, recipe, policy, mode, self.machine, self._shares[recipe.model, mode])
         return _foreign_shape(skeleton, recipe, policy, self.machine)
 
 
@@ -378,13 +381,14 @@ def _untraceable(section: ModelSection, error: Exception, layers: Sequence[nn.Mo
     )
 
 
-def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: str, machine: Machine) -> ModelShape:
+def _decoder_shape(
+    skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: str, machine: Machine, share: float
+) -> ModelShape:
     assert skeleton.config is not None
     config: DecoderConfig = skeleton.config
     short: Any = skeleton.model
     work = Planner(config.vocab_size, machine).workload(_described(recipe, short.config))
     flops = count_flops(config, recipe.data.seq_len)
-    share = _work_share(config, recipe, policy, machine)
     storages = layer_storages(work, mode)
     classes = []
     for place, indices in enumerate(skeleton.indices):

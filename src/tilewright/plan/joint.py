@@ -250,6 +250,8 @@ class JointPlanner:
             best: tuple[float, _Table, Counts] | None = None
             shape = self.shape(recipe)
             for setting in _settings(recipe, self.machine):
+                if best is not None and setting.loss_tile < best[1].setting.loss_tile:
+                    break  # smaller tiles come last: they save memory and no time
                 table = self._table(recipe, shape, setting, budget)
                 head = sum(self._head_seconds(shape, setting).values())
                 if best is not None and head + least_seconds(table.problem) >= best[0]:
@@ -381,9 +383,9 @@ def _settings(recipe: Recipe, machine: Machine) -> Iterator[Setting]:
     refused = recipe.precision.mode in ("pure_fp16", "hybrid") or recipe.precision.moves_products
     executors: tuple[str, ...] = ("standard",) if refused else ("standard", "layer_major")
     passes = 2 if recipe.optim.clip == "exact" and recipe.optim.clip_norm > 0 else 1
-    for executor in executors:
-        for size in sorted(sizes, reverse=True):
-            for tile in tiles:
+    for tile in tiles:
+        for executor in executors:
+            for size in sorted(sizes, reverse=True):
                 yield Setting(
                     executor=executor,  # type: ignore[arg-type]
                     micro_batch=size,

@@ -114,6 +114,8 @@ def solve(problem: Problem, *, smallest: bool = False, gap: float = 1e-9) -> Cou
         smallest: minimise the device's peak instead, whatever the device's budget; those of host and disk still hold.
         gap: share of the optimum by which the answer may miss it.
     """
+    if not smallest and _plainly_too_large(problem):
+        return None
     kept = [_undominated(group.costs) for group in problem.groups]
     thin = replace(
         problem,
@@ -132,6 +134,15 @@ def solve(problem: Problem, *, smallest: bool = False, gap: float = 1e-9) -> Cou
             wide[i] = count
         counts.append(tuple(wide))
     return tuple(counts)
+
+
+def _plainly_too_large(problem: Problem) -> bool:
+    """Whether what must lie somewhere is more than all places together, told without the solver."""
+    least = sum(
+        group.count * min(cost.held + cost.host + cost.disk for cost in group.costs) for group in problem.groups
+    )
+    base = min((phase.base for phase in problem.phases), default=0.0)
+    return least + base + problem.host_base > problem.device_budget + problem.host_budget + problem.disk_budget
 
 
 def _undominated(costs: Sequence[Cost]) -> list[int]:
