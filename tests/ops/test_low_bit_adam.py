@@ -11,6 +11,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.formats import squares
 from tilewright.formats.rounding import join24
 from tilewright.ops.cpu import low_bit_adam as cpu
+from tilewright.ops.ref.adam import hash32
 from tilewright.ops.ref.low_bit_adam import low_bit_adam
 
 needs_compiler = pytest.mark.skipif(detect_machine("cpu").cxx_compiler is None, reason="no C++ compiler here")
@@ -73,6 +74,21 @@ def test_no_step_is_thrown_far_out_by_rounding():
         moved = (tensors.target - before).abs().max()
         assert moved <= 4 * lr, f"step {step}: {moved / lr} times the learning rate"
         before = tensors.target.clone()
+
+
+def test_random_bits_of_target_and_moments_are_even_and_apart():
+    """The three fields of one hash: every value as often as the others, and none tells of another or of a neighbour."""
+    bits = hash32(2**20, 12345, torch.device("cpu"))
+    parts = [bits & 0xFFFF, bits >> 16 & 0xFF, bits >> 24 & 0xFF]
+    for part, values in zip(parts, (2**16, 2**8, 2**8), strict=True):
+        counts = torch.bincount(part, minlength=values).double()
+        expected = 2**20 / values
+        # The sum of squares over the expectation has mean `values` and deviation (2 * values) ** 0.5; six of them.
+        spread = ((counts - expected) ** 2 / expected).sum().item()
+        assert abs(spread - values) < 6 * (2 * values) ** 0.5
+    rows = torch.stack([part.double() for part in (*parts, parts[0].roll(1), parts[1].roll(1), parts[2].roll(1))])
+    apart = torch.corrcoef(rows).fill_diagonal_(0).abs().max().item()
+    assert apart < 6 / 2**10, "correlations of 2^20 pairs have a deviation of 2^-10"
 
 
 def test_no_gradient_at_all_changes_nothing_but_by_decay():
