@@ -11,6 +11,7 @@ from tilewright.core.errors import CheckpointError
 from tilewright.memory.arena import Arena
 from tilewright.memory.lazy import fill_buffers, vacate
 from tilewright.memory.probe import Sampler
+from tilewright.models import init
 from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
@@ -103,6 +104,23 @@ def test_stored_decoder(name, dtype, tmp_path):
     model = meta_decoder(name)
     fill_lazily(model, stored_values(model, tmp_path), "host", None)
     assert_same_model(model, load_decoder(tmp_path, KERNELS))
+
+
+def test_large_tensors_are_drawn_in_pieces(monkeypatch):
+    """Whatever the number of threads; the first piece is what a smaller tensor of that name would be."""
+    monkeypatch.setattr(init, "_PIECE", 100)
+    name, threads = "model.layers.0.mlp.up_proj.weight", torch.get_num_threads()
+    found = []
+    for count in (1, 4):
+        torch.set_num_threads(count)
+        found.append(torch.empty(64, 32))
+        random_values(meta_decoder("dense"), 3)({name: found[-1]})
+    torch.set_num_threads(threads)
+    assert torch.equal(*found)
+    pieces = found[0].view(-1).split(100)
+    assert len({piece[:5].sum().item() for piece in pieces}) == 21, "no two alike"
+    assert 0.015 < found[0].std() < 0.025
+    assert torch.equal(pieces[0], whole_decoder("dense").model.layers[0].mlp.up_proj.weight.view(-1)[:100])
 
 
 def make_foreign(name, **options):

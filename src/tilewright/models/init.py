@@ -1,13 +1,15 @@
 """First weights: a pure function of (seed, parameter name, shape).
 
-Each parameter draws from a CPU generator of its own, seeded by its name, so neither the device, nor the order of
-construction, nor which other parameters exist changes a value. Called through `build.init_weights`.
+Each parameter draws from a CPU generator of its own, seeded by its name (a large one from several, one for each 16Mi
+elements), so neither the device, nor the number of threads, nor the order of construction, nor which other parameters
+exist changes a value. Called through `build.init_weights` and `first_values`.
 """
 
 import functools
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from tilewright.models.layers import RMSNorm
 from tilewright.models.moe import Router
 
 _INTO_RESIDUAL = ("o_proj", "down_proj")
+_PIECE = 2**24
+"""Elements from one generator."""
 
 
 def name_seed(seed: int, name: str) -> int:
@@ -33,9 +37,8 @@ def name_seed(seed: int, name: str) -> int:
 
 def init_decoder(model: Decoder, seed: int) -> None:
     """Give all parameters and buffers the values of `decoder_values`, in place."""
-    own = model.state_dict(keep_vars=True)
-    rules = dict(_rules(model, seed))
-    _apply(rules, {name: own[name] for name in rules})
+    own, rules = model.state_dict(keep_vars=True), dict(_rules(model))
+    _apply(rules, seed, {name: own[name] for name in rules})
 
 
 def decoder_values(model: Decoder, seed: int) -> FirstValues:
@@ -48,45 +51,53 @@ def decoder_values(model: Decoder, seed: int) -> FirstValues:
         model: only its shape is read.
         seed: of the run.
     """
-    return functools.partial(_apply, dict(_rules(model, seed)))
+    return functools.partial(_apply, dict(_rules(model)), seed)
 
 
-_Rule = Callable[[Tensor], object]
+_Rule = float | Callable[[Tensor], object]
+"""A deviation to draw with, or what fills a tensor."""
 
 
-def _apply(rules: Mapping[str, _Rule], tensors: Mapping[str, Tensor]) -> None:
-    """Tensors side by side: a generator uses one core, at some 100 million numbers a second."""
-
-    @torch.no_grad()
-    def write(name: str) -> None:
-        rules[name](tensors[name])
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for done in [pool.submit(write, name) for name in tensors]:
-            done.result()
-
-
-def _rules(model: Decoder, seed: int) -> Iterator[tuple[str, _Rule]]:
-    """For each parameter and buffer what writes its first values."""
+def _rules(model: Decoder) -> Iterator[tuple[str, _Rule]]:
+    """For each parameter and buffer what its first values are."""
     std = model.config.init_std
     into_residual = std / (2 * model.config.num_layers) ** 0.5
-
-    def normal(name: str, deviation: float) -> _Rule:
-        return functools.partial(_fill_normal, std=deviation, seed=name_seed(seed, name))
-
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm):
             yield f"{name}.weight", nn.init.ones_
         elif isinstance(module, Router):
             yield f"{name}.e_score_correction_bias", nn.init.zeros_
-            yield f"{name}.weight", normal(f"{name}.weight", std)
+            yield f"{name}.weight", std
         elif isinstance(module, nn.Embedding):
-            yield f"{name}.weight", normal(f"{name}.weight", std)
+            yield f"{name}.weight", std
         elif isinstance(module, nn.Linear) and not (name == "lm_head" and model.config.tie_embeddings):
-            scale = into_residual if name.rpartition(".")[2] in _INTO_RESIDUAL else std
-            yield f"{name}.weight", normal(f"{name}.weight", scale)
+            yield f"{name}.weight", into_residual if name.rpartition(".")[2] in _INTO_RESIDUAL else std
 
 
-def _fill_normal(param: Tensor, std: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    param.copy_(torch.empty(param.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
+@torch.no_grad()
+def _apply(rules: Mapping[str, _Rule], seed: int, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors. Draws run in threads, a few ahead; a core draws some 100 million numbers a second."""
+    draws: deque[tuple[Tensor, Future[Tensor]]] = deque()
+    num_threads = torch.get_num_threads()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="init") as pool:
+        for name, tensor in tensors.items():
+            rule = rules[name]
+            if callable(rule):
+                rule(tensor)
+                continue
+            for index, piece in enumerate(tensor.view(-1).split(_PIECE)):
+                own_seed = name_seed(seed, f"{name}[{index}]" if index else name)
+                draws.append((piece, pool.submit(_normal, len(piece), rule, own_seed)))
+                if len(draws) > 2 * num_threads:
+                    _copy_next(draws)
+        while draws:
+            _copy_next(draws)
+
+
+def _copy_next(draws: deque[tuple[Tensor, Future[Tensor]]]) -> None:
+    piece, drawn = draws.popleft()
+    piece.copy_(drawn.result())
+
+
+def _normal(count: int, std: float, seed: int) -> Tensor:
+    return torch.empty(count, dtype=torch.float32).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
