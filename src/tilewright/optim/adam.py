@@ -176,7 +176,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return AdamHyper(step, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], self.seed)
 
     def _step_low_bit(self, param: Tensor, grad: Tensor) -> None:
-        """Tensors of the order that the parameter has in memory are taken as they are; others are copied."""
+        """Contiguous tensors are updated in place, others by way of a copy."""
         group_index, number = self._places[param]
         state = self.state[param]
         written = {"target": state.get("master", param.data), "low": state.get("low")}
