@@ -22,6 +22,7 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
     """
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     if device.type == "cuda" and num_bytes:
+        buffer.zero_()  # all cores make its pages; the driver would do it on one
         status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
         if status:
             raise HardwareError(

@@ -1,0 +1,81 @@
+"""The GPU's transfer, its streams played by stand-ins that do nothing: which bytes go where, and what waits for what.
+
+The CPU copies at once, so this does not show a missing wait; tests/gpu/test_tiers_cuda.py does, on a GPU.
+"""
+
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tilewright.memory import arena as arena_module
+from tilewright.memory.arena import Arena
+from tilewright.memory.transfer import CudaTransfer
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Calls of streams and events in order; `torch.cuda` here has just what the transfer may use."""
+    calls = []
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def wait_event(self, event):
+            calls.append("wait")
+
+        def synchronize(self):
+            calls.append("synchronize")
+
+    class Event:
+        def record(self, stream):
+            calls.append("record")
+
+    @contextmanager
+    def entered(_):
+        yield
+
+    for name, value in {"Stream": Stream, "Event": Event, "device": entered, "stream": entered}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(arena_module, "make_transfer", CudaTransfer)
+    return calls
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_bytes_go_both_ways(tier, log, tmp_path):
+    draw, expected = random.Random(0), [float(i) for i in range(4)]
+    with Arena(tier, "cpu", folder=tmp_path) as arena:
+        for i in range(4):
+            arena.add(i, {"w": torch.full((100 + i,), float(i))})
+        arena.seal()
+        for _ in range(60):
+            key = draw.randrange(4)
+            arena.prefetch(draw.randrange(4))
+            with arena.using(key, changed=True) as tensors:
+                assert tensors["w"].unique().tolist() == [expected[key]]
+                tensors["w"].add_(1)
+                expected[key] += 1
+        arena.flush()
+        assert [arena.read(i)["w"].unique().tolist() for i in range(4)] == [[value] for value in expected]
+        slot_bytes = arena.num_bytes["device"]
+        assert arena.num_bytes["host"] - (arena.num_bytes[tier] if tier == "host" else 0) == (
+            slot_bytes if tier == "disk" else 0
+        ), "page-locked memory in front of the disk, and none in front of the host"
+    assert log.count("synchronize") > 60
+
+
+def test_copies_wait_for_the_computation(log, tmp_path):
+    with Arena("host", "cpu", prefetch=0) as arena:
+        for i in range(2):
+            arena.add(i, {"w": torch.zeros(10)})
+        arena.seal()
+        arena.fetch(0)
+        assert log == ["synchronize"], "a new buffer: nothing to wait for"
+        arena.release(0, changed=True)
+        arena.flush()
+        assert log == ["synchronize", "record", "wait", "synchronize"]
+        arena.fetch(1)
+        assert log[4:] == ["wait", "synchronize"], "the buffer was in use"
