@@ -156,12 +156,13 @@ class TestLedger:
         away = {"device": 3 * MIB, "host": MIB, "disk": 5 * MIB}
         ledger.own("parameters", lambda: away)
         ledger.own("parameters", lambda: {"device": MIB})
+        ledger.own("optimizer", lambda: {"disk": 7 * MIB})
         with ledger.phase("forward"):
             pass
         away |= {"device": 0, "disk": 2 * MIB}
         row = ledger.snapshot(model, None)
         assert row["phase_owners"]["forward"]["parameters"] == 5 * MIB, "host and device are one memory here"
-        assert row["tiers"] == {"disk": {"parameters": 5 * MIB}}, "the most there was"
+        assert row["tiers"] == {"disk": {"parameters": 5 * MIB, "optimizer": 7 * MIB}}, "the most there was"
         with pytest.raises(ValueError, match="owner is one of"):
             ledger.own("other", dict)
 

@@ -104,7 +104,8 @@ class Ledger:
         """Ask this keeper for an owner's bytes by tier, instead of looking into model and optimizer.
 
         It is asked at every boundary, so it must be quick. Several keepers of one owner add up. On the CPU, device and
-        host are the same memory. What lies in other tiers is in the snapshot's `tiers`.
+        host are the same memory. What lies in other tiers is in the snapshot's `tiers`; where a keeper tells nothing
+        of the device, the ledger's own count stands for that.
 
         Args:
             owner: one of OWNERS but `allocator` and `other`.
@@ -144,10 +145,9 @@ class Ledger:
         grads: list[Tensor] = [param.grad for param in self._params if param.grad is not None]
         told: dict[str, int] = {}
         for owner, num_bytes in self._keepers:
-            told.setdefault(owner, 0)
             for tier, size in num_bytes().items():
                 if tier == "device" or (tier == "host" and self.device.type == "cpu"):
-                    told[owner] += size
+                    told[owner] = told.get(owner, 0) + size
                 elif size:
                     most = self._window.elsewhere.setdefault(tier, {})
                     most[owner] = max(most.get(owner, 0), size)

@@ -113,6 +113,11 @@ def make_executor(
     """
     memory, lagged = recipe.memory, recipe.optim.clip == "lagged"
     inputs = InputStore(memory.inputs, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
+    if sliced.travels:
+        ledger.own("parameters", lambda: sliced.home.parameters.num_bytes)
+        ledger.own("optimizer", lambda: sliced.home.states.num_bytes)
+    if memory.inputs != "device":
+        ledger.own("activations", lambda: inputs.num_bytes)
     return LayerMajorExecutor(
         model,
         sliced.view,
