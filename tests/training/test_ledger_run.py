@@ -39,4 +39,3 @@ def test_tiers_off_the_device_are_in_the_metrics(data, tmp_path):
     elsewhere = row["memory_phases"]["forward"]["parameters"] - 300 * 32 * 4
     assert disk["optimizer"] == pytest.approx(2 * elsewhere, rel=0.01)
     assert disk["activations"] == 3 * 5 * 32 * 32 * 2
-    assert row["memory_phases"]["update"]["optimizer"] < disk["optimizer"], "staging buffers of a slice alone"
