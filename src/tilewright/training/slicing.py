@@ -111,7 +111,7 @@ def make_executor(
     Raises:
         ConfigError: the disk tier's folder cannot be written.
     """
-    memory, lagged = recipe.memory, recipe.optim.clip == "lagged"
+    memory = recipe.memory
     inputs = InputStore(memory.inputs, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
     if sliced.travels:
         ledger.own("parameters", lambda: sliced.home.parameters.num_bytes)
@@ -124,14 +124,22 @@ def make_executor(
         sliced.slices,
         optimizer,
         clip=clip,
-        lagged=lagged,
-        undo=Journal("host", ledger.device) if lagged and memory.undo == "journal" else None,
+        lagged=recipe.optim.clip == "lagged",
+        undo=_journal(recipe, ledger.device, folder),
         device=ledger.device,
         inputs=inputs,
         residence=sliced.home,
         weights=weights,
         ledger=ledger,
     )
+
+
+def _journal(recipe: Recipe, device: torch.device, folder: Path) -> Journal | None:
+    """What keeps the bytes that a lagged step changes: on disk, where some of them are at home there."""
+    memory = recipe.memory
+    if recipe.optim.clip != "lagged" or memory.undo != "journal":
+        return None
+    return Journal("disk" if "disk" in (memory.parameters, memory.states) else "host", device, folder=folder)
 
 
 def refuse_loss_scaling(scaled: bool) -> None:
