@@ -165,9 +165,9 @@ def _does_not_fit(planner: "JointPlanner", budget: "Budget") -> FitError:
     from tilewright.plan.joint_words import cheapest_changes
 
     least = planner.smallest(budget)
+    with_host = planner.smallest(replace(budget, host=float("inf"))) if budget.links.host else None
     enough_host = least is not None
-    if least is None:
-        least = planner.smallest(replace(budget, host=float("inf")))
+    least = least or with_host
     changes = [str(change) for change in cheapest_changes(planner, budget, None)]
     given = f"{format_bytes(budget.device)} on the device"
     given += f" and {format_bytes(budget.host)} on the host" if budget.links.host else ""
@@ -178,11 +178,15 @@ def _does_not_fit(planner: "JointPlanner", budget: "Budget") -> FitError:
     formats = "".join(f", {name} = {value}" for name, value in least.narrowed.items())
     host = f" and {format_bytes(least.host_bytes)} on the host" if least.host else ""
     why = "" if enough_host else "; the host's memory is what is missing first"
+    other = ""
+    if enough_host and with_host is not None and with_host.peak_bytes < 0.9 * least.peak_bytes:
+        device, host_needed = format_bytes(with_host.peak_bytes), format_bytes(with_host.host_bytes)
+        other = f"\nor {device} on the device and {host_needed} on the host"
     return FitError(
         "This run does not fit.",
         got=f"{given}{why}",
         need=f"the smallest plan takes {format_bytes(least.peak_bytes)} on the device{host}: {least.setting.executor}, "
-        f"micro_batch {least.setting.micro_batch}{formats}; {format_seconds(least.step_s)} a step",
+        f"micro_batch {least.setting.micro_batch}{formats}; {format_seconds(least.step_s)} a step{other}",
         try_="\n".join(changes) or "a smaller model; --largest names the deepest that fits",
     )
 

@@ -218,7 +218,8 @@ class _Layer:
     def _backward_visits(self, inputs: float) -> float:
         """The pass that updates, and before it one that finds the norm where clipping needs it."""
         choice = self.choice
-        compute = self.setting.num_micro * (self.backward_s() + self.again_s() + self.tiles_s()) + self.weights_s()
+        micro_batch = self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
+        compute = self.setting.num_micro * micro_batch
         fetched = self.fetch_s(choice.parameters, self.parameters)
         if choice.activations == "offload":
             fetched += inputs / (self.links.host or 1.0)
@@ -282,7 +283,7 @@ class _Layer:
         return ACTIVATION_PASSES * kept / (self.rates.bandwidth if self.shape.compiled else self.rates.elementwise[fmt])
 
     def weights_s(self) -> float:
-        """Casts of weights and accumulation of their gradients: once a micro-batch, or once a visit."""
+        """Casts of weights and accumulation of their gradients in one micro-batch."""
         casts = 6 if self.shape.stored_bytes > self.shape.product_bytes else 0
         return (casts + 12) * self.found.num_parameters / self.rates.bandwidth
 
@@ -311,7 +312,6 @@ def layer_seconds(
     micro, passes = setting.num_micro, setting.passes if setting.executor == "layer_major" else 1
     products = layer.products_s("fprop") + passes * (layer.products_s("dgrad") + layer.products_s("wgrad"))
     loops = FORWARD_SHARE + passes * (1 - FORWARD_SHARE)
-    visits = passes if setting.executor == "layer_major" else micro
     again = passes * (layer.again_s() + layer.tiles_s())
     if choice.activations == "keep" and passes > 1:
         again += layer.forward_s()
@@ -320,7 +320,7 @@ def layer_seconds(
         "attention": micro * (1 + 2.5 * passes) * layer.attention_s(),
         "elementwise": micro * loops * layer.elementwise_s(found.kept(setting.micro_batch)),
         "recompute": micro * again,
-        "weights": visits * layer.weights_s(),
+        "weights": micro * passes * layer.weights_s(),
         "optimizer": layer.update_s(),
     }
     parts["link"] = max(0.0, layer.cost().seconds - sum(parts.values()))
