@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.training.tiny import assert_same_run, last_state, rows, tiny, write_text
+from tests.training.tiny import assert_same_run, last_state, rows, settings, tiny, write_text
 from tilewright.core.errors import ConfigError
 from tilewright.core.load import load_recipe
 from tilewright.training import assemble
@@ -117,3 +117,16 @@ def test_loss_scaling_is_refused(data, tmp_path):
     loaded = tiny(data, tmp_path, memory__executor="layer_major", precision__mode="pure_fp16")
     with pytest.raises(ConfigError, match="does not scale the loss"):
         train(loaded)
+
+
+@pytest.mark.parametrize("recipe", ["slice_cpu", "slice_3b_cpu", "slice_42b_h200"])
+def test_the_shipped_recipes_train_at_small_size(data, tmp_path, recipe):
+    """Their executor, formats, tiers and clipping, on a model of a few thousand parameters; the loss falls."""
+    given = settings(data, tmp_path, model__num_kv_heads=2, ops__adam="ref", train__steps=8, optim__lr=0.01)
+    kept = ("run.", "model.dim", "model.num", "data.", "train.steps", "train.compile", "optim.", "train.log", "ops.")
+    given = {name: value for name, value in given.items() if name.startswith(kept)} | {"model.ffn_dim": "64"}
+    loaded = load_recipe(recipe, given | {"train.batch_size": "4", "train.micro_batch": "1"}, environ={})
+    assert (loaded.recipe.memory.executor, loaded.recipe.optim.moments) == ("layer_major", "8bit")
+    result = train(loaded)
+    losses = [row["loss"] for row in rows(result.run_dir / "metrics.jsonl") if "eval" not in row]
+    assert losses[-1] < losses[0] - 0.1, losses

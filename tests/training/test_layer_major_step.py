@@ -6,13 +6,18 @@ import math
 import pytest
 import torch
 
-from tests.models.shapes import make_batch, make_decoder
+from tests.models.shapes import KERNELS, make_batch, make_decoder
 from tilewright.core.errors import NumericsError
+from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
+from tilewright.memory.replay import Replay
 from tilewright.models.layered import find_slices
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.groups import decay_groups
+from tilewright.optim.lagged import SURGE
+from tilewright.precision.convert import convert
+from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.layer_major_step import LayerMajorExecutor, LostStep
 from tilewright.training.step import StandardExecutor
 
@@ -236,8 +241,6 @@ def test_lagged_bounds_by_the_norm_of_the_step_before(monkeypatch):
 
 def test_lagged_holds_a_surge_that_the_norm_before_knows_nothing_of():
     """A gradient 10,000 times the usual moves no tensor's gradient beyond twice its usual length."""
-    from tilewright.optim.lagged import SURGE
-
     model, factors = make_decoder("gqa").train(), [1.0]
     poison(model, 1, factors)
     run = executor(model, lagged=True, clip=GradClip(1.0, threshold=1e9))
@@ -305,3 +308,56 @@ def test_dropout_draws_the_same_numbers_again(lagged, monkeypatch):
     layer_major_by_autograd(theirs, made, LR)
     assert worst(ours, theirs)[0] <= 1e-6, worst(ours, theirs)
     assert torch.equal(ended, torch.get_rng_state()), "generators are where one pass leaves them"
+
+
+# ---- experts and 8-bit inputs ----
+
+
+def test_experts_are_those_of_the_forward_pass():
+    """From inputs in 8 bits a router would choose other experts for some tokens; it takes the first choice."""
+    model = make_decoder("gqa_moe").train()
+    gate, chosen, afresh = model.blocks[1].mlp.gate, [], []
+
+    def look(router, args, out):
+        chosen.append(out[1])
+        afresh.append(router._choose(router.kernels.linear(args[0].float(), router.weight).sigmoid()))
+
+    gate.register_forward_hook(look)
+    run = executor(model, inputs=InputStore("device", "cpu", "fp8", kernels=KERNELS), lagged=True)
+    run.step(steps(1)[0], LR)
+    forward, backward = chosen[: len(SIZES)], chosen[len(SIZES) :]
+    assert len(forward) == len(backward) == len(SIZES)
+    assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(forward, afresh[len(SIZES) :], strict=True)), (
+        "else this is no test"
+    )
+
+
+def test_choices_of_foreign_routers_are_replayed():
+    """At `torch.topk`, in whatever module it is called."""
+    experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+    layer = torch.nn.ModuleDict({"gate": torch.nn.Linear(8, 4), "experts": experts})
+    replay, scores = Replay("cpu"), torch.tensor([[0.1, 0.4, 0.3, 0.2]])
+    first = replay.first("key", layer, lambda: torch.topk(scores, 2, dim=-1))
+    again = replay.again("key", layer, lambda: (1 - scores).topk(2, dim=-1))
+    assert first.indices.tolist() == again.indices.tolist() == [[1, 2]]
+    torch.testing.assert_close(again.values, torch.tensor([[0.6, 0.7]]))
+
+
+def test_eight_bit_products_follow_their_weights():
+    """FP8 codes of a slice are made anew at its update: three steps equal those of the standard executor."""
+    ours, theirs = make_decoder("gqa").train(), make_decoder("gqa").train()
+    runs = []
+    for model in (ours, theirs):
+        convert(model, "fp8_tile")
+        optimizer = DeepSeekAdam(decay_groups(model, 0.1))
+        codes = QuantizedWeights(model, optimizer)
+        if model is ours:
+            slices = find_slices(model, model)
+            runs.append(LayerMajorExecutor(model, model, slices, optimizer, clip=GradClip(0.0), weights=codes))
+        else:
+            runs.append(StandardExecutor(model, optimizer, clip=GradClip(0.0)))
+    for microbatches in steps(3):
+        losses = [run.step(microbatches, 1e-2).loss for run in runs]
+        assert losses[0] == losses[1]
+    assert worst(ours, theirs)[0] == 0.0, worst(ours, theirs)
