@@ -87,6 +87,16 @@ def test_attention(candidate, case, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.slow
+def test_attention_by_query_blocks_under_compile():
+    q, k, v, segments = list(attention_cases())[1].tensors(torch.float32)
+    compiled = torch.compile(ATTENTION.candidates[0].run, backend="aot_eager", fullgraph=True)
+    check(
+        lambda q, k, v: compiled(q, k, v, segments, None, 19), lambda q, k, v: plain_attention(q, k, v, segments),
+        [q, k, v], torch.float32,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", list(attention_cases())[1:], ids=str)
 def test_attention_under_compile_takes_the_blocked_backward(case, dtype):
@@ -131,8 +141,8 @@ def test_attention_by_query_blocks_holds_nothing_of_positions_squared():
             ATTENTION.candidates[0].run(q, k, v, segments, None, rows).sum().backward()
         sizes[rows] = largest.num_bytes
     assert sizes[0] >= positions * positions, "a mask of one byte a pair at least: the measurement sees it"
-    # FP32 scores of a block, heads * rows * positions, are the largest thing there is.
-    assert sizes[block] <= 4 * heads * block * positions
+    # The FP32 mask of a block, and FP32 queries, are the largest things there are.
+    assert sizes[block] == max(4 * block * positions, 4 * heads * positions * 16)
 
 
 def test_logits_are_never_whole_forward_and_backward():

@@ -6,7 +6,8 @@ log-sum-exp in blocks of query rows: five batched GEMMs and two element-wise loo
 above the diagonal. The loops fuse only under torch.compile, so the eager path keeps torch's backward.
 
 With `block` query rows at a time, on any device and eager too, the forward goes by blocks as well: neither scores
-nor the mask of packed documents are ever S x S.
+nor the mask of packed documents are ever S x S. Eager on a CPU, torch's own backward runs block by block and holds no
+scores at all; elsewhere those of a block are in memory, [B, H, R, E] a few times over.
 
 Legend: B batch, H query heads, G query heads a key head, K key heads (H = K * G), S positions, D width,
 R rows of a query block, E keys that the block may see.
@@ -112,10 +113,13 @@ class _Blocked(torch.autograd.Function):
         out_BHSD, lse_BHS = _blocked_forward(*operands, block) if block else _whole_forward(*operands)
         ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS)
         ctx.scale, ctx.block = scale, block or QUERY_BLOCK
+        ctx.by_flash = q_BHSD.device.type == "cpu" and not torch.compiler.is_compiling()
         return out_BHSD
 
     @staticmethod
     def backward(ctx, dout_BHSD):
+        if ctx.by_flash:
+            return *_flash_backward(ctx.saved_tensors, dout_BHSD, ctx.scale, ctx.block), None, None, None
         q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = ctx.saved_tensors
         num_keys, num_positions = k_BKSD.shape[1], q_BHSD.shape[2]
         group = q_BHSD.shape[1] // num_keys
@@ -142,6 +146,31 @@ class _Blocked(torch.autograd.Function):
         if group > 1:
             dk_BHSD, dv_BHSD = (x.unflatten(1, (num_keys, group)).sum(2) for x in (dk_BHSD, dv_BHSD))
         return torch.cat(dq_blocks, dim=2).to(low), dk_BHSD.to(low), dv_BHSD.to(low), None, None, None
+
+
+def _flash_backward(saved: tuple, dout_BHSD: Tensor, scale: float, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values by torch's CPU kernel, a block of query rows at a time."""
+    q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = saved
+    num_keys, num_positions, low = k_BKSD.shape[1], q_BHSD.shape[2], q_BHSD.dtype
+    group = q_BHSD.shape[1] // num_keys
+    k, v = _expand(k_BKSD, group), _expand(v_BKSD, group)
+    high = torch.promote_types(low, torch.float32)
+    dq_BHSD = torch.empty_like(q_BHSD)
+    dk_BHSD, dv_BHSD = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
+    for start in range(0, num_positions, block):
+        end = min(start + block, num_positions)
+        mask = _added(_allowed_block(segments_BS, start, end, q_BHSD.device), low)
+        rows = (x[:, :, start:end] for x in (dout_BHSD, q_BHSD))
+        done = (out_BHSD[:, :, start:end], lse_BHS[:, :, start:end])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *rows, k[:, :, :end], v[:, :, :end], *done, 0.0, False, attn_mask=mask, scale=scale
+        )
+        dq_BHSD[:, :, start:end] = dq
+        dk_BHSD[:, :, :end] += dk
+        dv_BHSD[:, :, :end] += dv
+    if group > 1:
+        dk_BHSD, dv_BHSD = (x.unflatten(1, (num_keys, group)).sum(2) for x in (dk_BHSD, dv_BHSD))
+    return dq_BHSD, dk_BHSD.to(low), dv_BHSD.to(low)
 
 
 def _allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:
