@@ -324,7 +324,7 @@ class MemorySection(Section):
     foreign models whose head is more than one product: their logits are whole."""
     attention_block: int = Field(default=0, ge=0)
     """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at
-    once. tilewright's own decoder only."""
+    once. Compiled, and on a GPU, the scores of a block are in memory. tilewright's own decoder only."""
 
 
 class SaveSection(Section):
