@@ -307,7 +307,8 @@ class MemorySection(Section):
     states: Tier = "device"
     """layer_major: where the optimizer's states are at home. A slice's come to the device for its update."""
     inputs: Tier = "device"
-    """layer_major: where the layers' inputs wait for the backward pass. `train.checkpoint_inputs` says in which format."""
+    """layer_major: where the layers' inputs wait for the backward pass. `train.checkpoint_inputs` says in which
+    format."""
     tier_dir: str = ""
     """Folder of the disk tier. Its files have no names and are gone with the process. Empty: the run folder."""
     prefetch: int = Field(default=1, ge=0)

@@ -53,7 +53,8 @@ class Recorder:
             kernel = self.kernel
             if isinstance(kernel, triton.runtime.Autotuner):
                 for config in kernel.configs:
-                    self._build(kernel.fn, args, kwargs | config.kwargs, {k: getattr(config, k) for k in OPTIONS})
+                    options = {name: getattr(config, name) for name in OPTIONS if hasattr(config, name)}
+                    self._build(kernel.fn, args, kwargs | config.kwargs, options)
             else:
                 self._build(kernel, args, kwargs, options)
 
