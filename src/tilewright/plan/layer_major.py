@@ -114,4 +114,7 @@ def _slice_activations(work: Workload, mode: str) -> int:
 
 
 def _keeps_journal(work: Workload) -> bool:
-    return work.recipe.optim.clip == "lagged" and work.recipe.memory.undo == "journal"
+    """Whether what undoes a step, as many bytes again as parameters and states, is in host memory."""
+    memory = work.recipe.memory
+    wanted = work.recipe.optim.clip == "lagged" and memory.undo == "journal"
+    return wanted and "disk" not in (memory.parameters, memory.states)
