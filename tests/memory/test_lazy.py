@@ -9,7 +9,7 @@ from tests.models.test_hf_models import ALL, CAUSAL, IMAGES, MASKED
 from tilewright.core.config import PrecisionSection
 from tilewright.core.errors import CheckpointError
 from tilewright.memory.arena import Arena
-from tilewright.memory.lazy import fill_buffers, vacate
+from tilewright.memory.lazy import fill_buffers, lent_values, vacate
 from tilewright.memory.probe import Sampler
 from tilewright.models import init
 from tilewright.models.build import init_weights
@@ -18,6 +18,8 @@ from tilewright.models.decoder import Decoder
 from tilewright.models.first_values import random_values, stored_values
 from tilewright.models.hf_io import load_decoder, save_decoder
 from tilewright.models.hf_load import load_hf
+from tilewright.models.layered import find_slices
+from tilewright.models.layered_hf import layered
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 
@@ -157,6 +159,38 @@ def test_stored_foreign_model(name, whole, tmp_path):
     assert_same_model(model, expected)
     assert model.notes == (["The folder's weights have other names than the model's: they are loaded whole before use."]
                            if whole else [])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "mixtral", "bert", "vit", "resnet"])
+def test_models_are_cut_before_they_have_their_values(name):
+    """Blocks are found, tied weights are seen and what cannot be cut is kept whole, as with the model's own weights."""
+    expected = make_foreign(name)
+    init_weights(expected, 0)
+    model = make_foreign(name, device="meta")
+    vacate(model, "cpu")
+    fill_buffers(model, random_values(model, 0))
+    with lent_values(model):
+        view = layered(model)
+    assert all(param.isnan().all() for param in model.parameters())
+
+    def names(whose, cut):
+        own = {param: name for name, param in whose.named_parameters()}
+        return {part.name: [own[param] for param in part.params] for part in find_slices(whose, cut)}
+
+    assert names(model, view) == names(expected, layered(expected))
+    assert model.notes == expected.notes
+
+
+def test_lent_values_cost_one_buffer_and_are_taken_back():
+    model = meta_decoder("tied")
+    vacate(model, "cpu")
+    with lent_values(model):
+        params = list(model.parameters())
+        assert not any(param.isnan().any() for param in params)
+        assert len({param.untyped_storage().data_ptr() for param in params}) == 2
+        assert abs(model.model.norm.weight.mean().item() - 1) < 0.1
+        assert torch.isfinite(model.loss(make_batch(2, 8, seed=0, vocab=61)).loss_sum)
+    assert all(param.isnan().all() for param in model.parameters())
 
 
 class TestBadFolders:

@@ -10,8 +10,11 @@
 So a parameter's first bytes are those in its tier, and nothing ever holds the model twice. Called by `training`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tilewright.memory.layout import vacant
 from tilewright.models.contract import FirstValues
@@ -41,3 +44,27 @@ def vacate(model: nn.Module, device: torch.device | str) -> None:
 def fill_buffers(model: nn.Module, values: FirstValues) -> None:
     """Give all buffers their first values: they are small, and always on the device."""
     values(dict(model.named_buffers()))
+
+
+@contextmanager
+def lent_values(model: nn.Module) -> Iterator[None]:
+    """Vacant parameters have values inside: for trying out how a model behaves before it has its own.
+
+    All are views of one buffer of random numbers for each dtype, as large as the largest parameter: weights around
+    zero, vectors (norms, biases) around one. Nothing may be written to them, and they mean nothing.
+    """
+    lent = [param for param in model.parameters() if param.numel() > 1 and not any(param.stride())]
+    before = [param.data for param in lent]
+    buffers: dict[tuple[torch.dtype, bool], Tensor] = {}
+    for param in sorted(lent, key=torch.numel, reverse=True):
+        key = param.dtype, param.ndim > 1
+        if key not in buffers:
+            generator = torch.Generator().manual_seed(0)
+            numbers = torch.empty(param.numel()).normal_(0.0 if param.ndim > 1 else 1.0, 0.02, generator=generator)
+            buffers[key] = numbers.to(param.device, param.dtype)
+        param.data = buffers[key][: param.numel()].view(param.shape)
+    try:
+        yield
+    finally:
+        for param, value in zip(lent, before, strict=True):
+            param.data = value

@@ -103,7 +103,8 @@ def init_weights(model: Model, seed: int) -> None:
 
 def _build_hf(section: ModelSection, vocab_size: int, kernels: Kernels, device: torch.device | str) -> HFModel:
     _require_path(section)
-    model = load_hf(section.path, section.task, section.weights, kernels=kernels, device=device)
+    weights = "random" if torch.device(device).type == "meta" else section.weights
+    model = load_hf(section.path, section.task, weights, kernels=kernels, device=device)
     if section.task != "image_classification":
         check_vocab(model.vocab_size, vocab_size, section.path)
     return model

@@ -12,6 +12,7 @@ from tilewright.core.config import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
+from tilewright.memory.lazy import lent_values
 from tilewright.memory.ledger import Ledger
 from tilewright.memory.residence import Tiers
 from tilewright.models.contract import FirstValues, Model
@@ -40,9 +41,8 @@ class Sliced:
 
 
 def comes_in_slices(recipe: Recipe) -> bool:
-    """Whether parameters get their first bytes slice by slice, each in its tier. A foreign model has to be run before
-    it can be cut, so it is made whole."""
-    return recipe.memory.executor == "layer_major" and recipe.model.kind == "decoder"
+    """Whether parameters get their first bytes slice by slice, each in its tier."""
+    return recipe.memory.executor == "layer_major"
 
 
 def first_values(recipe: Recipe, model: Model) -> FirstValues | None:
@@ -78,7 +78,8 @@ def slice_up(
         ConfigError: the folder cannot be written.
     """
     memory = recipe.memory
-    view = layered(model)
+    with lent_values(model):  # a foreign model has to be run before it can be cut
+        view = layered(model)
     slices = find_slices(model, view, memory.group)
     home = Tiers(
         model,
