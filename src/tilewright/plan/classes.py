@@ -256,7 +256,8 @@ def _foreign_skeleton(model: HFModel) -> _Skeleton:
         groups.setdefault(_structure(layer), []).append(index)
     layers = tuple(stack[indices[0]] for indices in groups.values())
     inside = {id(p) for p in stack.parameters()}
-    embedding = sum(p.numel() for p in model.net.get_input_embeddings().parameters())
+    net: Any = model.net
+    embedding = sum(p.numel() for p in net.get_input_embeddings().parameters())
     total = sum(p.numel() for p in model.net.parameters() if id(p) not in inside)
     owner_name, _, name = stack_name.rpartition(".")
     model.net.get_submodule(owner_name)._modules[name] = nn.ModuleList(layers)

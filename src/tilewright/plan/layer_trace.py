@@ -25,7 +25,7 @@ from tilewright.plan.trace import ATTENTION, COUNTED, LiveBytes
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 """What the part of a layer is called that looks at each token for itself."""
 
-_GROUPED = [f for f in (torch._grouped_mm, getattr(F, "grouped_mm", None)) if f is not None]
+_GROUPED = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None]
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,10 @@ def choices(found: LayerClass, setting: Setting, shape: ModelShape, links: Links
         yield from (Choice(activations=kind) for kind in ("keep", "selective", "recompute"))
         return
     places: list[Place] = ["device"]
-    places += ["host"] if links.host else []
-    places += ["disk"] if links.disk else []
+    if links.host:
+        places.append("host")
+    if links.disk:
+        places.append("disk")
     tiles = (1, *TILES) if found.mlp_kept(1) else (1,)
     blocks = (0, BLOCK_ROWS) if found.mask and shape.seq_len > BLOCK_ROWS else (0,)
     kinds: tuple[Activations, ...] = ("keep", "recompute", "offload") if links.host else ("keep", "recompute")

@@ -8,7 +8,7 @@ The optimum equals that of brute force on every case small enough to enumerate (
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 Transient = Literal["none", "forward", "backward"]
 _SLACK = 1e-7
@@ -184,15 +184,18 @@ def _milp(problem: Problem, smallest: bool, gap: float) -> Counts | None:
         costs = [problem.groups[g].costs[o].seconds for g, o in columns.options]
         scale = max(costs, default=0.0) or 1.0
         objective[:num] = np.array(costs) / scale
-    upper = np.full(columns.size, np.inf)
+    upper: Any = np.full(columns.size, np.inf)
     upper[:num] = [problem.groups[g].count for g, _ in columns.options]
     upper[num : 2 * num] = 1
+    lower: Any = np.zeros(columns.size)
     integrality = np.zeros(columns.size)
     integrality[: 2 * num] = 1
+    least: Any = np.array(lows)
+    most: Any = np.array(highs)
     result = milp(
         objective,
-        constraints=LinearConstraint(np.array(rows), np.array(lows), np.array(highs)),
-        bounds=Bounds(np.zeros(columns.size), upper),
+        constraints=LinearConstraint(np.array(rows), least, most),
+        bounds=Bounds(lower, upper),
         integrality=integrality,
         options={"mip_rel_gap": gap, "time_limit": 20.0},
     )
