@@ -53,7 +53,7 @@ def lent_values(model: nn.Module) -> Iterator[None]:
     All are views of one buffer of random numbers for each dtype, as large as the largest parameter: weights around
     zero, vectors (norms, biases) around one. Nothing may be written to them, and they mean nothing.
     """
-    lent = [param for param in model.parameters() if param.numel() > 1 and not any(param.stride())]
+    lent = [param for param in model.parameters() if _is_vacant(param)]
     before = [param.data for param in lent]
     buffers: dict[tuple[torch.dtype, bool], Tensor] = {}
     for param in sorted(lent, key=torch.numel, reverse=True):
@@ -68,3 +68,9 @@ def lent_values(model: nn.Module) -> Iterator[None]:
     finally:
         for param, value in zip(lent, before, strict=True):
             param.data = value
+
+
+def _is_vacant(param: Tensor) -> bool:
+    """Whether `layout.vacant` made it, and nothing has come in its place."""
+    alone = param.untyped_storage().nbytes() == param.itemsize
+    return alone and (param.numel() > 1 or bool(param.isnan().all()))
