@@ -1,6 +1,8 @@
 """Every candidate of every operation against FP64 autograd of the plain definition."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from tests.ops.cases import attention_cases
 from tests.ops.compare import LargestTensor, assert_snr
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
+from tilewright.formats.scaling import ROW_TILE
+from tilewright.formats.spec import E4M3
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.dispatch import Candidate, Case, Op, always, choose
 from tilewright.ops.kernels import Kernels
@@ -242,3 +246,11 @@ def test_an_override_that_cannot_run_one_dtype_is_told_when_that_dtype_is_used()
     with pytest.raises(HardwareError, match="loses small updates"):
         kernels.adam("cpu", torch.bfloat16)
     assert {"op": "adam", "case": "cpu bfloat16", "chosen": None}.items() <= kernels.explain()[-2].items()
+
+
+def test_a_model_with_kernels_is_copied_and_pickled_also_when_libraries_are_loaded():
+    kernels = Kernels(detect_machine("cpu"), compile=False, loss_tile=123)
+    kernels.quantize(torch.ones(2, 128), E4M3, ROW_TILE)  # loads the library in C++ where there is a compiler
+    assert copy.deepcopy([kernels])[0] is kernels
+    again = pickle.loads(pickle.dumps(kernels))
+    assert (again.spec, again.loss_tile) == (kernels.spec, 123)

@@ -101,6 +101,14 @@ class Kernels:
         sizes = {"loss_tile": memory.loss_tile, "attention_block": memory.attention_block}
         return cls(machine, ops.model_dump(), **sizes)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Kernels":
+        """A copied model shares them: nothing here changes, and built libraries cannot be copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[str], "Kernels"], tuple[str]]:
+        """Pickled as what they were made from."""
+        return kernels_of, (self.spec,)
+
     def _find(self, op: str, device: str, dtype: torch.dtype, kind: str = "") -> Callable[..., Any]:
         run = self._run.get((op, device, dtype, kind))
         if run is None:
