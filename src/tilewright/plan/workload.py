@@ -3,9 +3,10 @@
 Made once for each plan from a model on the meta device; `footprint` turns it into bytes and `roofline` into seconds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +140,7 @@ class Planner:
         rows = min(recipe.train.micro_batch, recipe.train.batch_size)
         head = DTYPES[policies[modes[-1]].activation]
         choice = kernels.choices["cross_entropy", self.machine.device, head, ""]
-        layers = model.blocks if isinstance(model, Decoder) else _longest_stack(model)
+        layers = list(model.blocks if isinstance(model, Decoder) else _longest_stack(model))
         stored = list(_stored(model, policies[modes[-1]]))
         return Workload(
             recipe=recipe,
@@ -232,7 +233,7 @@ def _frozen_bytes(model: nn.Module) -> int:
     return sum(m.weight.nbytes + m.weight_scale_inv.nbytes for m in model.modules() if isinstance(m, Fp8Linear))
 
 
-def _longest_stack(model: nn.Module) -> Sequence[nn.Module]:
+def _longest_stack(model: nn.Module) -> Iterable[nn.Module]:
     """Layers of a model that we did not make: its longest list of modules, or all of it as one."""
     stacks = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return max(stacks, key=len, default=(model,))
@@ -246,5 +247,6 @@ def _outer_weights(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[int, 
 
 def _width(model: nn.Module) -> int:
     """Of the residual stream of a model that we did not make; 0 where its config does not tell."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    return getattr(config, "hidden_size", 0)
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "hidden_size", 0)
