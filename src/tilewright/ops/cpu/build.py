@@ -59,20 +59,14 @@ class Library:
         outcome = _outcome(self, machine.cxx_compiler)
         return None if isinstance(outcome, ctypes.CDLL) else outcome
 
-    @functools.cached_property
+    @property
     def functions(self) -> ctypes.CDLL:
         """The loaded library.
 
         Raises:
             BuildError: it cannot be built or loaded; `why_not` would have said so.
         """
-        compiler = find_cxx_compiler()
-        if compiler is None:
-            raise BuildError("no C++ compiler")
-        outcome = _outcome(self, compiler)
-        if isinstance(outcome, str):
-            raise BuildError(outcome)
-        return outcome
+        return _loaded(self)
 
 
 FP8 = Library(
@@ -87,6 +81,17 @@ LOW_BIT_ADAM = Library(
     "low_bit_adam",
     {"tw_low_bit_adam": (None, [_INT, _INT] + [_POINTER] * 7 + [_LONG] + [_FLOAT] * 7 + [_INT, _INT])},
 )
+
+
+@functools.cache  # asked for in each operation, so the search for a compiler is not repeated
+def _loaded(library: Library) -> ctypes.CDLL:
+    compiler = find_cxx_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler")
+    outcome = _outcome(library, compiler)
+    if isinstance(outcome, str):
+        raise BuildError(outcome)
+    return outcome
 
 
 @functools.cache
