@@ -15,7 +15,7 @@ MODEL = [
     "--model.num_heads",
     "8",
     "--train.batch_size",
-    "4",
+    "2",
     "--train.micro_batch",
     "1",
 ]

@@ -68,7 +68,7 @@ def every(problem):
         yield counts, sum(cost.seconds for _, cost in layers), max(peaks), host, disk
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_optimum_equals_brute_force(problem):
     limits = (problem.device_budget, problem.host_budget, problem.disk_budget)
@@ -87,7 +87,7 @@ def test_optimum_equals_brute_force(problem):
         assert host_bytes(problem, found) <= problem.host_budget
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_smallest_peak_equals_brute_force(problem):
     fitting = [row for row in every(problem) if row[3] < problem.host_budget and row[4] < problem.disk_budget]
