@@ -7,8 +7,9 @@ Contenders, each in a process of its own that takes a few steps when it is its t
   layer_major    the same formats, layer by layer, clipping lagged: nothing offloaded
   exact          the same with exact clipping, which takes a second backward pass
   bits8          layer_major with 8-bit moments and BF16 weights, stochastically rounded: recipe slice_cpu
-  bits8_inputs   the same, layer inputs in 8 bits
-  bits8_disk     the same, optimizer states on disk
+  bits8_inputs   bits8, layer inputs in 8 bits
+  bits8_disk     bits8, optimizer states on disk
+  bits8_away     bits8, optimizer states and layer inputs on disk
 All start from the same weights and take the same rows, 4 micro-batches of 2 x 512 tokens, vocabulary 16384.
 
 cap: the same contenders in processes whose data segment may not grow beyond --cap bytes: who finishes three steps.
@@ -59,9 +60,16 @@ OURS = {
     "bits8": {},
     "bits8_inputs": {"train.checkpoint_inputs": "fp8"},
     "bits8_disk": {"memory.states": "disk"},
+    "bits8_away": {"memory.states": "disk", "memory.inputs": "disk"},
 }
 CONTENDERS = ("autocast", *OURS)
-PAIRS = (("bits8", "autocast"), ("bits8", "standard"), ("layer_major", "recomputed"), ("bits8_disk", "bits8"))
+PAIRS = (
+    ("bits8", "autocast"),
+    ("bits8", "standard"),
+    ("layer_major", "recomputed"),
+    ("bits8_disk", "autocast"),
+    ("bits8_away", "autocast"),
+)
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 """For all contenders: what is freed goes back to the system, so that the peak is what was needed."""
 
