@@ -34,7 +34,10 @@ PUBLIC = {
 SURFACE = {
     "init": ["--force", "--help", "--list", "--quiet", "--to", "--verbose", "recipe"],
     "doctor": ["--device", "--help", "--json", "--quiet", "--verbose"],
-    "plan": ["--help", "--json", "--quiet", "--verbose", "recipe"],
+    "plan": [
+        *("--compare", "--device-memory", "--disk-memory", "--help", "--host-memory", "--html", "--json", "--largest"),
+        *("--on", "--out", "--quiet", "--verbose", "--why", "recipe"),
+    ],
     "precision": ["--help"],
     "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],
     "eval": ["--batches", "--help", "--json", "--quiet", "--verbose", "run"],
