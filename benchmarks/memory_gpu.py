@@ -48,6 +48,7 @@ SLICED = {
     "optim.clip": "lagged", "memory.undo": "checkpoint",
 }  # fmt: skip
 TINY = {
+    "run.device": "auto",
     "model.dim": "64", "model.num_layers": "3", "model.num_heads": "4", "model.num_kv_heads": "2",
     "model.ffn_dim": "128", "data.seq_len": "64", "data.vocab_size": "512", "data.max_bytes": "2MB",
     "train.batch_size": "4", "train.micro_batch": "2", "train.compile": "off",
