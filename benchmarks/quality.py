@@ -42,11 +42,15 @@ def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -
     """Held-out loss, token-weighted and evaluated in FP32, of the default recipe in `mode` (a name of MODES or
     STATES) with `rows` rows a step; and the fingerprint of its data."""
     name = f"{mode}-{seed}"
+    # The recipe's rate is for its 16 rows. With Adam a rate goes with the root of the batch (Malladi et al., 2022); at
+    # the full rate two rows learn less and runs part by several percent (docs/log.md, 2026-11-21).
+    default = load_recipe("default", {}, environ={}).recipe
+    rate = default.optim.lr * math.sqrt(rows / default.train.batch_size)
     settings = {
         "run.dir": str(folder), "run.name": name, "run.seed": str(seed),
         "precision.mode": BASE if mode in STATES else mode, **STATES.get(mode, {}),
         "train.steps": str(steps), "train.batch_size": str(rows),
-        "train.micro_batch": str(min(rows, 8)), "train.eval_every": "0", "train.eval_batches": "8",
+        "train.micro_batch": str(min(rows, 8)), "optim.lr": str(rate), "train.eval_every": "0", "train.eval_batches": "8",
         "train.sample_tokens": "0", "save.every": "0", "log.report": "false",
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]
