@@ -51,7 +51,8 @@ def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -
         "precision.mode": BASE if mode in STATES else mode, **STATES.get(mode, {}),
         "train.steps": str(steps), "train.batch_size": str(rows),
         "train.micro_batch": str(min(rows, 8)), "optim.lr": str(rate),
-        "train.eval_every": "0", "train.eval_batches": "8", "train.sample_tokens": "0", "save.every": "0", "log.report": "false",
+        "train.eval_every": "0", "train.eval_batches": "8", "train.sample_tokens": "0",
+        "save.every": "0", "log.report": "false",
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]
     subprocess.run([sys.executable, "-m", "tilewright", "train", *options], check=True, stdout=subprocess.DEVNULL)
