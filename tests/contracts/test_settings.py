@@ -182,6 +182,7 @@ PROOFS: dict[str, Probe | str] = {
     "memory.prefetch": "tests/training/test_layer_major_tiers.py::test_prefetch_takes_buffers",
     "memory.undo": "tests/training/test_layer_major_run.py::test_undo_by_checkpoint",
     "save.every": Probe("1", "checkpoints"),
+    "save.last": Probe("false", "checkpoints", {"save.every": "1"}),
     "save.keep": Probe("1", "checkpoints", {"save.every": "1"}),
     "save.background": Probe("false", "saves", {"save.every": "1"}),
     "save.resume": Probe("required", "error"),

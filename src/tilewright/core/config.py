@@ -330,7 +330,10 @@ class MemorySection(Section):
 
 class SaveSection(Section):
     every: int = Field(default=1000, ge=0)
-    """Steps between checkpoints. 0: only at the end and on a signal."""
+    """Steps between checkpoints. 0: only at the end and on a signal (SIGTERM, Ctrl-C)."""
+    last: bool = True
+    """Write a checkpoint after the last step. False, for models whose checkpoint no disk here would hold: what was
+    learned is gone at the end, unless `export_hf` keeps it."""
     keep: int = Field(default=3, ge=1)
     """Newest checkpoints kept."""
     background: bool = True

@@ -122,7 +122,11 @@ class Run:
         finished = self.step >= steps
         if finished:
             self._evaluate()
-        self._save_at_end()
+        if self.setup.recipe.save.last or not finished:
+            self._save_at_end()
+        else:
+            self._write_audit()
+            self.recorder.event(self.step, "not_saved", "the last step is not saved: save.last = false")
         if finished:
             self._finish()
         else:
@@ -203,10 +207,13 @@ class Run:
 
     def _save(self, now: bool = False) -> float:
         """Save this step and the audit up to it; returns the seconds that training stood still."""
-        self.folder.write_json(audit_table.FILE, self.parts.audit.to_json(self.step))
+        self._write_audit()
         self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
         meta = self.state.meta() | {"precision": self.parts.modes.mode, "recipe": self.setup.recipe_digest}
         return self.state.save(self.store, self.step, meta, now=now)
+
+    def _write_audit(self) -> None:
+        self.folder.write_json(audit_table.FILE, self.parts.audit.to_json(self.step))
 
     def _save_at_end(self) -> None:
         """Save this step and see it on the disk.
