@@ -3,6 +3,7 @@
 import mmap
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
