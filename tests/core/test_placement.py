@@ -1,0 +1,31 @@
+"""Placements: what is uniform, and what is refused."""
+
+import pytest
+
+from tilewright.core.placement import LayerPlacement, Placement
+
+
+def test_uniform_says_the_same_of_all_layers():
+    placement = Placement.uniform(
+        4, parameters="host", states="disk", inputs="host", activations="recompute", mlp_tiles=2, attention_block=8
+    )
+    layer = LayerPlacement(
+        parameters="host", states="disk", inputs="host", activations="recompute", mlp_tiles=2, attention_block=8
+    )
+    assert placement.layers == (layer,) * 4
+    for end in (placement.embedding, placement.head):
+        assert (end.parameters, end.states, end.inputs) == ("host", "disk", "host")
+        assert (end.activations, end.mlp_tiles, end.attention_block) == ("keep", 1, 0)
+
+
+def test_uniform_without_words_is_the_default():
+    assert Placement.uniform(2) == Placement(layers=(LayerPlacement(), LayerPlacement()))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"parameters": "tape"}, {"states": ""}, {"inputs": "gpu"}, {"activations": "full"}, {"mlp_tiles": 0}, {"attention_block": -1}],
+)  # fmt: skip
+def test_words_that_mean_nothing(wrong):
+    with pytest.raises(ValueError):
+        LayerPlacement(**wrong)
