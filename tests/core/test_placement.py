@@ -22,10 +22,17 @@ def test_uniform_without_words_is_the_default():
     assert Placement.uniform(2) == Placement(layers=(LayerPlacement(), LayerPlacement()))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"parameters": "tape"}, {"states": ""}, {"inputs": "gpu"}, {"activations": "full"}, {"mlp_tiles": 0}, {"attention_block": -1}],
-)  # fmt: skip
+WRONG = [
+    {"parameters": "tape"},
+    {"states": ""},
+    {"inputs": "gpu"},
+    {"activations": "full"},
+    {"mlp_tiles": 0},
+    {"attention_block": -1},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_words_that_mean_nothing(wrong):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"a tier is|activations are|need mlp_tiles"):
         LayerPlacement(**wrong)
