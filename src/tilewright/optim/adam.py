@@ -5,7 +5,7 @@ Named after the optimizer that the articles ask for; BF16 moments are what DeepS
 (section 3.3.3 of its report). With FP32 parameters and FP32 moments it is torch's AdamW.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewright.formats.squares import num_blocks
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.native.adam import fused
 from tilewright.ops.ref.adam import AdamHyper
 from tilewright.ops.ref.low_bit_adam import LowBitTensors
 
@@ -72,6 +73,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
         self.moments = moments
         self.master = master
         self.seed = seed
+        self.num_updates = 0
+        """Calls of `step` that updated all they had to; hooks may have failed after that."""
         self._places: dict[Tensor, tuple[int, int]] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         dtypes = {param.dtype for param in self._places}
@@ -111,14 +114,15 @@ class DeepSeekAdam(torch.optim.Optimizer):
     def _init_state(self, param: Tensor) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0, dtype=torch.int64)
+            made = {"step": torch.tensor(0, dtype=torch.int64)}
             for name, (shape, dtype) in self.state_layout(param).items():
                 if shape == param.shape:
-                    state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+                    made[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
                 else:
-                    state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
-            if "master" in state:
-                state["master"].copy_(param.detach())
+                    made[name] = torch.zeros(shape, dtype=dtype, device=param.device)
+            if "master" in made:
+                made["master"].copy_(param.detach())
+            state.update(made)  # all of them or none
         return state
 
     def init_states(self, params: Iterable[Tensor] | None = None) -> None:
@@ -137,18 +141,25 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of every parameter that has a gradient. Returns the closure's loss, if one is given."""
+        """One update of every parameter that has a gradient. Returns the closure's loss, if one is given.
+
+        Where memory runs out on the way, call it again: see `step_params`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.step_params(list(self._places))
+        self.num_updates += 1
         return loss
 
     @torch.no_grad()
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
         """One update of some parameters, with the settings of their groups. The result of a step does not depend on
         which parameters are updated together, or in which order. Hooks of `step` are not called.
+
+        Where an error comes out of it, of an allocator say, each parameter was updated whole or not at all, and those
+        that were have no gradient any more: called again with what has one still, it goes on where it stood.
 
         Args:
             params: parameters of this optimizer.
@@ -157,19 +168,36 @@ class DeepSeekAdam(torch.optim.Optimizer):
         if grads is None:
             params = [param for param in params if param.grad is not None]
             grads = [param.grad for param in params if param.grad is not None]
-        for param in params:
-            self._init_state(param)["step"] += 1
-        if self.moments == "8bit":
-            for param, grad in zip(params, grads, strict=True):
-                self._step_low_bit(param, grad)
-            return
+        self.init_states(params)
+        done: list[Tensor] = []
+        try:
+            for part in self._low_bit(params, grads) if self.moments == "8bit" else self._wide(params, grads):
+                for param in part:
+                    self.state[param]["step"] += 1
+                done += part
+        finally:
+            if len(done) < len(params):
+                for param in done:
+                    param.grad = None
+
+    def _wide(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Updates with moments in 16 or 32 bits; gives the parameters that were updated as it goes."""
         for (group_index, step, device, dtype), batch in self._batches(params, grads).items():
             update = self.kernels.adam(device, dtype)
             hyper = self._hyper(group_index, step)
-            update(batch.targets, batch.grads, batch.exp_avgs, batch.exp_avg_sqs, batch.numbers, hyper)
-            for param, target in zip(batch.params, batch.targets, strict=True):
-                if target.data_ptr() != param.data_ptr():
-                    param.copy_(target)
+            # Torch's kernel allocates nothing once it writes; of the others that is true of one tensor.
+            for part in [batch] if update is fused else batch.singles():
+                update(part.targets, part.grads, part.exp_avgs, part.exp_avg_sqs, part.numbers, hyper)
+                for param, target in zip(part.params, part.targets, strict=True):
+                    if target.data_ptr() != param.data_ptr():
+                        param.copy_(target)
+                yield part.params
+
+    def _low_bit(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Updates with moments in 8 bits, one tensor at a time."""
+        for param, grad in zip(params, grads, strict=True):
+            self._step_low_bit(param, grad)
+            yield [param]
 
     def _hyper(self, group_index: int, step: int) -> AdamHyper:
         group = self.param_groups[group_index]
@@ -184,7 +212,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()}
         grad = grad if grad.dtype == torch.bfloat16 else grad.to(torch.float32)
         tensors = LowBitTensors(**flat, grad=grad.contiguous(), number=number)
-        self.kernels.low_bit_adam(tensors, self._hyper(group_index, int(state["step"])))
+        self.kernels.low_bit_adam(tensors, self._hyper(group_index, int(state["step"]) + 1))
         for name, tensor in written.items():
             if tensor is not None and flat[name] is not tensor:
                 tensor.copy_(flat[name])
@@ -194,7 +222,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
     def _batches(
         self, params: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> dict[tuple[int, int, str, torch.dtype], "_Batch"]:
-        """Parameters by group, step, device and narrowest dtype stored."""
+        """Parameters by group, number of the update, device and narrowest dtype stored."""
         batches: dict[tuple[int, int, str, torch.dtype], _Batch] = {}
         for param, grad in zip(params, grads, strict=True):
             group_index, number = self._places[param]
@@ -202,7 +230,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
             # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
             target = state.get("master", param.data)
             narrowest = min(target.dtype, state["exp_avg"].dtype, key=lambda dtype: dtype.itemsize)
-            key = (group_index, int(state["step"]), param.device.type, narrowest)
+            key = (group_index, int(state["step"]) + 1, param.device.type, narrowest)
             batch = batches.setdefault(key, _Batch())
             batch.params.append(param)
             batch.numbers.append(number)
@@ -225,3 +253,9 @@ class _Batch:
     grads: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
+
+    def singles(self) -> Iterator["_Batch"]:
+        """The same, one tensor at a time."""
+        columns = (self.params, self.numbers, self.targets, self.grads, self.exp_avgs, self.exp_avg_sqs)
+        for row in zip(*columns, strict=True):
+            yield _Batch(*([item] for item in row))

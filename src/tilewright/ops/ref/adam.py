@@ -66,21 +66,22 @@ def stochastic_round_bf16(x: Tensor, stream: Tensor | int) -> Tensor:
     return torch.where(torch.isfinite(x), rounded, x).to(torch.bfloat16)
 
 
-def _store(target: Tensor, value: Tensor, stream: Tensor) -> None:
-    target.copy_(stochastic_round_bf16(value, stream) if target.dtype == torch.bfloat16 else value)
+def _as_stored(value: Tensor, target: Tensor, stream: Tensor) -> Tensor:
+    return stochastic_round_bf16(value, stream) if target.dtype == torch.bfloat16 else value
 
 
 def update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefficients: Tensor, streams: Tensor):
-    """One AdamW update, in place, of flat tensors of one length."""
+    """One AdamW update, in place, of flat tensors of one length. Nothing changes before all memory is there."""
     decay, rate1, beta2, size, root_correction2, eps = coefficients.unbind()
     high = torch.promote_types(param.dtype, torch.float32)
     g = grad.to(high)
     m = exp_avg.to(high) + rate1 * (g - exp_avg.to(high))
     v = exp_avg_sq.to(high) * beta2 + (1 - beta2) * g * g
     p = param.to(high) * decay - size * m / (v.sqrt() / root_correction2 + eps)
-    _store(param, p, streams[0])
-    _store(exp_avg, m, streams[1])
-    _store(exp_avg_sq, v, streams[2])
+    targets = (param, exp_avg, exp_avg_sq)
+    values = [_as_stored(*pair, stream) for *pair, stream in zip((p, m, v), targets, streams.unbind(), strict=True)]
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
 
 
 def update_all(

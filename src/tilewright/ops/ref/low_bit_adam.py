@@ -49,7 +49,7 @@ def factors(hyper: AdamHyper) -> tuple[float, ...]:
 
 @torch.no_grad()
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
-    """See `ops.low_bit_adam`."""
+    """See `ops.low_bit_adam`. Nothing changes before all memory is there."""
     decay, rate1, beta2, rate2, size, inv_root, eps = factors(hyper)
     grad_N = tensors.grad.view(-1).to(torch.float32)
     exp_avg_N, exp_avg_sq_N = tensors.exp_avg.view(-1), tensors.exp_avg_sq.view(-1)
@@ -59,14 +59,15 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     root_N = squares.root(beta2 * (root_N * root_N) + rate2 * grad_N * grad_N)
     p_N = decay * _value(tensors) - size * m_N / (root_N * inv_root + eps)
     bits_N = hash32(grad_N.numel(), hyper.stream(tensors.number), grad_N.device)
-    _store(tensors, p_N, bits_N)
+    writes = _targets(tensors, p_N, bits_N)
     for codes_N, scale_B, value_N, noise_N in (
         (exp_avg_N, tensors.exp_avg_scale, m_N, bits_N >> 16 & 0xFF),
         (exp_avg_sq_N, tensors.exp_avg_sq_scale, root_N, bits_N >> 24 & 0xFF),
     ):
         codes, scale = squares.encode(value_N, noise_N, signed=codes_N.dtype == torch.int8)
-        codes_N.copy_(codes)
-        scale_B.copy_(scale)
+        writes += [(codes_N, codes), (scale_B, scale)]
+    for target, value in writes:
+        target.copy_(value)
 
 
 def _value(tensors: LowBitTensors) -> Tensor:
@@ -74,13 +75,12 @@ def _value(tensors: LowBitTensors) -> Tensor:
     return target_N.to(torch.float32) if tensors.low is None else join24(target_N, tensors.low.view(-1))
 
 
-def _store(tensors: LowBitTensors, p_N: Tensor, bits_N: Tensor) -> None:
+def _targets(tensors: LowBitTensors, p_N: Tensor, bits_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What is written into the parameter, and where."""
     target_N = tensors.target.view(-1)
     if tensors.low is not None:
         weight, low = split24(p_N, bits_N & 0xFF)
-        target_N.copy_(weight)
-        tensors.low.view(-1).copy_(low)
-    elif target_N.dtype == torch.bfloat16:
-        target_N.copy_(round_bf16(p_N, bits_N & 0xFFFF))
-    else:
-        target_N.copy_(p_N)
+        return [(target_N, weight), (tensors.low.view(-1), low)]
+    if target_N.dtype == torch.bfloat16:
+        return [(target_N, round_bf16(p_N, bits_N & 0xFFFF))]
+    return [(target_N, p_N)]
