@@ -239,13 +239,15 @@ class Decoder(nn.Module):
         routers = [block.mlp.gate for block in self.blocks if block.is_moe]
         if not routers:
             return
-        load_LE, self._load_LE = self._load_LE, None
+        load_LE = self._load_LE
         if load_LE is None:  # this rank had no rows, others may have had some
             load_LE = torch.zeros(len(routers), self.config.num_experts, device=routers[0].weight.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(load_LE)
-        for router, load_E in zip(routers, load_LE, strict=True):
-            router.rebalance(load_E)
+        biases = [router.rebalanced(load_E) for router, load_E in zip(routers, load_LE, strict=True)]
+        self._load_LE = None  # from here on nothing can fail: all of it happens, or nothing
+        for router, bias_E in zip(routers, biases, strict=True):
+            router.e_score_correction_bias.copy_(bias_E)
 
     def compile_blocks(self) -> None:
         """Compile each layer in place. Layers of one kind share one compiled graph.

@@ -72,7 +72,12 @@ class Router(nn.Module):
     @torch.no_grad()
     def rebalance(self, load_E: Tensor) -> None:
         """Raise the bias of experts with less than the mean load, lower that of the others, by `balance_rate`."""
-        self.e_score_correction_bias += self.balance_rate * torch.sign(load_E.mean() - load_E)
+        self.e_score_correction_bias.copy_(self.rebalanced(load_E))
+
+    @torch.no_grad()
+    def rebalanced(self, load_E: Tensor) -> Tensor:
+        """The bias that `rebalance` sets."""
+        return self.e_score_correction_bias + self.balance_rate * torch.sign(load_E.mean() - load_E)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} -> {self.num_chosen} of {self.weight.shape[0]} experts"
