@@ -46,7 +46,8 @@ import json, sys, time
 start, cpu = time.perf_counter(), time.process_time()
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import detect_machine
-from tilewright.plan.joint import Budget, JointPlanner
+from tilewright.plan.joint import JointPlanner
+from tilewright.plan.joint_plan import Budget
 from tilewright.plan.joint_words import cheapest_changes, verdict
 from tilewright.plan.options import Links
 from tilewright.plan.published import LINK_SHARE, find_published

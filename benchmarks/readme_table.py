@@ -66,7 +66,46 @@ def _place(record: dict[str, Any]) -> str:
     machine = record["machine"]
     unit = "AMX" if "amx_bf16" in machine["cpu_features"] else "AVX-512" if machine["cpu_features"] else ""
     maker = machine["device"].replace("(R)", "").removesuffix("Processor").strip()
-    return f"{machine['cores']} cores {maker} {unit}".strip()
+    cores = machine["cores"]
+    return f"{cores} core{'s' if cores > 1 else ''} {maker} {unit}".strip()
+
+
+MEMORY_STEPS = (
+    ("autocast", "plain PyTorch loop, Hugging Face Llama, FP32 AdamW, BF16 autocast"),
+    ("standard", "**tilewright**, standard executor, FP32 weights and states"),
+    ("recomputed", '+ `train.activation_checkpoint = "full"`'),
+    ("layer_major", '`memory.executor = "layer_major"` instead: same formats, one layer\'s gradients at a time'),
+    ("bits8", "+ 8-bit moments, BF16 weights with stochastic rounding (recipe `slice_cpu`)"),
+    ("bits8_inputs", "+ layer inputs in 8 bits"),
+    ("bits8_disk", '+ `memory.states = "disk"`'),
+    ("bits8_away", '+ `memory.inputs = "disk"`'),
+)
+
+
+def memory_ladder(record: dict[str, Any], cap: dict[str, Any] | None) -> list[str]:
+    """Peak memory and step time as each technique is added, and who finishes under a hard limit."""
+    results = record["results"]
+    steps = [(key, text) for key, text in MEMORY_STEPS if key in results]
+    base = results[steps[0][0]]
+    turns = len(base["step_s"]["samples"])
+    limit = cap["results"]["limit_bytes"] if cap else 0
+    lines = [
+        "",
+        f"One decoder of 209M parameters, {results['tokens_per_step']:,} tokens a step in 4 micro-batches, "
+        f"{_place(record)}; medians of {turns} turns in alternation (`{record['command']}`). Whole-process peak.",
+        "",
+        "| | peak memory | against the first | seconds a step |" + (f" under {limit / 2**30:g} GiB |" if cap else ""),
+        "|---|---:|---:|---:|" + ("---|" if cap else ""),
+    ]
+    for key, text in steps:
+        row = results[key]
+        change = f"{100 * (row['peak_bytes'] / base['peak_bytes'] - 1):+.0f} %" if row is not base else ""
+        cells = [text, f"{row['peak_bytes'] / 2**30:.2f} GiB", change, f"{row['step_s']['median']:.0f}"]
+        if cap:
+            tried = cap["results"].get(key)
+            cells.append("" if tried is None else "trains" if tried["finished"] else "out of memory")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 QUALITY = (
@@ -126,7 +165,11 @@ def claims() -> list[str]:
 def table() -> str:
     """The README's section between its marks."""
     records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("throughput_*.json"))]
-    lines = [*(ladder(records) if records else ["No results are committed yet."]), *claims()]
+    lines = ladder(records) if records else ["No results are committed yet."]
+    for path in sorted(RESULTS.glob("layer_major_*.json")):
+        if "_cap_" not in path.name and "_compiled_" not in path.name:
+            lines += memory_ladder(json.loads(path.read_text()), read(path.stem.replace("major_", "major_cap_")))
+    lines += claims()
     return "\n".join([START, *lines, END])
 
 
