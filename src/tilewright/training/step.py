@@ -3,6 +3,7 @@
 The loss of a step is the mean over all its targets, whatever the micro-batches hold: targets are counted on the
 host before the first forward pass, each micro-batch adds `loss_sum / total`, so uneven micro-batches give the gradient
 of the whole batch. A step whose gradient is not finite or too large changes nothing but the loss scale, and says so.
+A step that finds no memory changes nothing at all, and can be called again (`whole`).
 Which data comes, which learning rate, and what is written down is the matter of `loop`, which calls this.
 """
 
@@ -21,9 +22,11 @@ from torch.distributed.tensor import DTensor
 from tilewright.core.errors import HardwareError, NumericsError
 from tilewright.memory.ledger import Ledger
 from tilewright.models.contract import TrainableModel
+from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.control import PrecisionController
 from tilewright.precision.loss_scale import DynamicScaler
+from tilewright.training.whole import WholeStep
 
 IGNORED_LABEL = -100
 MAX_BAD_STEPS = 3
@@ -63,11 +66,31 @@ class _Attempt:
     aux: Mapping[str, Tensor]
 
 
+@dataclass
+class _Progress:
+    """How far a step has got."""
+
+    gradients: int | None = None
+    """Parameters with a gradient when the update began. An update takes it away from each that it has changed where
+    it cannot go on."""
+    updated: bool = False
+    """All weights are new."""
+
+
 class Executor(Protocol):
     """Runs optimizer steps. Implementations differ in what is in memory when, never in the result."""
 
+    whole: WholeStep
+    """What makes a step happen whole or not at all."""
+
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
-        """Forward, backward and update over the micro-batches of this rank, at learning rate `lr`."""
+        """Forward, backward and update over the micro-batches of this rank, at learning rate `lr`.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError, MemoryError: an allocator found no memory. Nothing has changed: the
+                same call may be made again.
+            HalfUpdated: the same in the middle of the update, which could not be brought to its end.
+        """
         ...
 
 
@@ -112,6 +135,9 @@ class StandardExecutor:
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self._world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._bad_steps = 0
+        self.whole = WholeStep(
+            model, self._params, self.device, [part for part in (clip, scaler, control) if part is not None]
+        )
         self._refuse_sharded()
         for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
@@ -125,17 +151,19 @@ class StandardExecutor:
                 are those of the last good step.
         """
         started = time.perf_counter()
-        totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)])
-        self._sum_over_ranks([totals])
-        num_targets, num_tokens = totals.tolist()
-        scale = self.scaler.scale_value if self.scaler is not None else 1.0
-        attempt, redone = self._attempt_twice(microbatches, num_targets, scale)
-        with self._phase("update"):
-            self._watch(attempt.loss, attempt.norm)
-            if attempt.skipped is None:
-                self._apply(lr)
-            self.optimizer.zero_grad(set_to_none=True)
+        progress = _Progress()
+        with self.whole.attempt(irrevocable=lambda: self._why_half(progress)):
+            totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)])
+            self._sum_over_ranks([totals])
+            num_targets, num_tokens = totals.tolist()
+            scale = self.scaler.scale_value if self.scaler is not None else 1.0
+            attempt, redone = self._attempt_twice(microbatches, num_targets, scale)
             told = {name: float(value) / len(microbatches) for name, value in attempt.aux.items()}
+            with self._phase("update"):
+                self._watch(attempt.loss, attempt.norm)
+                if attempt.skipped is None:
+                    self._apply(lr, progress)
+                self.optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - started
         return StepResult(
             attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone
@@ -198,11 +226,44 @@ class StandardExecutor:
             return result.norm, "overflow" if self.scaler is not None else "the loss or its gradient is not finite"
         return result.norm, result.skip
 
-    def _apply(self, lr: float) -> None:
+    def _apply(self, lr: float, progress: _Progress) -> None:
+        """Update the weights, and what follows from them."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        self.model.after_step()
+        progress.gradients = self._num_gradients()
+        self._update()
+        progress.updated = True
+        self.whole.finish(self.model.after_step)
+
+    def _update(self) -> None:
+        optimizer = self.optimizer
+        if not isinstance(optimizer, DeepSeekAdam):  # nothing is known of what it does half-way
+            optimizer.step()
+            return
+        before = optimizer.num_updates
+
+        def go_on() -> None:
+            if optimizer.num_updates > before:  # weights are new already, a hook has failed
+                optimizer.zero_grad(set_to_none=True)
+            optimizer.step()
+
+        self.whole.finish(go_on)
+
+    def _num_gradients(self) -> int:
+        return sum(param.grad is not None for param in self._params)
+
+    def _why_half(self, progress: _Progress) -> str | None:
+        """Why a step that got so far cannot be taken back; None where it can."""
+        if self._world > 1:
+            return "the other ranks have gone on"
+        if progress.updated:
+            return "the weights are new, and what follows from them is missing"
+        if progress.gradients is None:
+            return None
+        done = progress.gradients - self._num_gradients()
+        if not done and isinstance(self.optimizer, DeepSeekAdam):
+            return None
+        return f"some of {progress.gradients} parameters were updated"
 
     def _watch(self, loss: float, norm: float) -> None:
         """Stop after several bad steps in a row that no loss scale can mend."""
