@@ -47,7 +47,7 @@ class LaggedClip:
     def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor) -> None:
         """Scale the gradients of `params`, whose lengths are `norms` [len(params)] on their device.
 
-        Nothing is read back to the host.
+        Nothing is read back to the host, and nothing changes before all memory is there.
         """
         if not grads:
             return
@@ -57,9 +57,11 @@ class LaggedClip:
         limits = torch.where(weights > 0, SURGE * usual, self._first)
         lengths = norms * self.factor
         factors = self.factor * (limits / (lengths + 1e-12)).clamp_max(1.0)
+        squares = MEMORY * squares + (1 - MEMORY) * torch.minimum(lengths, limits) ** 2
+        weights = MEMORY * weights + (1 - MEMORY)
+        kept = self._squares.index_copy(0, places, squares), self._weights.index_copy(0, places, weights)
         torch._foreach_mul_(list(grads), list(factors.unbind()))
-        self._squares[places] = MEMORY * squares + (1 - MEMORY) * torch.minimum(lengths, limits) ** 2
-        self._weights[places] = MEMORY * weights + (1 - MEMORY)
+        self._squares, self._weights = kept
 
     def end(self, norm: float) -> ClipResult:
         """Take in the norm of the whole gradient, which the next step goes by."""
@@ -68,6 +70,14 @@ class LaggedClip:
             self.factor = result.factor
         return result
 
+    def now(self) -> tuple[float, Tensor, Tensor]:
+        """The state for `back_to`, not copied and not read."""
+        return self.factor, self._squares, self._weights
+
+    def back_to(self, state: tuple[float, Tensor, Tensor]) -> None:
+        """Be as when `now` was called."""
+        self.factor, self._squares, self._weights = state
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; those of `clip` are saved with it."""
         return {"factor": self.factor, "squares": self._squares.tolist(), "weights": self._weights.tolist()}
@@ -75,5 +85,6 @@ class LaggedClip:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
         self.factor = float(state["factor"])
-        self._squares.copy_(torch.tensor(state["squares"]))
-        self._weights.copy_(torch.tensor(state["weights"]))
+        device = self._squares.device
+        self._squares = torch.tensor(state["squares"], device=device)
+        self._weights = torch.tensor(state["weights"], device=device)

@@ -10,6 +10,9 @@ lagged  one backward pass. What is known of this step is bounded by what is know
         after some slices were updated is undone: by the journal that kept these slices' bytes, or, without one, by
         `LostStep`, upon which the run goes back to its newest checkpoint. Nothing is left half applied.
 
+A step that finds no memory is taken back where nothing was updated, or where a journal keeps what was; else the pieces
+that are left are computed again with what is free made free, from what the pieces before them left (`whole`).
+
 `memory.layer_major` computes; this file decides. Called by `loop`.
 """
 
@@ -35,6 +38,7 @@ from tilewright.optim.clip import GradClip
 from tilewright.optim.lagged import LaggedClip
 from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.step import MAX_BAD_STEPS, Batch, StepResult, count_targets, count_tokens
+from tilewright.training.whole import WholeStep
 
 _NOT_FINITE = "the loss or its gradient is not finite"
 
@@ -67,7 +71,7 @@ class _Attempt:
     """Length of each parameter's gradient so far, on the device."""
     skipped: str | None = None
     updated: list[Slice] = field(default_factory=list)
-    aux: Mapping[str, Tensor] = field(default_factory=dict)
+    aux: Mapping[str, float] = field(default_factory=dict)
 
     def norm(self, order: Sequence[Tensor] | None = None) -> float:
         """Norm of the gradient so far, summed up in this order of the parameters. Waits for the device."""
@@ -128,6 +132,8 @@ class LayerMajorExecutor:
             device=self.device,
         )
         self._bad_steps = 0
+        self.whole = WholeStep(model, self._params, self.device, [clip])
+        self.run.again = self.whole.finish
         for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
                 param.grad_dtype = torch.float32
@@ -139,6 +145,7 @@ class LayerMajorExecutor:
             NumericsError: the third step in a row whose gradient is not finite. The weights are those of the last good
                 step.
             LostStep: a bad gradient after the first update, and no `undo`. The weights are of no use.
+            HalfUpdated: no memory after the first update, again after some was made free, and no `undo`.
         """
         started = time.perf_counter()
         num_targets, num_tokens = count_targets(microbatches), count_tokens(microbatches)
@@ -147,20 +154,30 @@ class LayerMajorExecutor:
             return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, seconds)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        batches = [{k: v.to(self.device, non_blocking=True) for k, v in batch.items()} for batch in microbatches]
         attempt = _Attempt(1.0 / num_targets)
+        lagged = self.lagged.now() if self.lagged is not None else None
         try:
-            norm = self._lagged(batches, attempt) if self.lagged is not None else self._exact(batches, attempt)
+            with self.whole.attempt(irrevocable=lambda: self._why_half(attempt)):
+                batches = [
+                    {k: v.to(self.device, non_blocking=True) for k, v in batch.items()} for batch in microbatches
+                ]
+                norm = self._lagged(batches, attempt) if self.lagged is not None else self._exact(batches, attempt)
+                self.run.end()
+                loss = attempt.loss_sum / num_targets
+                self._watch(loss, norm)
+                if attempt.skipped is None:
+                    self.whole.finish(self.model.after_step)
+        except (RuntimeError, MemoryError):
+            if lagged is not None:
+                self.lagged.back_to(lagged)
+            raise
         finally:
             self.run.end()
+        if self.undo is not None:
+            self.undo.commit()
         self.run.residence.flush()
-        loss = attempt.loss_sum / num_targets
-        self._watch(loss, norm)
-        if attempt.skipped is None:
-            self.model.after_step()
-        told = {name: float(value) / len(batches) for name, value in attempt.aux.items()}
         seconds = time.perf_counter() - started
-        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, told)
+        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, attempt.aux)
 
     def close(self) -> None:
         """Give back threads, files and memory. What is at home off the device is lost."""
@@ -169,38 +186,42 @@ class LayerMajorExecutor:
         if self.undo is not None:
             self.undo.close()
 
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
     # ---- exact: the norm first ----
 
     def _exact(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
         finite = self.run.forward(batches)
-        attempt.aux = self.run.tell()
+        attempt.aux = self._told(len(batches))
         attempt.loss_sum = self.run.backward(attempt.factor, lambda part: self._measure(part, attempt), last=not finite)
         norm = attempt.norm(self._params)
         result = self.clip.decide(norm)
         good = finite and math.isfinite(norm) and math.isfinite(attempt.loss_sum)
         attempt.skipped = result.skip if good else _NOT_FINITE
         if attempt.skipped is None:
-            self.run.backward(attempt.factor, lambda part: self._apply(part, result.factor))
+            self.run.backward(attempt.factor, lambda part: self._apply(part, result.factor, attempt))
         return norm
 
-    def _apply(self, part: Slice, factor: float) -> None:
+    def _apply(self, part: Slice, factor: float, attempt: _Attempt) -> None:
         params, grads = _gradients(part)
         with self._phase("update"), torch.no_grad():
             self._clamp(grads)
             if factor != 1.0 and grads:
                 torch._foreach_mul_(grads, factor)
+            attempt.updated.append(part)
             self._update(part, params, grads)
 
     # ---- lagged: updates on the way ----
 
     def _lagged(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
         assert self.lagged is not None
-        before = self.lagged.state_dict()
+        before = self.lagged.now()
         if self.undo is not None:
             self.undo.begin()
         try:
             finite = self.run.forward(batches)
-            attempt.aux = self.run.tell()
+            attempt.aux = self._told(len(batches))
             if not finite:
                 raise _Bad(_NOT_FINITE)
             attempt.loss_sum = self.run.backward(
@@ -208,29 +229,33 @@ class LayerMajorExecutor:
             )
         except _Bad as bad:
             self._take_back(attempt, str(bad))
-            self.lagged.load_state_dict(before)
+            self.lagged.back_to(before)
         else:
-            self.lagged.end(attempt.norm())
-        if self.undo is not None:
-            self.undo.commit()
-        return attempt.norm() if attempt.norms else math.nan
+            self.lagged.end(self.whole.finish(attempt.norm))
+        return self.whole.finish(attempt.norm) if attempt.norms else math.nan
 
     def _apply_lagged(self, part: Slice, attempt: _Attempt) -> None:
         assert self.lagged is not None
-        params, grads = _gradients(part)
         with self._phase("update"), torch.no_grad():
-            norms = self._measure(part, attempt)
-            norm = attempt.norm()
-            if not math.isfinite(norm):
-                raise _Bad(_NOT_FINITE)
-            if norm > self.clip.threshold:
-                raise _Bad(f"gradient norm {norm:.3g} is above clip_threshold {self.clip.threshold:.3g}")
-            self.lagged(params, grads, norms)
-            if self.undo is not None:
-                self.optimizer.init_states(params)
-                self.undo.keep(part, self._tensors(params))
+            params, grads = _gradients(part)
+            norms = self.whole.finish(lambda: self._ready(part, attempt))
+            self.whole.finish(lambda: self.lagged(params, grads, norms))
             attempt.updated.append(part)
             self._update(part, params, grads)
+
+    def _ready(self, part: Slice, attempt: _Attempt) -> Tensor:
+        """All that comes before the first change: is the gradient good, and are the slice's bytes kept."""
+        params, _ = _gradients(part)
+        norms = self._measure(part, attempt)
+        norm = attempt.norm()
+        if not math.isfinite(norm):
+            raise _Bad(_NOT_FINITE)
+        if norm > self.clip.threshold:
+            raise _Bad(f"gradient norm {norm:.3g} is above clip_threshold {self.clip.threshold:.3g}")
+        if self.undo is not None:
+            self.optimizer.init_states(params)
+            self.undo.keep(part, self._tensors(params))
+        return norms
 
     def _take_back(self, attempt: _Attempt, why: str) -> None:
         """Make the step not to have happened."""
@@ -244,11 +269,30 @@ class LayerMajorExecutor:
                 need="a finite gradient, or a checkpoint to go back to",
                 try_='memory.undo = "journal", or optim.clip = "exact"',
             )
-        self.undo.rollback(self.run.residence)
+        self._roll_back(attempt)
+
+    def _roll_back(self, attempt: _Attempt) -> None:
+        undo = self.undo
+        assert undo is not None
+        self.whole.finish(lambda: undo.rollback(self.run.residence))
         for part in attempt.updated:
             self._refresh(part)
+        attempt.updated.clear()
+
+    def _why_half(self, attempt: _Attempt) -> str | None:
+        """Why a step that found no memory cannot be taken back; None where nothing was updated, or it is undone."""
+        if not attempt.updated:
+            return None
+        if self.undo is None:
+            return f"{len(attempt.updated)} of {sum(1 for _ in self.run.slices)} slices were updated"
+        self._roll_back(attempt)
+        return None
 
     # ---- both ----
+
+    def _told(self, num_batches: int) -> dict[str, float]:
+        """What the model reports besides its loss, mean over the micro-batches."""
+        return {name: float(value) / num_batches for name, value in self.run.tell().items()}
 
     @torch.no_grad()
     def _measure(self, part: Slice, attempt: _Attempt) -> Tensor:
@@ -269,12 +313,14 @@ class LayerMajorExecutor:
             torch._foreach_clamp_max_(grads, self.clip.elements)
 
     def _update(self, part: Slice, params: list[Tensor], grads: list[Tensor]) -> None:
-        self.optimizer.step_params(params, grads)
+        """Update a slice whose gradients are in `.grad`."""
+        self.whole.finish(lambda: self.optimizer.step_params(*_gradients(part)))
         self._refresh(part)
 
     def _refresh(self, part: Slice) -> None:
-        if self.weights is not None:
-            self.weights.refresh(part.modules)
+        weights = self.weights
+        if weights is not None:
+            self.whole.finish(lambda: weights.refresh(part.modules))
 
     def _tensors(self, params: list[Tensor]) -> list[Tensor]:
         """All that an update of these parameters changes."""
