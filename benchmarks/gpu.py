@@ -36,13 +36,13 @@ class Part:
         name: of the part and its file.
         arguments: of Python.
         limit_s: it is ended after that.
-        tiny: arguments of its small form on a CPU; None has none.
+        tiny: arguments of its small form on a CPU.
     """
 
     name: str
     arguments: tuple[str, ...]
     limit_s: int
-    tiny: tuple[str, ...] | None
+    tiny: tuple[str, ...]
 
 
 def _pytest(*arguments: str) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def _pytest(*arguments: str) -> tuple[str, ...]:
 
 
 def _tiny(name: str, *arguments: str) -> tuple[str, ...]:
-    return ("-m", f"benchmarks.{name}", *arguments, "--tiny")
+    return ("-m", f"benchmarks.{name.removeprefix('benchmarks.')}", *arguments, "--tiny")
 
 
 def _fp8(part: str, *arguments: str) -> Part:
@@ -59,15 +59,16 @@ def _fp8(part: str, *arguments: str) -> Part:
     return Part(f"fp8_{part}", command, limits[part], (*command, "--tiny"))
 
 
+THROUGHPUT = ("-m", "benchmarks.throughput", "--rounds", "3", "--only", "autocast", "tilewright")
 FP8_PARTS = (
     Part("tests_fp8", _pytest("tests/gpu/test_fp8_cuda.py"), 150, _pytest("tests/gpu/test_fp8_cuda.py")),
     _fp8("gemm"),
     _fp8("step", "--contenders", "bf16_mixed", "fp8_tile", "torchao_tensorwise", "torchao_rowwise"),
     _fp8("quantize"),
     Part("tests_rest", _pytest("tests/gpu", "--ignore=tests/gpu/test_fp8_cuda.py"), 90, _pytest("tests/gpu")),
-    Part("ops", ("-m", "benchmarks.ops"), 60, None),
+    Part("ops", ("-m", "benchmarks.ops"), 60, _tiny("ops")),
     Part("tiers", ("-m", "benchmarks.tiers", "--slice-mib", "128"), 100, ("-m", "benchmarks.tiers", "--tiny")),
-    Part("throughput", ("-m", "benchmarks.throughput", "--rounds", "3", "--only", "autocast", "tilewright"), 100, None),
+    Part("throughput", THROUGHPUT, 100, _tiny(*THROUGHPUT[1:])),
 )
 MEMORY_PARTS = (
     Part("largest", ("-m", "benchmarks.memory_gpu", "largest", "--steps", "24"), 400, _tiny("memory_gpu", "largest")),
@@ -128,8 +129,8 @@ def main() -> None:
         left_s = end - time.monotonic()
         if part.name not in args.only or (path.exists() and not args.again):
             continue
-        if arguments is None or left_s < 10:
-            print(f"{part.name}: not run: {'no small form' if arguments is None else 'no time left'}", flush=True)
+        if left_s < 10:
+            print(f"{part.name}: not run: no time left", flush=True)
             continue
         record = run_part(part, arguments, min(part.limit_s, left_s))
         path.write_text(json.dumps({**record, "tiny": args.tiny, "machine": facts}, indent=1) + "\n")

@@ -11,16 +11,18 @@ and the steps that lead there and beyond (the ladder of the README): tilewright 
 a CPU can only emulate), with BF16 moments, and with layers recomputed in the backward pass.
 All take the same rows (no padding, one document a row), batch 8 x 512, vocabulary 16384, clip norm 1.
 
-python -m benchmarks.throughput [--rounds 5]
+python -m benchmarks.throughput [--rounds 5] [--tiny]
 """
 
 import argparse
+import functools
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -28,25 +30,45 @@ from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.env import tune_cpu_runtime
 
 CLAIM = "BF16 training at least 3x a plain FP32 PyTorch loop, and at least 1.3x the Hugging Face Trainer with bf16"
-ROWS, SEQ, VOCAB, DIM, LAYERS, HEADS, FFN = 8, 512, 16384, 512, 12, 8, 1408
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model, and the rows of a step."""
+
+    rows: int = 8
+    seq: int = 512
+    vocab: int = 16384
+    dim: int = 512
+    layers: int = 12
+    heads: int = 8
+    ffn: int = 1408
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.seq
+
+    def batch(self, step: int) -> torch.Tensor:
+        """The token rows of a step, [rows, seq + 1], the same for every contender."""
+        return torch.randint(0, self.vocab, (self.rows, self.seq + 1), generator=torch.Generator().manual_seed(step))
+
+
+TINY = Shape(2, 32, 512, 64, 2, 2, 128)
 WARMUP, STEPS = 3, 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-def rows(step: int) -> torch.Tensor:
-    """The token rows of a step, [ROWS, SEQ + 1], the same for every contender."""
-    return torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(step))
-
-
-def hf_model():
+def hf_model(shape: Shape):
     """Hugging Face's Llama of the contest's shape."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=DIM, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, max_position_embeddings=SEQ, tie_word_embeddings=True, use_cache=False,
+        vocab_size=shape.vocab, hidden_size=shape.dim, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, max_position_embeddings=shape.seq,
+        tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(DEVICE)
 
@@ -86,13 +108,13 @@ def tell(start: float) -> None:
     print(json.dumps([(time.perf_counter() - start) / STEPS, peak_bytes()]), flush=True)
 
 
-def run_plain(dtype: torch.dtype | None) -> None:
+def run_plain(shape: Shape, dtype: torch.dtype | None) -> None:
     """A plain loop, FP32 or under autocast."""
-    model = hf_model()
+    model = hf_model(shape)
     optimizer = torch.optim.AdamW(model.parameters(), **HYPER, fused=True)
 
     def step(count: int) -> None:
-        batch = rows(count).to(DEVICE)
+        batch = shape.batch(count).to(DEVICE)
         with torch.autocast(DEVICE, dtype=dtype, enabled=dtype is not None):
             logits = model(input_ids=batch[:, :-1]).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
@@ -104,7 +126,7 @@ def run_plain(dtype: torch.dtype | None) -> None:
     turns(step)
 
 
-def run_trainer() -> None:
+def run_trainer(shape: Shape) -> None:
     """Hugging Face's Trainer, told by a callback when it is its turn."""
     import tempfile
 
@@ -115,7 +137,7 @@ def run_trainer() -> None:
             return 10**6
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            row = rows(index // ROWS)[index % ROWS]
+            row = shape.batch(index // shape.rows)[index % shape.rows]
             return {"input_ids": row[:-1], "labels": row[:-1]}  # the model shifts the labels itself
 
     class Turns(TrainerCallback):
@@ -137,16 +159,16 @@ def run_trainer() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
-            folder, per_device_train_batch_size=ROWS, max_steps=10**5, bf16=True, torch_compile=True,
+            folder, per_device_train_batch_size=shape.rows, max_steps=10**5, bf16=True, torch_compile=True,
             optim="adamw_torch_fused", learning_rate=HYPER["lr"], adam_beta2=0.95, weight_decay=0.1,
             max_grad_norm=1.0, logging_steps=10**9, save_strategy="no", report_to="none", disable_tqdm=True,
             use_cpu=DEVICE == "cpu", dataloader_drop_last=True, include_num_input_tokens_seen="no",
         )  # fmt: skip
-        Trainer(hf_model(), args, train_dataset=Rows(), callbacks=[Turns()]).train()
+        Trainer(hf_model(shape), args, train_dataset=Rows(), callbacks=[Turns()]).train()
 
 
 def run_tilewright(
-    *, mode: str = "bf16_mixed", compiled: bool = True, moments: str = "fp32", recompute: str = "none"
+    shape: Shape, *, mode: str = "bf16_mixed", compiled: bool = True, moments: str = "fp32", recompute: str = "none"
 ) -> None:
     """Our decoder, policy, optimizer and executor."""
     from tilewright.core.config import ModelSection
@@ -161,8 +183,8 @@ def run_tilewright(
     from tilewright.training.step import StandardExecutor
 
     kernels = Kernels(detect_machine(), compile=compiled)
-    section = ModelSection(dim=DIM, num_layers=LAYERS, num_heads=HEADS, ffn_dim=FFN)
-    model = build_model(section, VOCAB, kernels, DEVICE)
+    section = ModelSection(dim=shape.dim, num_layers=shape.layers, num_heads=shape.heads, ffn_dim=shape.ffn)
+    model = build_model(section, shape.vocab, kernels, DEVICE)
     init_weights(model, 0)
     convert(model, mode, kernels=kernels)
     model.activation_checkpoint = recompute
@@ -176,35 +198,35 @@ def run_tilewright(
     executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), device=DEVICE)
 
     def step(count: int) -> None:
-        batch = rows(count)
+        batch = shape.batch(count)
         executor.step([{"input_ids": batch[:, :-1], "labels": batch[:, 1:].contiguous()}], lr=HYPER["lr"])
 
     turns(step)
 
 
 RUNS = {
-    "fp32": lambda: run_plain(None),
-    "autocast": lambda: run_plain(torch.bfloat16),
+    "fp32": functools.partial(run_plain, dtype=None),
+    "autocast": functools.partial(run_plain, dtype=torch.bfloat16),
     "trainer": run_trainer,
     "trainer_tuned": run_trainer,
-    "tilewright_eager": lambda: run_tilewright(compiled=False),
+    "tilewright_eager": functools.partial(run_tilewright, compiled=False),
     "tilewright": run_tilewright,
-    "tilewright_fp8": lambda: run_tilewright(mode="fp8_tile"),
-    "tilewright_bf16_moments": lambda: run_tilewright(moments="bf16"),
-    "tilewright_recompute": lambda: run_tilewright(moments="bf16", recompute="full"),
+    "tilewright_fp8": functools.partial(run_tilewright, mode="fp8_tile"),
+    "tilewright_bf16_moments": functools.partial(run_tilewright, moments="bf16"),
+    "tilewright_recompute": functools.partial(run_tilewright, moments="bf16", recompute="full"),
 }
 CONTENDERS = tuple(RUNS)
 PLAIN = ("fp32", "autocast", "trainer")
 """Contenders in the environment as it is."""
 
 
-def contest(names: tuple[str, ...], rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+def contest(names: tuple[str, ...], rounds: int, tiny: bool) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds a step by contender, one sample a round; and peak bytes by contender."""
     plain = dict(os.environ)
     tune_cpu_runtime()  # as `tilewright train` does for itself; a peer gets it in a row of its own
     workers = {}
     for name in names:
-        command = [sys.executable, "-m", "benchmarks.throughput", "--worker", name]
+        command = [sys.executable, "-m", "benchmarks.throughput", "--worker", name] + ["--tiny"] * tiny
         workers[name] = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain if name in PLAIN else None
         )
@@ -240,20 +262,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--worker", choices=CONTENDERS)
+    parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
     args = parser.parse_args()
+    shape = TINY if args.tiny else Shape()
     if args.worker:
-        RUNS[args.worker]()
+        RUNS[args.worker](shape)
         return
-    samples, peaks = contest(tuple(args.only), args.rounds)
-    results: dict[str, object] = {"unit": "tokens/s", "tokens_per_step": ROWS * SEQ}
+    samples, peaks = contest(tuple(args.only), args.rounds, args.tiny)
+    results: dict[str, object] = {"unit": "tokens/s", "tokens_per_step": shape.tokens}
     for name, times in samples.items():
-        results[name] = spread([ROWS * SEQ / taken for taken in times]) | {"peak_bytes": peaks[name]}
+        results[name] = spread([shape.tokens / taken for taken in times]) | {"peak_bytes": peaks[name]}
     for name, times in samples.items():
         if name != "tilewright" and "tilewright" in samples:
             ratios = [theirs / ours for theirs, ours in zip(times, samples["tilewright"], strict=True)]
             results[f"tilewright over {name}"] = spread(ratios)
             print(f"tilewright over {name}: {results[f'tilewright over {name}']['median']:.2f}x")
-    write_result(f"throughput_{machine_kind()}", CLAIM, results)
+    write_result(f"throughput_{'tiny' if args.tiny else machine_kind()}", CLAIM, results)
 
 
 if __name__ == "__main__":
