@@ -199,6 +199,7 @@ PROOFS: dict[str, Probe | str] = {
     "ops.quantize": Probe("ref", "kernels"),
     "ops.tile_gemm": Probe("ref", "kernels"),
     "plan.device_budget": Probe("1MB", "error"),
+    "plan.margin": "tests/plan/test_replan.py::test_the_margin_stays_free",
     "plan.enforce": Probe("false", "error", {"plan.device_budget": "1MB"}),
 }
 

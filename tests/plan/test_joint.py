@@ -10,7 +10,8 @@ from tests.plan.test_cost import MOE
 from tilewright.core.errors import ConfigError
 from tilewright.plan.fixes import changed
 from tilewright.plan.footprint import footprint
-from tilewright.plan.joint import Budget, JointPlanner, largest
+from tilewright.plan.joint import JointPlanner, largest
+from tilewright.plan.joint_plan import Budget
 from tilewright.plan.joint_words import cheapest_changes, timeline, verdict, why
 from tilewright.plan.moments import FRAGMENTS, stages
 from tilewright.plan.options import Choice, Links, Setting, layer_cost, layer_seconds
@@ -30,9 +31,9 @@ def on_h200(recipe, vocab_size=512, formats=frozenset()):
 
 
 def deep_recipe(**train):
-    return make_recipe(
-        model=DEEP, data={"seq_len": 1024}, train={"batch_size": 8} | train, save={"every": 0, "background": False}
-    )
+    save = {"every": 0, "background": False}
+    train = {"batch_size": 8} | train
+    return make_recipe(model=DEEP, data={"seq_len": 1024}, train=train, save=save, plan={"margin": 0})
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +91,15 @@ def test_a_standard_plan_holds_the_bytes_of_the_plain_plan(plans):
 
 
 def test_42_billion_parameters_on_one_card_by_hand():
-    recipe = make_recipe(model=DENSE_42B, data={"seq_len": 8192}, train={"batch_size": 4}, optim={"clip": "lagged"})
+    sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": {"batch_size": 4}, "optim": {"clip": "lagged"}}
+    recipe = make_recipe(**sections, memory={"undo": "checkpoint"})
     planner = on_h200(recipe, 128256, OPEN)
     plan = planner.plan(Budget(139 * GIB, 128 * GIB, LINKS))
     assert plan is not None
+    with_journal = planner.with_recipe(make_recipe(**sections))
+    assert with_journal.plan(Budget(139 * GIB, 128 * GIB, LINKS)) is None  # its bytes again, on the host
+    changes = cheapest_changes(with_journal, Budget(139 * GIB, 128 * GIB, LINKS), None)
+    assert any("--memory.undo checkpoint" in str(change) for change in changes)
     assert plan.setting.executor == "layer_major"
     assert plan.setting.moments == "8bit"
     load = plan.phases["load"]

@@ -18,7 +18,8 @@ from tilewright.core.units import format_bytes, format_count, format_seconds, pa
 
 if TYPE_CHECKING:
     from tilewright.core.hardware import Machine
-    from tilewright.plan.joint import Budget, JointPlan, JointPlanner
+    from tilewright.plan.joint import JointPlanner
+    from tilewright.plan.joint_plan import Budget, JointPlan
 
 DISK_SPEED = 2e9
 """Bytes/s of a disk that nobody measured (guess)."""
@@ -77,7 +78,8 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
 
     from tilewright.core.hardware import detect_machine
     from tilewright.plan.ceilings import measure
-    from tilewright.plan.joint import Budget, JointPlanner
+    from tilewright.plan.joint import JointPlanner
+    from tilewright.plan.joint_plan import Budget
     from tilewright.plan.options import Links
     from tilewright.plan.published import GUESSES, HOST_BYTES, LINK_SHARE, find_published
 
@@ -244,7 +246,7 @@ def _numbers(plan: "JointPlan") -> dict[str, str]:
 
 
 def _table(plan: "JointPlan") -> tuple[list[str], list[list[str]]]:
-    from tilewright.plan.joint import describe
+    from tilewright.plan.joint_plan import describe
 
     columns = ["layers", "number", "parameters", "states", "activations", "slices", "a layer takes"]
     rows = []

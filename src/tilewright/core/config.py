@@ -378,6 +378,8 @@ class OpsSection(Section):
 class PlanSection(Section):
     device_budget: Bytes = 0
     """Memory the run may use on the device. 0: all of it."""
+    margin: float = Field(default=0.05, ge=0, lt=0.9)
+    """Share of each budget that a plan leaves free: predictions err, and other programs live there too."""
     enforce: bool = True
     """Refuse to start (exit 3) when the plan says that the run does not fit."""
 

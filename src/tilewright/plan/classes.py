@@ -120,6 +120,11 @@ class ModelShape:
         return layers + self.embedding_parameters + self.head_parameters
 
     @property
+    def tied(self) -> bool:
+        """Whether the head reads the embedding's matrix."""
+        return self.head_parameters < self.vocab_size * self.dim
+
+    @property
     def num_layers(self) -> int:
         """All layers."""
         return sum(found.count for found in self.classes)

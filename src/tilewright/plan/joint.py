@@ -5,38 +5,20 @@ every phase; the fastest setting wins. Formats of the optimizer change what is l
 the recipe leaves them open and nothing else fits. Needs no weights and no GPU. Called by `cli.plan`.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
+from tilewright.core.placement import Placement
 from tilewright.plan.ceilings import Ceilings
-from tilewright.plan.classes import LayerClass, ModelShape, ShapeFinder, ranges
+from tilewright.plan.classes import LayerClass, ModelShape, ShapeFinder
+from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
-from tilewright.plan.moments import FRAGMENTS, HOST_PROCESS_BYTES, Base, host_base, phases
-from tilewright.plan.options import (
-    Choice,
-    Links,
-    Setting,
-    choices,
-    end_class,
-    layer_cost,
-    layer_seconds,
-    state_bytes,
-)
-from tilewright.plan.solve import (
-    Cost,
-    Counts,
-    Group,
-    Phase,
-    Problem,
-    host_bytes,
-    least_seconds,
-    phase_bytes,
-    seconds,
-    solve,
-)
+from tilewright.plan.joint_plan import Budget, JointPlan, Row, bytes_of, chosen
+from tilewright.plan.moments import FRAGMENTS, Base, host_base, journal_bytes, phases
+from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices, end_class, layer_cost, layer_seconds
+from tilewright.plan.solve import Cost, Counts, Group, Phase, Problem, least_seconds, seconds, solve
 
 FORMATS = (
     {"optim.moments": "bf16"},
@@ -53,138 +35,6 @@ MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Bytes that a run may use, and what links its places. Without a disk speed the disk is not used."""
-
-    device: float
-    host: float
-    links: Links
-    disk: float = 0.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """Layers of one class that are treated alike, or an end of the model (no indices)."""
-
-    name: str
-    indices: tuple[int, ...]
-    choice: Choice
-    cost: Cost
-
-    @property
-    def count(self) -> int:
-        """Layers of the row."""
-        return max(1, len(self.indices))
-
-
-@dataclass(frozen=True)
-class JointPlan:
-    """What was decided, and what it is expected to take."""
-
-    recipe: Recipe
-    shape: ModelShape
-    machine: Machine
-    budget: Budget
-    setting: Setting
-    rows: tuple[Row, ...]
-    phases: Mapping[str, Mapping[str, float]]
-    """Device bytes by owner at each phase."""
-    host: Mapping[str, float]
-    """Host bytes by owner."""
-    seconds: Mapping[str, float]
-    """Of a step, by part."""
-    narrowed: Mapping[str, str] = field(default_factory=dict)
-    """Formats that the plan had to change, by setting."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def peak_phase(self) -> str:
-        """The phase with the most bytes on the device."""
-        return max(self.phases, key=self.phase_bytes)
-
-    @property
-    def peak_bytes(self) -> float:
-        """Most bytes on the device at any phase."""
-        return self.phase_bytes(self.peak_phase)
-
-    def phase_bytes(self, phase: str) -> float:
-        """Device bytes of all owners at a phase."""
-        return sum(self.phases[phase].values())
-
-    @property
-    def host_bytes(self) -> float:
-        """Bytes on the host."""
-        return sum(self.host.values())
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of an optimizer step."""
-        return sum(self.seconds.values())
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step."""
-        return self.recipe.train.batch_size * self.shape.seq_len
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second."""
-        return self.tokens_per_step / self.step_s
-
-    @property
-    def disk_bytes(self) -> float:
-        """Bytes in the disk tier."""
-        total = 0.0
-        for row in self.rows:
-            parts = _bytes_of(self.shape, self.setting, row)
-            total += sum(size for place, size in parts if place == "disk")
-        return total
-
-    def row_of(self, layer: int) -> Row:
-        """The row of a layer by its number."""
-        return next(row for row in self.rows if layer in row.indices)
-
-    def settings(self) -> dict[str, object]:
-        """The recipe's settings that say the same, as far as they can; what differs by layer is in `rows`."""
-        setting = self.setting
-        found: dict[str, object] = {
-            "memory.executor": setting.executor,
-            "train.micro_batch": setting.micro_batch,
-            "memory.loss_tile": setting.loss_tile,
-            "optim.moments": setting.moments,
-            "optim.master": setting.master,
-        }
-        kinds = {row.choice.activations for row in self.rows if row.indices}
-        names = {"keep": "none", "selective": "selective", "recompute": "full"}
-        if setting.executor == "standard" and len(kinds) == 1:
-            found["train.activation_checkpoint"] = names[kinds.pop()]
-        return found
-
-
-def fingerprint(shape: ModelShape) -> str:
-    """What a plan was made for: the layers' structure and number, the ends, the length of rows."""
-    facts = [(c.name, c.indices, c.num_parameters) for c in shape.classes]
-    ends = (shape.embedding_parameters, shape.head_parameters, shape.vocab_size, shape.dim, shape.seq_len)
-    return hashlib.sha256(repr((facts, ends)).encode()).hexdigest()[:16]
-
-
-def _bytes_of(shape: ModelShape, setting: Setting, row: Row) -> list[tuple[str, float]]:
-    """(place, bytes) of a row's parameters and states."""
-    number = _parameters(shape, row)
-    states = state_bytes(number, setting, shape.stored_bytes)
-    return [
-        (row.choice.parameters, row.count * shape.stored_bytes * number),
-        (row.choice.states, row.count * states),
-    ]
-
-
-def _parameters(shape: ModelShape, row: Row) -> int:
-    if row.indices:
-        return shape.class_of(row.indices[0]).num_parameters
-    return shape.embedding_parameters if row.name == "embedding" else shape.head_parameters
-
-
-@dataclass(frozen=True)
 class _Table:
     """A setting's groups with the choices behind each option."""
 
@@ -192,6 +42,8 @@ class _Table:
     classes: tuple[LayerClass, ...]
     options: tuple[tuple[Choice, ...], ...]
     problem: Problem
+    host: Mapping[str, float]
+    """Bytes of the host that no choice changes, by owner."""
 
 
 class JointPlanner:
@@ -204,6 +56,7 @@ class JointPlanner:
         rates: measured or published.
         open_formats: settings of `FORMATS` that may be changed.
         notes: what the caller knows of the rates.
+        fixed: what is chosen already.
     """
 
     def __init__(
@@ -214,6 +67,7 @@ class JointPlanner:
         rates: Ceilings,
         open_formats: frozenset[str] = frozenset(),
         notes: tuple[str, ...] = (),
+        fixed: Fixed = NOTHING_FIXED,
     ) -> None:
         self.recipe = recipe
         self.vocab_size = vocab_size
@@ -221,14 +75,24 @@ class JointPlanner:
         self.rates = rates
         self.open_formats = open_formats
         self.notes = notes
+        self.fixed = fixed
         self._finder = ShapeFinder(vocab_size, machine)
         self._shapes: dict[str, ModelShape] = {}
         self._layers: int | None = None
 
     def with_recipe(self, recipe: Recipe) -> "JointPlanner":
         """A planner of another recipe for the same machine."""
-        other = JointPlanner(recipe, self.vocab_size, self.machine, self.rates, self.open_formats, self.notes)
+        other = JointPlanner(
+            recipe, self.vocab_size, self.machine, self.rates, self.open_formats, self.notes, self.fixed
+        )
         other._finder = self._finder
+        return other
+
+    def with_fixed(self, fixed: Fixed, open_formats: frozenset[str] = frozenset()) -> "JointPlanner":
+        """A planner of the same recipe that may choose less, or more."""
+        other = self.with_recipe(self.recipe)
+        other._shapes, other._layers = self._shapes, self._layers
+        other.fixed, other.open_formats = fixed, open_formats
         return other
 
     def with_layers(self, num_layers: int) -> "JointPlanner":
@@ -245,11 +109,11 @@ class JointPlanner:
         return found if self._layers is None else _resized(found, self._layers)
 
     def plan(self, budget: Budget) -> JointPlan | None:
-        """The fastest plan within a budget; None where nothing fits."""
+        """The fastest plan within a budget, `plan.margin` left free; None where nothing fits."""
         for recipe, narrowed in self._recipes():
             best: tuple[float, _Table, Counts] | None = None
             shape = self.shape(recipe)
-            for setting in _settings(recipe, self.machine):
+            for setting in _settings(recipe, self.fixed):
                 if best is not None and setting.loss_tile < best[1].setting.loss_tile:
                     break  # smaller tiles come last: they save memory and no time
                 table = self._table(recipe, shape, setting, budget)
@@ -263,25 +127,54 @@ class JointPlanner:
                 if best is None or total < best[0] * (1 - 1e-9):
                     best = (total, table, counts)
             if best is not None:
-                return self._assembled(recipe, shape, budget, best[1], best[2], narrowed)
+                found = self._assembled(recipe, shape, budget, best[1], tuple(_rows(*best[1:])), narrowed)
+                return self._without_disk(found, budget) or found
         return None
+
+    def _without_disk(self, found: JointPlan, budget: Budget) -> JointPlan | None:
+        """A plan that has a disk and uses none, without it: the journal is on the disk only where slices are."""
+        if budget.links.disk is None or any(row.cost.disk for row in found.rows):
+            return None
+        return self.plan(replace(budget, links=replace(budget.links, disk=None), disk=0.0))
 
     def smallest(self, budget: Budget) -> JointPlan | None:
         """The plan with the least device memory within the host's budget; None where the host's is too small."""
         best: tuple[float, JointPlan] | None = None
         for recipe, narrowed in self._recipes():
             shape = self.shape(recipe)
-            for setting in _settings(recipe, self.machine):
-                if setting.micro_batch > 1:
+            settings = list(_settings(recipe, self.fixed))
+            fewest = min(setting.micro_batch for setting in settings)
+            for setting in settings:
+                if setting.micro_batch > fewest:
                     continue
                 table = self._table(recipe, shape, setting, budget)
                 counts = solve(table.problem, smallest=True, gap=GAP)
                 if counts is None:
                     continue
-                found = self._assembled(recipe, shape, budget, table, counts, narrowed)
+                found = self._assembled(recipe, shape, budget, table, tuple(_rows(table, counts)), narrowed)
                 if best is None or found.peak_bytes < best[0]:
                     best = (found.peak_bytes, found)
         return best[1] if best else None
+
+    def priced(self, setting: Setting, placement: Placement, budget: Budget) -> JointPlan:
+        """What a given placement is expected to take, whether it fits or not.
+
+        Raises:
+            ValueError: it is for another number of layers.
+        """
+        shape = self.shape(self.recipe)
+        if len(placement.layers) != shape.num_layers:
+            raise ValueError(f"a placement of {len(placement.layers)} layers for a model of {shape.num_layers}")
+        table = self._table(self.recipe, shape, setting, budget)
+        layers = [chosen(layer) for layer in placement.layers]
+        ends = {"embedding": chosen(placement.embedding), "head": chosen(placement.head)}
+        rows: list[Row] = []
+        for found in table.classes:
+            mine = [ends[found.name]] if found.indices == (-1,) else [layers[i] for i in found.indices]
+            for choice in dict.fromkeys(mine):
+                taken = tuple(i for i, one in zip(found.indices, mine, strict=True) if one == choice and i >= 0)
+                rows.append(Row(found.name, taken, choice, self._cost(found, choice, setting, shape, budget)))
+        return self._assembled(self.recipe, shape, budget, table, tuple(rows), {})
 
     def _recipes(self) -> Iterator[tuple[Recipe, dict[str, str]]]:
         """The recipe, and then the recipe with fewer bits where that is open."""
@@ -301,7 +194,12 @@ class JointPlanner:
             if number
         ]
         classes = (*shape.classes, *ends)
-        options = tuple(tuple(choices(found, setting, shape, budget.links)) for found in classes)
+        options = tuple(
+            (Choice(),)  # both ends read the one matrix: it stays on the device
+            if found.indices == (-1,) and shape.tied
+            else tuple(choices(found, setting, shape, recipe, budget.links, self.fixed))
+            for found in classes
+        )
         groups = tuple(
             Group(
                 found.name,
@@ -310,13 +208,20 @@ class JointPlanner:
             )
             for found, mine in zip(classes, options, strict=True)
         )
-        moments = phases(shape, setting, recipe, self.machine, frozenset(found.name for found in ends))
+        names = frozenset(found.name for found in ends)
+        moments = phases(shape, setting, recipe, self.machine, names, budget.links, self.fixed)
         cpu = self.machine.device == "cpu"
         base = Base.of(shape, setting, recipe, self.machine)
-        host = 0.0 if cpu else host_base(base, setting, recipe, self.machine)
-        device = budget.device if cpu else budget.device * (1 - FRAGMENTS)
-        limit = float("inf") if cpu else budget.host
-        return _Table(setting, classes, options, Problem(groups, tuple(moments), device, limit, host, budget.disk))
+        host = {} if cpu else host_base(base, setting, recipe, budget.links)
+        left = 1 - recipe.plan.margin
+        device = left * budget.device * (1.0 if cpu else 1 - FRAGMENTS)
+        limit = float("inf") if cpu else left * budget.host
+        journal = journal_bytes(base, setting, recipe) if budget.links.disk is not None else 0.0
+        problem = Problem(groups, tuple(moments), device, limit, sum(host.values()), left * budget.disk - journal)
+        return _Table(setting, classes, options, problem, host)
+
+    def _cost(self, found: LayerClass, choice: Choice, setting: Setting, shape: ModelShape, budget: Budget) -> Cost:
+        return layer_cost(found, choice, setting, shape, self.recipe, self.rates, budget.links)
 
     def _head_seconds(self, shape: ModelShape, setting: Setting) -> dict[str, float]:
         tokens = setting.num_micro * setting.micro_batch * shape.seq_len
@@ -332,30 +237,31 @@ class JointPlanner:
         shape: ModelShape,
         budget: Budget,
         table: _Table,
-        counts: Counts,
+        rows: tuple[Row, ...],
         narrowed: Mapping[str, str],
     ) -> JointPlan:
         setting = table.setting
-        rows = tuple(_rows(table, counts))
         parts = dict(self._head_seconds(shape, setting))
         for row in rows:
             found = next(one for one in table.classes if one.name == row.name)
             args = (found, row.choice, setting, shape, recipe, self.rates, budget.links)
             for name, value in layer_seconds(*args).items():
                 parts[name] = parts.get(name, 0.0) + row.count * value
-        fragments = budget.device - table.problem.device_budget
-        by_phase = {phase.name: _owners(phase, table, counts, shape, rows, fragments) for phase in table.problem.phases}
-        host = {"process": float(HOST_PROCESS_BYTES), "checkpoint": table.problem.host_base - HOST_PROCESS_BYTES}
-        places = [
-            pair
-            for row in rows
-            for pair in zip(("parameters", "optimizer"), _bytes_of(shape, setting, row), strict=True)
-        ]
-        for owner, (place, size) in places:
-            host[owner] = host.get(owner, 0.0) + (size if place == "host" else 0.0)
-        host["inputs"] = max(0.0, host_bytes(table.problem, counts) - sum(host.values()))
-        if self.machine.device == "cpu":
-            host = {}
+        cpu = self.machine.device == "cpu"
+        process = table.problem.phases[0].base
+        by_phase = {phase.name: _owners(phase, process, shape, setting, rows, cpu) for phase in table.problem.phases}
+        if not cpu:
+            for owners in by_phase.values():
+                owners["process"] += FRAGMENTS * budget.device
+        host = dict(table.host)
+        if not cpu:
+            for row in rows:
+                for owner, (place, size) in zip(
+                    ("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True
+                ):
+                    host[owner] = host.get(owner, 0.0) + (size if place == "host" else 0.0)
+            inputs = table.problem.host_base + sum(row.count * row.cost.host for row in rows) - sum(host.values())
+            host["inputs"] = max(0.0, inputs)
         return JointPlan(
             recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, narrowed,
             (*shape.notes, *self.notes, *_guesses(setting, budget)),
@@ -366,25 +272,24 @@ def _guesses(setting: Setting, budget: Budget) -> tuple[str, ...]:
     found = ["guessed: shares of element-wise work, allocator's gaps, host memory of the process"]
     if budget.links.guessed and setting.executor == "layer_major":
         found.append(budget.links.guessed)
-    if setting.executor == "layer_major":
-        found.append("not in the plan: the journal of `memory.undo`")
     return tuple(found)
 
 
-def _settings(recipe: Recipe, machine: Machine) -> Iterator[Setting]:
-    """Everything that may be chosen for the whole model."""
+def _settings(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:
+    """Everything that may be chosen for the whole model; the smaller loss tile last."""
     batch = recipe.train.batch_size
-    rows, sizes = 1, set[int]()
-    while rows <= min(batch, MOST_ROWS):
-        sizes.add(rows)
-        rows *= 2
-    sizes.add(min(recipe.train.micro_batch, batch))
+    most = min(batch, fixed.most_rows or MOST_ROWS)
+    sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch, most)}
+    if fixed.micro_batch is not None:
+        sizes = {fixed.micro_batch}
     tiles = dict.fromkeys((recipe.memory.loss_tile, min(recipe.memory.loss_tile, SMALL_LOSS_TILE)))
-    refused = recipe.precision.mode in ("pure_fp16", "hybrid") or recipe.precision.moves_products
-    executors: tuple[str, ...] = ("standard",) if refused else ("standard", "layer_major")
+    if fixed.loss_tile is not None:
+        tiles = {fixed.loss_tile: None}
     passes = 2 if recipe.optim.clip == "exact" and recipe.optim.clip_norm > 0 else 1
     for tile in tiles:
-        for executor in executors:
+        for executor in executors(recipe):
+            if fixed.executor not in (None, executor):
+                continue
             for size in sorted(sizes, reverse=True):
                 yield Setting(
                     executor=executor,  # type: ignore[arg-type]
@@ -394,7 +299,20 @@ def _settings(recipe: Recipe, machine: Machine) -> Iterator[Setting]:
                     master=recipe.optim.master,
                     loss_tile=tile,
                     passes=passes,
+                    prefetch=recipe.memory.prefetch,
                 )
+
+
+def executors(recipe: Recipe) -> tuple[str, ...]:
+    """Those that can run a recipe's formats and clipping."""
+    if recipe.optim.clip == "lagged":
+        return ("layer_major",)
+    precision = recipe.precision
+    scaled = {"pure_fp16", "hybrid"} & {precision.mode, precision.start_mode}
+    scaled |= {"fp16"} & {rule.compute for rule in precision.rules}
+    if precision.enabled and (scaled or precision.moves_products):
+        return ("standard",)
+    return ("standard", "layer_major")
 
 
 def _rows(table: _Table, counts: Counts) -> Iterator[Row]:
@@ -409,20 +327,26 @@ def _rows(table: _Table, counts: Counts) -> Iterator[Row]:
 
 
 def _owners(
-    phase: Phase, table: _Table, counts: Counts, shape: ModelShape, rows: Sequence[Row], fragments: float
+    phase: Phase, process: float, shape: ModelShape, setting: Setting, rows: Sequence[Row], cpu: bool
 ) -> dict[str, float]:
-    """Device bytes of a phase by owner; `work` is what lives only while something runs."""
+    """Device bytes of a phase by owner; `work` is what lives only while something runs, and the journal."""
     found = {"parameters": 0.0, "optimizer": 0.0, "gradients": 0.0, "activations": 0.0}
+    total, running = phase.base, 0.0
     for row in rows:
-        for owner, (place, size) in zip(("parameters", "optimizer"), _bytes_of(shape, table.setting, row), strict=True):
-            found[owner] += size if place == "device" else 0.0
-        found["gradients"] += row.count * row.cost.gradient if row.name in phase.gradients else 0.0
-        found["activations"] += row.count * row.cost.kept if row.name in phase.kept else 0.0
-    total = phase_bytes(table.problem, phase, counts)
-    process = table.problem.phases[0].base
-    work = total - sum(found.values()) - process
+        cost, held = row.cost, 0.0
+        for owner, (place, size) in zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True):
+            here = size if place == "device" or (cpu and place == "host") else 0.0
+            found[owner] += here
+            held += here
+        kept = row.count * cost.kept if row.name in phase.kept else 0.0
+        gradients = row.count * cost.gradient if row.name in phase.gradients else 0.0
+        found["activations"] += kept + max(0.0, row.count * cost.held - held)  # inputs in a CPU's host tier
+        found["gradients"] += gradients
+        total += row.count * cost.held + kept + gradients
+        running = max(running, cost.for_phase(phase.transient))
+    work = total + running - sum(found.values()) - process
     found["work"] = work if work >= 1 else 0.0
-    found["process"] = process + fragments
+    found["process"] = process
     return found
 
 
@@ -465,15 +389,10 @@ def pareto(planner: JointPlanner, budget: Budget, points: int = 6) -> list[Joint
     found: list[JointPlan] = []
     if least is None:
         return found
-    low = min(least.peak_bytes / (1 - FRAGMENTS) * 1.01, budget.device)
+    low = min(least.peak_bytes / (1 - FRAGMENTS) / (1 - planner.recipe.plan.margin) * 1.01, budget.device)
     for i in range(points):
         device = low + (budget.device - low) * i / (points - 1)
         plan = planner.plan(replace(budget, device=device))
         if plan is not None:
             found.append(plan)
     return found
-
-
-def describe(row: Row) -> str:
-    """The layers of a row as people write them."""
-    return f"{row.name} {ranges(row.indices)}" if row.indices else row.name

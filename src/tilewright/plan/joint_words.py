@@ -10,12 +10,13 @@ from typing import Any
 from tilewright.core.config import Recipe
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.plan.fixes import changed
-from tilewright.plan.joint import Budget, JointPlan, JointPlanner, Row, describe
+from tilewright.plan.joint import JointPlanner
+from tilewright.plan.joint_plan import Budget, JointPlan, Row, describe
 from tilewright.plan.options import choices, layer_cost
 
 NUM_CHANGES = 3
 NEAR = 0.97
-"""Of a budget: from here on it binds."""
+"""Of what a plan may use of a budget: from here on it binds."""
 
 
 def verdict(plan: JointPlan) -> str:
@@ -34,8 +35,9 @@ def verdict(plan: JointPlan) -> str:
 
 def scarce_memory(plan: JointPlan) -> list[str]:
     """Memory that the plan uses up; empty where more would not make it faster."""
-    found = ["device memory"] if plan.peak_bytes >= NEAR * plan.budget.device else []
-    return [*found, "host memory"] if plan.host and plan.host_bytes >= NEAR * plan.budget.host else found
+    near = NEAR * (1 - plan.recipe.plan.margin)
+    found = ["device memory"] if plan.peak_bytes >= near * plan.budget.device else []
+    return [*found, "host memory"] if plan.host and plan.host_bytes >= near * plan.budget.host else found
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ def candidates(recipe: Recipe, budget: Budget, found: JointPlan | None) -> Itera
     layer_major = found is None or found.setting.executor == "layer_major"
     if layer_major and recipe.optim.clip == "exact" and recipe.optim.clip_norm:
         settings.append(({"optim.clip": "lagged"}, False))
+    if layer_major and recipe.optim.clip == "lagged" and recipe.memory.undo == "journal":
+        settings.append(({"memory.undo": "checkpoint"}, True))
     if found is None or not found.narrowed:
         if recipe.optim.moments != "8bit":
             settings.append(({"optim.moments": "8bit"}, False))
@@ -107,7 +111,7 @@ def why(planner: JointPlanner, plan: JointPlan, layer: int) -> list[str]:
     device = plan.budget.device - plan.peak_bytes
     host = plan.budget.host - plan.host_bytes
     others = []
-    for choice in choices(found, plan.setting, plan.shape, plan.budget.links):
+    for choice in choices(found, plan.setting, plan.shape, plan.recipe, plan.budget.links, planner.fixed):
         cost = layer_cost(found, choice, plan.setting, plan.shape, plan.recipe, planner.rates, plan.budget.links)
         if cost.seconds < 0.999 * row.cost.seconds:
             others.append((cost.seconds, choice, cost))

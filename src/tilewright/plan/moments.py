@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.plan.classes import LayerClass, ModelShape
+from tilewright.plan.fixed import Fixed
 from tilewright.plan.footprint import (
     COMPILER_BYTES,
     CUDA_RESERVE_BYTES,
@@ -18,7 +19,7 @@ from tilewright.plan.footprint import (
     TRANSFORMERS_BYTES,
     TRITON_BYTES,
 )
-from tilewright.plan.options import Setting, state_bytes
+from tilewright.plan.options import Links, Setting, state_bytes
 from tilewright.plan.solve import Phase
 
 HOST_PROCESS_BYTES = 4 * 2**30
@@ -86,23 +87,45 @@ def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
     return found
 
 
-def host_base(base: Base, setting: Setting, recipe: Recipe, machine: Machine) -> float:
-    """Bytes of the host that no choice changes: the process, and the copy that a background checkpoint writes from."""
+def journal_bytes(base: Base, setting: Setting, recipe: Recipe) -> float:
+    """Bytes of what undoes a step that was applied half-way: all that a step changes, once more."""
+    kept = recipe.optim.clip == "lagged" and recipe.memory.undo == "journal"
+    return base.state if setting.executor == "layer_major" and kept else 0.0
+
+
+def host_base(base: Base, setting: Setting, recipe: Recipe, links: Links) -> dict[str, float]:
+    """Bytes of the host that no choice changes, by owner: the process, the copy that a background checkpoint writes
+    from, and the journal, where there is no disk tier."""
     copied = setting.executor == "standard" and recipe.save.background
-    return HOST_PROCESS_BYTES + (base.state if copied else 0.0)
+    journal = journal_bytes(base, setting, recipe) if links.disk is None else 0.0
+    return {"process": float(HOST_PROCESS_BYTES), "checkpoint": base.state if copied else 0.0, "journal": journal}
 
 
-def phases(shape: ModelShape, setting: Setting, recipe: Recipe, machine: Machine, ends: frozenset[str]) -> list[Phase]:
+def phases(
+    shape: ModelShape,
+    setting: Setting,
+    recipe: Recipe,
+    machine: Machine,
+    ends: frozenset[str],
+    links: Links,
+    fixed: Fixed,
+) -> list[Phase]:
     """All moments of a step, an evaluation and a checkpoint. `ends`: names of embedding and head."""
     base = Base.of(shape, setting, recipe, machine)
     layers = frozenset(found.name for found in shape.classes)
     if setting.executor == "layer_major":
-        loss = base.process + 2 * base.stream + base.head_kept + base.head_gradient + base.loss_work
+        cpu, in_memory = machine.device == "cpu", links.disk is None
+        process = base.process + (journal_bytes(base, setting, recipe) if cpu and in_memory else 0.0)
+        loss = process + 2 * base.stream + base.head_kept + base.head_gradient + base.loss_work
+        # What is at home elsewhere is written to a checkpoint slice by slice; else a copy of all is made first.
+        stays = in_memory and {fixed.parameters, fixed.states} <= {None, "device"}
+        copy = base.state if cpu and stays and recipe.save.background else 0.0
         return [
             Phase("load", base.process),
-            Phase("forward", base.process + base.stream, layers, transient="forward"),
+            Phase("forward", process + base.stream, layers, transient="forward"),
             Phase("loss", loss, layers),
-            Phase("backward", base.process + 2 * base.stream, layers, transient="backward"),
+            Phase("backward", process + 2 * base.stream, layers, transient="backward"),
+            Phase("checkpoint", process + copy),
         ]
     return _standard(shape, setting, recipe, machine, base, layers, ends)
 

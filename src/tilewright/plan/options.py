@@ -19,12 +19,11 @@ from tilewright.formats.squares import num_blocks
 from tilewright.models.activation_bytes import FP32, TILE
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.classes import LayerClass, ModelShape
+from tilewright.plan.fixed import BLOCK_ROWS, INPUTS_OF, Activations, Fixed, Place
 from tilewright.plan.probe import ACTIVATION_PASSES
 from tilewright.plan.solve import Cost
 from tilewright.precision.gemms import FP8_FORMATS
 
-Place = Literal["device", "host", "disk"]
-Activations = Literal["keep", "selective", "recompute", "offload"]
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 MASTER_BYTES = {"fp32": 4, "split24": 1, "stochastic": 0}
 FORWARD_SHARE = 2 / ACTIVATION_PASSES
@@ -34,8 +33,9 @@ BLOCKED_ATTENTION = 1.05
 HIDDEN_SHARE = 0.02
 """Of the time of a transfer that is hidden behind computation, what it costs all the same (guess): of plans that are
 equally fast on paper, the one that moves less."""
-TILES = (4, 16)
-BLOCK_ROWS = 1024
+
+
+NOTHING_FIXED = Fixed()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is done with one layer. `offload`: recompute, and keep the layer's input on the host."""
+    """What is done with one layer. `offload`, `spill`: recompute, and keep the layer's input on the host, on disk."""
 
     parameters: Place = "device"
     states: Place = "device"
@@ -86,25 +86,33 @@ def state_bytes(num_parameters: int, setting: Setting, stored: float) -> float:
     return 2 * (MOMENT_BYTES[setting.moments] * num_parameters + scales) + beside * num_parameters
 
 
-def choices(found: LayerClass, setting: Setting, shape: ModelShape, links: Links) -> Iterator[Choice]:
-    """Everything that may be done with a layer of this class."""
+def choices(
+    found: LayerClass, setting: Setting, shape: ModelShape, recipe: Recipe, links: Links, fixed: Fixed = NOTHING_FIXED
+) -> Iterator[Choice]:
+    """Everything that may be done with a layer of this class. Parameters of a layer that keeps all stay, too."""
+    exact = recipe.train.checkpoint_inputs == "exact"  # else a layer that is recomputed differs from one that is kept
     if setting.executor == "standard":
-        yield from (Choice(activations=kind) for kind in ("keep", "selective", "recompute"))
+        tiles, block = fixed.mlp_tiles or 1, fixed.attention_block or 0
+        for kind in fixed.kinds(("keep", "selective", "recompute") if exact else ("recompute",)):
+            yield Choice(activations=kind, mlp_tiles=tiles, attention_block=block)
         return
     places: list[Place] = ["device"]
     if links.host:
         places.append("host")
     if links.disk:
         places.append("disk")
-    tiles = (1, *TILES) if found.mlp_kept(1) else (1,)
-    blocks = (0, BLOCK_ROWS) if found.mask and shape.seq_len > BLOCK_ROWS else (0,)
-    kinds: tuple[Activations, ...] = ("keep", "recompute", "offload") if links.host else ("keep", "recompute")
-    for parameters, states, kind in itertools.product(places, places, kinds):
-        yield from (
-            Choice(parameters, states, kind, *slices)
-            for slices in itertools.product(tiles, blocks)
-            if kind != "keep" or slices == (1, 0)
-        )
+    kinds: list[Activations] = ["keep", "recompute"] if exact else ["recompute"]
+    if links.host or fixed.inputs == "host":
+        kinds.append("offload")
+    if (links.disk and not links.host) or fixed.inputs == "disk":
+        kinds.append("spill")
+    whole = found.active_parameters == found.num_parameters  # experts stay whole
+    slices = fixed.slices(whole and bool(found.mlp_kept(1)), bool(found.mask) and shape.seq_len > BLOCK_ROWS)
+    homes = itertools.product(fixed.places("parameters", places), fixed.places("states", places), fixed.kinds(kinds))
+    for parameters, states, kind in homes:
+        for tiles, block in slices:
+            if kind != "keep" or (parameters == "device" and (tiles, block) == slices[0]):
+                yield Choice(parameters, states, kind, tiles, block)
 
 
 def layer_cost(
@@ -159,41 +167,47 @@ class _Layer:
 
     def _standard(self) -> Cost:
         found, kind = self.found, self.choice.activations
-        lines = {"keep": found.kept(self.rows), "selective": found.kept_selective(self.rows), "recompute": self.input}
-        rebuilt = found.kept(self.rows) - lines[kind]
-        seconds = self.setting.num_micro * (self.forward_s() + self.backward_s() + self.again_s() + self.weights_s())
+        kept, mlp, mlp_work = found.kept(self.rows), 0.0, 0.0
+        if self.choice.mlp_tiles > 1:  # the token-wise part keeps its input and is computed again, tile by tile
+            mlp = found.mlp_kept(self.rows) - found.mlp_kept(self.rows) / self.choice.mlp_tiles
+            mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_tiles
+        lines = {"keep": kept - mlp, "selective": found.kept_selective(self.rows), "recompute": self.input}
+        rebuilt = max(0.0, kept - mlp - lines[kind])
+        micro_batch = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
         return Cost(
-            seconds=seconds + self.update_s(),
+            seconds=self.setting.num_micro * micro_batch + self.update_s(),
             held=self.parameters + self.states,
             kept=lines[kind],
             gradient=4.0 * found.num_parameters,
-            forward=max(0.0, found.kept(self.rows) - lines[kind]),
-            backward=rebuilt + found.work(self.rows) + self.shape.product_bytes * found.largest_weight,
+            forward=rebuilt,
+            backward=rebuilt + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
         )
 
     def _layer_major(self) -> Cost:
         found, choice, micro = self.found, self.choice, self.setting.num_micro
         inputs = micro * self.input
+        waits = INPUTS_OF[choice.activations]
         kept = micro * found.kept(self.rows) if choice.activations == "keep" else inputs
-        away_inputs = choice.activations == "offload"
         copies = 1 + self.setting.prefetch
         staged = copies * self.parameters if choice.parameters != "device" else 0.0
         states = copies * self.states if choice.states != "device" else 0.0
         gradients = (4.0 + self.shape.product_bytes) * found.num_parameters
         need = found.work(self.rows) if choice.activations == "keep" else self.rebuilt()
-        held = self.parameters if choice.parameters == "device" else 0.0
-        held += self.states if choice.states == "device" else 0.0
-        host = self.parameters if choice.parameters == "host" else 0.0
-        host += (self.states if choice.states == "host" else 0.0) + (inputs if away_inputs else 0.0)
+        at = {"device": 0.0, "host": 0.0, "disk": 0.0}
+        at[choice.parameters] += self.parameters
+        at[choice.states] += self.states
+        if waits != "device":
+            at[waits] += inputs
+        if self.links.host is None:  # a CPU's host is its device
+            at["device"] += at.pop("host")
         return Cost(
             seconds=self._forward_visit(inputs) + self._backward_visits(inputs),
-            held=held,
-            kept=0.0 if away_inputs else kept,
-            host=host,
-            disk=(self.parameters if choice.parameters == "disk" else 0.0)
-            + (self.states if choice.states == "disk" else 0.0),
+            held=at["device"],
+            kept=kept if waits == "device" else 0.0,
+            host=at.get("host", 0.0),
+            disk=at["disk"],
             forward=staged + found.kept(self.rows),
-            backward=staged + states + gradients + need + (copies * self.input if away_inputs else 0.0),
+            backward=staged + states + gradients + need + (copies * self.input if waits != "device" else 0.0),
         )
 
     def rebuilt(self) -> float:
@@ -213,7 +227,7 @@ class _Layer:
         return rest + max(mlp, others + self.input)
 
     def _forward_visit(self, inputs: float) -> float:
-        down = inputs / (self.links.host or 1.0) if self.choice.activations == "offload" else 0.0
+        down = self.fetch_s(INPUTS_OF[self.choice.activations], inputs)
         fetched = self.fetch_s(self.choice.parameters, self.parameters)
         return _overlapped(self.setting.num_micro * self.forward_s(), fetched, down)
 
@@ -223,8 +237,7 @@ class _Layer:
         micro_batch = self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
         compute = self.setting.num_micro * micro_batch
         fetched = self.fetch_s(choice.parameters, self.parameters)
-        if choice.activations == "offload":
-            fetched += inputs / (self.links.host or 1.0)
+        fetched += self.fetch_s(INPUTS_OF[choice.activations], inputs)
         first = _overlapped(compute, fetched) * (self.setting.passes - 1)
         if choice.activations == "keep" and self.setting.passes > 1:
             first += self.setting.num_micro * self.forward_s()  # what the first pass let go is rebuilt

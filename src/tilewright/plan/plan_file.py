@@ -21,8 +21,9 @@ import tomlkit
 
 from tilewright.core.errors import ConfigError
 from tilewright.plan.classes import ModelShape, ranges
-from tilewright.plan.joint import JointPlan, fingerprint
-from tilewright.plan.options import Activations, Choice, Place
+from tilewright.plan.fixed import Activations, Place
+from tilewright.plan.joint_plan import JointPlan, fingerprint
+from tilewright.plan.options import Choice
 
 FORMAT = 1
 

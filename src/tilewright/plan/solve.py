@@ -33,6 +33,10 @@ class Cost:
     forward: float = 0.0
     backward: float = 0.0
 
+    def for_phase(self, transient: Transient) -> float:
+        """Bytes on the device while this layer runs."""
+        return {"none": 0.0, "forward": self.forward, "backward": self.backward}[transient]
+
 
 COSTS = tuple(field.name for field in fields(Cost))
 
@@ -81,8 +85,8 @@ def phase_bytes(problem: Problem, phase: Phase, counts: Counts) -> float:
             total += count * cost.held
             total += count * cost.kept if group.name in phase.kept else 0.0
             total += count * cost.gradient if group.name in phase.gradients else 0.0
-            if count and phase.transient != "none":
-                running = max(running, getattr(cost, phase.transient))
+            if count:
+                running = max(running, cost.for_phase(phase.transient))
     return total + running
 
 

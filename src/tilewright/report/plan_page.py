@@ -8,7 +8,7 @@ from html import escape
 from importlib import resources
 
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.plan.joint import JointPlan
+from tilewright.plan.joint_plan import JointPlan
 from tilewright.plan.joint_words import timeline, verdict
 from tilewright.report.charts import Mark, Series, line_chart, stacked_area
 

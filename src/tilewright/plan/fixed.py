@@ -1,0 +1,69 @@
+"""What a planner may not choose, because the recipe, the user or the run that is going on has chosen it already.
+
+`None` leaves a thing open. A run that goes on fixes all that would change its numbers; what is left then (what layers
+keep, and where bytes lie) changes no loss. Called by `plan.joint`, `plan.replan` and `training.planned`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Place = Literal["device", "host", "disk"]
+Activations = Literal["keep", "selective", "recompute", "offload", "spill"]
+"""`offload`: recompute, and keep the layer's input on the host; `spill`: on the disk."""
+INPUTS_OF: dict[Activations, Place] = {
+    "keep": "device",
+    "selective": "device",
+    "recompute": "device",
+    "offload": "host",
+    "spill": "disk",
+}
+"""Where a layer's input waits for the backward pass."""
+SLICES = (4, 16)
+"""Parts of an MLP that are tried."""
+BLOCK_ROWS = 1024
+"""Query rows at a time that are tried."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Choices that are made already.
+
+    Example:
+        >>> Fixed(activations=frozenset(["recompute"]), inputs="host").kinds(["keep", "recompute", "offload"])
+        ['offload']
+    """
+
+    executor: str | None = None
+    micro_batch: int | None = None
+    most_rows: int | None = None
+    """No larger micro-batch than this."""
+    loss_tile: int | None = None
+    activations: frozenset[Activations] | None = None
+    """Only these."""
+    parameters: Place | None = None
+    states: Place | None = None
+    inputs: Place | None = None
+    mlp_tiles: int | None = None
+    attention_block: int | None = None
+
+    def places(self, which: Literal["parameters", "states"], there: Iterable[Place]) -> list[Place]:
+        """Of the places that there are, those that are allowed. One that is fixed is there."""
+        fixed = self.parameters if which == "parameters" else self.states
+        return list(there) if fixed is None else [fixed]
+
+    def kinds(self, there: Iterable[Activations]) -> list[Activations]:
+        """Of the ways to treat activations that there are, those that are allowed."""
+        found: list[Activations] = [kind for kind in there if self.inputs in (None, INPUTS_OF[kind])]
+        return [kind for kind in found if self.activations is None or kind in self.activations or _rebuilds(self, kind)]
+
+    def slices(self, tiled: bool, blocked: bool) -> list[tuple[int, int]]:
+        """(MLP tiles, attention rows) to try; `tiled`, `blocked`: whether the layer can be cut so."""
+        tiles = ((1, *SLICES) if tiled else (1,)) if self.mlp_tiles is None else (self.mlp_tiles,)
+        blocks = ((0, BLOCK_ROWS) if blocked else (0,)) if self.attention_block is None else (self.attention_block,)
+        return [(one, other) for one in tiles for other in blocks]
+
+
+def _rebuilds(fixed: Fixed, kind: Activations) -> bool:
+    """Whether a layer that is to be recomputed may wait elsewhere than on the device."""
+    return kind in ("offload", "spill") and fixed.activations is not None and "recompute" in fixed.activations

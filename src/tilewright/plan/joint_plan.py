@@ -1,0 +1,209 @@
+"""A joint plan: what was decided for a model and its layers, and what that is expected to take.
+
+`plan.joint` makes plans, `plan.plan_file` writes and reads them, `plan.joint_words` tells them. `placement` is what the
+executors are told.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tilewright.core.config import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.plan.classes import ModelShape, ranges
+from tilewright.plan.fixed import INPUTS_OF
+from tilewright.plan.moments import Base, journal_bytes
+from tilewright.plan.options import Choice, Links, Setting, state_bytes
+from tilewright.plan.solve import Cost
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a run may use, and what links its places. Without a disk speed the disk is not used."""
+
+    device: float
+    host: float
+    links: Links
+    disk: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Layers of one class that are treated alike, or an end of the model (no indices)."""
+
+    name: str
+    indices: tuple[int, ...]
+    choice: Choice
+    cost: Cost
+
+    @property
+    def count(self) -> int:
+        """Layers of the row."""
+        return max(1, len(self.indices))
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """What was decided, and what it is expected to take."""
+
+    recipe: Recipe
+    shape: ModelShape
+    machine: Machine
+    budget: Budget
+    setting: Setting
+    rows: tuple[Row, ...]
+    phases: Mapping[str, Mapping[str, float]]
+    """Device bytes by owner at each phase."""
+    host: Mapping[str, float]
+    """Host bytes by owner."""
+    seconds: Mapping[str, float]
+    """Of a step, by part."""
+    narrowed: Mapping[str, str] = field(default_factory=dict)
+    """Formats that the plan had to change, by setting."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with the most bytes on the device."""
+        return max(self.phases, key=self.phase_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Most bytes on the device at any phase."""
+        return self.phase_bytes(self.peak_phase)
+
+    def phase_bytes(self, phase: str) -> float:
+        """Device bytes of all owners at a phase."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes on the host."""
+        return sum(self.host.values())
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.recipe.train.batch_size * self.shape.seq_len
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second."""
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def disk_bytes(self) -> float:
+        """Bytes in the disk tier, the journal among them where there is such a tier."""
+        used = sum(row.count * row.cost.disk for row in self.rows)
+        if self.budget.links.disk is None:
+            return used
+        return used + journal_bytes(
+            Base.of(self.shape, self.setting, self.recipe, self.machine), self.setting, self.recipe
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """What the executors are told."""
+        layers = [placed(self.row_of(layer).choice) for layer in range(self.shape.num_layers)]
+        ends = {row.name: _at_home(row.choice) for row in self.rows if not row.indices}
+        return Placement(layers=tuple(layers), **ends)
+
+    def row_of(self, layer: int) -> Row:
+        """The row of a layer by its number."""
+        return next(row for row in self.rows if layer in row.indices)
+
+    def settings(self) -> dict[str, object]:
+        """The recipe's settings that say the same, as far as they can; what differs by layer is in `rows`."""
+        setting = self.setting
+        standard = setting.executor == "standard"
+        found: dict[str, object] = {
+            "memory.executor": setting.executor,
+            "train.micro_batch": setting.micro_batch,
+            "memory.loss_tile": setting.loss_tile,
+            "optim.moments": setting.moments,
+            "optim.master": setting.master,
+        }
+        kinds = {row.choice.activations for row in self.rows if row.indices}
+        names = {"keep": "none", "selective": "selective", "recompute": "full"}
+        found["train.activation_checkpoint"] = names[kinds.pop()] if standard and len(kinds) == 1 else "none"
+        if not standard:
+            found |= self._tiers()
+        return found
+
+    def _tiers(self) -> dict[str, object]:
+        """Settings of what is the same for all layers of a layer-major run."""
+        choices = [row.choice for row in self.rows if row.indices]
+        found: dict[str, object] = {}
+        for name in ("parameters", "states", "mlp_tiles", "attention_block"):
+            values = {getattr(choice, name) for choice in choices}
+            if len(values) == 1:
+                found[f"memory.{name}"] = values.pop()
+        waits = {INPUTS_OF[choice.activations] for choice in choices}
+        if len(waits) == 1:
+            found["memory.inputs"] = waits.pop()
+        return found
+
+
+def placed(choice: Choice) -> LayerPlacement:
+    """A layer's choice in the executors' words."""
+    inputs = INPUTS_OF[choice.activations]
+    return LayerPlacement(
+        parameters=choice.parameters,
+        states=choice.states,
+        inputs=inputs,
+        activations="recompute" if choice.activations in ("offload", "spill") else choice.activations,
+        mlp_tiles=choice.mlp_tiles,
+        attention_block=choice.attention_block,
+    )
+
+
+def chosen(layer: LayerPlacement) -> Choice:
+    """The opposite of `placed`."""
+    kind = layer.activations
+    if kind == "recompute" and layer.inputs != "device":
+        return Choice(
+            layer.parameters,
+            layer.states,
+            "offload" if layer.inputs == "host" else "spill",
+            layer.mlp_tiles,
+            layer.attention_block,
+        )
+    return Choice(layer.parameters, layer.states, kind, layer.mlp_tiles, layer.attention_block)
+
+
+def _at_home(choice: Choice) -> LayerPlacement:
+    return LayerPlacement(parameters=choice.parameters, states=choice.states)
+
+
+def fingerprint(shape: ModelShape) -> str:
+    """What a plan was made for: the layers' structure and number, the ends, the length of rows."""
+    facts = [(c.name, c.indices, c.num_parameters) for c in shape.classes]
+    ends = (shape.embedding_parameters, shape.head_parameters, shape.vocab_size, shape.dim, shape.seq_len)
+    return hashlib.sha256(repr((facts, ends)).encode()).hexdigest()[:16]
+
+
+def bytes_of(shape: ModelShape, setting: Setting, row: Row) -> list[tuple[str, float]]:
+    """(place, bytes) of a row's parameters and states."""
+    number = _parameters(shape, row)
+    states = state_bytes(number, setting, shape.stored_bytes)
+    return [
+        (row.choice.parameters, row.count * shape.stored_bytes * number),
+        (row.choice.states, row.count * states),
+    ]
+
+
+def _parameters(shape: ModelShape, row: Row) -> int:
+    if row.indices:
+        return shape.class_of(row.indices[0]).num_parameters
+    return shape.embedding_parameters if row.name == "embedding" else shape.head_parameters
+
+
+def describe(row: Row) -> str:
+    """The layers of a row as people write them."""
+    return f"{row.name} {ranges(row.indices)}" if row.indices else row.name
