@@ -6,8 +6,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TEXT = "[enforce fail at alloc_cpu.cpp:114] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 B"
-    "[enforce fail at alloc_cpu.cpp:114] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
-)
 """What torch's own allocator says on a CPU; an error without a class of its own."""
 
 
