@@ -219,13 +219,13 @@ class TestAwayFromTheDevice:
     def test_reads_run_while_the_caller_computes(self, tier, tmp_path):
         with make_arena(tier, tmp_path, make_slices()) as arena:
             names = set()
-            read = arena._store.read
+            read = arena._rooms[tier].read
 
             def spy(offset, pieces):
                 names.add(threading.current_thread().name)
                 read(offset, pieces)
 
-            arena._store.read = spy
+            arena._rooms[tier].read = spy
             arena.prefetch(1)
             arena.fetch(1)
             assert names == {"tier-read_0"}
@@ -276,6 +276,11 @@ def largest_file(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def file_of(arena):
+    """The file of the disk tier."""
+    return next(iter(arena._rooms["disk"]._rooms.values())).store.fileno()
+
+
 class TestDisk:
     """What can go wrong with the disk tier."""
 
@@ -324,7 +329,7 @@ class TestDisk:
 
     def test_file_is_cut_in_mid_run(self, tmp_path):
         with make_arena("disk", tmp_path, self.big_slices(), prefetch=0) as arena:
-            os.ftruncate(arena._store._file.fileno(), 6 * MIB)
+            os.ftruncate(file_of(arena), 6 * MIB)
             arena.fetch(0)
             arena.release(0, changed=False)
             for _ in range(2):
@@ -355,7 +360,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
     def test_close_gives_the_room_back(self, tmp_path):
         arena = make_arena("disk", tmp_path, self.big_slices())
-        handle = os.open(f"/proc/self/fd/{arena._store._file.fileno()}", os.O_RDONLY)
+        handle = os.open(f"/proc/self/fd/{file_of(arena)}", os.O_RDONLY)
         try:
             assert os.fstat(handle).st_blocks * 512 >= 12 * MIB, "taken at the start"
             assert os.fstat(handle).st_nlink == 0, "without a name"

@@ -87,7 +87,7 @@ def test_the_file_is_as_large_as_one_step_and_has_no_name(tmp_path):
         for layer in range(4):
             store.put(layer, 0, torch.zeros(100, 8))
         store.clear()
-    assert os.fstat(store._tier._file.fileno()).st_size == 4 * 100 * 8 * 4
+    assert os.fstat(store._keepers["disk"]._file.fileno()).st_size == 4 * 100 * 8 * 4
     assert list(tmp_path.iterdir()) == []
     store.close()
 
@@ -132,7 +132,7 @@ class TestBadDisk:
         store = make_store("disk", tmp_path)
         store.put(0, 0, torch.ones(10, 8))
         store.get(0, 0)
-        os.ftruncate(store._tier._file.fileno(), 16)
+        os.ftruncate(store._keepers["disk"]._file.fileno(), 16)
         with pytest.raises(HardwareError, match="shorter than what was written"):
             store.get(0, 0)
 

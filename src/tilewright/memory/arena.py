@@ -1,28 +1,30 @@
-"""The arena: tensors of a model, slice by slice, in one tier; on the device only while they are used.
+"""The arena: tensors of a model, slice by slice, each in its tier; on the device only while they are used.
 
     arena = Arena("disk", device, folder=run_folder)
     for slice_id, tensors in slices.items():
-        arena.add(slice_id, tensors)
-    arena.seal()                                    # the tier takes the bytes over
+        arena.add(slice_id, tensors)                # or in another tier than the arena's: tier="host"
+    arena.seal()                                    # the tiers take the bytes over
     for slice_id in slices:
         arena.prefetch(next_one)
         tensors = arena.fetch(slice_id)             # live now
         ...
         arena.release(slice_id, changed=True)       # written back in the background
+    arena.move(slice_id, "host")                    # between uses: to another tier
 
 A tensor keeps its identity: while it is live, `tensor.data` is a view of a staging buffer; else it is one NaN (of an
 integer: the largest) in its shape, which takes no memory, shows wherever it is used, and cannot be written to. On
 tier `device` the tensors stay where they are and are always live. So do those of a slice that is added as `resident`:
 for tensors that several slices read, as a head tied to the embedding. A tensor belongs to one slice.
 
-`prefetch + 1` staging buffers of the largest slice rotate. A slice that is released and wanted again before its buffer
-was needed costs nothing. What goes where is the caller's matter; the bytes move in `transfer`, and lie in `tiers`.
+`prefetch + 1` staging buffers of the largest slice that is off the device rotate, whatever its tier. A slice that is
+released and wanted again before its buffer was needed costs nothing. What goes where is the caller's matter; the bytes
+move in `transfer`, and lie in `rooms`.
 Not for several threads. Called by the layer-major executor.
 """
 
 import time
 from collections.abc import Hashable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from tilewright.core.config import Tier
 from tilewright.memory.layout import Layout, vacant
-from tilewright.memory.tiers import HostStore, Store, make_store
+from tilewright.memory.rooms import Rooms
 from tilewright.memory.transfer import Buffer, Traffic, Transfer, make_transfer
 from tilewright.models.contract import FirstValues
 
@@ -41,13 +43,22 @@ from tilewright.models.contract import FirstValues
 class _Slice:
     tensors: dict[str, Tensor]
     fill: FirstValues | None
-    resident: bool
+    tier: Tier
+    fixed: bool = False
+    """Never moves from the device."""
     away: dict[str, Tensor] = field(default_factory=dict)
     """What stands in for the tensors while they are not live."""
     layout: Layout = field(default_factory=lambda: Layout({}, 0))
     offset: int = 0
-    """Place in the store, where it is not resident."""
+    """Address of its room, where it is not at home on the device."""
+    saving: Future[None] | None = None
+    """The last time that it was written back."""
     live: bool = False
+
+    @property
+    def resident(self) -> bool:
+        """At home on the device."""
+        return self.tier == "device"
 
     def enter(self, flat: Tensor) -> None:
         """Let the tensors be views of a staging buffer."""
@@ -72,12 +83,17 @@ class _Slot:
     saving: Future[None] | None = None
     mark: torch.cuda.Event | None = None
 
+    def close(self) -> None:
+        """Give memory back that is not the device's."""
+        if self.buffer.bounce is not None:
+            self.buffer.bounce.close()
+
 
 class Arena:
-    """Slices of tensors in one tier.
+    """Slices of tensors in tiers.
 
     Args:
-        tier: where the bytes lie while they are not used.
+        tier: where the bytes of a slice lie while they are not used, if it is added without a word about that.
         device: where the tensors are used.
         folder: of the disk tier.
         prefetch: slices that may be on their way, or written back, while one is used.
@@ -94,8 +110,9 @@ class Arena:
         self._slices: dict[Hashable, _Slice] = {}
         self._owners: dict[int, Hashable] = {}
         self._slots: list[_Slot] = []  # the one that was used longest ago first
-        self._store: Store | None = None
-        self._transfer: Transfer | None = None
+        self._rooms: dict[Tier, Rooms] = {}
+        self._transfers: dict[Tier, Transfer] = {}
+        self._wait_s = 0.0
         self._sealed = False
 
     # ---- filling ----
@@ -106,6 +123,7 @@ class Arena:
         tensors: Mapping[str, Tensor],
         *,
         fill: FirstValues | None = None,
+        tier: Tier | None = None,
         resident: bool = False,
     ) -> None:
         """Announce a slice. Nothing moves before `seal`.
@@ -115,8 +133,12 @@ class Arena:
             tensors: contiguous ones on the device, by name; `vacant` ones where there is a `fill`.
             fill: makes the first values, called once, with host tensors under the same names, so that the values need
                 not be anywhere before. None takes those that the tensors have.
+            tier: its home; None for the arena's.
             resident: always on the device.
         """
+        tier = "device" if resident else tier or self.tier
+        if tier == "disk" and self._folder is None:
+            raise ValueError(f"slice {slice_id!r} on disk needs an arena with a folder")
         if self._sealed or slice_id in self._slices:
             raise AssertionError(f"slice {slice_id!r} is added twice, or after seal()")
         for name, tensor in tensors.items():
@@ -125,59 +147,76 @@ class Arena:
             owner = self._owners.setdefault(id(tensor), slice_id)
             if owner != slice_id:
                 raise AssertionError(f"{name} is in slices {owner!r} and {slice_id!r}: add it to one that is resident")
-        self._slices[slice_id] = _Slice(dict(tensors), fill, resident or self.tier == "device")
+        self._slices[slice_id] = _Slice(dict(tensors), fill, tier, fixed=resident)
 
     def seal(self) -> None:
-        """Take the tier's room, then the bytes, slice by slice; afterwards nothing is live but what always is.
+        """Take the tiers' room, then the bytes, slice by slice; afterwards nothing is live but what always is.
 
         Raises:
-            FitError: the tier has not so much room; nothing has moved then.
+            FitError: a tier has not so much room; nothing has moved then.
             ConfigError: the folder cannot be written.
             HardwareError: the disk fails.
         """
         assert not self._sealed, "seal() once"
         self._sealed = True
-        moving = [item for item in self._slices.values() if not item.resident]
-        end = 0
-        for item in moving:
-            item.layout, item.offset = Layout.of(item.tensors), end
-            end += item.layout.num_bytes
-        if self.tier != "device":
-            self._store = make_store(self.tier, end, device=self.device, folder=self._folder)
-            self._transfer = make_transfer(self._store, self.device)
+        for tier in dict.fromkeys(item.tier for item in self._slices.values() if not item.resident):
+            items = [item for item in self._slices.values() if item.tier == tier]
+            for item in items:
+                item.layout = Layout.of(item.tensors)
+            starts = self._rooms_in(tier).take([item.layout.num_bytes for item in items])
+            for item, start in zip(items, starts, strict=True):
+                item.offset = start
         for item in self._slices.values():
             if item.resident:
                 self._fill_on_device(item)
             else:
                 self._take_over(item)
-        if self._transfer is not None and moving:
+        self._make_slots()
+
+    def _rooms_in(self, tier: Tier) -> Rooms:
+        if tier not in self._rooms:
+            self._rooms[tier] = Rooms(tier, self.device, self._folder)
+            self._transfers[tier] = make_transfer(self._rooms[tier], self.device)
+        return self._rooms[tier]
+
+    def _make_slots(self) -> None:
+        """Staging buffers for what is off the device now."""
+        moving = [item for item in self._slices.values() if not item.resident]
+        if moving:
             largest = max(item.layout.num_bytes for item in moving)
-            num_slots = min(self._num_slots, len(moving))
-            self._slots = [_Slot(self._transfer.make_buffer(largest)) for _ in range(num_slots)]
+            # A buffer for a disk serves the host too, not the other way round.
+            tier = max((item.tier for item in moving), key=("host", "disk").index)
+            buffers = (self._transfers[tier].make_buffer(largest) for _ in range(min(self._num_slots, len(moving))))
+            self._slots = [_Slot(buffer) for buffer in buffers]
 
     @torch.no_grad()
     def _take_over(self, item: _Slice) -> None:
         """Move the first values of a slice into the store, one copy and no more."""
-        size = item.layout.num_bytes
-        in_place = isinstance(self._store, HostStore)
-        flat = self._store.view(item.offset, size) if in_place else torch.empty(size, dtype=torch.uint8)
-        views = item.layout.views(flat)
-        if item.fill is not None:
-            item.fill(views)
-        else:
-            for name, tensor in item.tensors.items():
-                views[name].copy_(tensor)
-        if not in_place:
-            self._store.write(item.offset, [flat])
+        self._write_values(item, self._rooms[item.tier], item.offset)
         item.away = {name: vacant(t.shape, t.dtype, self.device) for name, t in item.tensors.items()}
         item.leave()
 
+    def _write_values(self, item: _Slice, rooms: Rooms, start: int) -> None:
+        """Fill a room with the first values of a slice, or with those that its tensors have."""
+        size = item.layout.num_bytes
+        flat = rooms.view(start, size) if rooms.in_memory else torch.empty(size, dtype=torch.uint8)
+        views = item.layout.views(flat)
+        fill, item.fill = item.fill, None
+        if fill is not None:
+            fill(views)
+        else:
+            for name, tensor in item.tensors.items():
+                views[name].copy_(tensor)
+        if not rooms.in_memory:
+            rooms.write(start, [flat])
+
     @torch.no_grad()
     def _fill_on_device(self, item: _Slice) -> None:
-        if item.fill is None:
+        fill, item.fill = item.fill, None
+        if fill is None:
             return
         values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in item.tensors.items()}
-        item.fill(values)
+        fill(values)
         for name, tensor in item.tensors.items():
             tensor.data = values.pop(name).to(self.device)
 
@@ -193,6 +232,8 @@ class Arena:
         item = self._slices[slice_id]
         if item.resident or item.live:
             return True
+        if not self._slots:
+            self._make_slots()
         slot = self._slot_of(slice_id) or self._free_slot()
         if slot is None:
             return False
@@ -209,6 +250,8 @@ class Arena:
         if item.live:
             raise AssertionError(f"slice {slice_id!r} is live already: release it first")
         if not item.resident:
+            if not self._slots:
+                self._make_slots()
             slot = self._slot_of(slice_id) or self._free_slot() or self._least_wanted_slot()
             if slot is None:
                 raise AssertionError(f"{len(self._slots)} slices are live, and there are no more buffers")
@@ -229,11 +272,13 @@ class Arena:
         item.leave()
         slot = self._slot_of(slice_id)
         assert slot is not None, "a live slice has a buffer"
-        slot.wanted, slot.mark = False, self._transfer.mark()
+        slot.wanted, slot.mark = False, self._transfers[item.tier].mark()
         self._slots.remove(slot)
         self._slots.append(slot)
         if changed:
-            slot.saving = self._transfer.save(item.offset, item.layout.num_bytes, slot.buffer, slot.mark)
+            transfer = self._transfers[item.tier]
+            slot.saving = transfer.save(item.offset, item.layout.num_bytes, slot.buffer, slot.mark)
+            item.saving = slot.saving
 
     @contextmanager
     def using(self, slice_id: Hashable, *, changed: bool) -> Iterator[dict[str, Tensor]]:
@@ -254,9 +299,14 @@ class Arena:
         if slot is not None:
             self._wait_for(slot.loading)
             return {name: _host_copy(view) for name, view in item.layout.views(slot.buffer.live).items()}
+        return item.layout.views(self._read(item))
+
+    def _read(self, item: _Slice) -> Tensor:
+        """The bytes of a slice that no buffer holds, on the host."""
+        self._wait_for(item.saving)
         flat = torch.empty(item.layout.num_bytes, dtype=torch.uint8)
-        self._wait_for(self._transfer.read(item.offset, flat))
-        return item.layout.views(flat)
+        self._wait_for(self._transfers[item.tier].read(item.offset, flat))
+        return flat
 
     def flush(self) -> None:
         """Wait until everything that was released is in its tier.
@@ -269,13 +319,12 @@ class Arena:
 
     def close(self) -> None:
         """Wait for what is on its way, and give the tier's room back. What is not live is lost."""
-        if self._transfer is not None:
-            self._transfer.close()
+        for transfer in self._transfers.values():
+            transfer.close()
         for slot in self._slots:
-            if slot.buffer.bounce is not None:
-                slot.buffer.bounce.close()
-        if self._store is not None:
-            self._store.close()
+            slot.close()
+        for rooms in self._rooms.values():
+            rooms.close()
 
     def __enter__(self) -> "Arena":
         return self
@@ -289,8 +338,8 @@ class Arena:
         fixed = [item for item in self._slices.values() if item.resident]
         held: dict[Tier, int] = {"device": sum(t.nbytes for item in fixed for t in item.tensors.values())}
         held |= {"host": 0, "disk": 0}
-        if self._store is not None:
-            held[self.tier] += self._store.num_bytes
+        for tier, rooms in self._rooms.items():
+            held[tier] += rooms.num_bytes
         for slot in self._slots:
             held["device"] += slot.buffer.live.numel()
             held["host"] += slot.buffer.bounce.num_bytes if slot.buffer.bounce is not None else 0
@@ -298,8 +347,81 @@ class Arena:
 
     @property
     def traffic(self) -> Traffic:
-        """What went to and from the tier since the arena was sealed, and the seconds spent waiting for it."""
-        return self._transfer.traffic if self._transfer is not None else Traffic()
+        """What went to and from the tiers since the arena was sealed, and the seconds spent waiting for them."""
+        parts = [transfer.traffic for transfer in self._transfers.values()]
+        read, written = sum(part.read_bytes for part in parts), sum(part.written_bytes for part in parts)
+        return Traffic(read, written, self._wait_s)
+
+    # ---- moving ----
+
+    def tier_of(self, slice_id: Hashable) -> Tier:
+        """Where a slice is at home."""
+        return self._slices[slice_id].tier
+
+    @property
+    def travels(self) -> bool:
+        """Whether any slice is at home off the device."""
+        return any(not item.resident for item in self._slices.values())
+
+    @torch.no_grad()
+    def move(self, slice_id: Hashable, tier: Tier) -> None:
+        """Give a slice another home. It is in memory twice while it moves, nothing else is.
+
+        Args:
+            slice_id: not live.
+            tier: device, host, or disk where the arena has a folder.
+
+        Raises:
+            FitError: the tier has not so much room; the slice stays where it is.
+            HardwareError: the disk fails, now or when an earlier slice was written back.
+            RuntimeError: the device has not so much memory; the slice stays where it is.
+        """
+        item = self._slices[slice_id]
+        if tier == item.tier:
+            return
+        if not self._sealed or item.fixed or (tier == "disk" and self._folder is None):
+            raise AssertionError(f"slice {slice_id!r} cannot move to {tier}: not sealed, fixed, or without a folder")
+        if item.live or any(slot.holds is not None and self._slices[slot.holds].live for slot in self._slots):
+            raise AssertionError("slices move while none is live")
+        self._drop_slots()
+        before, start = item.tier, item.offset
+        if tier == "device":
+            self._bring_home(item)
+        else:
+            self._send_off(item, tier)
+        if before != "device":
+            self._rooms[before].give_back(start)
+
+    def _bring_home(self, item: _Slice) -> None:
+        views = item.layout.views(self._read(item))
+        values = {name: view.to(self.device, copy=True) for name, view in views.items()}
+        for name, value in values.items():
+            item.tensors[name].data = value
+        item.tier, item.away = "device", {}
+
+    def _send_off(self, item: _Slice, tier: Tier) -> None:
+        rooms, item.layout = self._rooms_in(tier), Layout.of(item.tensors)
+        (start,) = rooms.take([item.layout.num_bytes])
+        try:
+            if item.resident:
+                self._write_values(item, rooms, start)
+            else:
+                rooms.write(start, [self._read(item)])
+        except BaseException:
+            rooms.give_back(start)
+            raise
+        item.tier, item.offset = tier, start
+        if not item.away:
+            item.away = {name: vacant(t.shape, t.dtype, self.device) for name, t in item.tensors.items()}
+            item.leave()
+
+    def _drop_slots(self) -> None:
+        """Wait for what is on its way, and give the staging buffers back: they are made again when they are needed."""
+        for slot in self._slots:
+            self._wait_for(slot.loading)
+            self._wait_for(slot.saving)
+            slot.close()
+        self._slots = []
 
     # ---- buffers ----
 
@@ -318,9 +440,13 @@ class Arena:
         slot.wanted = True
         if slot.holds == slice_id:
             return
-        before = [future for future in (slot.saving,) if future is not None]
+        # Out of the buffer must be what was in it, and in its room what is to come, whichever tiers these are.
+        before = [future for future in (slot.saving, item.saving) if future is not None]
+        if slot.holds is not None and self._slices[slot.holds].tier != item.tier and slot.loading is not None:
+            wait([slot.loading])  # a slice that was prefetched in vain; another thread than this tier's may be at it
         slot.holds = slice_id
-        slot.loading = self._transfer.load(item.offset, item.layout.num_bytes, slot.buffer, slot.mark, before)
+        transfer = self._transfers[item.tier]
+        slot.loading = transfer.load(item.offset, item.layout.num_bytes, slot.buffer, slot.mark, before)
 
     def _wait(self, slot: _Slot) -> None:
         """Until the slice in a buffer may be used and changed."""
@@ -339,7 +465,7 @@ class Arena:
         try:
             future.result()
         finally:
-            self._transfer.traffic.wait_s += time.perf_counter() - started
+            self._wait_s += time.perf_counter() - started
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ drop(key)            let go of them
 import errno
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,19 @@ class HostTier:
     @property
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @property
+    def layers(self) -> set[int]:
+        """The layers that buffers are kept for."""
+        return {layer for (layer, _), _ in self._buffers}
+
+    def forget(self, layers: Set[int]) -> None:
+        """Give the buffers of these layers back; nothing of theirs is kept."""
+        if not layers:
+            return
+        torch.cuda.synchronize(self._device)
+        for place in [place for place in self._buffers if place[0][0] in layers]:
+            unpin(self._buffers.pop(place), self._device)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)

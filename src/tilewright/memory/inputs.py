@@ -1,10 +1,11 @@
-"""The inputs of layers between forward and backward: kept on the device, on the host or on disk.
+"""The inputs of layers between forward and backward: kept on the device, on the host or on disk, layer by layer.
 
     store = InputStore("disk", device, folder=folder)
     store.put(layer, micro, x)            # forward
     store.prefetch(layer, micro)          # backward, a little ahead
     x = store.get(layer, micro)           # any number of times
     store.drop(layer, micro)
+    store.place({3: "host"})              # between steps: where later ones are kept; the rest on the device
 
 Exact, or as E4M3 codes with a scale for each 1x128 tile: half of BF16's bytes, and a layer that is recomputed from
 them has gradients that are about 3 % off (as `models.activation.run_from_codes`). On a CPU run device and host are the
@@ -13,6 +14,7 @@ same memory, so nothing moves between them. How the tiers hold bytes is `input_t
 Legend: ... any leading dimensions  D width of the residual stream.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +37,14 @@ class _Entry:
     shape: torch.Size
     dtype: torch.dtype
     coded: bool
+    tier: Tier
 
 
 class InputStore:
     """Tensors by (layer, micro-batch).
 
     Args:
-        tier: device, host or disk.
+        tier: device, host or disk; or those by layer, the device for layers that are not named.
         device: where tensors come from and are handed out.
         kind: exact, or fp8 for inputs in 8 bits.
         kernels: implementations of the operations, for fp8.
@@ -62,7 +65,7 @@ class InputStore:
 
     def __init__(
         self,
-        tier: Tier,
+        tier: Tier | Mapping[int, Tier],
         device: torch.device | str,
         kind: CheckpointInputs = "exact",
         *,
@@ -71,22 +74,48 @@ class InputStore:
     ) -> None:
         if kind == "fp8" and kernels is None:
             raise ValueError("inputs in 8 bits need kernels")
-        if tier == "disk" and folder is None:
-            raise ValueError("the disk tier needs a folder")
-        self.tier: Tier = tier
         self.kind: CheckpointInputs = kind
         self._kernels = kernels
         self._entries: dict[Key, _Entry] = {}
-        device = torch.device(device)
+        self._device, self._folder = torch.device(device), folder
+        self._keepers: dict[Tier, DeviceTier | HostTier | DiskTier] = {}
+        self.place(tier)
+
+    def place(self, tier: Tier | Mapping[int, Tier]) -> None:
+        """Keep what is put from now on in these tiers. What they do not need any more is given back.
+
+        Args:
+            tier: as for the constructor. Nothing may be kept now.
+
+        Raises:
+            ConfigError: a folder that cannot be written; all is as it was then.
+        """
+        assert not self._entries, "inputs are kept: place() between steps"
+        rest: Tier = tier if isinstance(tier, str) else "device"
+        by_layer: dict[int, Tier] = {} if isinstance(tier, str) else dict(tier)
+        wanted = {rest, *by_layer.values()}
+        if "disk" in wanted and self._folder is None:
+            raise ValueError("the disk tier needs a folder")
+        made = {name: self._keepers.get(name) or self._make(name) for name in sorted(wanted)}
+        for name, keeper in self._keepers.items():
+            if name not in made:
+                keeper.close()
+        if isinstance(host := made.get("host"), HostTier):
+            host.forget({layer for layer in host.layers if by_layer.get(layer, rest) != "host"})
+        self._rest, self._by_layer, self._keepers = rest, by_layer, made
+
+    def tier_of(self, layer: int) -> Tier:
+        """Where a layer's inputs are kept."""
+        return self._by_layer.get(layer, self._rest)
+
+    def _make(self, tier: Tier) -> DeviceTier | HostTier | DiskTier:
         if tier == "disk":
-            self._tier = DiskTier(Path(folder), device)
-        elif tier == "host" and device.type != "cpu":
-            self._tier = HostTier(device)
-        else:
-            self._tier = DeviceTier()
+            assert self._folder is not None, "checked by place()"
+            return DiskTier(Path(self._folder), self._device)
+        return HostTier(self._device) if tier == "host" and self._device.type != "cpu" else DeviceTier()
 
     @torch.no_grad()
-    def put(self, layer: int, micro: int, x: Tensor, *, exact: bool = False) -> None:
+    def put(self, layer: int, micro: int, x: Tensor, *, exact: bool = False, here: bool = False) -> None:
         """Keep x. The caller may go on reading it and must not write into it.
 
         Args:
@@ -94,22 +123,25 @@ class InputStore:
             micro: number of the micro-batch.
             x: [..., D], any dtype.
             exact: keep this one as it is, whatever the store's kind: where a rounded input would change decisions.
+            here: keep this one on the device, whatever the layer's tier: where it is alive anyway.
 
         Raises:
             FitError: the disk is full.
             HardwareError: it cannot be written, or an earlier one could not.
         """
         coded = self.kind == "fp8" and not exact and x.is_floating_point()
-        self._entries[layer, micro] = _Entry(x.shape, x.dtype, coded)
+        tier: Tier = "device" if here else self.tier_of(layer)
+        keeper = self._keepers.setdefault(tier, DeviceTier()) if here else self._keepers[tier]
+        self._entries[layer, micro] = _Entry(x.shape, x.dtype, coded, tier)
         if coded:
             tiled = self._kernels.quantize(x.detach().reshape(-1, x.shape[-1]), E4M3, ROW_TILE)
-            self._tier.put((layer, micro), [tiled.codes.contiguous(), tiled.scale_inv.contiguous()])
+            keeper.put((layer, micro), [tiled.codes.contiguous(), tiled.scale_inv.contiguous()])
         else:
-            self._tier.put((layer, micro), [_own(x.detach())])
+            keeper.put((layer, micro), [_own(x.detach())])
 
     def prefetch(self, layer: int, micro: int) -> None:
         """Begin to bring it to the device."""
-        self._tier.prefetch((layer, micro))
+        self._keepers[self._entries[layer, micro].tier].prefetch((layer, micro))
 
     @torch.no_grad()
     def get(self, layer: int, micro: int) -> Tensor:
@@ -120,15 +152,14 @@ class InputStore:
             HardwareError: the disk tier lost it.
         """
         entry = self._entries[layer, micro]
-        parts = self._tier.get((layer, micro))
+        parts = self._keepers[entry.tier].get((layer, micro))
         if not entry.coded:
             return parts[0].detach()
         return TiledTensor(parts[0], parts[1], ROW_TILE, E4M3).dequantize(entry.dtype).view(entry.shape)
 
     def drop(self, layer: int, micro: int) -> None:
         """Let go of it."""
-        del self._entries[layer, micro]
-        self._tier.drop((layer, micro))
+        self._keepers[self._entries.pop((layer, micro)).tier].drop((layer, micro))
 
     def clear(self) -> None:
         """Let go of all, as when a step is given up."""
@@ -137,13 +168,14 @@ class InputStore:
 
     @property
     def num_bytes(self) -> dict[Tier, int]:
-        """Bytes held now in the tier; what is on its way is not counted."""
-        return {self.tier: self._tier.num_bytes}
+        """Bytes held now by tier; what is on its way is not counted."""
+        return {tier: keeper.num_bytes for tier, keeper in self._keepers.items()}
 
     def close(self) -> None:
         """Let go of all memory, files and threads."""
         self._entries.clear()
-        self._tier.close()
+        for keeper in self._keepers.values():
+            keeper.close()
 
 
 def _own(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model's parameters and its optimizer's states at home in tiers of their own, slice by slice.
+"""A model's parameters and its optimizer's states at home in tiers, each slice in its own.
 
     home = Tiers(model, slices, optimizer, device, parameters="host", states="disk", folder=folder)
     home.prefetch(next_part)
@@ -6,6 +6,7 @@
     optimizer.step_params(part.trained, grads)
     home.release(part, changed=True)
     home.flush()                              # once a step: errors of the disk come out here at the latest
+    home.move(part, parameters="device", states="disk")       # between steps
 
 States are made here, where the optimizer has none yet, and are never all in memory unless their tier is the device. A
 slice's parameters are named as in the model, its states `<parameter>.<state>`. The optimizer's step counters are no
@@ -14,6 +15,7 @@ bytes to speak of and stay where they are. The slice of parameters that several 
 Implements `layer_major.Residence`. Built by `training.assemble`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,6 +28,9 @@ from tilewright.models.contract import FirstValues
 from tilewright.models.layered import Slice, Slices
 from tilewright.optim.adam import DeepSeekAdam
 
+Homes = Tier | Mapping[str, Tier]
+"""A tier for all slices, or one for each by its name. The slice that several others read is on the device anyway."""
+
 
 class Tiers:
     """Brings slices to the device and takes them away.
@@ -35,8 +40,8 @@ class Tiers:
         slices: of the model.
         optimizer: without states yet.
         device: where the model computes.
-        parameters: tier of the parameters.
-        states: tier of the optimizer's states.
+        parameters: tiers of the parameters.
+        states: tiers of the optimizer's states.
         folder: of the disk tier.
         prefetch: slices that may be on their way, or written back, while one is used.
         values: makes the parameters' first values; None takes those that they have.
@@ -54,25 +59,27 @@ class Tiers:
         optimizer: DeepSeekAdam,
         device: torch.device | str,
         *,
-        parameters: Tier = "device",
-        states: Tier = "device",
+        parameters: Homes = "device",
+        states: Homes = "device",
         folder: Path | str | None = None,
         prefetch: int = 1,
         values: FirstValues | None = None,
     ) -> None:
         assert not optimizer.state, "states that are there already would be in memory twice"
-        self.parameters = Arena(parameters, device, folder=folder, prefetch=prefetch)
-        self.states = Arena(states, device, folder=folder, prefetch=prefetch)
+        self.parameters = Arena("device", device, folder=folder, prefetch=prefetch)
+        self.states = Arena("device", device, folder=folder, prefetch=prefetch)
         self._states_live: set[str] = set()
         names = {param: name for name, param in model.named_parameters()}
         for part in slices:
             own = {names[param]: param for param in part.params}
-            self.parameters.add(part.name, own, fill=values, resident=part is slices.shared)
+            tier = _home(parameters, part, slices)
+            self.parameters.add(part.name, own, fill=values, tier=tier, resident=part is slices.shared)
         self.parameters.seal()
         for part in slices:
             fill = _StateValues(self.parameters, part.name)
             own = _vacant_states(optimizer, {names[param]: param for param in part.trained})
-            self.states.add(part.name, own, fill=fill, resident=part is slices.shared)
+            tier = _home(states, part, slices)
+            self.states.add(part.name, own, fill=fill, tier=tier, resident=part is slices.shared)
         self.states.seal()
 
     def prefetch(self, part: Slice, *, states: bool = False) -> None:
@@ -109,10 +116,32 @@ class Tiers:
         self.parameters.flush()
         self.states.flush()
 
+    @property
+    def travels(self) -> bool:
+        """Whether anything is at home off the device."""
+        return self.parameters.travels or self.states.travels
+
+    def move(self, part: Slice, *, parameters: Tier, states: Tier) -> None:
+        """Give a slice other homes; see `Arena.move`. Not the slice that several others read.
+
+        Raises:
+            FitError: a tier has not so much room. What did not move is where it was.
+            HardwareError: the disk fails.
+            RuntimeError: the device has not so much memory.
+        """
+        self.parameters.move(part.name, parameters)
+        self.states.move(part.name, states)
+
     def close(self) -> None:
         """Give all room back. What is not live is lost."""
         self.parameters.close()
         self.states.close()
+
+
+def _home(homes: Homes, part: Slice, slices: Slices) -> Tier:
+    if part is slices.shared:
+        return "device"
+    return homes if isinstance(homes, str) else homes[part.name]
 
 
 class _StateValues:

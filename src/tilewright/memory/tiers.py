@@ -34,14 +34,18 @@ _MAX_PIECES = 1024
 
 
 class Store(Protocol):
-    """Bytes off the device. `memory` is all of them where the processor can reach them, else None."""
+    """Bytes off the device. `in_memory`: the processor can reach them, by `view`."""
 
-    memory: Tensor | None
-    num_bytes: int
+    in_memory: bool
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def read(self, offset: int, pieces: Sequence[Tensor]) -> None: ...
 
     def write(self, offset: int, pieces: Sequence[Tensor]) -> None: ...
+
+    def view(self, offset: int, num_bytes: int) -> Tensor: ...
 
     def close(self) -> None: ...
 
@@ -70,19 +74,15 @@ def make_store(tier: Tier, num_bytes: int, *, device: torch.device, folder: Path
 class HostStore:
     """One allocation of exactly `num_bytes`, which a GPU reaches directly."""
 
+    in_memory = True
+
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
         self._device = device
         try:
             self.memory: Tensor | None = pinned_empty(num_bytes, device)
         except RuntimeError as error:  # torch's allocator has no class of its own for it
-            raise FitError(
-                "The host tier does not fit into memory.",
-                got=f"no {format_bytes(num_bytes)} from the system",
-                need=f"{format_bytes(num_bytes)} of free host memory",
-                try_='memory.states = "disk" or memory.parameters = "disk", or a smaller model',
-                where="memory",
-            ) from error
+            raise no_host_memory(num_bytes) from error
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
         """The bytes themselves."""
@@ -111,8 +111,9 @@ class HostStore:
 class DiskStore:
     """A file without a name in `folder`, its room taken at construction."""
 
+    in_memory = False
+
     def __init__(self, num_bytes: int, folder: Path) -> None:
-        self.memory: Tensor | None = None
         self.num_bytes = num_bytes
         self.folder = folder
         self._file = open_nameless(folder)
@@ -138,6 +139,14 @@ class DiskStore:
             HardwareError: the disk fails, or is full after all.
         """
         self._move(os.pwritev, "written", offset, pieces)
+
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        """Not on a disk."""
+        raise AssertionError("bytes on disk cannot be looked at")
+
+    def fileno(self) -> int:
+        """The open file."""
+        return self._file.fileno()
 
     def sync(self) -> None:
         """Wait until the disk itself has what was written."""
@@ -183,6 +192,17 @@ class DiskStore:
             "it goes on from its newest checkpoint, the tier holds nothing else",
             where=str(self.folder),
         )
+
+
+def no_host_memory(num_bytes: int) -> FitError:
+    """What the user is told where the system has not so much memory."""
+    return FitError(
+        "The host tier does not fit into memory.",
+        got=f"no {format_bytes(num_bytes)} from the system",
+        need=f"{format_bytes(num_bytes)} of free host memory",
+        try_='memory.states = "disk" or memory.parameters = "disk", or a smaller model',
+        where="memory",
+    )
 
 
 def open_nameless(folder: Path) -> BinaryIO:

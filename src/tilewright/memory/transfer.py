@@ -130,7 +130,7 @@ class CudaTransfer(Transfer):
     def make_buffer(self, num_bytes: int) -> Buffer:
         """See `Transfer`."""
         live = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return Buffer(live, None if self.store.memory is not None else HostStore(num_bytes, self.device))
+        return Buffer(live, None if self.store.in_memory else HostStore(num_bytes, self.device))
 
     def mark(self) -> torch.cuda.Event | None:
         """See `Transfer`."""
@@ -140,22 +140,22 @@ class CudaTransfer(Transfer):
 
     def _load(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
         host = self._host_bytes(offset, num_bytes, buffer)
-        if buffer.bounce is not None:
+        if not self.store.in_memory:
             self.store.read(offset, [host])
         self._copy(host, buffer.live[:num_bytes], self._up, mark)
 
     def _save(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
         host = self._host_bytes(offset, num_bytes, buffer)
         self._copy(buffer.live[:num_bytes], host, self._down, mark)
-        if buffer.bounce is not None:
+        if not self.store.in_memory:
             self.store.write(offset, [host])
 
     def _host_bytes(self, offset: int, num_bytes: int, buffer: Buffer) -> Tensor:
         """Page-locked memory at this end of the link: the store itself, or what stands before the disk."""
-        if buffer.bounce is not None:
-            return buffer.bounce.view(0, num_bytes)
-        assert self.store.memory is not None, "a buffer without a middle belongs to a store in memory"
-        return self.store.memory[offset : offset + num_bytes]
+        if self.store.in_memory:
+            return self.store.view(offset, num_bytes)
+        assert buffer.bounce is not None, "a buffer for a disk has a middle"
+        return buffer.bounce.view(0, num_bytes)
 
     def _copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream, mark: torch.cuda.Event | None) -> None:
         with torch.cuda.device(self.device), torch.cuda.stream(stream):

@@ -37,7 +37,7 @@ class Sliced:
     @property
     def travels(self) -> bool:
         """Whether parameters or states are at home off the device."""
-        return {self.home.parameters.tier, self.home.states.tier} != {"device"}
+        return self.home.travels
 
 
 def comes_in_slices(recipe: Recipe) -> bool:
