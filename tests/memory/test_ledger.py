@@ -245,3 +245,18 @@ def test_sampler_sees_a_peak_between_two_readings():
         assert sampler.peak() < before + 60 * MIB
     finally:
         sampler.close()
+
+
+def test_peaks_are_taken_step_by_step_and_the_window_goes_on():
+    ledger = Ledger("cpu")
+    with ledger.phase("forward"):
+        big = torch.ones(64 * 2**20, dtype=torch.uint8)
+    first = ledger.take_peaks()
+    del big
+    with ledger.phase("forward"):
+        pass
+    second = ledger.take_peaks()
+    assert first["forward"] >= second["forward"] + 48 * 2**20
+    assert "backward" not in first
+    assert ledger.snapshot(None, None)["phases"]["forward"] == first["forward"]
+    ledger.close()

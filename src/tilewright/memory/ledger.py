@@ -89,6 +89,7 @@ class Ledger:
         self._keepers: list[tuple[str, Callable[[], Mapping[Tier, int]]]] = []
         self._known: dict[str, dict[str, int]] = {}
         self._window = _Window()
+        self._recent: dict[str, int] = {}
         self._last = self._moment()
 
     @property
@@ -138,8 +139,15 @@ class Ledger:
         known = self._window.phases.get(name)
         if known is None or peak > known.peak:
             self._window.phases[name] = _Stretch(peak, self._last, now)
+        self._recent[name] = max(peak, self._recent.get(name, 0))
         self._last = now
         self._probe.reset_peak()
+
+    def take_peaks(self) -> dict[str, int]:
+        """Peak bytes by phase since the last call, for who looks at every step; the snapshot's window goes on."""
+        self._credit()
+        peaks, self._recent = self._recent, {}
+        return peaks
 
     def _moment(self) -> _Moment:
         grads: list[Tensor] = [param.grad for param in self._params if param.grad is not None]
