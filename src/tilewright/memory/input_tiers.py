@@ -135,7 +135,7 @@ class HostTier:
         if buffer is None or buffer.nbytes < tensor.nbytes:
             if buffer is not None:
                 torch.cuda.synchronize(self._device)
-                unpin(buffer, self._device)
+                unpin(self._buffers.pop((key, number)), self._device)
             buffer = self._buffers[key, number] = pinned_empty(tensor.nbytes, self._device)
         return buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
@@ -170,11 +170,11 @@ class DiskTier:
         if not self._regions:
             self._end = 0  # a new step: from the start of the file again
         num_bytes = sum(tensor.nbytes for tensor in tensors)
+        arrays = [_bytes_of(tensor.cpu()) for tensor in tensors]
         region = _Region(self._end, [(tensor.shape, tensor.dtype) for tensor in tensors], num_bytes)
         self._grow(self._end + num_bytes)
         self._regions[key] = region
         self._end += num_bytes
-        arrays = [_bytes_of(tensor.cpu()) for tensor in tensors]
         self._writes.append(self._thread.submit(self._write, arrays, region.start))
 
     def prefetch(self, key: Key) -> None:

@@ -132,12 +132,12 @@ class InputStore:
         coded = self.kind == "fp8" and not exact and x.is_floating_point()
         tier: Tier = "device" if here else self.tier_of(layer)
         keeper = self._keepers.setdefault(tier, DeviceTier()) if here else self._keepers[tier]
-        self._entries[layer, micro] = _Entry(x.shape, x.dtype, coded, tier)
         if coded:
             tiled = self._kernels.quantize(x.detach().reshape(-1, x.shape[-1]), E4M3, ROW_TILE)
             keeper.put((layer, micro), [tiled.codes.contiguous(), tiled.scale_inv.contiguous()])
         else:
             keeper.put((layer, micro), [_own(x.detach())])
+        self._entries[layer, micro] = _Entry(x.shape, x.dtype, coded, tier)  # from here on there is something to drop
 
     def prefetch(self, layer: int, micro: int) -> None:
         """Begin to bring it to the device."""

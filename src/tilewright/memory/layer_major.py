@@ -1,32 +1,47 @@
 """All micro-batches through one slice of layers, then the next: forward, and backward by recomputation.
 
     run = LayerMajor(view, slices, inputs=..., residence=..., replay=..., phase=...)
+    run.keeps = frozenset({3})                # slices whose graphs are kept instead
     run.forward(batches)                      # keeps the input of each slice, and nothing else
     run.backward(factor, done)                # done(slice): its gradients are in `.grad`, whole; None afterwards
     run.end()
 
 So one slice's activations and one slice's gradients are alive at a time, and a slice can be updated in `done`, before
 the backward pass goes on: nothing will read the old values any more. `backward` may be called again, as long as no
-`done` has changed a parameter. The gradient is that of the whole batch, summed in FP32 for 16-bit parameters.
+`done` has changed a parameter; graphs that were kept are gone then, and their slices are recomputed like the others.
+A piece of it that finds no memory may be done again: `again` is around each. The gradient is that of the whole batch,
+summed in FP32 for 16-bit parameters.
 
 What moves slices to the device is `residence`, what keeps layer inputs `inputs`. Updates, clipping and what to do with
 bad numbers are the matter of `training.layer_major_step`, which calls this.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilewright.memory.inputs import InputStore
+from tilewright.memory.lending import lending
 from tilewright.memory.replay import Replay
 from tilewright.models.contract import LossOutput
 from tilewright.models.layered import Layered, Slice, Slices
 
 Batch = Mapping[str, Tensor]
 Phase = Callable[[str], AbstractContextManager[None]]
+Result = TypeVar("Result")
+
+
+class Again(Protocol):
+    """Calls a function, until it succeeds or nothing can be done any more."""
+
+    def __call__(self, piece: Callable[[], Result], /) -> Result: ...
+
+
+def _once(piece: Callable[[], Result], /) -> Result:
+    return piece()
 
 
 class Residence(Protocol):
@@ -42,6 +57,10 @@ class Residence(Protocol):
 
     def release(self, part: Slice, *, changed: bool) -> None:
         """Let go of it; its bytes are kept where they are at home."""
+        ...
+
+    def lends(self, part: Slice) -> bool:
+        """Whether a slice's parameters lie in other memory each time they are fetched."""
         ...
 
     def flush(self) -> None:
@@ -64,6 +83,10 @@ class AtHome:
 
     def release(self, part: Slice, *, changed: bool) -> None:
         """Nothing to do."""
+
+    def lends(self, part: Slice) -> bool:
+        """They stay where they are."""
+        return False
 
     def flush(self) -> None:
         """Nothing to do."""
@@ -102,7 +125,13 @@ class LayerMajor:
         self.residence = residence
         self.replay = replay
         self.device = device
+        self.keeps: frozenset[int] = frozenset()
+        """Places of the slices whose graphs live from forward to the first backward. Set between steps."""
+        self.again: Again = _once
+        """Called with each piece of a backward pass: one micro-batch through one slice. A piece that failed leaves
+        everything so that it can be called again, for the same result."""
         self._phase = phase
+        self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._batches: Sequence[Batch] = ()
         self._contexts: list[Any] = []
         self._counted: list[list[Tensor]] = []
@@ -122,8 +151,9 @@ class LayerMajor:
             for place, part in enumerate(self.slices.groups):
                 with self._live(part, self._after(place)):
                     for micro, x in enumerate(xs):
-                        self.inputs.put(place, micro, x)
-                        xs[micro] = self._forward_layers(part, micro, x)
+                        keep = place in self.keeps
+                        self.inputs.put(place, micro, x, exact=keep, here=keep)
+                        xs[micro] = (self._keep_layers if keep else self._forward_layers)(place, micro, x)
             finite = torch.ones((), dtype=torch.bool, device=self.device)
             for micro, x in enumerate(xs):
                 self.inputs.put(len(self.slices.groups), micro, x, exact=True)
@@ -139,11 +169,20 @@ class LayerMajor:
                 self._contexts.append(run.context)
         return xs
 
-    def _forward_layers(self, part: Slice, micro: int, x: Tensor) -> Tensor:
-        for index in part.layers:
+    def _keep_layers(self, place: int, micro: int, x: Tensor) -> Tensor:
+        """`_forward_layers`, whose graph is kept."""
+        part, start = self.slices.groups[place], x.detach().requires_grad_()
+        around = lending(part.params) if self.residence.lends(part) else nullcontext()
+        with torch.enable_grad(), around:
+            out = self._forward_layers(place, micro, start)
+        self._graphs[place, micro] = start, out
+        return out.detach()
+
+    def _forward_layers(self, place: int, micro: int, x: Tensor) -> Tensor:
+        for index in self.slices.groups[place].layers:
             x, counted = self._run_layer(index, micro, x, self.replay.first)
             if counted is not None:
-                self._counted[micro].append(counted)
+                self._counted[micro].append(counted.detach())
         return x
 
     def _run_layer(self, index: int, micro: int, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
@@ -204,16 +243,22 @@ class LayerMajor:
         grads: list[Tensor | None] = []
         with self._live(part, self._before(place), changed=last):
             for micro in range(len(self._batches)):
-                x = self._take(place, micro, last).requires_grad_()
-                out = self._run_epilogue(micro, x)
-                loss_sum += out.loss_sum.detach()
-                (out.loss_sum * factor).backward(inputs=[x, *wanted])
-                grads.append(x.grad)
+                loss_one, grad = self.again(_Piece(self._epilogue_piece, wanted, micro, factor))
+                self._drop(place, micro, last)
+                loss_sum += loss_one
+                grads.append(grad)
             loss = float(loss_sum)
             if after_loss is not None:
                 after_loss(loss)
             self._finish(part, done)
         return loss, grads
+
+    def _epilogue_piece(self, wanted: list[Tensor], micro: int, factor: float) -> tuple[Tensor, Tensor | None]:
+        """One micro-batch's loss, and its gradient at the last layer's output."""
+        x = self.inputs.get(len(self.slices.groups), micro).requires_grad_()
+        out = self._run_epilogue(micro, x)
+        (out.loss_sum * factor).backward(inputs=[x, *wanted])
+        return out.loss_sum.detach(), x.grad
 
     def _run_epilogue(self, micro: int, x: Tensor) -> LossOutput:
         key, batch, context = ("epilogue", micro), self._batches[micro], self._contexts[micro]
@@ -227,28 +272,45 @@ class LayerMajor:
                 self.inputs.prefetch(place, micro + 1)
             elif place:
                 self.inputs.prefetch(place - 1, 0)
-            start = x = self._take(place, micro, last).requires_grad_()
-            for index in part.layers:
-                x, _ = self._run_layer(index, micro, x, self.replay.again)
-            if grad is not None:
-                x.backward(grad, inputs=[start, *wanted])
-            grads[micro] = start.grad
+            grads[micro] = self.again(_Piece(self._layers_piece, wanted, place, micro, grad))
+            self._drop(place, micro, last)
+
+    def _layers_piece(self, wanted: list[Tensor], place: int, micro: int, grad: Tensor | None) -> Tensor | None:
+        """A slice's gradient at its input, for one micro-batch."""
+        start, out = self._graph(place, micro)
+        if grad is not None:
+            out.backward(grad, inputs=[start, *wanted])
+        return start.grad
+
+    def _graph(self, place: int, micro: int) -> tuple[Tensor, Tensor]:
+        """A slice's input and output, and the graph between them: as it was kept, or computed again."""
+        kept = self._graphs.pop((place, micro), None)
+        if kept is not None:
+            return kept
+        start = x = self.inputs.get(place, micro).requires_grad_()
+        for index in self.slices.groups[place].layers:
+            x, _ = self._run_layer(index, micro, x, self.replay.again)
+        return start, x
 
     def _backward_prologue(self, grads: list[Tensor | None]) -> None:
         wanted = [*self.slices.prologue.trained, *self.slices.shared.trained]
         for micro, grad in enumerate(grads):
-            if not wanted or grad is None:
-                continue
-            x = self.replay.again(("prologue", micro), None, _Prologue(self.view, self._batches[micro]))
-            if x.requires_grad:
-                x.backward(grad, inputs=wanted)
+            if wanted and grad is not None:
+                self.again(_Piece(self._prologue_piece, wanted, micro, grad))
             grads[micro] = None
 
-    def _take(self, place: int, micro: int, last: bool) -> Tensor:
-        x = self.inputs.get(place, micro)
+    def _prologue_piece(self, wanted: list[Tensor], micro: int, grad: Tensor) -> None:
+        x = self.replay.again(("prologue", micro), None, _Prologue(self.view, self._batches[micro]))
+        if x.requires_grad and wanted:
+            x.backward(grad, inputs=wanted)
+
+    def _drop(self, place: int, micro: int, last: bool) -> None:
         if last:
             self.inputs.drop(place, micro)
-        return x
+
+    def let_go(self) -> None:
+        """Free the graphs that are kept; their slices are recomputed instead, for the same gradients."""
+        self._graphs.clear()
 
     @staticmethod
     def _finish(part: Slice, done: Callable[[Slice], None]) -> None:
@@ -259,7 +321,8 @@ class LayerMajor:
     # ---- around both ----
 
     def end(self) -> None:
-        """Forget the step: its inputs, draws and gradients."""
+        """Forget the step: its inputs, graphs, draws and gradients."""
+        self._graphs.clear()
         self.inputs.clear()
         self.replay.clear()
         for part in self.slices:
@@ -279,12 +342,37 @@ class LayerMajor:
     @contextmanager
     def _live(self, part: Slice, following: Slice | None, *, changed: bool = False) -> Iterator[None]:
         self.residence.fetch(part, states=changed)
-        if following is not None:
-            self.residence.prefetch(following, states=changed)
         try:
+            if following is not None:
+                self.residence.prefetch(following, states=changed)
             yield
         finally:
             self.residence.release(part, changed=changed)
+
+
+class _Piece:
+    """A piece of the backward pass as a function of nothing that can be called again where it failed.
+
+    Gradients add up over the pieces, so what one call has added for a parameter the next one must not add again:
+    autograd changes a `.grad` in one go, and whether it has shows in the tensor's identity and version.
+
+    Args:
+        run: called with the parameters whose gradients are still wanted, and `args`.
+        wanted: parameters.
+        args: anything else.
+    """
+
+    def __init__(self, run: Callable[..., Any], wanted: Sequence[Tensor], *args: Any) -> None:
+        self._run, self._wanted, self._args = run, wanted, args
+        self._before = [_version(param) for param in wanted]
+
+    def __call__(self) -> Any:
+        rows = zip(self._wanted, self._before, strict=True)
+        return self._run([param for param, before in rows if _version(param) == before], *self._args)
+
+
+def _version(param: Tensor) -> tuple[int, int] | None:
+    return None if param.grad is None else (id(param.grad), param.grad._version)
 
 
 class _Prologue:

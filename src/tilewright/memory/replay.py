@@ -63,10 +63,14 @@ class Replay:
         self._routers: dict[nn.Module, tuple[list[Router], bool]] = {}
 
     def first(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
-        """function(), remembered under `key`."""
+        """function(), remembered under `key`. Where it fails, nothing was drawn and nothing is remembered."""
         taken, before = _Taken(), self._states()
-        with self._choosing(layer, taken.choices):
-            out = function()
+        try:
+            with self._choosing(layer, taken.choices):
+                out = function()
+        except BaseException:
+            self._set_states(before)
+            raise
         if any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True)):
             taken.states = before
         self._taken[key] = taken

@@ -92,12 +92,17 @@ class Tiers:
         """Have a slice's parameters on the device when this returns, and its states where they are wanted.
 
         Raises:
-            HardwareError: the disk fails, or failed before.
+            HardwareError: the disk fails, or failed before. The slice is not live then.
         """
         self.parameters.fetch(part.name)
-        if states:
+        if not states:
+            return
+        try:
             self.states.fetch(part.name)
-            self._states_live.add(part.name)
+        except BaseException:
+            self.parameters.release(part.name, changed=False)
+            raise
+        self._states_live.add(part.name)
 
     def release(self, part: Slice, *, changed: bool) -> None:
         """Let go of a slice; what changed is written back."""
@@ -106,6 +111,10 @@ class Tiers:
         if part.name in self._states_live:
             self._states_live.remove(part.name)
             self.states.release(part.name, changed=changed)
+
+    def lends(self, part: Slice) -> bool:
+        """Whether a slice's parameters lie in other memory each time they are fetched."""
+        return self.parameters.tier_of(part.name) != "device"
 
     def flush(self) -> None:
         """Wait until all that was released is at home.
