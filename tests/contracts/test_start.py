@@ -41,3 +41,15 @@ def test_help_answers_in_half_a_second():
 def test_a_mistake_in_a_recipe_is_told_before_torch_is_imported():
     code = "from tilewright.cli.app import run; assert run(['train', '--train.stesp', '3']) == 2"
     assert "torch" not in loaded_modules(code)
+
+
+def test_a_plan_does_not_import_torchs_compiler():
+    """It takes two seconds, and a plan for a GPU that is not there needs nothing of it."""
+    code = "from tilewright.cli.app import run; assert run(['plan', 'slice_cpu', '--on', 'h200']) == 0"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint('torch._dynamo' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.splitlines()[-1] == "False"

@@ -109,3 +109,22 @@ def test_unused_experts_get_a_zero_gradient():
     grads = [expert.up_proj.weight.grad for expert in model.blocks[1].mlp.experts]
     assert all(grad is not None for grad in grads)
     assert any(not grad.any() for grad in grads)
+
+
+def test_experts_of_a_layer_that_is_compiled_whole_run_uncompiled():
+    """Their shapes depend on the data; and nothing of torch's compiler is imported before something is compiled."""
+    moe = make_decoder("gqa_moe").blocks[1].mlp.requires_grad_(False)
+    x_BSD = torch.randn(2, 8, 64)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    out_BSD, load_E = torch.compile(moe, backend=backend)(x_BSD)
+    want_BSD, want_E = moe(x_BSD)
+    assert torch.allclose(out_BSD, want_BSD, atol=1e-6)
+    assert torch.equal(load_E, want_E)
+    assert graphs
+    assert not any(node.target in (torch.bincount, "bincount", "split") for g in graphs for node in g.graph.nodes)

@@ -2,18 +2,28 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.plan.rates import GIB, make_machine, make_recipe
 from tests.plan.shapes import DEEPSEEK_V3, DENSE_42B, LLAMA_8B, QWEN3_32B
 from tests.plan.test_cost import HF, MLA, MOE
 from tilewright.core.errors import ConfigError
 from tilewright.models.activation_bytes import head_bytes
+from tilewright.models.build import decoder_config
 from tilewright.models.count import count_flops, count_parameters
-from tilewright.plan.classes import Line, ShapeFinder, ranges
+from tilewright.models.decoder import Decoder
+from tilewright.ops.kernels import Kernels
+from tilewright.plan.classes import Line, ShapeFinder, ranges, work_per_token
 from tilewright.plan.footprint import activation_bytes, storage
-from tilewright.plan.workload import Planner
+from tilewright.plan.layer_trace import trace_layers
+from tilewright.plan.trace import KERNELS, quiet, to_fake
+from tilewright.plan.workload import BYTES, Planner
+from tilewright.precision.convert import convert
+from tilewright.precision.policy import Policy
 
 CPU, H200 = make_machine(), make_machine(139 * GIB, "cuda")
 
@@ -127,3 +137,27 @@ def test_a_module_that_cannot_be_traced_is_named(tmp_path, monkeypatch):
 def test_lines_and_ranges():
     assert Line.through(12, 22)(5) == 52
     assert ranges([3, 1, 2, 9]) == "1-3, 9"
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "fp32", "hybrid", "pure_fp16"])
+@pytest.mark.parametrize("ffn_dim", [512, 1024, 4096])
+def test_what_backward_of_a_dense_layer_needs_is_what_a_trace_says(mode, ffn_dim):
+    machine = make_machine(64 * GIB, "cuda")
+    model = {"dim": 512, "num_layers": 1, "num_heads": 8, "ffn_dim": ffn_dim}
+    recipe = make_recipe(model=model, precision={"mode": mode})
+    config = decoder_config(recipe.model, 8)
+    policy = Policy.from_section(recipe.precision, "cuda").in_mode(mode)
+    with torch.device("meta"):
+        decoder = Decoder(config, Kernels(machine, KERNELS, compile=False))
+    with FakeTensorMode(), quiet():
+        to_fake(decoder, torch.device("cpu"))
+        on_cpu = replace(policy, device_type="cpu")
+        convert(decoder.train(), on_cpu, kernels=Kernels(machine, KERNELS, compile=False))
+        traces = []
+        for rows in (1, 2):  # copies of weights are the same for all rows
+            ids = torch.zeros(rows, 128, dtype=torch.int64)
+            traces += trace_layers(list(decoder.blocks), lambda ids=ids: decoder.hidden(ids, ids, None))
+    one, two = traces
+    want = (two.work - one.work) / 128
+    product, stream = BYTES[policy.product], BYTES[policy.stream]
+    assert 0.99 * want <= work_per_token(config, product, stream) <= 1.2 * want

@@ -15,6 +15,7 @@ from tilewright.models.hf import HFModel
 from tilewright.models.hf_io import load_weights, read_config
 from tilewright.models.hf_load import init_hf, load_hf
 from tilewright.models.init import init_decoder
+from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
 
 
@@ -50,7 +51,7 @@ def build_model(
         )
     _require_path(section)
     config = decoder_config(section, vocab_size)
-    with torch.device("meta"):
+    with shapes_only():
         model = Decoder(config, kernels)
     if torch.device(device).type != "meta":
         materialize(model, device)

@@ -106,13 +106,18 @@ class MoE(nn.Module):
         """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
         x_ND = x_BSD.flatten(0, 1)
         weights_NK, experts_NK = self.gate(x_ND)
-        out_ND = self._run_experts(x_ND, weights_NK, experts_NK)
+        if torch.compiler.is_compiling():
+            from tilewright.models.moe_apart import run_experts  # its decorator takes seconds to import
+
+            out_ND = run_experts(self, x_ND, weights_NK, experts_NK)
+        else:
+            out_ND = self.run_experts(x_ND, weights_NK, experts_NK)
         if self.shared_experts is not None:
             out_ND = out_ND + self.shared_experts(x_ND)
         return out_ND.view_as(x_BSD), self._load(experts_NK, segments_BS)
 
-    @torch.compiler.disable
-    def _run_experts(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
+    def run_experts(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
+        """Each token's experts, weighted and summed. Not for compiled code: shapes depend on the data."""
         num_chosen = experts_NK.shape[1]
         flat = experts_NK.flatten()
         order = flat.argsort(stable=True)

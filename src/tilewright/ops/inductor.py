@@ -8,6 +8,7 @@ Called wherever something is compiled.
 
 import functools
 import subprocess
+from pathlib import Path
 
 import torch
 
@@ -53,5 +54,10 @@ def tuning_of(compiler: str) -> str | None:
     return next((words[1] for words in lines if len(words) == 2 and words[0] == "-mtune="), None)
 
 
+@functools.cache
 def _takes_march() -> bool:
-    return "cpp.march" in torch._inductor.list_options()
+    """Whether torch's compiler has an option for the architecture. Read in its file: its import takes seconds."""
+    config = Path(torch.__file__).parent / "_inductor" / "config.py"
+    if not config.is_file():
+        return "cpp.march" in torch._inductor.list_options()
+    return "TORCHINDUCTOR_CPP_MARCH" in config.read_text(encoding="utf-8")

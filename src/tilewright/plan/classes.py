@@ -28,6 +28,7 @@ from tilewright.models.config import DecoderConfig
 from tilewright.models.count import count_flops, layer_parameters, mlp_weights
 from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
+from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.footprint import LAYER_WORK, layer_storages
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
@@ -162,7 +163,6 @@ class ShapeFinder:
         self.vocab_size = vocab_size
         self.machine = machine
         self._skeletons: dict[object, _Skeleton] = {}
-        self._shares: dict[object, float] = {}
 
     def find(self, recipe: Recipe) -> ModelShape:
         """The shape of a recipe's model.
@@ -179,9 +179,7 @@ class ShapeFinder:
             self._skeletons[recipe.model] = _skeleton(recipe, self.vocab_size)
         skeleton = self._skeletons[recipe.model]
         if skeleton.config is not None:
-            if (recipe.model, mode) not in self._shares:
-                self._shares[recipe.model, mode] = _work_share(skeleton.config, recipe, policy, self.machine)
-            return _decoder_shape(skeleton, recipe, policy, mode, self.machine, self._shares[recipe.model, mode])
+            return _decoder_shape(skeleton, recipe, policy, mode, self.machine)
         return _foreign_shape(skeleton, recipe, policy, self.machine)
 
 
@@ -234,7 +232,7 @@ def _short_decoder(section: ModelSection, vocab_size: int) -> _Skeleton:
         tuple(layer for layer in range(config.num_layers) if config.is_moe(layer) == moe) for moe in sorted(kinds)
     )
     short = replace(config, num_layers=len(kinds), num_dense_layers=int(False in kinds))
-    with torch.device("meta"):
+    with shapes_only():
         model = Decoder(short, Kernels.default())
     embedding = config.vocab_size * config.dim
     head = config.dim + (0 if config.tie_embeddings else embedding)
@@ -387,9 +385,7 @@ def _untraceable(section: ModelSection, error: Exception, layers: Sequence[nn.Mo
     )
 
 
-def _decoder_shape(
-    skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: str, machine: Machine, share: float
-) -> ModelShape:
+def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: str, machine: Machine) -> ModelShape:
     assert skeleton.config is not None
     config: DecoderConfig = skeleton.config
     short: Any = skeleton.model
@@ -403,6 +399,7 @@ def _decoder_shape(
             name: Line.through(*(_kept(work, short.config, place, storages, name, policy, rows) for rows in (1, 2)))
             for name in ("none", "selective")
         }
+        share = _work_share(config, policy, machine, kept["none"].per_row / recipe.data.seq_len)
         mlp = _mlp_share(short.config, place, storages[place])
         mask = 0.0 if work.compiled else float(recipe.data.seq_len**2 * BYTES[policy.product])
         everything = Line(kept["none"].fixed, kept["none"].per_row + mask)
@@ -471,25 +468,28 @@ def _mlp_share(config: DecoderConfig, layer: int, kept: Any) -> float:
     return max(0.0, 1 - rest / whole)
 
 
-def _work_share(config: DecoderConfig, recipe: Recipe, policy: Policy, machine: Machine) -> float:
-    """Backward's need as a share of what a layer keeps: traced on a dense layer, eager; on a CPU as measured."""
+def work_per_token(config: DecoderConfig, product: int, stream: int) -> float:
+    """Bytes a token that backward of an eager dense layer has alive beyond what the layer keeps.
+
+    What traces say (tests/plan/test_classes.py): the gradients around SwiGLU, which is computed in FP32, and that of
+    the layer's output; where the MLP is thin, attention's.
+
+    Args:
+        config: of the decoder.
+        product: bytes of a number in the products.
+        stream: bytes of a number in the residual stream.
+    """
+    around_mlp = (10 if product == 2 else 8) * config.ffn_dim + stream * config.dim
+    return max(around_mlp, 12.0 * config.dim)
+
+
+def _work_share(config: DecoderConfig, policy: Policy, machine: Machine, kept: float) -> float:
+    """Backward's need as a share of the `kept` bytes a token of a layer; on a CPU as measured."""
     if machine.device == "cpu":
         return LAYER_WORK
     if config.num_experts or policy.is_fp8:
         return WORK_GUESS
-    short = replace(config, num_layers=1, vocab_size=8)
-    with torch.device("meta"):
-        model = Decoder(short, Kernels(machine, KERNELS, compile=False))
-    with FakeTensorMode(), quiet():
-        to_fake(model, torch.device("cpu"))
-        convert(model, replace(policy, device_type="cpu"), kernels=Kernels(machine, KERNELS, compile=False))
-        model.train()
-        ids = torch.zeros(1, recipe.data.seq_len, dtype=torch.int64)
-        try:
-            (found,) = trace_layers(list(model.blocks), lambda: model.hidden(ids, ids, None))
-        except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException):
-            return WORK_GUESS
-    return found.work / found.kept
+    return work_per_token(config, BYTES[policy.product], BYTES[policy.stream]) / kept
 
 
 def _notes(recipe: Recipe) -> tuple[str, ...]:

@@ -21,14 +21,18 @@ def why_not(machine: Machine, case: Case) -> str | None:
     return "the CPU multiplies this format itself" if machine.cpu_multiplies(case.dtype) else None
 
 
-@torch.compiler.assume_constant_result
 def widens(device_type: str, dtype: torch.dtype) -> bool:
     """Whether products of this dtype are faster in FP32 on this device: a CPU without instructions for them."""
-    return device_type == "cpu" and not _multiplies(dtype)
+    if torch.compiler.is_compiling():
+        from tilewright.ops.native.wide_constant import multiplies  # its decorator takes seconds to import
+
+        return device_type == "cpu" and not multiplies(dtype)
+    return device_type == "cpu" and not cpu_has(dtype)
 
 
 @functools.cache
-def _multiplies(dtype: torch.dtype) -> bool:
+def cpu_has(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies a dtype itself."""
     return cpu_multiplies(dtype, cpu_features())
 
 
