@@ -26,10 +26,12 @@ import torch
 from torch import Tensor
 
 from tilewright.core.errors import NumericsError
+from tilewright.core.placement import Placement
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
 from tilewright.memory.layer_major import AtHome, LayerMajor, Residence
 from tilewright.memory.ledger import Ledger
+from tilewright.memory.places import Places
 from tilewright.memory.replay import Replay
 from tilewright.models.contract import TrainableModel
 from tilewright.models.layered import Layered, Slice, Slices
@@ -95,6 +97,10 @@ class LayerMajorExecutor:
         residence: brings slices to the device; by default they live there.
         weights: 8-bit codes to refresh after updates.
         ledger: measures memory by phase, if given.
+        placement: what is done with each layer; `inputs` and `residence` are as it says. None: all is recomputed.
+
+    Raises:
+        ConfigError: the placement is of other layers, or asks for what is not offered; see `memory.places`.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class LayerMajorExecutor:
         residence: Residence | None = None,
         weights: QuantizedWeights | None = None,
         ledger: Ledger | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -131,8 +138,10 @@ class LayerMajorExecutor:
             phase=self._phase,
             device=self.device,
         )
+        self._places = Places(self.run, placement, weights)
         self._bad_steps = 0
         self.whole = WholeStep(model, self._params, self.device, [clip])
+        self.whole.relief = self.run.let_go
         self.run.again = self.whole.finish
         for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
@@ -178,6 +187,15 @@ class LayerMajorExecutor:
         self.run.residence.flush()
         seconds = time.perf_counter() - started
         return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, attempt.aux)
+
+    @property
+    def placement(self) -> Placement:
+        """What is done with each layer now."""
+        return self._places.now
+
+    def place(self, placement: Placement) -> None:
+        """Between steps: do this with each layer from now on; see `memory.places.Places.change`."""
+        self._places.change(placement)
 
     def close(self) -> None:
         """Give back threads, files and memory. What is at home off the device is lost."""

@@ -62,6 +62,8 @@ class WholeStep:
         self._params = params
         self._device = device
         self._parts = parts
+        self.relief: Callable[[], None] = lambda: None
+        """Lets go of what can be computed again; called before a piece is called again."""
         self.relieved: list[str] = []
         """What the allocator said where a piece was called again, since somebody emptied this list."""
 
@@ -107,6 +109,7 @@ class WholeStep:
                     raise
                 self.relieved.append(first_line(error))
                 self._let_go(error)
+            self.relief()
             free_memory(self._device)
         raise AssertionError("the last try returns or raises")
 

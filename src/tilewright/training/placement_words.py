@@ -1,0 +1,51 @@
+"""Placements in words, and the next tighter ones where no planner knows a model. Called by `regroup`."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tilewright.core.placement import Activations, LayerPlacement, Placement
+
+_TIGHTER: dict[Activations, tuple[Activations, ...]] = {
+    "keep": ("selective", "recompute"),
+    "selective": ("recompute",),
+    "recompute": (),
+}
+
+
+def words(placement: Placement) -> str:
+    """How many layers are treated how.
+
+    Example:
+        >>> words(Placement.uniform(3))
+        '3 keep'
+        >>> words(Placement.uniform(2, activations="recompute", inputs="disk", states="host"))
+        '2 recompute (inputs disk, states host)'
+    """
+    counts = Counter(_layer(layer) for layer in placement.layers)
+    return ", ".join(f"{count} {text}" for text, count in counts.items())
+
+
+def _layer(layer: LayerPlacement) -> str:
+    away = [(name, getattr(layer, name)) for name in ("inputs", "parameters", "states")]
+    told = ", ".join(f"{name} {tier}" for name, tier in away if tier != "device")
+    return f"{layer.activations} ({told})" if told else layer.activations
+
+
+def tighter(placement: Placement) -> Iterator[Placement]:
+    """Placements that keep less for the backward pass, one step after the other.
+
+    Example:
+        >>> [words(found) for found in tighter(Placement.uniform(2))]
+        ['2 selective', '2 recompute']
+    """
+    modes = {layer.activations for layer in placement.layers}
+    loosest = next((mode for mode in _TIGHTER if mode in modes), "recompute")
+    for mode in _TIGHTER[loosest]:
+        layers = [replace(layer, activations=_tightest(layer.activations, mode)) for layer in placement.layers]
+        yield replace(placement, layers=tuple(layers))
+
+
+def _tightest(one: Activations, other: Activations) -> Activations:
+    order = list(_TIGHTER)
+    return max(one, other, key=order.index)

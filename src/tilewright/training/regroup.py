@@ -1,0 +1,394 @@
+"""Regroups the slices of a run while it goes on: measures, plans again, and computes a step again that found no memory.
+
+    regroup = Regroup(executor, replanner=..., budget=..., peaks=ledger.take_peaks, tell=...)
+    result = regroup.step(number, microbatches, lr)          # instead of executor.step
+
+The first step says how far the plan is off: measured over planned bytes, which every later plan is corrected by. Then a
+new plan is made where one of four things happens, and is taken where it must be (the old one does not fit) or where it
+is faster by enough to pay for the change:
+
+    shape           the rows of a batch have another length
+    budget          free memory, or what the run may use, changed by more than 10 %
+    prediction      a step took more than 5 % above what was expected
+    out of memory   an allocator found none. The step has changed nothing (`whole`), and is computed again under a
+                    tighter plan: the same batch, the same random numbers, the same result
+
+Plans differ in what layers keep and where bytes lie, which changes no bit of a result; so no trigger changes a loss.
+Every decision is told with its number and its threshold. Called by `run`; plans come from `plan.replan`.
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from tilewright.core.errors import TilewrightError
+from tilewright.core.placement import Placement
+from tilewright.core.units import format_bytes, format_seconds
+from tilewright.memory.table import is_out_of_memory
+from tilewright.training.placement_words import tighter, words
+from tilewright.training.step import Batch, StepResult
+from tilewright.training.whole import WholeStep, first_line
+
+Result = TypeVar("Result")
+STEP_PHASES = ("forward", "loss", "backward", "update")
+CUTS = 6
+"""Budgets tried after an out-of-memory, each smaller, before the smallest placement is taken."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When to plan again."""
+
+    error: float = 0.05
+    """Measured over expected bytes, less one."""
+    budget: float = 0.10
+    """Change in the bytes that the run may use."""
+    cut: float = 0.10
+    """Less than what was expected of the placement that found no memory."""
+    gain: float = 0.02
+    """Share of the step time that a change must save where it need not be made."""
+
+
+class Expected(Protocol):
+    """A placement and what it takes; `plan.replan.Replan`."""
+
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def phases(self) -> Mapping[str, Mapping[str, float]]: ...
+
+    @property
+    def step_s(self) -> float: ...
+
+
+class Planner(Protocol):
+    """`plan.replan.Replanner`."""
+
+    def plan(
+        self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
+    ) -> Expected | None: ...
+
+    def predict(
+        self, placement: Placement, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
+    ) -> Expected: ...
+
+    def smallest(self, seq_len: int | None = None, *, memory_factor: float = 1.0) -> Expected | None: ...
+
+
+class Movable(Protocol):
+    """An executor whose placement can change between steps."""
+
+    whole: WholeStep
+
+    @property
+    def placement(self) -> Placement: ...
+
+    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult: ...
+
+    def place(self, placement: Placement) -> None:
+        """Go over to another placement. On an error the old one is what runs."""
+        ...
+
+
+class Regroup:
+    """Runs the steps of an executor, and moves it between placements.
+
+    Args:
+        executor: what runs.
+        planner: gives the planner of this run, made when it is needed first; None where its model cannot be planned.
+        budget: bytes that the run may use on the device now. Asked before each step.
+        peaks: peak bytes by phase since it was asked last.
+        state_bytes: bytes of the optimizer's states on the device now: they are made by the first update, and the
+            first step's peaks lack them.
+        tell: records an event: step, text, numbers.
+        steps: of the run: what a change saves is weighed against the steps that are left.
+        watch: plan again on shape, budget and prediction; else only after an out-of-memory.
+        rules: when.
+    """
+
+    def __init__(
+        self,
+        executor: Movable,
+        planner: Callable[[], Planner | None],
+        *,
+        budget: Callable[[], float],
+        peaks: Callable[[], Mapping[str, int]],
+        tell: Callable[..., None],
+        state_bytes: Callable[[], int] = lambda: 0,
+        steps: int = 10**9,
+        watch: bool = True,
+        rules: Rules = Rules(),
+    ) -> None:
+        self.executor = executor
+        self.rules = rules
+        self.memory_factor = 1.0
+        """Measured over planned bytes."""
+        self.time_factor = 1.0
+        """Measured over planned seconds. The same for all plans, so it orders none of them."""
+        self._find_planner = planner
+        self._planner: Planner | None = None
+        self._looked = False
+        self._budget = budget
+        self._peaks = peaks
+        self._state_bytes = state_bytes
+        self._tell_event = tell
+        self._steps = steps
+        self._watch = watch
+        self._number = 0
+        self._length: int | None = None
+        self._planned_for: float | None = None
+        self._limit = float("inf")
+        """What an out-of-memory has taught of the device."""
+        self._expected: Expected | None = None
+        self._measured = 0.0
+        """Highest peak under this placement and length."""
+        self._under = 0
+        """Steps under this placement and length."""
+        self._first_s = 0.0
+        self._calibrated = False
+
+    # ---- steps ----
+
+    def step(self, number: int, microbatches: Sequence[Batch], lr: float) -> StepResult:
+        """One step, whole, whatever memory does.
+
+        Args:
+            number: of the step, counted from 1.
+            microbatches: see `Executor.step`.
+            lr: see there.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError, MemoryError: no memory, and no tighter placement. Nothing has changed.
+            HalfUpdated: no memory in the middle of an update.
+        """
+        self._number = number
+        if self._watch:
+            self._look_ahead(microbatches)
+        states = self._state_bytes() if not self._calibrated else 0
+        result = self.retried(lambda: self.executor.step(microbatches, lr))
+        if self.executor.whole.relieved:
+            self._went_on()
+        if self._watch:
+            made = self._state_bytes() - states if not self._calibrated else 0
+            self._look_back(result.seconds, made)
+        return result
+
+    def retried(self, work: Callable[[], Result]) -> Result:
+        """work(), again under a tighter placement where an allocator finds no memory.
+
+        Args:
+            work: changes nothing where it does not come to its end.
+        """
+        while True:
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+                failed = error
+            if not self._tighten(f"an allocator found no memory ({first_line(failed)}); the step is computed again"):
+                raise failed
+
+    # ---- triggers ----
+
+    def _look_ahead(self, microbatches: Sequence[Batch]) -> None:
+        budget = self._allowed()
+        length = length_of(microbatches)
+        if self._planned_for is None:
+            self._planned_for, self._length = budget, length
+            return
+        change = budget / self._planned_for - 1
+        if length != self._length:
+            text, self._length = f"rows of {length} tokens, before {self._length}", length
+            self._under, self._measured, self._expected = 0, 0.0, None
+            self._plan_again("shape", text, tokens=length)
+        elif change < -self.rules.budget and not self._fits(budget):
+            text = f"the run may use {format_bytes(budget)}, {-change:.0%} less (threshold {self.rules.budget:.0%})"
+            self._plan_again("budget", text, change=change, threshold=-self.rules.budget)
+        elif change > self.rules.budget:
+            text = f"the run may use {format_bytes(budget)}, {change:.0%} more (threshold {self.rules.budget:.0%})"
+            self._plan_again("budget", text, quiet=True, change=change, threshold=self.rules.budget)
+
+    def _look_back(self, seconds: float, states_made: int) -> None:
+        """Compare the step with what was expected of it."""
+        peaks = {name: size for name, size in self._peaks().items() if name in STEP_PHASES}
+        self._under += 1
+        if self._number == 1 or not self._first_s:
+            self._first_s = seconds
+        planner = self._the_planner()
+        if not peaks or planner is None:
+            return
+        before = {name: size + (states_made if name != "update" else 0) for name, size in peaks.items()}
+        self._measured = max(self._measured, *before.values())
+        expected = peak_of(self._expect())
+        error = self._measured / expected - 1
+        fresh = self._under == 1
+        if error > self.rules.error or (fresh and abs(error) > self.rules.error):
+            self.memory_factor *= 1 + error
+            self._expected = None
+            kind = "prediction" if self._calibrated else "calibration"
+            text = (
+                f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%} "
+                f"(threshold {self.rules.error:.0%}), so plans are multiplied by {self.memory_factor:.3f}"
+            )
+            numbers = {"measured_bytes": self._measured, "expected_bytes": expected, "error": error}
+            self._plan_again(kind, text, threshold=self.rules.error, **numbers)
+        elif not self._calibrated:
+            text = f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%}"
+            self._tell("calibration", f"{text}, within {self.rules.error:.0%}", error=error, threshold=self.rules.error)
+        self._calibrated = True
+        if self._under == 2:  # the first step of a placement compiles
+            self.time_factor *= seconds / self._expect().step_s
+            self._expected = None
+
+    def _went_on(self) -> None:
+        """A step met an out-of-memory in its update, made memory free, and came to its end."""
+        said = self.executor.whole.relieved
+        text = f"an allocator found no memory {len(said)} times in what cannot be taken back ({said[0]}); it went on"
+        said.clear()
+        self._tighten(text)
+
+    # ---- decisions ----
+
+    def _plan_again(self, trigger: str, text: str, *, quiet: bool = False, **numbers: Any) -> None:
+        """Find the fastest placement for what is known now; take it where that must be, or pays.
+
+        Args:
+            trigger: what happened.
+            text: the same with its number and threshold.
+            quiet: say nothing where all stays as it is.
+            numbers: for the record.
+        """
+        budget = self._allowed()
+        self._planned_for = budget
+        planner = self._the_planner()
+        if planner is None:  # the run has said so when it began
+            return
+        started = time.perf_counter()
+        now = self._expect()
+        factors = {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
+        found = planner.plan(budget, self._length, **factors)
+        none = found is None
+        if found is None:
+            found = planner.smallest(self._length, memory_factor=self.memory_factor)
+        numbers |= {"budget_bytes": budget, "plan_s": time.perf_counter() - started}
+        if found is None or found.placement == self.executor.placement:
+            if not quiet:
+                why = "nothing fits better" if none else "it is the best for this"
+                self._tell(trigger, f"{text}; the placement stays, {why}", **numbers)
+            return
+        must = peak_of(now) > budget
+        saved_s = now.step_s - found.step_s
+        if must and peak_of(found) >= peak_of(now):
+            self._tell(trigger, f"{text}; the placement stays, it is the smallest there is", **numbers)
+        elif must or self._pays(saved_s, now.step_s):
+            reason = f"{text}; nothing fits, so the smallest placement" if none else text
+            self._switch(trigger, reason, found, **numbers)
+        elif not quiet:
+            told = f"{format_seconds(max(0.0, saved_s))} a step would be saved, which does not pay for a change"
+            self._tell(trigger, f"{text}; the placement stays, {told}", **numbers)
+
+    def _pays(self, saved_s: float, step_s: float) -> bool:
+        """Whether a change that need not be made is worth it: a first step under a new placement compiles anew."""
+        return saved_s > self.rules.gain * step_s and saved_s * (self._steps - self._number) > self._first_s
+
+    def _tighten(self, text: str) -> bool:
+        """Go over to a placement that takes less than the present one; False where there is none."""
+        planner = self._the_planner()
+        if planner is None:
+            return self._tighten_unplanned(text)
+        now = self._expect()
+        least = peak_of(now)
+        for found, limit in self._smaller(planner, least):
+            if found.placement != self.executor.placement and peak_of(found) < least:
+                self._limit = min(self._limit, limit)
+                numbers = {"expected_bytes": least, "threshold": -self.rules.cut, "limit_bytes": limit}
+                if self._switch("out_of_memory", text, found, **numbers):
+                    self._planned_for = self._allowed()
+                    return True
+        self._tell("out_of_memory", f"{text}; there is no tighter placement", expected_bytes=least)
+        return False
+
+    def _smaller(self, planner: Planner, peak_bytes: float) -> Iterable[tuple[Expected, float]]:
+        """Plans for less and less, and the smallest."""
+        limit = min(peak_bytes, self._allowed())
+        factors = {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
+        for _ in range(CUTS):
+            limit *= 1 - self.rules.cut
+            found = planner.plan(limit, self._length, **factors)
+            if found is None:
+                break
+            yield found, limit
+        found = planner.smallest(self._length, memory_factor=self.memory_factor)
+        if found is not None:
+            yield found, peak_of(found)
+
+    def _tighten_unplanned(self, text: str) -> bool:
+        for placement in tighter(self.executor.placement):
+            if self._place("out_of_memory", text, placement):
+                return True
+        self._tell("out_of_memory", f"{text}; there is no tighter placement")
+        return False
+
+    def _switch(self, trigger: str, text: str, found: Expected, **numbers: Any) -> bool:
+        numbers |= {"peak_bytes": peak_of(found), "step_s": found.step_s}
+        told = f"; {format_bytes(peak_of(found))} and {format_seconds(found.step_s)} a step expected"
+        return self._place(trigger, text, found.placement, told, **numbers)
+
+    def _place(self, trigger: str, text: str, placement: Placement, told: str = "", **numbers: Any) -> bool:
+        """Go over to a placement; False where the executor cannot, and the old one runs on."""
+        before, after = words(self.executor.placement), words(placement)
+        try:
+            self.executor.place(placement)
+        except TilewrightError as error:
+            self._tell(trigger, f"{text}; {after} was refused: {error.problems[0].what}", **numbers)
+            return False
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            self._tell(trigger, f"{text}; no memory to go over to {after}", **numbers)
+            return False
+        self._tell(trigger, f"{text}: from {before} to {after}{told}", before=before, after=after, **numbers)
+        self._expected, self._measured, self._under = None, 0.0, 0
+        self._peaks()  # those up to now are of the old one
+        return True
+
+    # ---- what is known ----
+
+    def _the_planner(self) -> Planner | None:
+        if not self._looked:
+            self._planner, self._looked = self._find_planner(), True
+        return self._planner
+
+    def _allowed(self) -> float:
+        return min(self._budget(), self._limit)
+
+    def _fits(self, budget: float) -> bool:
+        return self._the_planner() is None or peak_of(self._expect()) <= budget
+
+    def _expect(self) -> Expected:
+        """What the present placement is expected to take."""
+        if self._expected is None:
+            assert self._planner is not None, "asked where there is a planner"
+            factors = {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
+            self._expected = self._planner.predict(self.executor.placement, self._length, **factors)
+        return self._expected
+
+    def _tell(self, trigger: str, text: str, **numbers: Any) -> None:
+        self._tell_event(self._number, f"{trigger.replace('_', ' ')}: {text}", trigger=trigger, **numbers)
+
+
+def peak_of(expected: Expected) -> float:
+    """Most bytes on the device in forward, backward and update."""
+    sums = [sum(owners.values()) for name, owners in expected.phases.items() if name.startswith(STEP_PHASES)]
+    return max(sums)
+
+
+def length_of(microbatches: Sequence[Batch]) -> int | None:
+    """Tokens of the longest row; None of images."""
+    return max((batch["input_ids"].shape[1] for batch in microbatches if "input_ids" in batch), default=None)

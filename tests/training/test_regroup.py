@@ -1,0 +1,317 @@
+"""When a run plans again, what it does then, and what it says: with an executor and a planner that are played."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import combinations_with_replacement
+
+import pytest
+import torch
+
+from tilewright.core.errors import ConfigError
+from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.training.placement_words import tighter, words
+from tilewright.training.regroup import Regroup, length_of, peak_of
+from tilewright.training.step import StepResult
+from tilewright.training.whole import HalfUpdated, half_updated
+
+LAYERS = 4
+KEPT = {"keep": 100.0, "selective": 60.0, "recompute": 20.0}
+SECONDS = {"keep": 1.0, "selective": 1.1, "recompute": 1.4}
+BASE = 200.0
+KEEP = Placement.uniform(LAYERS)
+
+
+@dataclass(frozen=True)
+class Expected:
+    placement: Placement
+    phases: dict
+    step_s: float
+
+
+class PlayedPlanner:
+    """Bytes of a base and of what layers keep, which grows with the rows' length."""
+
+    def __init__(self) -> None:
+        self.asked = []
+
+    def predict(self, placement, seq_len=None, *, memory_factor=1.0, time_factor=1.0):
+        longer = (seq_len or 512) / 512
+        kept = sum(KEPT[layer.activations] for layer in placement.layers) * longer
+        phases = {"load": {"parameters": 10.0}, "forward": {"parameters": BASE * memory_factor}}
+        phases["backward"] = {"parameters": BASE * memory_factor, "activations": kept * memory_factor}
+        return Expected(placement, phases, sum(SECONDS[one.activations] for one in placement.layers) * time_factor)
+
+    def _all(self, seq_len, factors):
+        for modes in combinations_with_replacement(KEPT, LAYERS):
+            layers = tuple(LayerPlacement(activations=mode) for mode in modes)
+            yield self.predict(Placement(layers=layers), seq_len, **factors)
+
+    def plan(self, device_bytes, seq_len=None, **factors):
+        self.asked.append((device_bytes, seq_len))
+        fitting = [one for one in self._all(seq_len, factors) if peak_of(one) <= device_bytes]
+        return min(fitting, key=lambda one: one.step_s, default=None)
+
+    def smallest(self, seq_len=None, *, memory_factor=1.0):
+        return min(self._all(seq_len, {"memory_factor": memory_factor}), key=peak_of)
+
+
+@dataclass
+class PlayedWhole:
+    relieved: list = field(default_factory=list)
+
+
+class PlayedExecutor:
+    """Takes what its placement takes on a machine that differs from the plan by a factor."""
+
+    def __init__(self, placement=KEEP, *, factor=1.0) -> None:
+        self.placement = placement
+        self.whole = PlayedWhole()
+        self.factor = factor
+        self.trouble: list[BaseException | Callable] = []
+        self.steps = 0
+        self.refuses = False
+        self.length = 512
+        self._planner = PlayedPlanner()
+
+    def step(self, microbatches, lr):
+        self.length = length_of(microbatches)
+        if self.trouble:
+            trouble = self.trouble.pop(0)
+            if isinstance(trouble, BaseException):
+                raise trouble
+            trouble()
+        self.steps += 1
+        seconds = self._planner.predict(self.placement, self.length).step_s * 2
+        return StepResult(1.0, 1, 1, 1.0, None, 1.0, seconds)
+
+    def place(self, placement):
+        if self.refuses:
+            raise ConfigError("It does not go.", got="a", need="b", try_="c")
+        self.placement = placement
+
+    def peaks(self):
+        return {
+            "backward": int(peak_of(self._planner.predict(self.placement, self.length)) * self.factor),
+            "load": 9999,
+        }
+
+
+@dataclass
+class Play:
+    executor: PlayedExecutor
+    planner: PlayedPlanner | None = field(default_factory=PlayedPlanner)
+    budget: float = 1e6
+    events: list = field(default_factory=list)
+    number: int = 0
+
+    def __post_init__(self):
+        self.regroup = Regroup(
+            self.executor,
+            lambda: self.planner,
+            budget=lambda: self.budget,
+            peaks=self.executor.peaks,
+            tell=lambda step, text, **numbers: self.events.append((step, text, numbers)),
+            steps=1000,
+        )
+
+    def step(self, length=512):
+        self.number += 1
+        batch = {"input_ids": torch.zeros(1, length, dtype=torch.int64)}
+        return self.regroup.step(self.number, [batch], 0.1)
+
+    def triggers(self):
+        return [numbers["trigger"] for _, _, numbers in self.events]
+
+
+def no_memory():
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+def test_a_run_that_goes_as_planned_says_so_once():
+    play = Play(PlayedExecutor())
+    for _ in range(5):
+        play.step()
+    ((step, text, numbers),) = play.events
+    assert (step, numbers["trigger"], numbers["error"], numbers["threshold"]) == (1, "calibration", 0.0, 0.05)
+    assert "600 B measured, 600 B expected: +0.0%, within 5%" in text
+    assert play.planner.asked == []
+    assert play.executor.placement == KEEP
+
+
+def test_the_first_step_corrects_every_later_plan():
+    """The machine takes a quarter more than planned: what fitted on paper does not."""
+    play = Play(PlayedExecutor(factor=1.25), budget=700.0)
+    play.step()
+    assert play.regroup.memory_factor == 1.25
+    assert play.triggers() == ["calibration"]
+    assert "+25.0% (threshold 5%)" in play.events[0][1]
+    assert "from 4 keep to" in play.events[0][1]
+    assert play.executor._planner.predict(play.executor.placement).phases["backward"]["activations"] * 1.25 <= 450
+    play.step()
+    play.step()
+    assert len(play.events) == 1  # as expected from here on
+    assert play.regroup.time_factor == 2.0
+
+
+def test_less_than_planned_makes_room_where_it_pays():
+    tight = Placement.uniform(LAYERS, activations="recompute")
+    play = Play(PlayedExecutor(tight, factor=0.5), budget=300.0)
+    play.step()
+    assert play.executor.placement == KEEP
+    play = Play(PlayedExecutor(tight, factor=0.5), budget=300.0)
+    play.regroup._steps = 2  # one step is left: a change would not pay
+    play.step()
+    assert play.executor.placement == tight
+    assert "does not pay" in play.events[0][1]
+
+
+def test_longer_rows_and_shorter_ones_again():
+    play = Play(PlayedExecutor(), budget=700.0)
+    for length in (512, 512, 2048, 2048, 512, 512):
+        play.step(length)
+    assert play.triggers() == ["calibration", "shape", "shape"]
+    assert "rows of 2048 tokens, before 512: from 4 keep to 1 selective, 3 recompute" not in play.events[0][1]
+    assert "rows of 2048 tokens, before 512: from 4 keep to" in play.events[1][1]
+    assert [numbers["budget_bytes"] for _, _, numbers in play.events[1:]] == [700.0, 700.0]
+    assert play.executor.placement == KEEP
+    assert play.planner.asked == [(700.0, 2048), (700.0, 512)]
+
+
+def test_a_budget_cut_by_a_third_and_given_back():
+    play = Play(PlayedExecutor(), budget=650.0)
+    play.step()
+    play.budget = 650.0 * 0.92  # within the threshold, though it does not fit
+    play.step()
+    assert play.triggers() == ["calibration"]
+    play.budget = 650.0 * 0.7
+    play.step()
+    step, text, numbers = play.events[-1]
+    assert (step, numbers["trigger"]) == (3, "budget")
+    assert numbers["change"] == pytest.approx(-0.3)
+    assert numbers["threshold"] == -0.1
+    assert "30% less (threshold 10%)" in text
+    assert peak_of(play.planner.predict(play.executor.placement)) <= 455
+    play.budget = 650.0
+    play.step()
+    assert play.executor.placement == KEEP
+    assert play.triggers() == ["calibration", "budget", "budget"]
+
+
+def test_a_cut_that_changes_nothing_is_not_worth_a_word():
+    play = Play(PlayedExecutor(), budget=10_000.0)
+    play.step()
+    play.budget = 700.0
+    play.step()
+    play.budget = 20_000.0
+    play.step()
+    assert play.triggers() == ["calibration"]
+
+
+def test_a_step_that_takes_more_than_expected():
+    play = Play(PlayedExecutor(), budget=650.0)
+    play.step()
+    play.executor.factor = 1.04
+    play.step()
+    assert play.triggers() == ["calibration"]
+    play.executor.factor = 1.2
+    play.step()
+    assert play.triggers() == ["calibration", "prediction"]
+    assert play.events[-1][2]["error"] == pytest.approx(0.2)
+    assert play.regroup.memory_factor == pytest.approx(1.2)
+    assert play.executor.placement != KEEP
+
+
+@pytest.mark.parametrize("error", [no_memory(), MemoryError()])
+def test_the_same_step_again_under_a_tighter_plan(error):
+    play = Play(PlayedExecutor())
+    play.step()
+    play.executor.trouble = [error, no_memory()]
+    assert play.step().loss == 1.0
+    assert play.executor.steps == 2
+    assert play.triggers() == ["calibration", "out_of_memory", "out_of_memory"]
+    (_, first, numbers), (_, _, again) = play.events[1:]
+    assert "the step is computed again: from 4 keep to" in first
+    assert numbers["limit_bytes"] == pytest.approx(600 * 0.9)
+    assert numbers["threshold"] == -0.1
+    assert again["limit_bytes"] < numbers["limit_bytes"]
+    assert again["expected_bytes"] < numbers["expected_bytes"]
+    play.step()
+    assert play.triggers().count("out_of_memory") == 2  # what was learned stays learned
+
+
+def test_no_tighter_plan():
+    tight = Placement.uniform(LAYERS, activations="recompute")
+    play = Play(PlayedExecutor(tight))
+    play.executor.trouble = [no_memory()]
+    with pytest.raises(torch.OutOfMemoryError):
+        play.step()
+    assert "there is no tighter placement" in play.events[-1][1]
+
+
+def test_other_errors_go_through():
+    play = Play(PlayedExecutor())
+    for error in (RuntimeError("shapes do not match"), half_updated(no_memory(), "3 of 4 slices were updated")):
+        play.executor.trouble = [error]
+        with pytest.raises(type(error)):
+            play.step()
+    assert play.events == []
+    assert "3 of 4 slices" in str(half_updated(no_memory(), "3 of 4 slices were updated"))
+    assert HalfUpdated.exit_code == 3
+
+
+def test_a_placement_that_is_refused_leaves_the_old_one():
+    play = Play(PlayedExecutor(), budget=650.0)
+    play.step()
+    play.executor.refuses = True
+    play.budget = 400.0
+    play.step()
+    assert play.executor.placement == KEEP
+    assert "was refused: It does not go." in play.events[-1][1]
+
+
+def test_a_step_that_went_on_makes_the_next_one_tighter():
+    play = Play(PlayedExecutor())
+    play.step()
+    play.executor.trouble = [lambda: play.executor.whole.relieved.extend(["CUDA out of memory."])]
+    play.step()
+    assert "found no memory 1 times in what cannot be taken back" in play.events[-1][1]
+    assert play.executor.placement != KEEP
+    assert play.executor.whole.relieved == []
+    play.step()
+
+
+def test_a_model_that_nobody_can_plan_keeps_less_and_less():
+    play = Play(PlayedExecutor(), planner=None)
+    play.step(2048)
+    play.step(512)
+    assert play.events == []
+    play.executor.trouble = [no_memory(), no_memory()]
+    play.step()
+    assert [words(one) for one in tighter(KEEP)] == ["4 selective", "4 recompute"]
+    assert words(play.executor.placement) == "4 recompute"
+    play.executor.trouble = [no_memory()]
+    with pytest.raises(torch.OutOfMemoryError):
+        play.step()
+
+
+def test_nothing_fits_into_a_smaller_budget():
+    play = Play(PlayedExecutor(), budget=650.0)
+    play.step()
+    play.budget = 100.0
+    play.step()
+    assert words(play.executor.placement) == "4 recompute"
+    assert "nothing fits, so the smallest placement" in play.events[-1][1]
+    count = len(play.events)
+    play.step()
+    assert len(play.events) == count
+
+
+def test_words_of_a_mixed_placement():
+    layers = list(KEEP.layers)
+    layers[1] = replace(layers[1], activations="recompute", inputs="disk", parameters="host", states="disk")
+    assert words(Placement(layers=tuple(layers))) == "3 keep, 1 recompute (inputs disk, parameters host, states disk)"
+    (found,) = tighter(Placement(layers=(LayerPlacement(activations="selective"), layers[1])))
+    assert words(found) == "1 recompute, 1 recompute (inputs disk, parameters host, states disk)"
+    assert length_of([{"pixels": torch.zeros(1)}]) is None
+    assert math.isfinite(peak_of(PlayedPlanner().smallest()))
