@@ -23,6 +23,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from tilewright.core.config import Tier
+from tilewright.core.errors import ConfigError
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.lending import lending
 from tilewright.memory.replay import Replay
@@ -59,8 +61,12 @@ class Residence(Protocol):
         """Let go of it; its bytes are kept where they are at home."""
         ...
 
-    def lends(self, part: Slice) -> bool:
-        """Whether a slice's parameters lie in other memory each time they are fetched."""
+    def homes(self, part: Slice) -> tuple[Tier, Tier]:
+        """Where a slice's parameters and states are at home."""
+        ...
+
+    def move(self, part: Slice, *, parameters: Tier, states: Tier) -> None:
+        """Give a slice other homes. Not within a step."""
         ...
 
     def flush(self) -> None:
@@ -84,9 +90,23 @@ class AtHome:
     def release(self, part: Slice, *, changed: bool) -> None:
         """Nothing to do."""
 
-    def lends(self, part: Slice) -> bool:
-        """They stay where they are."""
-        return False
+    def homes(self, part: Slice) -> tuple[Tier, Tier]:
+        """The device."""
+        return "device", "device"
+
+    def move(self, part: Slice, *, parameters: Tier, states: Tier) -> None:
+        """There is nowhere else to go.
+
+        Raises:
+            ConfigError: somewhere else is asked for.
+        """
+        if (parameters, states) != ("device", "device"):
+            raise ConfigError(
+                "This executor has no tiers.",
+                got=f'{part.name}: parameters on "{parameters}", states on "{states}"',
+                need='"device"',
+                try_="a residence of the class memory.residence.Tiers",
+            )
 
     def flush(self) -> None:
         """Nothing to do."""
@@ -172,7 +192,8 @@ class LayerMajor:
     def _keep_layers(self, place: int, micro: int, x: Tensor) -> Tensor:
         """`_forward_layers`, whose graph is kept."""
         part, start = self.slices.groups[place], x.detach().requires_grad_()
-        around = lending(part.params) if self.residence.lends(part) else nullcontext()
+        stays = self.residence.homes(part)[0] == "device"
+        around = nullcontext() if stays else lending(part.params)
         with torch.enable_grad(), around:
             out = self._forward_layers(place, micro, start)
         self._graphs[place, micro] = start, out

@@ -112,9 +112,9 @@ class Tiers:
             self._states_live.remove(part.name)
             self.states.release(part.name, changed=changed)
 
-    def lends(self, part: Slice) -> bool:
-        """Whether a slice's parameters lie in other memory each time they are fetched."""
-        return self.parameters.tier_of(part.name) != "device"
+    def homes(self, part: Slice) -> tuple[Tier, Tier]:
+        """Where a slice's parameters and states are at home."""
+        return self.parameters.tier_of(part.name), self.states.tier_of(part.name)
 
     def flush(self) -> None:
         """Wait until all that was released is at home.

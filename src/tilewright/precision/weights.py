@@ -21,6 +21,7 @@ class QuantizedWeights:
     Args:
         model: converted before.
         optimizer: its steps refresh the codes.
+        without: modules whose weights are elsewhere now: they have no codes until `keep`.
 
     Raises:
         ConfigError: weights are sharded (FSDP2): the codes of a whole weight would undo the sharding.
@@ -34,8 +35,11 @@ class QuantizedWeights:
         (torch.uint8, ['0.weight', '0.bias'])
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, without: Iterable[nn.Module] = ()
+    ) -> None:
         self._model = model
+        self._without = set(without)
         sharded = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
         if sharded:
             raise ConfigError(
@@ -53,7 +57,7 @@ class QuantizedWeights:
     def layers(self, among: Iterable[nn.Module] | None = None) -> list[TileLinear]:
         """The layers whose codes are kept, of these modules or of all. They may change when the model's policy does."""
         modules = self._model.modules() if among is None else among
-        return [module for module in modules if isinstance(module, TileLinear)]
+        return [module for module in modules if isinstance(module, TileLinear) and module not in self._without]
 
     @torch.no_grad()
     def refresh(self, among: Iterable[nn.Module] | None = None) -> None:
@@ -65,6 +69,17 @@ class QuantizedWeights:
             else:
                 old.codes.copy_(tiled.codes)  # the same tensors, so compiled code stays valid
                 old.scale_inv.copy_(tiled.scale_inv)
+
+    def leave(self, modules: Iterable[nn.Module]) -> None:
+        """These modules' weights go elsewhere: forget their codes, each pass makes them again."""
+        for layer in self.layers(modules):
+            layer.store_weight(None)
+        self._without.update(modules)
+
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        """These modules' weights are here again: make their codes."""
+        self._without.difference_update(modules)
+        self.refresh(modules)
 
     def close(self) -> None:
         """Forget the codes: layers quantise in each pass again."""

@@ -1,19 +1,25 @@
-"""From a recipe's `[memory]` to the layer-major executor: slices, where their bytes are at home, what undoes a step.
+"""From a recipe, and a plan where there is one, to the layer-major executor: slices, where their bytes are at home,
+what undoes a step.
 
-Called by `assemble`.
+What is done with each layer comes as a `Placement`: a plan's, or the one that `[memory]` gives for all layers alike
+(`placed`). Called by `assemble`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tilewright.core.config import Recipe
+from tilewright.core.config import Recipe, Tier
 from tilewright.core.errors import ConfigError
+from tilewright.core.placement import Activations, Placement
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
+from tilewright.memory.layer_major import LayerMajor
 from tilewright.memory.lazy import lent_values
 from tilewright.memory.ledger import Ledger
+from tilewright.memory.places import by_slice, input_tiers
 from tilewright.memory.residence import Tiers
 from tilewright.models.contract import FirstValues, Model
 from tilewright.models.first_values import random_values, stored_values
@@ -24,6 +30,25 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.layer_major_step import LayerMajorExecutor
+
+_ACTIVATIONS: dict[str, Activations] = {"none": "keep", "selective": "selective", "full": "recompute"}
+"""`train.activation_checkpoint` in a plan's words."""
+
+
+def placed(recipe: Recipe, num_layers: int) -> Placement:
+    """What a recipe's settings say without a plan: the same for all layers."""
+    memory = recipe.memory
+    sizes = {"mlp_tiles": memory.mlp_tiles, "attention_block": memory.attention_block}
+    if not comes_in_slices(recipe):
+        return Placement.uniform(num_layers, activations=_ACTIVATIONS[recipe.train.activation_checkpoint], **sizes)
+    return Placement.uniform(
+        num_layers,
+        parameters=memory.parameters,
+        states=memory.states,
+        inputs=memory.inputs,
+        activations="recompute",
+        **sizes,
+    )
 
 
 @dataclass(frozen=True)
@@ -62,11 +87,13 @@ def slice_up(
     *,
     folder: Path,
     values: FirstValues | None,
+    placement: Placement | None = None,
 ) -> Sliced:
     """Cut a model and give its parameters and states their homes.
 
     Args:
         recipe: reads `[memory]`.
+        placement: what is done with each layer; None: what the recipe says.
         model: converted; its parameters vacant where there are `values`.
         optimizer: over them.
         device: where the model computes.
@@ -75,19 +102,20 @@ def slice_up(
 
     Raises:
         FitError: a tier has not so much room.
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or the placement is of other layers.
     """
     memory = recipe.memory
     with lent_values(model):  # a foreign model has to be run before it can be cut
         view = layered(model)
     slices = find_slices(model, view, memory.group)
+    wanted = by_slice(placement or placed(recipe, len(view.blocks)), slices)
     home = Tiers(
         model,
         slices,
         optimizer,
         device,
-        parameters=memory.parameters,
-        states=memory.states,
+        parameters={name: layer.parameters for name, layer in wanted.items()},
+        states={name: layer.states for name, layer in wanted.items()},
         folder=folder,
         prefetch=memory.prefetch,
         values=values,
@@ -106,41 +134,64 @@ def make_executor(
     kernels: Kernels,
     weights: QuantizedWeights | None,
     folder: Path,
+    placement: Placement | None = None,
 ) -> LayerMajorExecutor:
-    """The executor that `[memory]` describes.
+    """The executor of a sliced model.
+
+    Args:
+        placement: as for `slice_up`.
 
     Raises:
         ConfigError: the disk tier's folder cannot be written.
     """
-    memory = recipe.memory
-    inputs = InputStore(memory.inputs, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
-    if sliced.travels:
-        ledger.own("parameters", lambda: sliced.home.parameters.num_bytes)
-        ledger.own("optimizer", lambda: sliced.home.states.num_bytes)
-    if memory.inputs != "device":
-        ledger.own("activations", lambda: inputs.num_bytes)
-    return LayerMajorExecutor(
+    placement = placement or placed(recipe, len(sliced.view.blocks))
+    tiers = input_tiers(placement, sliced.slices)
+    inputs = InputStore(tiers, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
+    executor = LayerMajorExecutor(
         model,
         sliced.view,
         sliced.slices,
         optimizer,
         clip=clip,
         lagged=recipe.optim.clip == "lagged",
-        undo=_journal(recipe, ledger.device, folder),
+        undo=_journal(recipe, placement, ledger.device, folder),
         device=ledger.device,
         inputs=inputs,
         residence=sliced.home,
         weights=weights,
         ledger=ledger,
+        placement=placement,
     )
+    _tell(ledger, sliced, executor.run)
+    return executor
 
 
-def _journal(recipe: Recipe, device: torch.device, folder: Path) -> Journal | None:
+def _tell(ledger: Ledger, sliced: Sliced, run: LayerMajor) -> None:
+    """Let the ledger know whose bytes are where, while some are off the device; else it finds out by itself."""
+
+    def parameters() -> Mapping[Tier, int]:
+        return sliced.home.parameters.num_bytes if sliced.travels else {}
+
+    def states() -> Mapping[Tier, int]:
+        return sliced.home.states.num_bytes if sliced.travels else {}
+
+    def activations() -> Mapping[Tier, int]:
+        held = run.inputs.num_bytes
+        if run.keeps:  # of graphs the ledger alone knows
+            return {"disk": held["disk"]} if "disk" in held else {}
+        return held if set(held) != {"device"} else {}
+
+    for owner, num_bytes in (("parameters", parameters), ("optimizer", states), ("activations", activations)):
+        ledger.own(owner, num_bytes)
+
+
+def _journal(recipe: Recipe, placement: Placement, device: torch.device, folder: Path) -> Journal | None:
     """What keeps the bytes that a lagged step changes: on disk, where some of them are at home there."""
     memory = recipe.memory
     if recipe.optim.clip != "lagged" or memory.undo != "journal":
         return None
-    return Journal("disk" if "disk" in (memory.parameters, memory.states) else "host", device, folder=folder)
+    on_disk = any("disk" in (layer.parameters, layer.states) for layer in placement)
+    return Journal("disk" if on_disk else "host", device, folder=folder)
 
 
 def refuse_loss_scaling(scaled: bool) -> None:

@@ -1,0 +1,255 @@
+"""Each layer as its placement says: whatever that is, losses and weights are the same bits.
+
+The reference is the same executor with everything on the device and recomputed, which `test_layer_major_step` compares
+with torch's AdamW.
+"""
+
+import random
+
+import pytest
+import torch
+
+from tests.models.shapes import make_decoder
+from tests.models.test_hf_models import make as make_hf
+from tests.training.test_layer_major_hf import steps as hf_steps
+from tests.training.test_layer_major_hf import without_dropout
+from tests.training.test_layer_major_step import Dropped, steps
+from tilewright.core.errors import ConfigError
+from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.memory.inputs import InputStore
+from tilewright.memory.journal import Journal
+from tilewright.memory.places import by_slice, input_tiers
+from tilewright.memory.residence import Tiers
+from tilewright.models.layered import find_slices
+from tilewright.models.layered_hf import layered
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.optim.groups import decay_groups
+from tilewright.precision.convert import convert
+from tilewright.precision.weights import QuantizedWeights
+from tilewright.training.layer_major_step import LayerMajorExecutor
+
+TIERS = ("device", "host", "disk")
+LR = 1e-3
+
+
+def layer_major(model, placement, folder, *, group=1, lagged=False, codes=False):
+    """An executor whose slices and inputs are where the placement says."""
+    optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
+    view = layered(model)
+    slices = find_slices(model, view, group)
+    wanted = by_slice(placement, slices)
+    homes = [{name: getattr(layer, kind) for name, layer in wanted.items()} for kind in ("parameters", "states")]
+    residence = Tiers(model, slices, optimizer, "cpu", parameters=homes[0], states=homes[1], folder=folder)
+    weights = None
+    if codes:
+        away = [m for part in slices for m in part.modules if residence.homes(part)[0] != "device"]
+        weights = QuantizedWeights(model, optimizer, without=away)
+    return LayerMajorExecutor(
+        model, view, slices, optimizer, clip=GradClip(0.5), lagged=lagged,
+        undo=Journal("host", "cpu") if lagged else None, residence=residence, weights=weights,
+        inputs=InputStore(input_tiers(placement, slices), "cpu", folder=folder), placement=placement,
+    )  # fmt: skip
+
+
+def drawn(draw, num_layers=2, group=1):
+    """A placement at random, the same for the layers of a slice."""
+    ends = [LayerPlacement(parameters=draw.choice(TIERS), states=draw.choice(TIERS), inputs=draw.choice(TIERS))
+            for _ in range(2)]  # fmt: skip
+    layers = []
+    for _ in range(0, num_layers, group):
+        layer = LayerPlacement(
+            parameters=draw.choice(TIERS), states=draw.choice(TIERS), inputs=draw.choice(TIERS),
+            activations=draw.choice(["keep", "recompute"]),
+        )  # fmt: skip
+        layers += [layer] * group
+    return Placement(layers=tuple(layers[:num_layers]), embedding=ends[0], head=ends[1])
+
+
+def plain(num_layers=2):
+    return Placement.uniform(num_layers, activations="recompute")
+
+
+def outcome(executor, made, changes=()):
+    """Loss and norm of each step, and every parameter and state at the end, by name."""
+    results = []
+    for number, microbatches in enumerate(made):
+        if number < len(changes):
+            executor.place(changes[number])
+            assert executor.placement == changes[number]
+        result = executor.step(microbatches, LR)
+        assert result.skipped is None
+        results.append((result.loss, result.grad_norm))
+    home, found = executor.run.residence, {}
+    for part in executor.run.slices:
+        found |= home.parameters.read(part.name) | home.states.read(part.name)
+    executor.close()
+    return results, found
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert [name for name, tensor in one[1].items() if not torch.equal(tensor, other[1][name])] == []
+
+
+@pytest.mark.parametrize("lagged", [False, True])
+@pytest.mark.parametrize(("name", "group"), [("gqa", 1), ("tied", 1), ("gqa", 2), ("gqa_moe", 1), ("deepseek", 1)])
+def test_random_placements_change_no_number(name, group, lagged, tmp_path):
+    """Dense and with experts, one pass and two, dropout, slices of one layer and of two."""
+    made, want = steps(3), None
+    for seed in range(4):
+        model = make_decoder(name).train()
+        for block in model.blocks:
+            block.self_attn.o_proj = Dropped(block.self_attn.o_proj)
+        placement = drawn(random.Random(seed), group=group) if seed else plain()
+        executor = layer_major(model, placement, tmp_path, group=group, lagged=lagged)
+        assert executor.placement.layers == placement.layers
+        torch.manual_seed(5)
+        got = outcome(executor, made), torch.get_rng_state()
+        want = want or got
+        assert_same(got[0], want[0])
+        assert torch.equal(got[1], want[1]), "generators are where they were"
+    assert len(set(want[0][0])) == 3, "it learned"
+
+
+@pytest.mark.parametrize("lagged", [False, True])
+@pytest.mark.parametrize("name", ["gqa", "tied", "gqa_moe"])
+def test_a_change_between_steps_changes_no_number(name, lagged, tmp_path):
+    """A new placement, drawn at random, before each step."""
+    made = steps(5)
+    want = outcome(layer_major(make_decoder(name).train(), plain(), tmp_path, lagged=lagged), made)
+    draw = random.Random(name)
+    changes = [drawn(draw) for _ in made]
+    got = outcome(layer_major(make_decoder(name).train(), drawn(draw), tmp_path, lagged=lagged), made, changes)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "fp8_tile"])
+def test_precision_modes(mode, tmp_path):
+    """Copies of weights in 16 or 8 bits are made from the weights of the moment, and follow them home."""
+    made, want = steps(4), None
+    for seed in range(3):
+        model = make_decoder("gqa").train()
+        convert(model, mode)
+        draw = random.Random(seed)
+        executor = layer_major(model, drawn(draw) if seed else plain(), tmp_path, codes=mode == "fp8_tile")
+        got = outcome(executor, made, [drawn(draw) for _ in made] if seed else [])
+        want = want or got
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_hugging_face_models(name, tmp_path):
+    want = None
+    for seed in range(3):
+        model = without_dropout(make_hf(name))
+        made = hf_steps(model, 3)
+        draw = random.Random(seed)
+        executor = layer_major(model, drawn(draw) if seed else plain(), tmp_path, lagged=seed == 2)
+        if seed == 2:  # one pass: compared with itself alone
+            want = outcome(layer_major(without_dropout(make_hf(name)), plain(), tmp_path, lagged=True), made)
+        got = outcome(executor, made, [drawn(draw) for _ in made] if seed else [])
+        want = want or got
+        assert_same(got, want)
+
+
+def test_a_kept_layer_is_not_computed_again(tmp_path):
+    """Calls of each layer in a step of four micro-batches: forward, and where it is recomputed once a backward pass."""
+    calls = {}
+    for lagged in (False, True):
+        model = make_decoder("gqa").train()
+        layers = (LayerPlacement(activations="recompute"), LayerPlacement(activations="keep"))
+        executor = layer_major(model, Placement(layers=layers), tmp_path, lagged=lagged)
+        calls[lagged] = [0, 0]
+        for index, block in enumerate(model.blocks):
+            block.register_forward_hook(lambda *_, i=index, told=calls[lagged]: told.__setitem__(i, told[i] + 1))
+        executor.step(steps(1)[0], LR)
+        assert executor.run._graphs == {}
+    assert calls == {False: [12, 8], True: [8, 4]}  # the first of two passes uses a kept graph up
+
+
+def test_kept_graphs_hold_no_memory_of_slices_that_leave(tmp_path):
+    """Between the passes a layer that is at home elsewhere is NaN, and so are the buffers that its bytes were in."""
+    made = steps(2)
+    keep = Placement.uniform(2, parameters="disk", states="host", activations="keep")
+    want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
+    executor = layer_major(make_decoder("gqa").train(), keep, tmp_path)
+    forward = executor.run.forward
+
+    def spoil_after(batches):
+        finite = forward(batches)
+        arena = executor.run.residence.parameters
+        arena.flush()
+        for slot in arena._slots:
+            slot.buffer.live.fill_(255)
+            slot.holds = None
+        return finite
+
+    executor.run.forward = spoil_after
+    assert_same(outcome(executor, made), want)
+
+
+# ---- what cannot be done ----
+
+
+def test_what_cannot_be_changed_changes_nothing(tmp_path):
+    made = steps(3)
+    want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
+    executor = layer_major(make_decoder("gqa").train(), drawn(random.Random(1)), tmp_path)
+    before = executor.placement
+    refused = [
+        (Placement.uniform(3), "another model"),
+        (Placement.uniform(2, activations="selective"), "selected activations"),
+        (Placement.uniform(2, mlp_tiles=2), "cannot change while a run goes on"),
+        (Placement.uniform(2, attention_block=8), "cannot change while a run goes on"),
+    ]
+    for placement, says in refused:
+        with pytest.raises(ConfigError, match=says):
+            executor.place(placement)
+        assert executor.placement == before
+    assert_same(outcome(executor, made), want)
+
+
+def test_layers_of_one_slice_stay_together(tmp_path):
+    mixed = Placement(layers=(LayerPlacement(states="disk"), LayerPlacement()))
+    with pytest.raises(ConfigError, match="several places") as caught:
+        layer_major(make_decoder("gqa"), mixed, tmp_path, group=2)
+    assert "memory.group = 1" in caught.value.problems[0].try_
+
+
+def test_a_tier_without_room_leaves_all_where_it_was(tmp_path, monkeypatch):
+    """The third slice that moves finds no room: the two before it go back."""
+    made = steps(3)
+    want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
+    first = Placement.uniform(2, parameters="host", inputs="host", activations="recompute")
+    executor = layer_major(make_decoder("gqa").train(), first, tmp_path)
+    home, moved = executor.run.residence, []
+    move = home.parameters.move
+
+    def full(name, tier):
+        if len(moved) == 2 and tier == "disk":
+            raise torch.OutOfMemoryError("no room")
+        moved.append(name)
+        move(name, tier)
+
+    before = executor.placement
+    monkeypatch.setattr(home.parameters, "move", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        executor.place(Placement.uniform(2, parameters="disk", states="disk", inputs="disk"))
+    assert len(moved) > 2
+    monkeypatch.undo()
+    assert executor.placement == before
+    assert_same(outcome(executor, made), want)
+
+
+def test_without_tiers_there_is_nowhere_to_go():
+    model = make_decoder("gqa").train()
+    optimizer = DeepSeekAdam(decay_groups(model, 0.1))
+    executor = LayerMajorExecutor(model, model, find_slices(model, model), optimizer, clip=GradClip(0.0))
+    assert executor.placement == plain()
+    executor.place(Placement.uniform(2, activations="keep"))
+    assert executor.placement == Placement.uniform(2, activations="keep")
+    with pytest.raises(ConfigError, match="no tiers"):
+        executor.place(Placement.uniform(2, states="host"))
+    assert executor.placement == Placement.uniform(2, activations="keep")
