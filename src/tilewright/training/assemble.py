@@ -136,9 +136,9 @@ class Modes:
     mode: str
     needs_loss_scaling: bool
     """True where one of the run's modes passes gradients through FP16."""
-    weights: QuantizedWeights | None
-    """Codes of the weights of layers with 8-bit products, made once a step. None where weights do not stay on the
-    device: their codes are then made in each pass."""
+    weights: QuantizedWeights
+    """Codes of the weights of layers with 8-bit products, made once a step. Of weights that do not stay on the device
+    the codes are made in each pass."""
 
     def enter(self, step: int) -> str | None:
         """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
@@ -152,8 +152,7 @@ class Modes:
 
     def refresh(self) -> None:
         """Make the codes of the weights as they are now."""
-        if self.weights is not None:
-            self.weights.refresh()
+        self.weights.refresh()
 
     def rows(self) -> list[dict[str, Any]]:
         """The precision table of the present mode, for precision.json."""
@@ -275,8 +274,7 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
         sliced = None
         if recipe.memory.executor == "layer_major":
             sliced = slice_up(recipe, model, optimizer, device, folder=setup.tier_dir, values=values)
-        stays = sliced is None or recipe.memory.parameters == "device"
-        codes = QuantizedWeights(model, optimizer) if stays else None
+        codes = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
         modes = Modes(model, policy, schedule, schedule.at(0), scaled, codes)
     ledger.watch(model)
     num_params = sum(param.numel() for param in model.parameters())

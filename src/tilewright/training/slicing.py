@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tilewright.core.config import Recipe, Tier
 from tilewright.core.errors import ConfigError
@@ -63,6 +64,12 @@ class Sliced:
     def travels(self) -> bool:
         """Whether parameters or states are at home off the device."""
         return self.home.travels
+
+    @property
+    def away(self) -> set[nn.Module]:
+        """Modules whose parameters are at home off the device."""
+        parts = (part for part in self.slices if self.home.homes(part)[0] != "device")
+        return {module for part in parts for module in part.modules}
 
 
 def comes_in_slices(recipe: Recipe) -> bool:
