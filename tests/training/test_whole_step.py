@@ -1,0 +1,207 @@
+"""A step that finds no memory at an allocation drawn at random: computed again, it is the step that found some.
+
+Everything that a step changes is compared bit by bit: weights, buffers, codes, optimizer states, generators, clipping,
+loss scale, counts of products.
+"""
+
+import random
+
+import pytest
+import torch
+
+from tests.models.shapes import KERNELS, make_decoder
+from tests.training.out_of_memory import Allocator
+from tests.training.test_layer_major_step import Dropped, steps
+from tilewright.memory.journal import Journal
+from tilewright.memory.table import is_out_of_memory
+from tilewright.models.layered import find_slices
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.optim.groups import decay_groups
+from tilewright.precision.control import PrecisionController
+from tilewright.precision.controller_settings import ControllerSettings
+from tilewright.precision.convert import convert
+from tilewright.precision.loss_scale import DynamicScaler
+from tilewright.precision.policy import Policy
+from tilewright.precision.weights import QuantizedWeights
+from tilewright.training.layer_major_step import LayerMajorExecutor
+from tilewright.training.step import StandardExecutor
+from tilewright.training.whole import TRIES, HalfUpdated
+
+DRAWS = 3
+LR = 1e-3
+MICROBATCHES = steps(1)[0][:2]
+
+CASES = {
+    "dense": {},
+    "experts": {"shape": "gqa_moe"},
+    "recomputed": {"shape": "gqa_moe", "checkpoint": "full"},
+    "dropout": {"dropout": True, "checkpoint": "selective"},
+    "fp16": {"mode": "hybrid"},
+    "fp8": {"mode": "fp8_tile"},
+    "control": {"mode": "fp8_tile", "control": True},
+    "8bit": {"mode": "bf16_mixed", "optim": {"moments": "8bit"}, "bf16": True},
+    "stochastic": {"optim": {"moments": "bf16", "master": "stochastic"}, "bf16": True},
+    "split24": {"optim": {"moments": "8bit", "master": "split24"}, "bf16": True},
+    "exact": {"layer_major": "exact", "shape": "gqa_moe"},
+    "tied": {"layer_major": "exact", "shape": "tied", "group": 2},
+    "lagged": {"layer_major": "lagged", "dropout": True},
+    "journal": {"layer_major": "journal", "shape": "gqa_moe"},
+    "exact_fp8": {"layer_major": "exact", "mode": "fp8_tile", "shape": "tied"},
+    "lagged_8bit": {"layer_major": "lagged", "optim": {"moments": "8bit", "master": "split24"}, "bf16": True},
+}
+
+
+def make(
+    shape="gqa",
+    *,
+    mode="",
+    dropout=False,
+    checkpoint="none",
+    bf16=False,
+    optim=(),
+    control=False,
+    layer_major="",
+    group=1,
+):
+    """An executor two steps into a run, in the state that a case asks for."""
+    model = make_decoder(shape).train()
+    if bf16:
+        model.to(torch.bfloat16)
+    if mode:
+        convert(model, Policy(mode, keep="value" if control else "codes"), kernels=KERNELS)
+    if dropout:
+        for block in model.blocks:
+            block.mlp = Dropped(block.mlp)
+    model.activation_checkpoint = checkpoint
+    optimizer = DeepSeekAdam(decay_groups(model, 0.1), kernels=KERNELS, **dict(optim))
+    weights = QuantizedWeights(model, optimizer) if mode == "fp8_tile" else None
+    torch.manual_seed(7)
+    clip = GradClip(0.5, adaptive=1.1)
+    if layer_major:
+        undo = Journal("host", "cpu") if layer_major == "journal" else None
+        slices = find_slices(model, model, group)
+        lagged = layer_major != "exact"
+        return LayerMajorExecutor(model, model, slices, optimizer, clip=clip, lagged=lagged, undo=undo, weights=weights)
+    scaler = DynamicScaler(init_scale=1024.0, window=2) if mode == "hybrid" else None
+    found = PrecisionController(model, ControllerSettings(budget=0.5)) if control else None
+    return StandardExecutor(model, optimizer, clip=clip, scaler=scaler, control=found)
+
+
+def state_of(executor):
+    """All that a step changes."""
+    model, optimizer = executor.model, executor.optimizer
+    found = {f"model.{name}": value for name, value in (*model.named_parameters(), *model.named_buffers())}
+    for number, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        found |= {f"states.{number}.{name}": value for name, value in optimizer.state[param].items()}
+        assert param.grad is None
+    if isinstance(executor, StandardExecutor):  # elsewhere pieces that ran twice count twice
+        found |= {f"counts.{name}": m.counts for name, m in model.named_modules() if "counts" in vars(m)}
+    found["rng"] = torch.get_rng_state()
+    found["load"] = torch.zeros(0) if model._load_LE is None else model._load_LE
+    small = [executor.clip.state_dict(), getattr(executor, "_bad_steps", 0)]
+    if isinstance(executor, StandardExecutor):
+        small += [part.state_dict() for part in (executor.scaler, executor.control) if part is not None]
+    elif executor.lagged is not None:
+        small.append(executor.lagged.state_dict())
+    return {name: value.clone() for name, value in found.items()}, small
+
+
+def assert_same(state, expected):
+    tensors, small = state
+    wanted, wanted_small = expected
+    assert tensors.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(tensors[name], value), f"{name} is another one"
+    assert small == wanted_small
+
+
+def started(case):
+    executor = make(**CASES[case])
+    executor.step(MICROBATCHES, LR)
+    return executor
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_memory_at_any_allocation(case):
+    """Of an error that comes out, the second call is the step; where none does, the step went on by itself."""
+    executor = started(case)
+    before = state_of(executor)
+    with Allocator() as allocator:
+        result = executor.step(MICROBATCHES, LR)
+    after = state_of(executor)
+    draw = random.Random(case)
+    last = allocator.count
+    places = [*draw.sample(range(last), DRAWS), draw.randrange(max(0, last - 30), last)]
+    for place in places:
+        executor = started(case)
+        assert_same(state_of(executor), before)
+        again = None
+        with Allocator([place], kind=draw.choice(["device", "cpu", "python"])) as allocator:
+            try:
+                again = executor.step(MICROBATCHES, LR)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        assert len(allocator.failed) == 1
+        if again is None:
+            assert_same(state_of(executor), before)
+            again = executor.step(MICROBATCHES, LR)
+        assert_same(state_of(executor), after)
+        assert (again.loss, again.grad_norm, again.aux) == (result.loss, result.grad_norm, result.aux), place
+
+
+def test_the_first_step_makes_states_that_are_whole():
+    executor = make()
+    with Allocator() as allocator:
+        executor.step(MICROBATCHES, LR)
+    after, places = state_of(executor), range(allocator.count - 40, allocator.count, 5)
+    for place in places:
+        executor = make()
+        with Allocator([place]) as allocator:
+            try:
+                executor.step(MICROBATCHES, LR)
+            except torch.OutOfMemoryError:
+                executor.step(MICROBATCHES, LR)
+        assert_same(state_of(executor), after)
+
+
+@pytest.mark.parametrize("case", ["stochastic", "exact", "lagged", "journal"])
+def test_what_cannot_be_brought_to_its_end_is_said_or_undone(case):
+    """Every allocation fails from some point of the update on: with a journal the step is undone, without one lost."""
+    executor = started(case)
+    before = state_of(executor)
+    middle = _middle_of_updates(executor)
+    executor = started(case)
+    with Allocator(range(middle, middle + 10_000)) as allocator:
+        expected = torch.OutOfMemoryError if case == "journal" else HalfUpdated
+        with pytest.raises(expected) as caught:
+            executor.step(MICROBATCHES, LR)
+    assert len(allocator.failed) >= TRIES
+    if case == "journal":
+        assert_same(state_of(executor), before)
+        executor.step(MICROBATCHES, LR)
+        return
+    assert "updated" in str(caught.value)
+    assert {"got", "need", "try"} <= {line.split()[0] for line in str(caught.value).splitlines()[1:]}
+
+
+def _middle_of_updates(executor) -> int:
+    """Number of an allocation half-way between the first update of a weight and the end of the step."""
+    seen = []
+    with Allocator() as allocator:
+        real = executor.optimizer.step_params
+
+        def step_params(*args):
+            seen.append(allocator.count)
+            real(*args)
+
+        executor.optimizer.step_params = step_params
+        executor.step(MICROBATCHES, LR)
+    return (seen[0] + allocator.count) // 2
+
+
+def test_other_errors_are_not_swallowed():
+    executor = make()
+    with pytest.raises(KeyError):
+        executor.step([{"labels": MICROBATCHES[0]["labels"]}], LR)
