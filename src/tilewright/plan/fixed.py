@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from tilewright.core.config import Recipe
+
 Place = Literal["device", "host", "disk"]
 Activations = Literal["keep", "selective", "recompute", "offload", "spill"]
 """`offload`: recompute, and keep the layer's input on the host; `spill`: on the disk."""
@@ -67,3 +69,13 @@ class Fixed:
 def _rebuilds(fixed: Fixed, kind: Activations) -> bool:
     """Whether a layer that is to be recomputed may wait elsewhere than on the device."""
     return kind in ("offload", "spill") and fixed.activations is not None and "recompute" in fixed.activations
+
+
+def recomputes_the_same_bits(recipe: Recipe, compiled: bool) -> bool:
+    """Whether a layer that is recomputed gives the numbers of one that keeps all: not from rounded inputs, and not in
+    compiled layers with 8-bit products, whose code the compiler fuses in another way."""
+    precision = recipe.precision
+    formats = {precision.mode, precision.start_mode or precision.mode}
+    formats |= {fmt for rule in precision.rules for fmt in (rule.compute, rule.fprop, rule.dgrad, rule.wgrad)}
+    fp8 = precision.enabled and any(fmt.startswith("fp8") for fmt in formats)
+    return recipe.train.checkpoint_inputs == "exact" and not (fp8 and compiled)

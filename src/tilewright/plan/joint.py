@@ -8,6 +8,7 @@ the recipe leaves them open and nothing else fits. Needs no weights and no GPU. 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.placement import Placement
@@ -27,6 +28,7 @@ FORMATS = (
     {"optim.master": "stochastic", "optim.moments": "8bit"},
 )
 """What the optimizer may be narrowed to where the recipe leaves it open, the widest first."""
+FORMAT_FIELDS = {"optim.moments", "optim.master"}
 SMALL_LOSS_TILE = 16 * 2**20
 GAP = 1e-4
 """Share of the best step time by which a plan may miss it: far below what the rates are known to."""
@@ -185,7 +187,9 @@ class JointPlanner:
         for formats in order:
             new = {name: value for name, value in formats.items() if bits[value] < bits[now[name]]}
             if new and set(new) <= self.open_formats and len(new) == len(formats):
-                yield changed(self.recipe, new), new
+                recipe = changed(self.recipe, new)
+                if not any(FORMAT_FIELDS & set(conflict.fields) for conflict in conflicts(recipe)):
+                    yield recipe, new
 
     def _table(self, recipe: Recipe, shape: ModelShape, setting: Setting, budget: Budget) -> _Table:
         ends = [

@@ -45,6 +45,8 @@ class Links:
     host: float | None
     disk: float | None
     guessed: str = ""
+    disk_write: float | None = None
+    """Of the disk; None: as it reads."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class _Layer:
         return rest + max(mlp, others + self.input)
 
     def _forward_visit(self, inputs: float) -> float:
-        down = self.fetch_s(INPUTS_OF[self.choice.activations], inputs)
+        down = self.store_s(INPUTS_OF[self.choice.activations], inputs)
         fetched = self.fetch_s(self.choice.parameters, self.parameters)
         return _overlapped(self.setting.num_micro * self.forward_s(), fetched, down)
 
@@ -242,13 +244,18 @@ class _Layer:
         if choice.activations == "keep" and self.setting.passes > 1:
             first += self.setting.num_micro * self.forward_s()  # what the first pass let go is rebuilt
         up = fetched + self.fetch_s(choice.states, self.states)
-        down = self.fetch_s(choice.states, self.states) + self.fetch_s(choice.parameters, self.parameters)
+        down = self.store_s(choice.states, self.states) + self.store_s(choice.parameters, self.parameters)
         return first + _overlapped(compute + self.update_s(), up, down)
 
     def fetch_s(self, place: Place, size: float) -> float:
-        """Seconds to move bytes from a place to the device, or back."""
+        """Seconds to move bytes from a place to the device."""
         speed = {"device": None, "host": self.links.host, "disk": self.links.disk}[place]
         return size / speed if speed else 0.0
+
+    def store_s(self, place: Place, size: float) -> float:
+        """Seconds to move bytes from the device to a place."""
+        written = self.links.disk_write
+        return size / written if place == "disk" and written else self.fetch_s(place, size)
 
     def forward_s(self) -> float:
         """One micro-batch forward."""

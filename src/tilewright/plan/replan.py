@@ -1,7 +1,7 @@
 """Plans of a run that is going on: another budget, other rows, what measurements said; never another loss.
 
 Executor, micro-batch, loss tile, formats, MLP tiles and attention blocks stay as they are. What may change is what
-layers keep (keep, selective, recompute) and where bytes lie, and that changes no bit of a result. Called by
+layers keep (keep, selective, recompute), where that changes no bit of a result, and where bytes lie. Called by
 `training.regroup`.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tilewright.core.placement import Placement
-from tilewright.plan.fixed import Fixed
+from tilewright.plan.fixed import Activations, Fixed, recomputes_the_same_bits
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan
@@ -53,15 +53,19 @@ class Replanner:
     def __init__(self, planner: JointPlanner, setting: Setting, placement: Placement, budget: Budget) -> None:
         self.setting = setting
         self.budget = budget
+        neutral = recomputes_the_same_bits(planner.recipe, planner.shape(planner.recipe).compiled)
+        found: list[Activations] = [] if neutral else [layer.activations for layer in placement.layers]
+        kinds = frozenset(found)
         self._mixed = len({(layer.mlp_tiles, layer.attention_block) for layer in placement.layers}) > 1
-        self._planner = planner.with_fixed(same_numbers(planner.fixed, setting, placement))
+        self._mixed |= len(kinds) > 1
+        self._planner = planner.with_fixed(same_numbers(planner.fixed, setting, placement, kinds))
         self._by_length: dict[int, JointPlanner] = {planner.recipe.data.seq_len: self._planner}
 
     def plan(
         self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
     ) -> Replan | None:
         """The fastest placement within a budget of the device, `plan.margin` left free; None where nothing fits, or
-        where layers are cut into slices differently.
+        where layers differ in what would change a number.
 
         Args:
             device_bytes: of the device that the run may use.
@@ -94,14 +98,22 @@ class Replanner:
         return self._by_length[length]
 
 
-def same_numbers(fixed: Fixed, setting: Setting, placement: Placement) -> Fixed:
-    """What a run fixes whose losses must stay. All its layers are cut into the same slices."""
+def same_numbers(fixed: Fixed, setting: Setting, placement: Placement, kinds: frozenset[Activations]) -> Fixed:
+    """What a run fixes whose losses must stay. All its layers are cut into the same slices.
+
+    Args:
+        fixed: before.
+        setting: of the run.
+        placement: of the run.
+        kinds: what layers keep, where that changes a number; else empty.
+    """
     first = placement.layers[0]
     return replace(
         fixed,
         executor=setting.executor,
         micro_batch=setting.micro_batch,
         loss_tile=setting.loss_tile,
+        activations=kinds or fixed.activations,
         mlp_tiles=first.mlp_tiles,
         attention_block=first.attention_block,
     )

@@ -1,0 +1,168 @@
+"""`memory.plan = "auto"`: the plan that changes a recipe least and fits.
+
+What a recipe says is fixed; what it leaves at its default is decided. In stages, each of which may change more of what
+a run computes than the one before: what layers keep and where bytes lie (no bit of a loss), then micro-batches, the
+loss tile, the executor (rounding), and at last the optimizer's formats (what is learned). The first stage with a plan
+that fits is taken, and in it the fastest plan. Called by `training.planned`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from tilewright.core.config import Recipe
+from tilewright.core.units import format_bytes
+from tilewright.plan.fixed import Activations, Fixed
+from tilewright.plan.joint import JointPlanner
+from tilewright.plan.joint_plan import Budget, JointPlan
+
+FORMATS = frozenset(("optim.moments", "optim.master"))
+_KINDS: dict[str, Activations] = {"none": "keep", "selective": "selective", "full": "recompute"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What may be decided. `disk`: bytes may lie there; `formats`: the optimizer's may be narrowed."""
+
+    fixed: Fixed
+    disk: bool = False
+    formats: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A setting that is not what the recipe has."""
+
+    name: str
+    before: object
+    after: object
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan, and what it took to find one."""
+
+    plan: JointPlan
+    departures: tuple[Departure, ...]
+    least_bytes: float | None
+    """The least that a step takes with what the recipe says, where that did not fit."""
+
+    @property
+    def reason(self) -> str:
+        """Why the recipe was departed from; empty where it was not."""
+        if self.least_bytes is None:
+            return ""
+        budget, margin = self.plan.budget.device, self.plan.recipe.plan.margin
+        least = format_bytes(self.least_bytes) if self.least_bytes else "more than the host has"
+        return (
+            f"with what the recipe says a step takes {least} at least, and {format_bytes((1 - margin) * budget)} of "
+            f"{format_bytes(budget)} may be used (plan.margin {margin:g})"
+        )
+
+
+def stages(recipe: Recipe, explicit: frozenset[str], *, neutral: bool, same_numbers: bool) -> Iterator[Stage]:
+    """From the recipe as it stands to everything that may be decided.
+
+    Args:
+        recipe: the run's settings.
+        explicit: those of them that somebody wrote down.
+        neutral: recomputing a layer changes no bit.
+        same_numbers: only what changes no bit, for a run that goes on.
+    """
+    memory, train = recipe.memory, recipe.train
+    written = _KINDS[train.activation_checkpoint]
+    now = Fixed(
+        executor=memory.executor,
+        micro_batch=train.micro_batch,
+        loss_tile=memory.loss_tile,
+        parameters=memory.parameters if "memory.parameters" in explicit else None,
+        states=memory.states if "memory.states" in explicit else None,
+        inputs=memory.inputs if "memory.inputs" in explicit else None,
+        mlp_tiles=memory.mlp_tiles,
+        attention_block=memory.attention_block,
+    )
+    if memory.executor == "standard":
+        fixed = not neutral or "train.activation_checkpoint" in explicit
+        now = replace(
+            now, activations=frozenset([written]) if fixed else None, parameters=None, states=None, inputs=None
+        )
+    elif not neutral:
+        now = replace(now, activations=frozenset(["recompute"]))
+    seen: list[Stage] = []
+
+    def fresh(stage: Stage) -> Iterator[Stage]:
+        if stage not in seen:
+            seen.append(stage)
+            yield stage
+
+    yield from fresh(Stage(now))
+    if same_numbers:
+        if memory.executor == "layer_major":
+            yield from fresh(Stage(now, disk=True))
+        return
+    if "train.activation_checkpoint" not in explicit:
+        now = replace(now, activations=None)
+        yield from fresh(Stage(now))
+    if "train.micro_batch" not in explicit:
+        now = replace(now, micro_batch=None, most_rows=train.micro_batch)
+        yield from fresh(Stage(now))
+    if "memory.loss_tile" not in explicit:
+        now = replace(now, loss_tile=None)
+        yield from fresh(Stage(now))
+    last, sliced = Stage(now), memory.executor == "layer_major"
+    if not sliced and "memory.executor" not in explicit and "train.activation_checkpoint" not in explicit:
+        tiers = {
+            name: getattr(memory, name) for name in ("parameters", "states", "inputs") if f"memory.{name}" in explicit
+        }
+        last, sliced = Stage(replace(now, executor="layer_major", **tiers)), True
+        yield from fresh(last)
+    if sliced:
+        for name in ("mlp_tiles", "attention_block"):
+            if f"memory.{name}" not in explicit:
+                last = Stage(replace(last.fixed, **{name: None}))
+        yield from fresh(last)
+        last = replace(last, disk=True)
+        yield from fresh(last)
+    if FORMATS - explicit:
+        if "memory.executor" not in explicit and "train.activation_checkpoint" not in explicit:
+            last = replace(last, fixed=replace(last.fixed, executor=None))
+        yield from fresh(replace(last, disk=False, formats=FORMATS - explicit))
+        yield from fresh(replace(last, formats=FORMATS - explicit))
+
+
+def decide(
+    planner: JointPlanner, explicit: frozenset[str], budget: Budget, disk: Callable[[], Budget], **how: bool
+) -> Decision | None:
+    """The plan of the first stage that has one; None where nothing fits.
+
+    Args:
+        planner: of the recipe.
+        explicit: settings that somebody wrote down.
+        budget: without a disk.
+        disk: the budget with one; measures it.
+        how: see `stages`.
+    """
+    recipe, least, wide = planner.recipe, None, None
+    for number, stage in enumerate(stages(recipe, explicit, **how)):
+        if stage.disk:
+            wide = wide or disk()
+        mine = planner.with_fixed(stage.fixed, stage.formats)
+        here = wide if stage.disk and wide is not None else budget
+        found = mine.plan(here)
+        if found is not None:
+            return Decision(found, departures(recipe, found), least)
+        if number == 0:
+            smallest = mine.smallest(here)
+            least = smallest.peak_bytes if smallest is not None else 0.0
+    return None
+
+
+def departures(recipe: Recipe, plan: JointPlan) -> tuple[Departure, ...]:
+    """Settings in which a plan differs from a recipe, what layers keep and where bytes lie left out."""
+    named = ("memory.executor", "train.micro_batch", "memory.loss_tile", *sorted(FORMATS))
+    found = []
+    for name in (*named, "memory.mlp_tiles", "memory.attention_block"):
+        section, _, field = name.partition(".")
+        before, after = getattr(getattr(recipe, section), field), plan.settings().get(name)
+        if after is not None and after != before:
+            found.append(Departure(name, before, after))
+    return tuple(found)
