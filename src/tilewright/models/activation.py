@@ -8,8 +8,8 @@ Legend: ... any leading dimensions  D width of the residual stream.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -53,6 +53,34 @@ EXACT_INPUTS = (
     "to other experts than in the forward pass."
 )
 """A model's note where 8-bit inputs are asked for."""
+
+
+def check_modes(modes: Sequence[ActivationCheckpoint], num_layers: int) -> None:
+    """Refuse modes that there are not.
+
+    Raises:
+        ValueError: one of them, or their number, is wrong.
+    """
+    for mode in modes:
+        if mode not in get_args(ActivationCheckpoint):
+            raise ValueError(f"activation_checkpoint is none, selective or full, not {mode!r}")
+    if len(modes) != num_layers:
+        raise ValueError(f"need a mode for each of {num_layers} layers, got {len(modes)}")
+
+
+def common_mode(modes: Sequence[ActivationCheckpoint]) -> ActivationCheckpoint:
+    """The mode of all layers.
+
+    Raises:
+        ValueError: they differ.
+
+    Example:
+        >>> common_mode(["full", "full"])
+        'full'
+    """
+    if len(set(modes)) != 1:
+        raise ValueError(f"the layers keep different things: read `checkpointing`, {tuple(modes)}")
+    return modes[0]
 
 
 def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *args: Any) -> Any:

@@ -24,19 +24,21 @@ class CausalAttention(nn.Module):
     """softmax(q k^T / sqrt(Dk)) v without parameters: the part of a layer whose precision is a rule of its own.
 
     `compute_dtype` (settable, None = the query's dtype) is what the scores and the product are computed from;
-    the result has the query's dtype in either case.
+    the result has the query's dtype in either case. `block` (settable, None = as the kernels say) is how many query
+    rows are computed at a time.
     """
 
     def __init__(self, kernels: Kernels):
         super().__init__()
         self.compute_dtype: torch.dtype | None = None
+        self.block: int | None = None
         self.kernels = kernels
 
     def forward(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, segments_BS: Tensor | None) -> Tensor:
         """Heads [B, S, H or Hkv, D] -> joined heads [B, S, H * Dv]."""
         dtype = self.compute_dtype or q_BSHD.dtype
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHD))
-        out_BHSD = self.kernels.attention(q, k, v, segments=segments_BS)
+        out_BHSD = self.kernels.attention(q, k, v, segments=segments_BS, block=self.block)
         return out_BHSD.transpose(1, 2).flatten(2).to(q_BSHD.dtype)
 
 

@@ -5,13 +5,13 @@ targets together with their count, because only the executor knows all tokens of
 so uneven micro-batches give exactly the gradient of the whole batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilewright.models.config import ActivationCheckpoint, CheckpointInputs
 
@@ -56,7 +56,15 @@ class Model(TrainableModel, Protocol):
 
     activation_checkpoint: ActivationCheckpoint
     """Settable. none: keep all activations; selective: keep outputs of matmuls and attention; full: recompute
-    each layer. Never changes a loss or a gradient."""
+    each layer. Never changes a loss or a gradient. Read only where all layers do the same."""
+
+    checkpointing: tuple[ActivationCheckpoint, ...]
+    """Settable. The same for each of `layers`; of a model whose layers were not found, one mode for all of it."""
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers that can be treated each in its own way, in order. Empty where none were found."""
+        ...
 
     checkpoint_inputs: CheckpointInputs
     """Settable before `compile_blocks`; means something where `activation_checkpoint` is full. exact: keep each layer's

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewright.models.activation import EXACT_INPUTS, run_checkpointed, run_from_codes
+from tilewright.models.activation import EXACT_INPUTS, check_modes, common_mode, run_checkpointed, run_from_codes
 from tilewright.models.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.config import ActivationCheckpoint, CheckpointInputs, DecoderConfig
 from tilewright.models.contract import LossOutput
 from tilewright.models.head import head_loss
 from tilewright.models.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.moe import MoE
-from tilewright.ops.inductor import compile_options
+from tilewright.ops.inductor import compile_options, graph_limit
 from tilewright.ops.kernels import Kernels
 
 LayerContext = tuple[Tensor, Tensor, Tensor | None]
@@ -81,10 +81,15 @@ class Block(nn.Module):
         return (x_BSD + out).to(x_BSD.dtype), load
 
 
+def _rows_at_a_time(block: Block) -> int:
+    rows: int | None = block.self_attn.core.block
+    return block.kernels.attention_block if rows is None else rows
+
+
 @functools.cache
 def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`Block._run`, compiled; layers of one kind share the graph."""
-    return torch.compile(Block._run, options=compile_options())
+    return torch.compile(Block._run, options=compile_options(), **graph_limit())
 
 
 class Trunk(nn.Module):
@@ -134,17 +139,35 @@ class Decoder(nn.Module):
 
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
-        """What the layers keep for backward. Settable; see `contract.Model`."""
-        return self.blocks[0].activation_checkpoint
+        """What all layers keep for backward. Settable; see `contract.Model`."""
+        return common_mode(self.checkpointing)
 
     @activation_checkpoint.setter
     def activation_checkpoint(self, mode: ActivationCheckpoint) -> None:
-        if mode not in ("none", "selective", "full"):
-            raise ValueError(f"activation_checkpoint is none, selective or full, not {mode!r}")
-        for block in self.blocks:
+        self.checkpointing = (mode,) * len(self.blocks)
+
+    @property
+    def checkpointing(self) -> tuple[ActivationCheckpoint, ...]:
+        """What each layer keeps for backward. Settable; see `contract.Model`."""
+        return tuple(block.activation_checkpoint for block in self.blocks)
+
+    @checkpointing.setter
+    def checkpointing(self, modes: Sequence[ActivationCheckpoint]) -> None:
+        check_modes(modes, len(self.blocks))
+        for block, mode in zip(self.blocks, modes, strict=True):
             block.activation_checkpoint = mode
         self._note_opaque_parts()
         self._note_exact_inputs()
+
+    @property
+    def attention_blocks(self) -> tuple[int, ...]:
+        """Query rows at a time in each layer's attention, 0 for all. Settable."""
+        return tuple(_rows_at_a_time(block) for block in self.blocks)
+
+    @attention_blocks.setter
+    def attention_blocks(self, rows: Sequence[int]) -> None:
+        for block, number in zip(self.blocks, rows, strict=True):
+            block.self_attn.core.block = number
 
     @property
     def checkpoint_inputs(self) -> CheckpointInputs:
@@ -208,6 +231,11 @@ class Decoder(nn.Module):
         """The layers, in order."""
         return self.model.layers
 
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The same; see `contract.Model`."""
+        return tuple(self.blocks)
+
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
         """Embedded tokens [B, S, D], and what all layers read besides: cos and sin of the positions, segments."""
         ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
@@ -253,15 +281,16 @@ class Decoder(nn.Module):
         """Compile each layer in place. Layers of one kind share one compiled graph.
 
         A mixture-of-experts layer is compiled in parts, because which expert gets how many rows depends on the data:
-        attention, norms, shared experts, and one graph of variable length for all routed experts.
+        attention, norms, shared experts, and one graph of variable length for all routed experts. Layers that keep
+        different things for backward have a graph for each way, made when it first runs.
         """
-        options = compile_options()
+        options, limit = compile_options(), graph_limit()
         for block in self.blocks:
             if self.checkpoint_inputs == "fp8" and not block.is_moe:
                 block.compiled_inside = True
                 continue
             if not block.is_moe:
-                block.compile(options=options)
+                block.compile(options=options, **limit)
                 continue
             for part in (block.input_layernorm, block.self_attn, block.post_attention_layernorm):
                 part.compile(options=options)
@@ -294,14 +323,16 @@ class Decoder(nn.Module):
         return x_BSD, loads
 
     def _note_opaque_parts(self) -> None:
-        if self._compiled and self.activation_checkpoint == "selective" and self.config.num_experts:
-            self.notes.append(
+        if self._compiled and "selective" in self.checkpointing and self.config.num_experts:
+            note = (
                 "Compiled mixture-of-experts layers are recomputed whole: selective checkpointing cannot see into "
                 "their compiled parts."
             )
+            if note not in self.notes:
+                self.notes.append(note)
 
     def _note_exact_inputs(self) -> None:
-        wanted = self.activation_checkpoint == "full" and self.checkpoint_inputs == "fp8"
+        wanted = "full" in self.checkpointing and self.checkpoint_inputs == "fp8"
         if wanted and self.config.num_experts and EXACT_INPUTS not in self.notes:
             self.notes.append(EXACT_INPUTS)
 

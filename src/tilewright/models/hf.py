@@ -9,18 +9,20 @@ out. Where a model cannot keep packed documents apart, `notes` says so. Built by
 Legend: B rows  S positions  D model width  V vocabulary  N targets  C classes.
 """
 
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats.store import CODE_DTYPE
-from tilewright.models.activation import EXACT_INPUTS, Fp8Checkpoint, selective_contexts
+from tilewright.models.activation import EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode, selective_contexts
 from tilewright.models.config import ActivationCheckpoint, CheckpointInputs
 from tilewright.models.contract import LossOutput
 from tilewright.models.fp8_io import encode_folder
@@ -53,7 +55,7 @@ class HFModel(nn.Module):
         self.kernels = kernels or Kernels.default()
         self.notes: list[str] = []
         self._style: InputStyle | None = None
-        self._activation_checkpoint: ActivationCheckpoint = "none"
+        self._checkpointing: tuple[ActivationCheckpoint, ...] = ("none",) * (len(self.layers) or 1)
         self._checkpoint_inputs: CheckpointInputs = "exact"
         self._from_codes = Fp8Checkpoint(self.kernels, self._note)
 
@@ -122,27 +124,40 @@ class HFModel(nn.Module):
 
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
-        """What the layers keep for backward. Settable; see `contract.Model`."""
-        return self._activation_checkpoint
+        """What all layers keep for backward. Settable; see `contract.Model`."""
+        return common_mode(self._checkpointing)
 
     @activation_checkpoint.setter
     def activation_checkpoint(self, mode: ActivationCheckpoint) -> None:
-        if mode != "none" and not self.net.supports_gradient_checkpointing:
+        self.checkpointing = (mode,) * (len(self.layers) or 1)
+
+    @property
+    def checkpointing(self) -> tuple[ActivationCheckpoint, ...]:
+        """What each layer keeps for backward. Settable; see `contract.Model`."""
+        return self._checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, modes: Sequence[ActivationCheckpoint]) -> None:
+        layers = self.layers
+        check_modes(modes, len(layers) or 1)
+        asked = [mode for mode in modes if mode != "none"]
+        if asked and not self.net.supports_gradient_checkpointing:
             raise ConfigError(
                 "this model has no activation checkpointing.",
-                got=f'train.activation_checkpoint = "{mode}" with {type(self.net).__name__}',
+                got=f'train.activation_checkpoint = "{asked[0]}" with {type(self.net).__name__}',
                 need='"none"',
                 try_='train.activation_checkpoint = "none" and a smaller train.micro_batch',
                 where="train.activation_checkpoint",
             )
-        if mode == "none":
+        if not asked:
             self.net.gradient_checkpointing_disable()
         else:
-            options: dict[str, Any] = {"use_reentrant": False}
-            if mode == "selective":
-                options["context_fn"] = selective_contexts
-            self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        self._activation_checkpoint = mode
+            self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint_options(asked[0]))
+        if layers and asked:
+            for layer, mode in zip(layers, modes, strict=True):
+                layer.gradient_checkpointing = mode != "none"
+                layer._gradient_checkpointing_func = _checkpoint_function(mode)
+        self._checkpointing = tuple(modes)
         self._keep_codes()
 
     @property
@@ -155,17 +170,29 @@ class HFModel(nn.Module):
         if kind not in ("exact", "fp8"):
             raise ValueError(f"checkpoint_inputs is exact or fp8, not {kind!r}")
         self._checkpoint_inputs = kind
-        self.activation_checkpoint = self._activation_checkpoint
+        self.checkpointing = self._checkpointing
 
     def _keep_codes(self) -> None:
         """Put our checkpoint function in the place of torch's where a layer's input is kept in 8 bits."""
-        if self._activation_checkpoint != "full" or self._checkpoint_inputs != "fp8":
+        if self._checkpoint_inputs != "fp8":
             return
-        for layer in self._layers():
+        uniform = len(set(self._checkpointing)) == 1
+        layers = self._layers() if uniform else self.layers
+        modes = self._checkpointing[:1] * len(layers) if uniform else self._checkpointing
+        for layer in (layer for layer, mode in zip(layers, modes, strict=True) if mode == "full"):
             if next(find_routers(layer), None) is None:
                 layer._gradient_checkpointing_func = self._from_codes
             else:
                 self._note(EXACT_INPUTS)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The largest list of layers, where transformers can checkpoint each of them; see `contract.Model`."""
+        lists = [module for module in self.net.modules() if isinstance(module, nn.ModuleList)]
+        sizes = {module: sum(param.numel() for param in module.parameters()) for module in lists}
+        found = tuple(max(lists, key=sizes.__getitem__)) if lists else ()
+        able = set(self._layers())
+        return found if able and set(found) == able else ()
 
     def _layers(self) -> list[nn.Module]:
         """The layers that transformers can checkpoint."""
@@ -242,3 +269,15 @@ class HFModel(nn.Module):
         if text not in self.notes:
             self.notes.append(text)
             _log.warning(text)
+
+
+def _checkpoint_options(mode: ActivationCheckpoint) -> dict[str, Any]:
+    """Arguments of torch's checkpoint function."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    return options | {"context_fn": selective_contexts} if mode == "selective" else options
+
+
+@functools.cache
+def _checkpoint_function(mode: ActivationCheckpoint) -> Callable[..., Any]:
+    """One object for all layers of a mode, so that compiled ones share their graph."""
+    return functools.partial(checkpoint, **_checkpoint_options(mode))

@@ -7,6 +7,7 @@ Called wherever something is compiled.
 """
 
 import functools
+import inspect
 import subprocess
 from pathlib import Path
 
@@ -22,6 +23,15 @@ _PARTS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 def compile_options() -> dict[str, str]:
     """Options for `torch.compile` on this machine; empty where it needs none."""
     return {"cpp.march": MARCH} if miscompiles() and _takes_march() else {}
+
+
+def graph_limit() -> dict[str, int]:
+    """More arguments of `torch.compile` for layers: how many graphs there may be of one piece of code.
+
+    Each way of keeping activations has its own, with gradients and without, in each dtype and for lengths that vary.
+    Beyond the limit torch goes on without a compiler; its own, 8, is within reach. Empty for a torch that takes none.
+    """
+    return {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
 
 
 def why_no_compile(machine: Machine) -> str | None:

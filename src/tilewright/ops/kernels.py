@@ -131,10 +131,12 @@ class Kernels:
         *,
         segments: Tensor | None = None,
         scale: float | None = None,
+        block: int | None = None,
     ) -> Tensor:
-        """See `ops.attention`."""
+        """See `ops.attention`. `block`: query rows at a time, 0 for all, None for `attention_block`."""
+        rows = self.attention_block if block is None else block
         return self._find("attention", q_BHSD.device.type, q_BHSD.dtype)(
-            q_BHSD, k_BHSD, v_BHSD, segments, scale, self.attention_block
+            q_BHSD, k_BHSD, v_BHSD, segments, scale, rows
         )  # fmt: skip
 
     def linear_cross_entropy(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
