@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from tilewright.core.errors import DataError
-from tilewright.report import figures, precision_figures, summary, tables
+from tilewright.report import figures, precision_figures, regroup_table, summary, tables
 from tilewright.report.collect import RunData, collect
 from tilewright.training.durable import write_whole
 
@@ -77,6 +77,8 @@ def render(run: RunData) -> str:
         figures={name: make(run) for name, make in _FIGURES.items()},
         memory=tables.memory_table(run),
         tiers=tables.tier_rows(run),
+        regrouped=regroup_table.decisions(run),
+        regrouped_summary=regroup_table.summary(regroup_table.decisions(run)),
         precision=tables.precision_groups(run.precision),
         moves=precision_figures.move_rows(run),
         kernels=tables.kernel_rows(run.machine),

@@ -161,7 +161,8 @@ class Regroup:
             lr: see there.
 
         Raises:
-            torch.OutOfMemoryError, RuntimeError, MemoryError: no memory, and no tighter placement. Nothing has changed.
+            torch.OutOfMemoryError, RuntimeError, MemoryError: no memory, no tighter placement, and no memory the second
+                time either. Nothing has changed.
             HalfUpdated: no memory in the middle of an update.
         """
         self._number = number
@@ -182,6 +183,7 @@ class Regroup:
         Args:
             work: changes nothing where it does not come to its end.
         """
+        last = False
         while True:
             try:
                 return work()
@@ -190,8 +192,10 @@ class Regroup:
                     raise
                 traceback.clear_frames(error.__traceback__)
                 failed = error
-            if not self._tighten(f"an allocator found no memory ({first_line(failed)}); the step is computed again"):
+            if last:
                 raise failed
+            said = f"an allocator found no memory ({first_line(failed)}); the step is computed again"
+            last = not self._tighten(said)  # then once more: what the failure has made free may do
 
     # ---- triggers ----
 
