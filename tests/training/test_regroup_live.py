@@ -1,0 +1,137 @@
+"""Real steps under plans that change: losses and weights are those of a run in which nothing changed, bit by bit.
+
+The planner is played (`test_regroup`), and what the run may use is said; executors, models and failures are real.
+"""
+
+import random
+
+import pytest
+import torch
+
+from tests.models.shapes import make_batch, make_decoder
+from tests.training.out_of_memory import Allocator
+from tests.training.test_placement import layer_major
+from tests.training.test_regroup import PlayedPlanner, peak_of
+from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.optim.groups import decay_groups
+from tilewright.training.regroup import Regroup
+from tilewright.training.step import StandardExecutor
+
+LR = 1e-3
+NUM_LAYERS = 2
+KINDS = {
+    "standard": [LayerPlacement(activations=kind) for kind in ("keep", "selective", "recompute")],
+    "layer_major": [
+        LayerPlacement(activations="keep"),
+        LayerPlacement(activations="recompute"),
+        LayerPlacement(activations="recompute", inputs="disk", states="host", parameters="disk"),
+    ],
+}
+LENGTHS = (512, 512, 2048, 512, 512)
+
+
+def make(which, folder, shape="gqa"):
+    model = make_decoder(shape).train()
+    placement = Placement(layers=(KINDS[which][0],) * NUM_LAYERS)
+    if which == "layer_major":
+        return layer_major(model, placement, folder)
+    return StandardExecutor(model, DeepSeekAdam(decay_groups(model, 0.1)), clip=GradClip(0.5))
+
+
+def batches(lengths=LENGTHS):
+    return [[make_batch(1, length, seed=2 * step + micro) for micro in range(2)] for step, length in enumerate(lengths)]
+
+
+def weights_of(executor):
+    """Every parameter and state, wherever it is at home."""
+    if isinstance(executor, StandardExecutor):
+        return [value.clone() for value in executor.model.state_dict().values()]
+    slices, home = executor.run.slices, executor.run.residence
+    found = []
+    for part in slices:
+        home.fetch(part, states=True)
+        found += [param.detach().clone() for param in part.params]
+        found += [value.clone() for p in part.trained for value in executor.optimizer.state[p].values()]
+        home.release(part, changed=False)
+    return found
+
+
+class Run:
+    """Steps of an executor that is watched; `budget` may be changed between them."""
+
+    def __init__(self, which, folder, budget, shape="gqa"):
+        self.executor, self.budget, self.events, self.seen = make(which, folder, shape), budget, [], []
+        planner = PlayedPlanner(NUM_LAYERS, KINDS[which])
+
+        def peaks():  # as expected
+            return {"backward": int(peak_of(planner.predict(self.executor.placement, self.length)))}
+
+        self.length = 512
+        self.regroup = Regroup(
+            self.executor, lambda: planner, budget=lambda: self.budget, peaks=peaks,
+            tell=lambda step, text, **numbers: self.events.append(numbers["trigger"]),
+        )  # fmt: skip
+
+    def step(self, number, microbatches):
+        self.length = microbatches[0]["input_ids"].shape[1]
+        result = self.regroup.step(number, microbatches, LR)
+        self.seen.append(self.executor.placement)
+        return result.loss, result.grad_norm
+
+
+def plain(which, folder, made, shape="gqa"):
+    executor = make(which, folder, shape)
+    results = [executor.step(microbatches, LR) for microbatches in made]
+    return [(result.loss, result.grad_norm) for result in results], weights_of(executor)
+
+
+def assert_equal(run, results, expected):
+    losses, weights = expected
+    assert results == losses
+    for found, wanted in zip(weights_of(run.executor), weights, strict=True):
+        assert torch.equal(found, wanted), (found - wanted).abs().max()
+
+
+@pytest.mark.parametrize("which", KINDS)
+def test_rows_of_512_of_2048_and_of_512_again(which, tmp_path):
+    made = batches()
+    run = Run(which, tmp_path, budget=420.0)
+    results = [run.step(number, microbatches) for number, microbatches in enumerate(made, 1)]
+    assert run.events == ["calibration", "shape", "shape"]
+    assert run.seen[0] == run.seen[1] == run.seen[3] != run.seen[2]
+    assert_equal(run, results, plain(which, tmp_path, made))
+
+
+@pytest.mark.parametrize("which", KINDS)
+def test_a_budget_that_is_cut_by_30_percent_in_mid_run(which, tmp_path):
+    made = batches((512,) * 5)
+    run = Run(which, tmp_path, budget=420.0)
+    results = []
+    for number, microbatches in enumerate(made, 1):
+        run.budget = 420.0 * (0.7 if number == 3 else 1.0)
+        results.append(run.step(number, microbatches))
+    assert run.events == ["calibration", "budget", "budget"]
+    assert run.seen[2] != run.seen[1] == run.seen[3]
+    assert_equal(run, results, plain(which, tmp_path, made))
+
+
+@pytest.mark.parametrize("which", KINDS)
+def test_no_memory_at_an_allocation_drawn_at_random(which, tmp_path):
+    """In every step after the first, at one or two allocations: the run comes to the same end, and says what it did."""
+    made = batches((32,) * 5)
+    expected = plain(which, tmp_path, made, "gqa_moe")
+    executor = make(which, tmp_path, "gqa_moe")
+    with Allocator() as allocator:
+        executor.step(made[0], LR)
+    draw = random.Random(which)
+    for _ in range(4):
+        run = Run(which, tmp_path, 1e6, "gqa_moe")
+        results = [run.step(1, made[0])]
+        for number, microbatches in enumerate(made[1:], 2):
+            places = draw.sample(range(allocator.count), draw.choice([1, 2]))
+            with Allocator(places):
+                results.append(run.step(number, microbatches))
+        assert "out_of_memory" in run.events
+        assert_equal(run, results, expected)
