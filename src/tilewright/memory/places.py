@@ -72,6 +72,35 @@ def input_tiers(placement: Placement, slices: Slices) -> dict[int, Tier]:
     return found | {len(slices.groups): placement.head.inputs}
 
 
+def refuse_other_numbers(new: Placement, old: Placement, *, exact: bool) -> None:
+    """Refuse a change in mid-run that would not leave the numbers as they are.
+
+    Args:
+        new: of as many layers as `old`.
+        old: what runs.
+        exact: layers that are recomputed are so from exact inputs, not from 8-bit ones.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    for index, (to, of) in enumerate(zip(new.layers, old.layers, strict=True)):
+        if (to.mlp_tiles, to.attention_block) != (of.mlp_tiles, of.attention_block):
+            raise ConfigError(
+                "MLP tiles and attention blocks cannot change while a run goes on.",
+                got=f"layer {index}: mlp_tiles {to.mlp_tiles}, attention_block {to.attention_block}",
+                need=f"{of.mlp_tiles} and {of.attention_block}, as the run began: others round differently",
+                try_="a plan that changes activations and homes alone",
+            )
+        if not exact and "recompute" in {to.activations, of.activations} and to.activations != of.activations:
+            raise ConfigError(
+                "What is recomputed cannot change while a run goes on from 8-bit inputs.",
+                got=f'layer {index}: "{of.activations}" to "{to.activations}"',
+                need="the same: gradients of a layer that is recomputed from a rounded input are others",
+                try_='train.checkpoint_inputs = "exact"',
+                where="train.checkpoint_inputs",
+            )
+
+
 def _of_slice(layer: LayerPlacement) -> LayerPlacement:
     """Without what each layer of a slice has for itself."""
     return replace(layer, mlp_tiles=1, attention_block=0)
@@ -121,7 +150,7 @@ class Places:
         """
         before = self.now
         wanted = by_slice(placement, self._run.slices)
-        self._refuse_other_numbers(placement)
+        refuse_other_numbers(placement, before, exact=self._run.inputs.kind == "exact")
         homes = {name: (layer.parameters, layer.states) for name, layer in wanted.items()}
         self._run.inputs.place(input_tiers(placement, self._run.slices))
         try:
@@ -140,11 +169,6 @@ class Places:
         parameters, states = self._run.residence.homes(part)
         told = {"parameters": parameters, "states": states}
         return told if place is None else told | {"inputs": self._run.inputs.tier_of(place)}
-
-    def _refuse_other_numbers(self, placement: Placement) -> None:
-        for index, (new, old) in enumerate(zip(placement.layers, self._asked.layers, strict=True)):
-            if (new.mlp_tiles, new.attention_block) != (old.mlp_tiles, old.attention_block):
-                raise other_numbers(index, new, old)
 
     def _move(self, homes: Mapping[str, Homes]) -> None:
         """Move slices, those that make room on the device first; move them back where one of them cannot."""
@@ -171,13 +195,3 @@ class Places:
         self._run.residence.move(part, parameters=parameters, states=states)
         if self._weights is not None and parameters == "device":
             self._weights.keep(part.modules)
-
-
-def other_numbers(index: int, new: LayerPlacement, old: LayerPlacement) -> ConfigError:
-    """The error of a change that would not leave the numbers as they are."""
-    return ConfigError(
-        "MLP tiles and attention blocks cannot change while a run goes on.",
-        got=f"layer {index}: mlp_tiles {new.mlp_tiles}, attention_block {new.attention_block}",
-        need=f"{old.mlp_tiles} and {old.attention_block}, as the run began: others round differently",
-        try_="a plan that changes activations and homes alone",
-    )

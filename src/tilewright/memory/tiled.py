@@ -1,9 +1,10 @@
 """MLPs computed some tokens at a time: the wide hidden values of one tile are alive, in forward and in backward.
 
 `tile_mlps(model, tiles)` finds the token-wise MLPs of a model, by the names that models give them, and changes how
-they run. Their parameters and names stay what they were. A tiled MLP is an autograd function of the tokens and the
-weights: each weight gets one gradient, summed in FP32 over the tiles, so hooks of DDP and FSDP see what they always
-see. Backward computes a tile again, then its gradient. It may stand inside of a layer that is itself recomputed.
+they run; `tile_layers` does it with a number for each layer. Their parameters and names stay what they were. A tiled
+MLP is an autograd function of the tokens and the weights: each weight gets one gradient, summed in FP32 over the tiles,
+so hooks of DDP and FSDP see what they always see. Backward computes a tile again, then its gradient. It may stand
+inside of a layer that is itself recomputed.
 
 Equal to the whole MLP up to the order of sums; dropout draws other numbers, tile by tile, and the same ones in both
 passes. Called by `training`.
@@ -54,10 +55,31 @@ def tile_mlps(model: nn.Module, tiles: int, note: Callable[[str], None], *, comp
         >>> tile_mlps(layer, 3, print), torch.allclose(layer["mlp"](torch.ones(2, 6, 4)), whole)
         (['mlp'], True)
     """
+    return _tile([("", model, tiles)], note, compile)
+
+
+def tile_layers(
+    layers: Sequence[nn.Module], tiles: Sequence[int], note: Callable[[str], None], *, compile: bool = False
+) -> list[str]:
+    """The same, each layer's MLP with a number of its own; see `tile_mlps`.
+
+    Args:
+        layers: of one model.
+        tiles: for each of them; 1 leaves it as it is.
+        note: see there.
+        compile: see there.
+    """
+    parts = [(f"{index}.", layer, number) for index, (layer, number) in enumerate(zip(layers, tiles, strict=True))]
+    return _tile([part for part in parts if part[2] > 1], note, compile)
+
+
+def _tile(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], None], compile: bool) -> list[str]:
+    """Tile what is in these (prefix of names, module, tiles); the names."""
     found: list[str] = []
     experts: list[str] = []
     verdicts: dict[type[nn.Module], str | None] = {}
-    for name, module in model.named_modules():
+    modules = [(prefix + name, module, tiles) for prefix, part, tiles in parts for name, module in part.named_modules()]
+    for name, module, tiles in modules:
         if name.rpartition(".")[2] not in NAMES or isinstance(module, nn.ModuleList | _Tiled):
             continue
         if next(find_routers(module), None) is not None:
@@ -70,7 +92,7 @@ def tile_mlps(model: nn.Module, tiles: int, note: Callable[[str], None], *, comp
             found.append(name)
     if experts:
         note(f"memory.mlp_tiles leaves mixtures of experts whole ({experts[0]} and {len(experts) - 1} more).")
-    if not found:
+    if parts and not found:
         note(f"memory.mlp_tiles has no effect: no dense module is called {', '.join(NAMES)}.")
     return found
 

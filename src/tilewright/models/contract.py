@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.models.config import ActivationCheckpoint, CheckpointInputs
+from tilewright.ops.kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class TrainableModel(Protocol):
 
 class Model(TrainableModel, Protocol):
     """What the rest of a run needs: `build.build_model` returns one."""
+
+    kernels: Kernels
+    """Implementations of the operations."""
 
     notes: list[str]
     """What the model could not do as asked, in plain words. Grows by the first batch; shown and recorded."""

@@ -18,18 +18,17 @@ import xxhash
 
 from tilewright.core import env
 from tilewright.core.config import Recipe
-from tilewright.core.errors import FitError, HardwareError
+from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.load import Loaded
 from tilewright.core.log import say
-from tilewright.core.units import format_bytes
+from tilewright.core.placement import Placement
 from tilewright.data.images import PreparedImages
 from tilewright.data.prepare import PreparedData, prepare
 from tilewright.data.stream import Stream
 from tilewright.data.tokenizer import Tokenizer
 from tilewright.memory.lazy import fill_buffers, vacate
 from tilewright.memory.ledger import Ledger
-from tilewright.memory.tiled import tile_mlps
 from tilewright.models.contract import Model
 from tilewright.ops.inductor import why_no_compile
 from tilewright.ops.kernels import Kernels
@@ -38,7 +37,9 @@ from tilewright.optim.clip import GradClip
 from tilewright.optim.groups import decay_groups
 from tilewright.optim.schedule import LRSchedule
 from tilewright.plan import ceilings
-from tilewright.plan.cost import Plan, make_plan
+from tilewright.plan.cost import Plan
+from tilewright.plan.plan_file import PlanFile
+from tilewright.plan.replan import Replanner
 from tilewright.precision.audit import Audit
 from tilewright.precision.control import PrecisionController
 from tilewright.precision.controller_settings import ControllerSettings
@@ -52,11 +53,14 @@ from tilewright.training.control import StepControl
 from tilewright.training.counters import Counters
 from tilewright.training.layer_major_step import LayerMajorExecutor
 from tilewright.training.no_memory import explained
+from tilewright.training.planned import Planned, Site, plan_run
+from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
 from tilewright.training.slicing import (
     Sliced,
     comes_in_slices,
     first_values,
     make_executor,
+    placed,
     refuse_loss_scaling,
     slice_up,
 )
@@ -69,16 +73,34 @@ from tilewright.training.visiting import Visit, passing
 class Setup:
     """What is known before the model takes memory."""
 
-    loaded: Loaded
     machine: Machine
     kernels: Kernels
     prepared: PreparedData | PreparedImages
-    plan: Plan
+    planned: Planned
+
+    @property
+    def loaded(self) -> Loaded:
+        """The recipe with the plan's settings."""
+        return self.planned.loaded
 
     @property
     def recipe(self) -> Recipe:
         """The run's settings."""
         return self.loaded.recipe
+
+    @property
+    def plan(self) -> Plan:
+        """What the run is expected to take."""
+        return self.planned.plan
+
+    @property
+    def placement(self) -> Placement | None:
+        """What is done with each layer; None: the same with all, as the recipe says."""
+        return self.planned.placement
+
+    def replanner(self) -> Replanner | None:
+        """Plans the run anew while it goes on; made at the first call. None where it cannot be: see `planned.note`."""
+        return self.planned.replanner
 
     @property
     def device(self) -> torch.device:
@@ -117,8 +139,7 @@ class Setup:
     @property
     def tier_dir(self) -> Path:
         """Folder of the disk tier."""
-        run = self.recipe.run
-        return Path(self.recipe.memory.tier_dir or Path(run.dir) / (run.name or self.loaded.name))
+        return self.planned.site.tier_dir
 
     @property
     def memory_limit(self) -> int:
@@ -230,50 +251,60 @@ class Parts:
         return all_finite(self.model.named_buffers())
 
 
-def set_up(loaded: Loaded) -> Setup:
+def set_up(loaded: Loaded, *, running: PlanFile | None = None, goes_on: bool = False) -> Setup:
     """Machine, kernels, data and plan of a run.
+
+    Args:
+        loaded: the recipe.
+        running: the plan that the run goes on under.
+        goes_on: the run has a checkpoint: nothing is decided that changes a number.
 
     Raises:
         HardwareError: the device is not there, or several processes were started.
         DataError: the data cannot be used.
+        ConfigError: a plan file that cannot be used.
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
     recipe = loaded.recipe
     refuse_ranks()
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
-    kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
     prepared = prepare_data(recipe)
     rates = ceilings.measure(machine, progress=say)
-    plan = make_plan(recipe, prepared.vocab_size, machine, rates)
-    if recipe.plan.enforce and not plan.fits:
-        raise does_not_fit(plan)
-    return Setup(loaded, machine, kernels, prepared, plan)
+    run = recipe.run
+    tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
+    site = Site(prepared.vocab_size, machine, rates, tier_dir)
+    planned = plan_run(loaded, site, running=running, goes_on=goes_on)
+    settings = planned.loaded.recipe
+    return Setup(machine, Kernels.from_sections(machine, settings.ops, settings.memory), prepared, planned)
 
 
-def build(setup: Setup, *, fresh: bool) -> Parts:
+def build(setup: Setup, *, fresh: bool, placement: Placement | None = None) -> Parts:
     """Model, precision, optimizer, data stream and executor, in the state before the first step.
 
     Args:
         setup: machine, data and plan.
         fresh: give the model its first weights; False where a checkpoint overwrites them.
+        placement: what is done with each layer; None: what the plan, or the recipe, says.
     """
     recipe, device = setup.recipe, setup.device
+    placement = placement or setup.placement
     seed_everything(recipe.run.seed)
     ledger = Ledger(device)
     with explained(ledger, recipe, "while the model was made"), ledger.phase("load"):
-        model = _model(setup, fresh)
+        model, each = _model(setup, fresh, placement)
         values = first_values(recipe, model)
         policy, schedule, scaled = _precision(setup, model)
         if values is not None:
             vacate(model, device)
             fill_buffers(model, values)
-        if recipe.memory.mlp_tiles > 1:
-            tile_mlps(model, recipe.memory.mlp_tiles, model.notes.append, compile=setup.compiles)
+        cut_layers(model, each, compile=setup.compiles)
         optimizer = _optimizer(recipe, model, setup.kernels)
         sliced = None
         if recipe.memory.executor == "layer_major":
-            sliced = slice_up(recipe, model, optimizer, device, folder=setup.tier_dir, values=values)
+            sliced = slice_up(
+                recipe, model, optimizer, device, folder=setup.tier_dir, values=values, placement=placement
+            )
         codes = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
         modes = Modes(model, policy, schedule, schedule.at(0), scaled, codes)
     ledger.watch(model)
@@ -287,12 +318,12 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
         refuse_loss_scaling(scaler is not None)
         executor = make_executor(
             recipe, model, sliced, optimizer,
-            clip=clip, ledger=ledger, kernels=setup.kernels, weights=codes, folder=setup.tier_dir,
+            clip=clip, ledger=ledger, kernels=setup.kernels, weights=codes, folder=setup.tier_dir, placement=placement,
         )  # fmt: skip
     else:
         executor = StandardExecutor(
             model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger,
-            control=control.control if control is not None else None,
+            control=control.control if control is not None else None, places=ModelPlaces(model, each),
         )  # fmt: skip
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
@@ -300,16 +331,6 @@ def build(setup: Setup, *, fresh: bool) -> Parts:
     stream = _stream(recipe, setup.prepared)
     return Parts(
         model, modes, optimizer, scaler, clip, rates, stream, ledger, executor, Counters(), setup, control, sliced
-    )
-
-
-def does_not_fit(plan: Plan) -> FitError:
-    """The error of a run that the plan says does not fit, with the cheapest changes that make it fit."""
-    return FitError(
-        "This run does not fit.",
-        got=plan.verdict,
-        need=f"a peak below {format_bytes(plan.budget_bytes)}",
-        try_="\n".join(str(fix) for fix in plan.fixes) or "a smaller model",
     )
 
 
@@ -347,15 +368,18 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
     )
 
 
-def _model(setup: Setup, fresh: bool) -> Model:
+def _model(setup: Setup, fresh: bool, placement: Placement | None) -> tuple[Model, Placement]:
+    """The model, and what is done with each of its layers."""
     recipe = setup.recipe
     device = "meta" if comes_in_slices(recipe) else setup.device
     model = build_adapted(recipe, setup.prepared.vocab_size, setup.kernels, device, fresh=fresh and device != "meta")
-    model.activation_checkpoint = recipe.train.activation_checkpoint
+    each = placement or placed(recipe, len(model.layers) or 1)
+    if recipe.memory.executor == "standard":
+        checkpoint_layers(model, each)
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
     if setup.compiles:
         model.compile_blocks()
-    return model.train()
+    return model.train(), each
 
 
 def _precision(setup: Setup, model: Model) -> tuple[Policy, ModeSchedule, bool]:

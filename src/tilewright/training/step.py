@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import HardwareError, NumericsError
+from tilewright.core.placement import Placement
 from tilewright.memory.ledger import Ledger
 from tilewright.models.contract import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.control import PrecisionController
 from tilewright.precision.loss_scale import DynamicScaler
+from tilewright.training.placing import ModelPlaces
 from tilewright.training.whole import WholeStep
 
 IGNORED_LABEL = -100
@@ -83,6 +85,22 @@ class Executor(Protocol):
     whole: WholeStep
     """What makes a step happen whole or not at all."""
 
+    @property
+    def placement(self) -> Placement:
+        """What is done with each layer now."""
+        ...
+
+    def place(self, placement: Placement) -> None:
+        """Between steps: do this with each layer from now on. No number changes. All of it or, on an error, nothing.
+
+        Raises:
+            ConfigError: this executor cannot do it, or not while the run goes on.
+            FitError: a tier has not so much room.
+            HardwareError: the disk fails.
+            RuntimeError: the device has not so much memory.
+        """
+        ...
+
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
         """Forward, backward and update over the micro-batches of this rank, at learning rate `lr`.
 
@@ -109,6 +127,7 @@ class StandardExecutor:
         device: where batches are moved.
         ledger: measures memory by phase, if given.
         control: redoes bad steps in wider formats, if given.
+        places: what the model's layers keep for backward, if that is to be read and changed.
 
     Raises:
         HardwareError: several ranks, and parameters that are sharded: their gradients would not be summed right.
@@ -124,8 +143,10 @@ class StandardExecutor:
         device: torch.device | str = "cpu",
         ledger: Ledger | None = None,
         control: PrecisionController | None = None,
+        places: ModelPlaces | None = None,
     ) -> None:
         self.control = control
+        self._places = places
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
@@ -142,6 +163,17 @@ class StandardExecutor:
         for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
                 param.grad_dtype = torch.float32
+
+    @property
+    def placement(self) -> Placement:
+        """What is done with each layer now. Of an executor that was made with `places`."""
+        assert self._places is not None, "made without places"
+        return self._places.now
+
+    def place(self, placement: Placement) -> None:
+        """Between steps: do this with each layer from now on; see `placing.ModelPlaces.change`."""
+        assert self._places is not None, "made without places"
+        self._places.change(placement)
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
         """See `Executor.step`.
