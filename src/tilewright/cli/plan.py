@@ -46,7 +46,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     from tilewright.core.hardware import detect_machine
     from tilewright.plan.ceilings import measure
     from tilewright.plan.cost import make_plan
-    from tilewright.training.assemble import does_not_fit
+    from tilewright.training.planned import does_not_fit
 
     settings = loaded.recipe
     machine = detect_machine(settings.run.device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilewright.cli.common import print_json, show_table
-from tilewright.core.errors import ConfigError, DataError, FitError
+from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.load import Loaded, load_recipe
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -55,11 +55,12 @@ def joint_plan(loaded: Loaded, typed: list[str], options: JointOptions, vocab_si
         FitError: nothing fits.
     """
     from tilewright.plan.joint import largest
+    from tilewright.plan.joint_words import no_plan
 
     planner, budget = _planner(loaded, options, vocab_size, as_json)
     found = largest(planner, budget) if options.largest else planner.plan(budget)
     if found is None:
-        raise _does_not_fit(planner, budget)
+        raise no_plan(planner, budget)
     if options.why:
         lines = _why(planner, found, options.why)
         print_json({"why": lines}) if as_json else click.echo("\n".join(lines))
@@ -158,39 +159,6 @@ def _size(text: str, option: str, most: int | None, owner: str) -> int:
             where=option,
         )
     return size
-
-
-def _does_not_fit(planner: "JointPlanner", budget: "Budget") -> FitError:
-    """The smallest plan there is and what it takes, and changes that make the run fit."""
-    from dataclasses import replace
-
-    from tilewright.plan.joint_words import cheapest_changes
-
-    least = planner.smallest(budget)
-    with_host = planner.smallest(replace(budget, host=float("inf"))) if budget.links.host else None
-    enough_host = least is not None
-    least = least or with_host
-    changes = [str(change) for change in cheapest_changes(planner, budget, None)]
-    given = f"{format_bytes(budget.device)} on the device"
-    given += f" and {format_bytes(budget.host)} on the host" if budget.links.host else ""
-    if least is None:
-        return FitError(
-            "This run does not fit.", got=given, need="a smaller model", try_="\n".join(changes) or "--largest"
-        )
-    formats = "".join(f", {name} = {value}" for name, value in least.narrowed.items())
-    host = f" and {format_bytes(least.host_bytes)} on the host" if least.host else ""
-    why = "" if enough_host else "; the host's memory is what is missing first"
-    other = ""
-    if enough_host and with_host is not None and with_host.peak_bytes < 0.9 * least.peak_bytes:
-        device, host_needed = format_bytes(with_host.peak_bytes), format_bytes(with_host.host_bytes)
-        other = f"\nor {device} on the device and {host_needed} on the host"
-    return FitError(
-        "This run does not fit.",
-        got=f"{given}{why}",
-        need=f"the smallest plan takes {format_bytes(least.peak_bytes)} on the device{host}: {least.setting.executor}, "
-        f"micro_batch {least.setting.micro_batch}{formats}; {format_seconds(least.step_s)} a step{other}",
-        try_="\n".join(changes) or "a smaller model; --largest names the deepest that fits",
-    )
 
 
 def _why(planner: "JointPlanner", found: "JointPlan", text: str) -> list[str]:

@@ -296,6 +296,10 @@ class TrainSection(Section):
 class MemorySection(Section):
     """What lies where during a step. See `tilewright.memory`."""
 
+    plan: str = "auto"
+    """`auto`: a recipe that does not fit as it stands is planned: what it leaves at its default is decided for each
+    layer, and what would change the results comes last. A path: the plan file that `tilewright plan --out` wrote.
+    Empty: everything as the recipe says."""
     executor: Literal["standard", "layer_major"] = "standard"
     """`standard`: one micro-batch after the other through the whole model. `layer_major`: all micro-batches through one
     slice of layers, then the next; backward recomputes a slice, updates its parameters at once, and lets go."""

@@ -59,6 +59,30 @@ class Decision:
         )
 
 
+def written(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
+    """What somebody wrote down of what is decided layer by layer. Slices that are asked for recompute, as they always
+    do where no plan says otherwise.
+
+    Args:
+        recipe: the run's settings.
+        explicit: those of them that were written down.
+    """
+    memory, standard = recipe.memory, recipe.memory.executor == "standard"
+    kept: Activations | None = None
+    if standard and "train.activation_checkpoint" in explicit:
+        kept = _KINDS[recipe.train.activation_checkpoint]
+    elif not standard and "memory.executor" in explicit:
+        kept = "recompute"
+    return Fixed(
+        activations=None if kept is None else frozenset([kept]),
+        parameters=memory.parameters if "memory.parameters" in explicit else None,
+        states=memory.states if "memory.states" in explicit else None,
+        inputs=memory.inputs if "memory.inputs" in explicit else None,
+        mlp_tiles=memory.mlp_tiles if "memory.mlp_tiles" in explicit else None,
+        attention_block=memory.attention_block if "memory.attention_block" in explicit else None,
+    )
+
+
 def stages(recipe: Recipe, explicit: frozenset[str], *, neutral: bool, same_numbers: bool) -> Iterator[Stage]:
     """From the recipe as it stands to everything that may be decided.
 
@@ -69,24 +93,16 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, neutral: bool, same_numb
         same_numbers: only what changes no bit, for a run that goes on.
     """
     memory, train = recipe.memory, recipe.train
-    written = _KINDS[train.activation_checkpoint]
-    now = Fixed(
+    now = replace(
+        written(recipe, explicit),
         executor=memory.executor,
         micro_batch=train.micro_batch,
         loss_tile=memory.loss_tile,
-        parameters=memory.parameters if "memory.parameters" in explicit else None,
-        states=memory.states if "memory.states" in explicit else None,
-        inputs=memory.inputs if "memory.inputs" in explicit else None,
         mlp_tiles=memory.mlp_tiles,
         attention_block=memory.attention_block,
     )
-    if memory.executor == "standard":
-        fixed = not neutral or "train.activation_checkpoint" in explicit
-        now = replace(
-            now, activations=frozenset([written]) if fixed else None, parameters=None, states=None, inputs=None
-        )
-    elif not neutral:
-        now = replace(now, activations=frozenset(["recompute"]))
+    if not neutral and memory.executor == "standard":
+        now = replace(now, activations=frozenset([_KINDS[train.activation_checkpoint]]))
     seen: list[Stage] = []
 
     def fresh(stage: Stage) -> Iterator[Stage]:
@@ -99,9 +115,8 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, neutral: bool, same_numb
         if memory.executor == "layer_major":
             yield from fresh(Stage(now, disk=True))
         return
-    if "train.activation_checkpoint" not in explicit:
-        now = replace(now, activations=None)
-        yield from fresh(Stage(now))
+    now = replace(now, activations=written(recipe, explicit).activations)
+    yield from fresh(Stage(now))  # what layers keep, where that changes last bits
     if "train.micro_batch" not in explicit:
         now = replace(now, micro_batch=None, most_rows=train.micro_batch)
         yield from fresh(Stage(now))
@@ -110,10 +125,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, neutral: bool, same_numb
         yield from fresh(Stage(now))
     last, sliced = Stage(now), memory.executor == "layer_major"
     if not sliced and "memory.executor" not in explicit and "train.activation_checkpoint" not in explicit:
-        tiers = {
-            name: getattr(memory, name) for name in ("parameters", "states", "inputs") if f"memory.{name}" in explicit
-        }
-        last, sliced = Stage(replace(now, executor="layer_major", **tiers)), True
+        last, sliced = Stage(replace(now, executor="layer_major")), True
         yield from fresh(last)
     if sliced:
         for name in ("mlp_tiles", "attention_block"):

@@ -1,6 +1,6 @@
 """A joint plan in words: one sentence, what binds, one layer explained, the cheapest changes, the timeline.
 
-Called by `cli.plan_joint`.
+Called by `cli.plan_joint` and `training.planned`.
 """
 
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.core.config import Recipe
+from tilewright.core.errors import FitError
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint import JointPlanner
@@ -97,6 +98,37 @@ def cheapest_changes(planner: JointPlanner, budget: Budget, found: JointPlan | N
             tried.append(Change(words, keeps, plan))
     tried.sort(key=lambda change: -change.plan.tokens_per_s if change.plan else 0.0)
     return tried[:NUM_CHANGES]
+
+
+def no_plan(planner: JointPlanner, budget: Budget) -> FitError:
+    """The smallest plan there is and what it takes, and changes that make the run fit."""
+    least = planner.smallest(budget)
+    with_host = planner.smallest(replace(budget, host=float("inf"))) if budget.links.host else None
+    enough_host = least is not None
+    least = least or with_host
+    changes = [str(change) for change in cheapest_changes(planner, budget, None)]
+    given = f"{format_bytes(budget.device)} on the device"
+    given += f" and {format_bytes(budget.host)} on the host" if budget.links.host else ""
+    margin = planner.recipe.plan.margin
+    given += f", of which plan.margin leaves {margin:.0%} free" if margin else ""
+    if least is None:
+        return FitError(
+            "This run does not fit.", got=given, need="a smaller model", try_="\n".join(changes) or "--largest"
+        )
+    formats = "".join(f", {name} = {value}" for name, value in least.narrowed.items())
+    host = f" and {format_bytes(least.host_bytes)} on the host" if least.host else ""
+    why = "" if enough_host else "; the host's memory is what is missing first"
+    other = ""
+    if enough_host and with_host is not None and with_host.peak_bytes < 0.9 * least.peak_bytes:
+        device, host_needed = format_bytes(with_host.peak_bytes), format_bytes(with_host.host_bytes)
+        other = f"\nor {device} on the device and {host_needed} on the host"
+    return FitError(
+        "This run does not fit.",
+        got=f"{given}{why}",
+        need=f"the smallest plan takes {format_bytes(least.peak_bytes)} on the device{host}: {least.setting.executor}, "
+        f"micro_batch {least.setting.micro_batch}{formats}; {format_seconds(least.step_s)} a step{other}",
+        try_="\n".join(changes) or "a smaller model; --largest names the deepest that fits",
+    )
 
 
 def why(planner: JointPlanner, plan: JointPlan, layer: int) -> list[str]:

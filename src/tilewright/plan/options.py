@@ -63,6 +63,21 @@ class Setting:
     """Backward passes of a step: two where clipping by the exact norm comes before the first update."""
     prefetch: int = 1
 
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Setting":
+        """What a recipe says."""
+        train, optim, micro = recipe.train, recipe.optim, min(recipe.train.micro_batch, recipe.train.batch_size)
+        return cls(
+            executor=recipe.memory.executor,
+            micro_batch=micro,
+            num_micro=-(-train.batch_size // micro),
+            moments=optim.moments,
+            master=optim.master,
+            loss_tile=recipe.memory.loss_tile,
+            passes=2 if optim.clip == "exact" and optim.clip_norm > 0 else 1,
+            prefetch=recipe.memory.prefetch,
+        )
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -8,7 +8,7 @@
     [[ends]]    name ("embedding" or "head"), parameters, states
     [predicted] step_s, device_peak_bytes, peak_phase, host_bytes
 
-Every layer is in exactly one `[[layers]]`. Called by `cli.plan`.
+Every layer is in exactly one `[[layers]]`. Called by `cli.plan` and `training.planned`.
 """
 
 import tomllib
@@ -19,13 +19,24 @@ from typing import Any, get_args
 
 import tomlkit
 
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import ConfigError, FitError
+from tilewright.core.hardware import Machine
+from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.core.units import format_bytes
 from tilewright.plan.classes import ModelShape, ranges
 from tilewright.plan.fixed import Activations, Place
-from tilewright.plan.joint_plan import JointPlan, fingerprint
+from tilewright.plan.joint_plan import JointPlan, fingerprint, placed
 from tilewright.plan.options import Choice
 
 FORMAT = 1
+SETTINGS = frozenset(
+    (
+        *("memory.executor", "memory.loss_tile", "memory.parameters", "memory.states", "memory.inputs"),
+        *("memory.mlp_tiles", "memory.attention_block"),
+        *("train.micro_batch", "train.activation_checkpoint", "optim.moments", "optim.master"),
+    )
+)
+"""What a plan may say of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,51 @@ class PlanFile:
     layers: tuple[Choice, ...]
     ends: Mapping[str, Choice]
     predicted: Mapping[str, Any]
+
+    @property
+    def placement(self) -> Placement:
+        """What the executors are told."""
+        ends = {
+            name: LayerPlacement(parameters=choice.parameters, states=choice.states)
+            for name, choice in self.ends.items()
+        }
+        return Placement(layers=tuple(placed(choice) for choice in self.layers), **ends)
+
+    def check_machine(self, machine: Machine) -> None:
+        """Raise ConfigError where the plan is for another kind of machine."""
+        if self.machine["device"] != machine.device:
+            raise ConfigError(
+                "The plan is for another machine.",
+                got=f"a plan for {self.machine['name']} ({self.machine['device']})",
+                need=f"one for {machine.device_name} ({machine.device})",
+                try_='tilewright plan RECIPE --out FILE on this machine, or memory.plan = "auto"',
+                where=str(self.path),
+            )
+
+    def check_fit(self, expected: JointPlan) -> None:
+        """Raise FitError where the machine has not the memory.
+
+        Args:
+            expected: what the plan takes here.
+        """
+        budget = expected.budget
+        short = []
+        if expected.peak_bytes > budget.device:
+            short.append(f"{format_bytes(expected.peak_bytes)} on the device, which has {format_bytes(budget.device)}")
+        if expected.host_bytes > budget.host:
+            short.append(f"{format_bytes(expected.host_bytes)} on the host, which has {format_bytes(budget.host)}")
+        if expected.disk_bytes > budget.disk:
+            short.append(f"{format_bytes(expected.disk_bytes)} on disk, where {format_bytes(budget.disk)} are free")
+        if short:
+            made = self.machine
+            raise FitError(
+                "The plan does not fit this machine.",
+                got=f"it takes {' and '.join(short)}",
+                need=f"a machine like the one it was made for: {made['name']}, {format_bytes(made['device_bytes'])} on "
+                "the device",
+                try_='memory.plan = "auto", or tilewright plan RECIPE --out FILE on this machine',
+                where=str(self.path),
+            )
 
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError where the plan is for another model."""
@@ -120,15 +176,22 @@ def read_plan(path: str | Path) -> PlanFile:
                 layers[index] = _choice(row)
         if sorted(layers) != list(range(raw["model"]["layers"])):
             raise ValueError(f"layers {ranges(sorted(layers))}, not all of 0-{raw['model']['layers'] - 1}")
+        strange = sorted(set(raw["settings"]) - SETTINGS)
+        if strange:
+            raise ValueError(f"[settings] holds {', '.join(strange)}, which no plan decides")
+        ends = {row["name"]: _choice(row | {"activations": "keep"}) for row in raw.get("ends", [])}
+        if set(ends) - {"embedding", "head"}:
+            raise ValueError(f"[[ends]] are embedding and head, not {', '.join(ends)}")
+        made = {name: raw["machine"][name] for name in ("name", "device", "device_bytes", "host_bytes", "disk_bytes")}
         return PlanFile(
             path=path,
             family=raw["model"]["family"],
             fingerprint=raw["model"]["fingerprint"],
             num_parameters=raw["model"]["parameters"],
-            machine=raw["machine"],
+            machine=made,
             settings=raw["settings"],
             layers=tuple(layers[index] for index in sorted(layers)),
-            ends={row["name"]: _choice(row | {"activations": "keep"}) for row in raw.get("ends", [])},
+            ends=ends,
             predicted=raw["predicted"],
         )
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, KeyError, TypeError) as error:
