@@ -26,9 +26,12 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import FitError
 from tilewright.memory.table import is_out_of_memory
-from tilewright.precision.untouched import Notes
+from tilewright.precision.fp8_linear import Fp8Linear
+from tilewright.precision.tile_linear import TileLinear
 
 Result = TypeVar("Result")
+_TORCHS = ("_is_full_backward_hook", "_compiled_call_impl")
+"""Attributes of every module that no pass changes."""
 TRIES = 3
 """Calls of a piece that finds no memory, what is free made free before each."""
 
@@ -59,6 +62,7 @@ class WholeStep:
         self, model: nn.Module, params: Sequence[Tensor], device: torch.device, parts: Sequence[Stateful] = ()
     ) -> None:
         self._model = model
+        self._modules: _Modules | None = None
         self._params = params
         self._device = device
         self._parts = parts
@@ -77,7 +81,8 @@ class WholeStep:
         Raises:
             HalfUpdated: it cannot be put back.
         """
-        before = _Before(self._model, self._device, self._parts)
+        self._modules = self._modules or _Modules(self._model)
+        before = _Before(self._modules, self._device, self._parts)
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -119,24 +124,47 @@ class WholeStep:
         free_memory(self._device)
 
 
+class _Modules:
+    """Where a model's modules hold what a pass changes besides gradients; they are looked through once.
+
+    Linear layers with 8-bit weights hold codes, which a pass does not change, and counts of what was executed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.buffers: list[Tensor] = []
+        self.attributes: list[tuple[dict[str, Any], str]] = []
+        self.counted: list[nn.Module] = []
+        for module in model.modules():
+            if isinstance(module, TileLinear | Fp8Linear):
+                self.counted.append(module)
+                continue
+            self.buffers += [buffer for buffer in module.buffers(recurse=False) if buffer is not None]
+            held = vars(module)
+            names = [name for name, value in held.items() if value is None or isinstance(value, Tensor)]
+            self.attributes += [(held, name) for name in names if name not in _TORCHS]
+
+
 class _Before:
     """What a step changes before its update, as it was."""
 
-    def __init__(self, model: nn.Module, device: torch.device, parts: Sequence[Stateful]) -> None:
+    def __init__(self, modules: _Modules, device: torch.device, parts: Sequence[Stateful]) -> None:
         self._device = device
         self._parts = [(part, part.state_dict()) for part in parts]
-        self._notes = Notes(model)
-        counted = (vars(module).get("counts") for module in model.modules())
-        self._counts = [(counts, counts.clone()) for counts in counted if isinstance(counts, Tensor)]
+        self._buffers = [(buffer, buffer.clone()) for buffer in modules.buffers]
+        self._attributes = [(held, name, held.get(name)) for held, name in modules.attributes]
+        counts = (vars(module).get("counts") for module in modules.counted)
+        self._counts = [(count, count.clone()) for count in counts if count is not None]
         self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
+    @torch.no_grad()
     def restore(self) -> None:
         for part, state in self._parts:
             part.load_state_dict(state)
-        self._notes.restore()
-        for counts, value in self._counts:
-            counts.copy_(value)
+        for tensor, value in (*self._buffers, *self._counts):
+            tensor.copy_(value)
+        for held, name, value in self._attributes:
+            held[name] = value
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
