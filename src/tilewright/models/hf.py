@@ -250,6 +250,9 @@ class HFModel(nn.Module):
         """What the probe found; what it means for this run is noted the first time."""
         if self._style is None:
             self._style = probe_language_model(self.net, self.vocab_size)
+            # This is inside of the first batch's autocast. What it has cached of weights would be missing when
+            # `selective` counts the operations of a layer again.
+            torch.clear_autocast_cache()
             name = type(self.net).__name__
             if self.task == "causal_lm" and not self._style.causal:
                 raise ConfigError(
