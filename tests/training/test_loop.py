@@ -234,7 +234,7 @@ def test_bad_numbers_stop_the_run_with_the_last_good_state(data, tmp_path, monke
     assert metrics[-1]["skipped"]
 
 
-def test_running_out_of_device_memory_names_owners_and_keeps_the_checkpoint(data, tmp_path, monkeypatch):
+def test_running_out_of_device_memory_names_owners_and_saves_the_steps_before(data, tmp_path, straight, monkeypatch):
     real = StandardExecutor.step
 
     def step(self, microbatches, lr):
@@ -249,9 +249,16 @@ def test_running_out_of_device_memory_names_owners_and_keeps_the_checkpoint(data
     assert "Tried to allocate 2.00 GiB" in got[0]
     assert {"bytes", "parameters", "optimizer", "activations", "other", "sum"} <= {line.split()[0] for line in got}
     assert {"forward", "backward", "update"} <= set(next(line for line in got if line.startswith("bytes")).split())
-    assert "train.micro_batch = 1" in caught.value.problems[0].try_
-    assert last_state(tmp_path / "tiny")[1]["parts"]["counters"]["step"] == 3
-    assert rows(tmp_path / "tiny" / "events.jsonl")[-1]["kind"] == "stop"
+    fixes = caught.value.problems[0].try_.splitlines()
+    assert len(fixes) == 3
+    assert all(line.startswith("--") and "peak" in line and "step" in line for line in fixes), fixes
+    assert last_state(tmp_path / "tiny")[1]["parts"]["counters"]["step"] == 4
+    kinds = [row["kind"] for row in rows(tmp_path / "tiny" / "events.jsonl")]
+    assert kinds[-1] == "save"
+    assert "stop" in kinds[-3:]
+    monkeypatch.setattr(StandardExecutor, "step", real)
+    train(tiny(data, tmp_path))
+    assert_same_run(tmp_path / "tiny", straight("bf16"))
 
 
 @pytest.mark.parametrize("error", [None, MemoryError()], ids=["torch's allocator", "python's"])

@@ -16,6 +16,7 @@ from tilewright.core.placement import LayerPlacement, Placement
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.groups import decay_groups
+from tilewright.training.placing import ModelPlaces
 from tilewright.training.regroup import Regroup
 from tilewright.training.step import StandardExecutor
 
@@ -37,7 +38,8 @@ def make(which, folder, shape="gqa"):
     placement = Placement(layers=(KINDS[which][0],) * NUM_LAYERS)
     if which == "layer_major":
         return layer_major(model, placement, folder)
-    return StandardExecutor(model, DeepSeekAdam(decay_groups(model, 0.1)), clip=GradClip(0.5))
+    optimizer, places = DeepSeekAdam(decay_groups(model, 0.1)), ModelPlaces(model, placement)
+    return StandardExecutor(model, optimizer, clip=GradClip(0.5), places=places)
 
 
 def batches(lengths=LENGTHS):

@@ -11,14 +11,17 @@ import time
 
 from tilewright.core.load import Loaded, write_run_toml
 from tilewright.core.log import say
+from tilewright.plan.plan_file import PlanFile
 from tilewright.training.assemble import Parts, Setup, build, refuse_ranks, set_up
 from tilewright.training.checkpoint import CheckpointStore
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.layer_major_step import LostStep
 from tilewright.training.metrics import RunLog
+from tilewright.training.planned import carried
 from tilewright.training.progress import open_progress
 from tilewright.training.record import Recorder
 from tilewright.training.recover import StopRequest
+from tilewright.training.regroup_run import regroup_for
 from tilewright.training.resume import Found, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.run_folder import RunFolder
@@ -46,17 +49,22 @@ def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
     try:
         if moved_to is not None:
             say(f"the run that was in {folder.path} is now {moved_to}")
-        found = find(folder, store, recipe)
+        running = None
+        if store.paths():
+            loaded, running = carried(loaded, folder.path)
+        found = find(folder, store, loaded.recipe)
         if found.step >= recipe.train.steps:
             say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to go on.")
             return RunResult(folder.path, found.step)
-        return _train_through(loaded, folder, store, found, began)
+        return _train_through(loaded, running, folder, store, found, began)
     finally:
         store.close()
         folder.close()
 
 
-def _train_through(loaded: Loaded, folder: RunFolder, store: CheckpointStore, found: Found, began: float) -> RunResult:
+def _train_through(
+    loaded: Loaded, running: PlanFile | None, folder: RunFolder, store: CheckpointStore, found: Found, began: float
+) -> RunResult:
     """Train. A step that cannot be undone sends the run back to its newest checkpoint, and is left out from then on.
 
     Raises:
@@ -65,27 +73,29 @@ def _train_through(loaded: Loaded, folder: RunFolder, store: CheckpointStore, fo
     left_out: set[int] = set()
     while True:
         try:
-            return _train(loaded, folder, store, found, began, frozenset(left_out))
+            return _train(loaded, running, folder, store, found, began, frozenset(left_out))
         except LostStep as lost:
             left_out.add(lost.step)
             if len(left_out) >= MAX_BAD_STEPS:
                 raise
         store.wait()
+        loaded, running = carried(loaded, folder.path)
         found = find(folder, store, loaded.recipe)
         say(f"step {max(left_out) + 1} is left out; the run goes on from step {found.step}")
 
 
 def _train(
     loaded: Loaded,
+    running: PlanFile | None,
     folder: RunFolder,
     store: CheckpointStore,
     found: Found,
     began: float,
     left_out: frozenset[int] = frozenset(),
 ) -> RunResult:
-    recipe = loaded.recipe
+    setup = set_up(loaded, running=running, goes_on=found.checkpoint is not None)
+    recipe = setup.recipe
     sinks = open_sinks(recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
-    setup = set_up(loaded)
     parts = build(setup, fresh=found.checkpoint is None)
     log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s)
     recorder = Recorder(
@@ -98,10 +108,13 @@ def _train(
         scaled=parts.scaler is not None,
     )
     try:
+        for text, numbers in setup.planned.events:
+            recorder.event(found.step, "plan", text, **numbers)
         restore(found, parts, recorder)
         _write_facts(folder, setup, parts)
         resumed = found.checkpoint is not None
-        run = Run(setup, parts, parts.state(), store, folder, recorder, resumed=resumed, left_out=left_out)
+        regroup = regroup_for(setup, parts, recorder)
+        run = Run(setup, parts, parts.state(), store, folder, recorder, regroup, resumed=resumed, left_out=left_out)
         run.begin(began)
         with StopRequest() as stop:
             return run.train(stop)
@@ -115,6 +128,7 @@ def _write_facts(folder: RunFolder, setup: Setup, parts: Parts) -> None:
     write_run_toml(setup.loaded, folder.recipe)
     folder.write_json("machine.json", {**setup.machine.to_json(), "kernels": setup.kernels.explain()})
     folder.write_json("plan.json", setup.plan.to_json())
+    setup.planned.write(folder.path)
     folder.write_json("data.json", {"fingerprint": setup.prepared.fingerprint, **setup.prepared.summary})
     folder.write_json("precision.json", parts.modes.rows())
     if setup.tokenizer is not None:

@@ -1,7 +1,7 @@
 """The error of a run that found no memory: who held how much at each phase, and what would help. Called by `run` and
 `assemble`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,9 @@ from tilewright.memory.ledger import Ledger
 from tilewright.memory.table import is_out_of_memory, phase_table
 
 
-def no_memory(error: BaseException, memory: Mapping[str, Any], when: str, recipe: Recipe) -> FitError:
+def no_memory(
+    error: BaseException, memory: Mapping[str, Any], when: str, recipe: Recipe, fixes: Sequence[str] = ()
+) -> FitError:
     """What the user is told.
 
     Args:
@@ -20,6 +22,7 @@ def no_memory(error: BaseException, memory: Mapping[str, Any], when: str, recipe
         memory: the ledger's snapshot just after it.
         when: what was being done.
         recipe: the run's settings; what it has already is not proposed.
+        fixes: planned changes, the cheapest first; without any, settings that lower the peak.
     """
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     lines = [said, f"measured up to then, at the peak of each phase (most in {memory['peak_phase']}):"]
@@ -32,7 +35,7 @@ def no_memory(error: BaseException, memory: Mapping[str, Any], when: str, recipe
         f"Memory ran out {when}.",
         got="\n".join(lines),
         need="a smaller peak; a checkpoint that is there is untouched, and the same command goes on from it",
-        try_="\n".join(_proposals(recipe)),
+        try_="\n".join(fixes or _proposals(recipe)),
     )
 
 

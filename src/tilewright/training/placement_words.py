@@ -32,6 +32,17 @@ def _layer(layer: LayerPlacement) -> str:
     return f"{layer.activations} ({told})" if told else layer.activations
 
 
+def loosest(placement: Placement) -> bool:
+    """Whether everything is kept, and all of it on the device.
+
+    Example:
+        >>> loosest(Placement.uniform(2)), loosest(Placement.uniform(2, states="disk"))
+        (True, False)
+    """
+    home = all((one.parameters, one.states, one.inputs) == ("device",) * 3 for one in placement)
+    return home and all(layer.activations == "keep" for layer in placement.layers)
+
+
 def tighter(placement: Placement) -> Iterator[Placement]:
     """Placements that keep less for the backward pass, one step after the other.
 

@@ -27,7 +27,7 @@ from tilewright.core.errors import TilewrightError
 from tilewright.core.placement import Placement
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.table import is_out_of_memory
-from tilewright.training.placement_words import tighter, words
+from tilewright.training.placement_words import loosest, tighter, words
 from tilewright.training.step import Batch, StepResult
 from tilewright.training.whole import WholeStep, first_line
 
@@ -106,6 +106,8 @@ class Regroup:
         tell: records an event: step, text, numbers.
         steps: of the run: what a change saves is weighed against the steps that are left.
         watch: plan again on shape, budget and prediction; else only after an out-of-memory.
+        known: what the placement that runs is expected to take with the first batch's rows, where that is known
+            without a planner, which takes a second or more to be made.
         rules: when.
     """
 
@@ -120,6 +122,7 @@ class Regroup:
         state_bytes: Callable[[], int] = lambda: 0,
         steps: int = 10**9,
         watch: bool = True,
+        known: Expected | None = None,
         rules: Rules = Rules(),
     ) -> None:
         self.executor = executor
@@ -142,7 +145,9 @@ class Regroup:
         self._planned_for: float | None = None
         self._limit = float("inf")
         """What an out-of-memory has taught of the device."""
-        self._expected: Expected | None = None
+        self._known = known
+        self._expected = known
+        """What the present placement is expected to take, before any correction."""
         self._measured = 0.0
         """Highest peak under this placement and length."""
         self._under = 0
@@ -208,7 +213,7 @@ class Regroup:
         change = budget / self._planned_for - 1
         if length != self._length:
             text, self._length = f"rows of {length} tokens, before {self._length}", length
-            self._under, self._measured, self._expected = 0, 0.0, None
+            self._begin_anew()
             self._plan_again("shape", text, tokens=length)
         elif change < -self.rules.budget and not self._fits(budget):
             text = f"the run may use {format_bytes(budget)}, {-change:.0%} less (threshold {self.rules.budget:.0%})"
@@ -223,17 +228,15 @@ class Regroup:
         self._under += 1
         if self._number == 1 or not self._first_s:
             self._first_s = seconds
-        planner = self._the_planner()
-        if not peaks or planner is None:
+        if not peaks or not self._is_expected():
             return
         before = {name: size + (states_made if name != "update" else 0) for name, size in peaks.items()}
         self._measured = max(self._measured, *before.values())
-        expected = peak_of(self._expect())
+        expected = self._peak_bytes
         error = self._measured / expected - 1
         fresh = self._under == 1
         if error > self.rules.error or (fresh and abs(error) > self.rules.error):
             self.memory_factor *= 1 + error
-            self._expected = None
             kind = "prediction" if self._calibrated else "calibration"
             text = (
                 f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%} "
@@ -246,8 +249,7 @@ class Regroup:
             self._tell("calibration", f"{text}, within {self.rules.error:.0%}", error=error, threshold=self.rules.error)
         self._calibrated = True
         if self._under == 2:  # the first step of a placement compiles
-            self.time_factor *= seconds / self._expect().step_s
-            self._expected = None
+            self.time_factor *= seconds / self._step_s
 
     def _went_on(self) -> None:
         """A step met an out-of-memory in its update, made memory free, and came to its end."""
@@ -269,27 +271,30 @@ class Regroup:
         """
         budget = self._allowed()
         self._planned_for = budget
+        if self._is_expected() and self._peak_bytes <= budget and loosest(self.executor.placement):
+            if not quiet:
+                told = f"{text}; the placement stays: it fits, and nothing is faster than to keep everything"
+                self._tell(trigger, told, budget_bytes=budget, **numbers)
+            return
         planner = self._the_planner()
         if planner is None:  # the run has said so when it began
             return
         started = time.perf_counter()
-        now = self._expect()
-        factors = {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
-        found = planner.plan(budget, self._length, **factors)
+        found = planner.plan(budget, self._length, **self._factors)
         none = found is None
         if found is None:
             found = planner.smallest(self._length, memory_factor=self.memory_factor)
         numbers |= {"budget_bytes": budget, "plan_s": time.perf_counter() - started}
+        peak, step_s = self._peak_bytes, self._step_s
         if found is None or found.placement == self.executor.placement:
             if not quiet:
                 why = "nothing fits better" if none else "it is the best for this"
                 self._tell(trigger, f"{text}; the placement stays, {why}", **numbers)
             return
-        must = peak_of(now) > budget
-        saved_s = now.step_s - found.step_s
-        if must and peak_of(found) >= peak_of(now):
+        must, saved_s = peak > budget, step_s - found.step_s
+        if must and peak_of(found) >= peak:
             self._tell(trigger, f"{text}; the placement stays, it is the smallest there is", **numbers)
-        elif must or self._pays(saved_s, now.step_s):
+        elif must or self._pays(saved_s, step_s):
             reason = f"{text}; nothing fits, so the smallest placement" if none else text
             self._switch(trigger, reason, found, **numbers)
         elif not quiet:
@@ -305,8 +310,8 @@ class Regroup:
         planner = self._the_planner()
         if planner is None:
             return self._tighten_unplanned(text)
-        now = self._expect()
-        least = peak_of(now)
+        self._is_expected()
+        least = self._peak_bytes
         for found, limit in self._smaller(planner, least):
             if found.placement != self.executor.placement and peak_of(found) < least:
                 self._limit = min(self._limit, limit)
@@ -320,10 +325,9 @@ class Regroup:
     def _smaller(self, planner: Planner, peak_bytes: float) -> Iterable[tuple[Expected, float]]:
         """Plans for less and less, and the smallest."""
         limit = min(peak_bytes, self._allowed())
-        factors = {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
         for _ in range(CUTS):
             limit *= 1 - self.rules.cut
-            found = planner.plan(limit, self._length, **factors)
+            found = planner.plan(limit, self._length, **self._factors)
             if found is None:
                 break
             yield found, limit
@@ -358,30 +362,53 @@ class Regroup:
             self._tell(trigger, f"{text}; no memory to go over to {after}", **numbers)
             return False
         self._tell(trigger, f"{text}: from {before} to {after}{told}", before=before, after=after, **numbers)
-        self._expected, self._measured, self._under = None, 0.0, 0
+        self._begin_anew()
         self._peaks()  # those up to now are of the old one
         return True
+
+    def _begin_anew(self) -> None:
+        """The placement is another one, or the rows' length: nothing measured up to now is of it."""
+        self._expected, self._measured, self._under = None, 0.0, 0
 
     # ---- what is known ----
 
     def _the_planner(self) -> Planner | None:
         if not self._looked:
             self._planner, self._looked = self._find_planner(), True
+            known, self._known = self._known, None
+            if self._planner is not None and known is not None and self._expected is known:
+                self._expected = self._planner.predict(self.executor.placement, self._length)
+                # What was measured stays; the planner may say otherwise than who spoke before.
+                self.memory_factor *= peak_of(known) / peak_of(self._expected)
+                self.time_factor *= known.step_s / self._expected.step_s
         return self._planner
 
     def _allowed(self) -> float:
         return min(self._budget(), self._limit)
 
     def _fits(self, budget: float) -> bool:
-        return self._the_planner() is None or peak_of(self._expect()) <= budget
+        return not self._is_expected() or self._peak_bytes <= budget
 
-    def _expect(self) -> Expected:
-        """What the present placement is expected to take."""
-        if self._expected is None:
-            assert self._planner is not None, "asked where there is a planner"
-            factors = {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
-            self._expected = self._planner.predict(self.executor.placement, self._length, **factors)
-        return self._expected
+    def _is_expected(self) -> bool:
+        """Whether anything is known of what the present placement takes; a planner is asked where nothing is."""
+        if self._expected is None and (planner := self._the_planner()) is not None:
+            self._expected = planner.predict(self.executor.placement, self._length)
+        return self._expected is not None
+
+    @property
+    def _factors(self) -> dict[str, float]:
+        return {"memory_factor": self.memory_factor, "time_factor": self.time_factor}
+
+    @property
+    def _peak_bytes(self) -> float:
+        """Of the present placement, corrected."""
+        assert self._expected is not None, "ask _is_expected first"
+        return self.memory_factor * peak_of(self._expected)
+
+    @property
+    def _step_s(self) -> float:
+        assert self._expected is not None, "ask _is_expected first"
+        return self.time_factor * self._expected.step_s
 
     def _tell(self, trigger: str, text: str, **numbers: Any) -> None:
         self._tell_event(self._number, f"{trigger.replace('_', ' ')}: {text}", trigger=trigger, **numbers)

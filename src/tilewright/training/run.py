@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -25,10 +26,13 @@ from tilewright.training.layer_major_step import LostStep, left_out
 from tilewright.training.no_memory import no_memory
 from tilewright.training.record import Recorder
 from tilewright.training.recover import StopRequest
+from tilewright.training.regroup import Regroup
+from tilewright.training.regroup_run import cheapest_fixes
 from tilewright.training.run_folder import RunFolder
 from tilewright.training.sample import write_sample
 from tilewright.training.state import TrainState
 from tilewright.training.step import StepResult
+from tilewright.training.whole import HalfUpdated
 
 EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
 """`save.export_format` -> what the weights are cast to."""
@@ -59,6 +63,7 @@ class Run:
     store: CheckpointStore
     folder: RunFolder
     recorder: Recorder
+    regroup: Regroup
     resumed: bool
     left_out: frozenset[int] = frozenset()
     """Steps, counted from 0, whose batches are drawn and not learned from: their gradients turn bad half-way."""
@@ -70,6 +75,9 @@ class Run:
     _evaluated_step: int = -1
     _stall_s: float = 0.0
     _told_notes: int = 0
+    _drawn: dict[str, Any] | None = None
+    """The stream's state before the batches of a step that has not changed anything yet."""
+    _saved_step: int = -1
 
     @property
     def step(self) -> int:
@@ -82,6 +90,7 @@ class Run:
         self._ready_s = time.perf_counter() - began
         self._elapsed_before_s = self.recorder.log.elapsed_s
         recipe, setup = self.setup.recipe, self.setup
+        self._saved_step = self.step  # there is nothing to save before the first step
         if self.resumed:
             return
         num_params = sum(param.numel() for param in self.parts.model.parameters())
@@ -109,6 +118,9 @@ class Run:
                 raise
             except NumericsError as error:
                 self._keep_last_good(error)
+                raise
+            except HalfUpdated as error:
+                self.recorder.event(self.step, "stop", str(error))
                 raise
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
@@ -140,21 +152,25 @@ class Run:
         if (switched := parts.modes.enter(self.step)) is not None:
             self.recorder.event(self.step + 1, "precision_switch", switched)
             self.folder.write_json("precision.json", parts.modes.rows())
+        self._drawn = parts.stream.state_dict()
         microbatches = parts.stream.next_step()
         wait_s = parts.stream.wait_s
         lr = parts.schedule.lr_at(self.step)
         if parts.control is not None:
-            parts.control.before(self.step, microbatches, self.recorder)
-            lr = parts.control.lr(lr)
+            control = parts.control
+            self.regroup.retried(lambda: control.before(self.step, microbatches, self.recorder))
+            lr = control.lr(lr)
         if self.step in self.left_out:
             self.last = left_out(microbatches)
         else:
-            self.last = parts.executor.step(microbatches, lr)
+            self.last = self.regroup.step(self.step + 1, microbatches, lr)
+        self._drawn = None
         parts.counters.add(self.last)
         memory = parts.ledger.snapshot(parts.model, parts.optimizer) if self.recorder.line_due(self.step) else None
         self.recorder.step(parts.counters, self.last, lr, wait_s, memory)
         if parts.control is not None:
-            parts.control.after(self.step - 1, microbatches, self.recorder)
+            control = parts.control
+            self.regroup.retried(lambda: control.after(self.step - 1, microbatches, self.recorder))
 
     def _between_steps(self) -> None:
         recipe = self.setup.recipe
@@ -208,6 +224,7 @@ class Run:
     def _save(self, now: bool = False) -> float:
         """Save this step and the audit up to it; returns the seconds that training stood still."""
         self._write_audit()
+        self._saved_step = self.step
         self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
         meta = self.state.meta() | {"precision": self.parts.modes.mode, "recipe": self.setup.recipe_digest}
         return self.state.save(self.store, self.step, meta, now=now)
@@ -257,11 +274,29 @@ class Run:
         self.recorder.event(self.step, "stop", str(error))
 
     def _out_of_memory(self, error: RuntimeError | MemoryError) -> FitError:
-        """The error of a step that found no memory. The step may be half done, so nothing is saved."""
+        """The error of a step that found no memory under any placement. The step has changed nothing, so the steps
+        before it are saved."""
         memory = self.parts.ledger.snapshot(self.parts.model, self.parts.optimizer)
-        fit = no_memory(error, memory, f"in step {self.step + 1}", self.setup.recipe)
+        when, fixes = f"in step {self.step + 1}", cheapest_fixes(self.setup)
+        fit = no_memory(error, memory, when, self.setup.recipe, fixes)
         self.recorder.event(self.step, "stop", str(fit), memory_phases=memory["known_phases"])
+        if self._drawn is not None:
+            self.parts.stream.load_state_dict(self._drawn)
+            self._save_what_was_done()
         return fit
+
+    def _save_what_was_done(self) -> None:
+        """Save the steps before one that found no memory, if that takes not too much itself."""
+        if self.step == self._saved_step:
+            return
+        try:
+            self._save(now=True)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            text = f"no memory to save step {self.step} either; the newest checkpoint stays"
+            self.recorder.event(self.step, "save_failed", text)
+        self._tell_saves()
 
     # ---- the end ----
 

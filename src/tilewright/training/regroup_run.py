@@ -1,0 +1,111 @@
+"""A run's `Regroup`: what it may use, what it measures, whom it asks, whom it tells. Called by `loop` and `run`."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from tilewright.core.errors import TilewrightError
+from tilewright.core.placement import Placement
+from tilewright.plan import ceilings
+from tilewright.plan.cost import make_plan
+from tilewright.plan.fixes import changed
+from tilewright.training.assemble import Parts, Setup
+from tilewright.training.record import Recorder
+from tilewright.training.regroup import Regroup
+
+LOOK_S = 1.0
+"""Seconds between two looks at the machine's free memory."""
+LESS = 0.95
+"""Of the planned peak of a run that found no memory, what proposals are to stay below."""
+
+
+def regroup_for(setup: Setup, parts: Parts, recorder: Recorder) -> Regroup:
+    """What runs the steps of this run. With `memory.plan = ""` only an out-of-memory changes something."""
+    reserve = setup.plan.reserve_bytes  # what the device holds of this process outside of its allocator
+
+    def tell(step: int, text: str, **numbers: object) -> None:
+        recorder.event(step, "regroup", text, **numbers)
+
+    def peaks() -> dict[str, int]:
+        return {name: size + reserve for name, size in parts.ledger.take_peaks().items()}
+
+    return Regroup(
+        parts.executor,
+        setup.replanner,
+        budget=MemoryWatch(setup.memory_limit, setup.device, reserve),
+        peaks=peaks,
+        tell=tell,
+        state_bytes=lambda: state_bytes(parts.optimizer, setup.device),
+        steps=setup.recipe.train.steps,
+        watch=bool(setup.recipe.memory.plan),
+        known=_Known.of(setup, parts),
+    )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the run's first plan says of the placement that it begins with."""
+
+    placement: Placement
+    phases: Mapping[str, Mapping[str, float]]
+    step_s: float
+
+    @classmethod
+    def of(cls, setup: Setup, parts: Parts) -> "_Known":
+        outside = {"process": float(setup.plan.reserve_bytes)}
+        phases = {name: {**owners, **outside} for name, owners in setup.plan.phases.items()}
+        return cls(parts.executor.placement, phases, setup.plan.step_s)
+
+
+class MemoryWatch:
+    """Bytes that this process may use on its device now: its limit, or what it holds and what is free, if that is less.
+
+    Args:
+        limit: of the run.
+        device: where it trains. On `cpu` the host's memory.
+        reserve: bytes that this process holds of the device outside of its allocator.
+        clock: seconds; the machine is asked once a second at most.
+    """
+
+    def __init__(
+        self, limit: int, device: torch.device, reserve: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limit = limit
+        self._device = device
+        self._reserve = reserve
+        self._clock = clock
+        self._looked = -LOOK_S
+        self._there = 0
+
+    def __call__(self) -> float:
+        """Asked before each step."""
+        if (now := self._clock()) - self._looked >= LOOK_S:
+            self._looked, self._there = now, there_bytes(self._device) + self._reserve
+        return float(min(self.limit, self._there))
+
+
+def there_bytes(device: torch.device) -> int:
+    """What is free on a device, and what this process holds of it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of the optimizer's states on a device, those that stand for others elsewhere included."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.device.type == device.type)
+
+
+def cheapest_fixes(setup: Setup) -> list[str]:
+    """The three cheapest changes with which this run takes less than it does; none where it cannot be planned."""
+    budget = int(LESS * min(setup.memory_limit, setup.plan.peak_bytes))
+    recipe = changed(setup.recipe, {"plan.device_budget": budget})
+    try:
+        rates = ceilings.measure(setup.machine)
+        return [str(fix) for fix in make_plan(recipe, setup.prepared.vocab_size, setup.machine, rates).fixes]
+    except TilewrightError:  # what stands in the error then are settings without numbers
+        return []
