@@ -121,7 +121,7 @@ def test_a_budget_that_is_cut_by_30_percent_in_mid_run(which, tmp_path):
 
 @pytest.mark.parametrize("which", KINDS)
 def test_no_memory_at_an_allocation_drawn_at_random(which, tmp_path):
-    """In every step after the first, at one or two allocations: the run comes to the same end, and says what it did."""
+    """In every step after the first, in the second twice: the run comes to the same end, and says what it did."""
     made = batches((32,) * 5)
     expected = plain(which, tmp_path, made, "gqa_moe")
     executor = make(which, tmp_path, "gqa_moe")
@@ -132,7 +132,7 @@ def test_no_memory_at_an_allocation_drawn_at_random(which, tmp_path):
         run = Run(which, tmp_path, 1e6, "gqa_moe")
         results = [run.step(1, made[0])]
         for number, microbatches in enumerate(made[1:], 2):
-            places = draw.sample(range(allocator.count), draw.choice([1, 2]))
+            places = draw.sample(range(allocator.count), 2 if number == 2 else 1)
             with Allocator(places):
                 results.append(run.step(number, microbatches))
         assert "out_of_memory" in run.events
