@@ -173,6 +173,7 @@ PROOFS: dict[str, Probe | str] = {
     "memory.mlp_tiles": Probe("2", "weights"),
     "memory.loss_tile": Probe("1", "weights", {"ops.cross_entropy": "native"}),
     "memory.attention_block": Probe("3", "weights"),
+    "memory.plan": "tests/training/test_planned.py::test_train_executes_what_plan_wrote",
     "memory.executor": "tests/training/test_layer_major_run.py::test_it_is_the_standard_run",
     "memory.group": "tests/training/test_layer_major_run.py::test_group_cuts_the_layers",
     "memory.parameters": "tests/training/test_layer_major_tiers.py::test_tiers_change_no_number",

@@ -12,7 +12,7 @@ import click
 
 from tilewright.cli.common import print_json, show_table
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.core.load import Loaded, load_recipe
+from tilewright.core.load import CLI, Loaded, load_recipe
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -78,6 +78,7 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
     import torch
 
     from tilewright.core.hardware import detect_machine
+    from tilewright.plan.auto import typed
     from tilewright.plan.ceilings import measure
     from tilewright.plan.joint import JointPlanner
     from tilewright.plan.joint_plan import Budget
@@ -88,6 +89,8 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
     open_formats = frozenset(
         name for name in ("optim.moments", "optim.master") if loaded.sources.get(name, "default") == "default"
     )
+    said = frozenset(name for name, source in loaded.sources.items() if source.startswith((CLI, "env")))
+    fixed = typed(recipe, said)
     disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
     disk_speed = DISK_SPEED if disk else None
     if options.on:
@@ -104,7 +107,7 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
         links = Links(LINK_SHARE * row.link, disk_speed, guessed)
         notes = (f"published, not measured: {row.full_name} ({row.source})", GUESSES)
         budget = Budget(device, host, links, disk)
-        return JointPlanner(recipe, vocab_size, machine, row.ceilings(), open_formats, notes), budget
+        return JointPlanner(recipe, vocab_size, machine, row.ceilings(), open_formats, notes, fixed), budget
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     rates = measure(machine, progress=None if quiet else say)
@@ -112,7 +115,8 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
     on_gpu = machine.device == "cuda"
     guessed = f"guessed: {LINK_SPEED / 1e9:.0f} GB/s of the host link, {DISK_SPEED / 1e9:.0f} GB/s of the disk"
     links = Links(LINK_SPEED if on_gpu else None, disk_speed, guessed)
-    return JointPlanner(recipe, vocab_size, machine, rates, open_formats), Budget(device, host, links, disk)
+    planner = JointPlanner(recipe, vocab_size, machine, rates, open_formats, fixed=fixed)
+    return planner, Budget(device, host, links, disk)
 
 
 def _budgets_here(options: JointOptions, machine: "Machine", wanted: int) -> tuple[int, int]:

@@ -83,6 +83,22 @@ def written(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
     )
 
 
+def typed(recipe: Recipe, names: frozenset[str]) -> Fixed:
+    """What somebody wrote down of everything that is decided.
+
+    Args:
+        recipe: the run's settings.
+        names: those of them that were written down.
+    """
+    memory, train = recipe.memory, recipe.train
+    return replace(
+        written(recipe, names),
+        executor=memory.executor if "memory.executor" in names else None,
+        micro_batch=train.micro_batch if "train.micro_batch" in names else None,
+        loss_tile=memory.loss_tile if "memory.loss_tile" in names else None,
+    )
+
+
 def stages(recipe: Recipe, explicit: frozenset[str], *, neutral: bool, same_numbers: bool) -> Iterator[Stage]:
     """From the recipe as it stands to everything that may be decided.
 

@@ -173,9 +173,10 @@ class JointPlanner:
         rows: list[Row] = []
         for found in table.classes:
             mine = [ends[found.name]] if found.indices == (-1,) else [layers[i] for i in found.indices]
-            for choice in dict.fromkeys(mine):
+            costs = {choice: self._cost(found, choice, setting, shape, budget) for choice in dict.fromkeys(mine)}
+            for choice in sorted(costs, key=lambda choice: -costs[choice].kept):
                 taken = tuple(i for i, one in zip(found.indices, mine, strict=True) if one == choice and i >= 0)
-                rows.append(Row(found.name, taken, choice, self._cost(found, choice, setting, shape, budget)))
+                rows.append(Row(found.name, taken, choice, costs[choice]))
         return self._assembled(self.recipe, shape, budget, table, tuple(rows), {})
 
     def _recipes(self) -> Iterator[tuple[Recipe, dict[str, str]]]:

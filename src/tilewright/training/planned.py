@@ -25,7 +25,7 @@ from tilewright.core.load import CLI, DEFAULT, Loaded
 from tilewright.core.log import say
 from tilewright.core.placement import Placement
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.plan.auto import Decision, decide, written
+from tilewright.plan.auto import Decision, decide, typed, written
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.cost import Plan, make_plan
 from tilewright.plan.fixed import Fixed, recomputes_the_same_bits
@@ -193,15 +193,10 @@ def _decided(stands: Planned, goes_on: bool) -> Planned:
 
 def _last(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
     """All that may be decided, formats left out: what the error of a run that does not fit is about."""
-    memory, train = recipe.memory, recipe.train
-    fixed = written(recipe, explicit)
-    return replace(
-        fixed,
-        executor=memory.executor if "memory.executor" in explicit or fixed.activations else None,
-        micro_batch=train.micro_batch if "train.micro_batch" in explicit else None,
-        most_rows=train.micro_batch,
-        loss_tile=memory.loss_tile if "memory.loss_tile" in explicit else None,
-    )
+    fixed = typed(recipe, explicit)
+    if fixed.activations and fixed.executor is None:  # what layers keep was written for the executor that there is
+        fixed = replace(fixed, executor=recipe.memory.executor)
+    return replace(fixed, most_rows=recipe.train.micro_batch)
 
 
 def _refused(stands: Planned) -> Planned:
@@ -287,19 +282,19 @@ def _expected(recipe: Recipe, file: PlanFile, site: Site) -> JointPlan:
 
 def _refuse_contradiction(loaded: Loaded, file: PlanFile) -> None:
     """Raise ConfigError where something was typed that the plan says otherwise."""
-    typed = {
+    said = {
         name: loaded.sources[name]
         for name, value in file.settings.items()
         if loaded.sources[name].startswith((CLI, "env")) and _value(loaded.recipe, name) != value
     }
-    if typed:
-        again = " ".join(f"--{name} {_value(loaded.recipe, name)}" for name in typed)
-        said = [f"{name} = {_value(loaded.recipe, name)} ({source})" for name, source in typed.items()]
+    if said:
+        again = " ".join(f"--{name} {_value(loaded.recipe, name)}" for name in said)
+        values = [f"{name} = {_value(loaded.recipe, name)} ({source})" for name, source in said.items()]
         raise ConfigError(
             "The plan and what was typed contradict each other.",
-            got=f"{', '.join(said)}; the plan has " + ", ".join(f"{name} = {file.settings[name]}" for name in typed),
+            got=f"{', '.join(values)}; the plan has " + ", ".join(f"{name} = {file.settings[name]}" for name in said),
             need="one of them",
-            try_=f"leave {', '.join(f'--{name}' for name in typed)} out, or make a plan with it: "
+            try_=f"leave {', '.join(f'--{name}' for name in said)} out, or make a plan with it: "
             f"tilewright plan RECIPE {again} --out FILE",
             where="memory.plan",
         )

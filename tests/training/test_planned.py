@@ -1,0 +1,300 @@
+"""`memory.plan`: real runs that are planned, and go on; what a plan may not change; plans for something else."""
+
+import json
+
+import pytest
+
+from tests.contracts.observe import fixed_ceilings
+from tests.training.tiny import assert_same_run, rows, settings
+from tilewright.cli.app import run as command_line
+from tilewright.core.errors import FitError
+from tilewright.core.hardware import detect_machine
+from tilewright.core.load import load_recipe
+from tilewright.plan.auto import stages
+from tilewright.plan.cost import make_plan
+from tilewright.plan.fixed import Fixed
+from tilewright.plan.plan_file import read_plan
+from tilewright.training.loop import train
+from tilewright.training.planned import Site
+from tilewright.training.recover import StopRequest
+from tilewright.training.run import Run
+
+# Big enough that activations show beside the process, small enough that a step takes a tenth of a second.
+BIG = {
+    "model__num_layers": 4, "data__seq_len": 256, "train__batch_size": 4, "train__micro_batch": 4,
+    "train__steps": 6, "train__eval_every": 0, "train__sample_tokens": 0, "log__report": "false",
+    "precision__mode": "fp32", "save__background": "false",
+}  # fmt: skip
+OPEN = ("train.micro_batch",)
+
+
+@pytest.fixture(autouse=True)
+def _rates(monkeypatch):
+    monkeypatch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)
+
+
+def load(data, runs, *left_open, **changes):
+    """The recipe; `left_open` are not written down, so that they have their defaults."""
+    values = settings(data, runs, **(BIG | changes))
+    return load_recipe(None, {name: value for name, value in values.items() if name not in left_open}, environ={})
+
+
+def site(loaded, folder):
+    return Site(300, detect_machine("cpu"), fixed_ceilings(), folder)
+
+
+def budgets(loaded, folder):
+    """(least with other layers alone, whole) bytes of the recipe as it stands."""
+    where = site(loaded, folder)
+    fixed = Fixed(
+        executor="standard", micro_batch=loaded.recipe.train.micro_batch, loss_tile=loaded.recipe.memory.loss_tile
+    )
+    planner = where.planner(loaded.recipe, fixed)
+    whole = make_plan(loaded.recipe, 300, where.machine, where.rates).peak_bytes
+    return planner.smallest(where.budget(loaded.recipe)).peak_bytes, whole
+
+
+def tight(data, runs, *left_open, share=0.5, **changes):
+    """A recipe that fits only where some layers keep less."""
+    loaded = load(data, runs, *left_open, **changes)
+    least, whole = budgets(loaded, runs)
+    assert least < 0.97 * whole
+    size = int(least + share * (whole - least))
+    return load(data, runs, *left_open, **changes, plan__margin=0.0, plan__device_budget=size)
+
+
+def events(run, kind="plan"):
+    return [row for row in rows(run / "events.jsonl") if row["kind"] == kind]
+
+
+def test_a_run_that_fits_is_as_its_recipe_says(data, tmp_path):
+    for name, plan in (("auto", "auto"), ("off", "")):
+        train(load(data, tmp_path, run__name=name, memory__plan=plan))
+    assert_same_run(tmp_path / "auto", tmp_path / "off")
+    assert not (tmp_path / "auto" / "plan.toml").exists()
+    assert events(tmp_path / "auto") == []
+
+
+def test_layers_keep_less_where_memory_is_short_and_no_number_changes(data, tmp_path):
+    train(tight(data, tmp_path, run__name="tight"))
+    train(load(data, tmp_path, run__name="wide"))
+    assert_same_run(tmp_path / "tight", tmp_path / "wide")
+    plan = read_plan(tmp_path / "tight" / "plan.toml")
+    assert {choice.activations for choice in plan.layers} != {"keep"}
+    (event,) = events(tmp_path / "tight")
+    assert event["peak_bytes"] <= event["budget_bytes"]
+    assert "It fits" in event["message"]
+    planned = json.loads((tmp_path / "tight" / "plan.json").read_text())
+    assert planned["fits"]
+    assert planned["peak_bytes"] == pytest.approx(event["peak_bytes"], rel=0.01)
+
+
+def test_a_planned_run_goes_on_under_its_plan(data, tmp_path, monkeypatch):
+    train(tight(data, tmp_path, run__name="whole"))
+    train(tight(data, tmp_path, run__name="halves", train__steps=3))
+    assert (tmp_path / "halves" / "plan.toml").exists()
+    before = (tmp_path / "halves" / "plan.toml").read_text()
+    train(tight(data, tmp_path, run__name="halves"))
+    assert (tmp_path / "halves" / "plan.toml").read_text() == before
+    told = [row["message"] for row in events(tmp_path / "halves", "recipe_change")]
+    assert all("train.steps" in text for text in told)
+    assert len([row for row in rows(tmp_path / "halves" / "metrics.jsonl") if "loss" in row]) == 6
+
+
+def test_a_stopped_run_goes_on_bitwise(data, tmp_path, monkeypatch):
+    train(tight(data, tmp_path, *OPEN, train__batch_size=16, run__name="whole", share=-0.2))
+    loaded = tight(data, tmp_path, *OPEN, train__batch_size=16, run__name="parts", share=-0.2)
+    enter, between, stop = StopRequest.__enter__, Run._between_steps, []
+
+    def entered(self):
+        stop.append(self)
+        return enter(self)
+
+    def stops(self):
+        stop[0].request("a test")
+        between(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StopRequest, "__enter__", entered)
+        patched.setattr(Run, "_between_steps", stops)
+        assert train(loaded).step == 1
+    train(loaded)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    assert read_plan(tmp_path / "parts" / "plan.toml").settings["train.micro_batch"] < 8
+    assert events(tmp_path / "parts", "recipe_change") == []
+
+
+def test_a_smaller_micro_batch_is_told_and_written_down(data, tmp_path):
+    result = train(tight(data, tmp_path, *OPEN, train__batch_size=16, share=-0.2, run__name="small"))
+    assert result.step == 6
+    told = [row for row in events(tmp_path / "small") if row.get("setting") == "train.micro_batch"]
+    assert told
+    assert told[0]["before"] == 8
+    assert told[0]["after"] < 8
+    assert told[0]["least_bytes"] > read_plan(tmp_path / "small" / "plan.toml").machine["device_bytes"]
+    assert f"train.micro_batch 8 -> {told[0]['after']}" in told[0]["message"]
+    text = (tmp_path / "small" / "run.toml").read_text()
+    assert f"micro_batch = {told[0]['after']} # plan auto" in text
+    again = load_recipe(tmp_path / "small" / "run.toml", environ={})
+    assert again.recipe.train.micro_batch == told[0]["after"]
+
+
+def test_what_was_written_down_stays(data, tmp_path):
+    with pytest.raises(FitError, match="does not fit") as caught:
+        train(tight(data, tmp_path, share=-0.5, memory__executor="standard", memory__loss_tile="64MiB",
+                    optim__moments="fp32", optim__master="fp32"))  # fmt: skip
+    assert "the smallest plan takes" in caught.value.problems[0].need
+    assert "micro_batch 4" in caught.value.problems[0].need
+    assert caught.value.problems[0].try_
+
+
+def test_a_run_that_need_not_fit_runs_all_the_same(data, tmp_path):
+    train(load(data, tmp_path, plan__device_budget="1MB", plan__enforce="false", train__steps=1, run__name="all"))
+    assert "nothing fits" in events(tmp_path / "all")[0]["message"]
+
+
+def test_models_that_the_planner_does_not_know_run_as_they_are(data, tmp_path):
+    loaded = load(data, tmp_path, lora__rank=2, train__steps=1, run__name="lora")
+    where = site(loaded, tmp_path)
+    whole = make_plan(loaded.recipe, 300, where.machine, where.rates).peak_bytes
+    train(load(data, tmp_path, lora__rank=2, train__steps=1, run__name="lora", plan__device_budget=int(1.02 * whole)))
+    (event,) = events(tmp_path / "lora")
+    assert "as it stands" in event["message"]
+    assert "adapters" in event["message"]
+
+
+# ---- plan files ----
+
+
+def typed(data, runs, *left_open, **changes):
+    values = settings(data, runs, **(BIG | changes))
+    return [f"--{name}={value}" for name, value in values.items() if name not in left_open]
+
+
+@pytest.fixture
+def plan_file(data, tmp_path):
+    """A plan that the command line made for a tight budget; it recomputes some layers."""
+    least, whole = budgets(load(data, tmp_path), tmp_path)
+    path = tmp_path / "made.toml"
+    options = ["--memory.executor=standard", "--device-memory", f"{int((least + whole) / 2)}B", "--out", str(path)]
+    assert command_line(["plan", "default", *options, *DEFAULTS, *typed(data, tmp_path), "--plan.margin=0"]) == 0
+    return path
+
+
+DEFAULTS = ["--model.tie_embeddings=true", "--optim.lr=1e-3"]
+
+
+def run_plan(data, runs, path, *more, **changes):
+    return command_line(["train", "default", *DEFAULTS, *typed(data, runs, **changes), f"--memory.plan={path}", *more])
+
+
+def test_train_executes_what_plan_wrote(data, tmp_path, plan_file, capsys):
+    plan = read_plan(plan_file)
+    assert run_plan(data, tmp_path, plan_file, run__name="file") == 0
+    assert events(tmp_path / "file")[0]["message"].startswith(str(plan_file))
+    mine = read_plan(tmp_path / "file" / "plan.toml")
+    assert mine.layers == plan.layers
+    assert mine.settings == plan.settings
+    assert plan.settings["train.micro_batch"] == 4  # it was typed
+    assert {choice.activations for choice in plan.layers} != {"keep"}
+    assert command_line(["train", "default", *DEFAULTS, *typed(data, tmp_path, run__name="plain")]) == 0
+    assert_same_run(tmp_path / "file", tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ("--model.num_layers=3", 2, "for another model"),
+        ("--data.seq_len=128", 2, "for another model"),
+        ("--train.micro_batch=1", 2, "contradict each other"),
+        ("--plan.device_budget=1MB", 3, "does not fit this machine"),
+    ],
+)
+def test_a_plan_for_something_else(data, tmp_path, plan_file, capsys, change, code, words):
+    name = change.partition("=")[0].removeprefix("--")
+    arguments = typed(data, tmp_path, name)
+    assert command_line(["train", "default", *DEFAULTS, *arguments, f"--memory.plan={plan_file}", change]) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert all(part in said for part in ("got", "need", "try"))
+
+
+def test_a_plan_for_a_gpu(data, tmp_path, plan_file, capsys):
+    plan_file.write_text(plan_file.read_text().replace('device = "cpu"', 'device = "cuda"'))
+    assert run_plan(data, tmp_path, plan_file) == 2
+    assert "for another machine" in capsys.readouterr().err
+
+
+def test_plan_files_that_are_none(data, tmp_path, plan_file, capsys):
+    assert run_plan(data, tmp_path, tmp_path / "nowhere.toml") == 2
+    assert "cannot be read" in capsys.readouterr().err
+    text = plan_file.read_text()
+    plan_file.write_text(text.replace("[settings]", '[settings]\n"optim.lr" = 5.0'))
+    assert run_plan(data, tmp_path, plan_file) == 2
+    assert "which no plan decides" in capsys.readouterr().err
+    plan_file.write_text(text.replace('"memory.executor" = "standard"', '"memory.executor" = "quick"'))
+    assert run_plan(data, tmp_path, plan_file) == 2
+    assert "not a recipe's" in capsys.readouterr().err
+
+
+# ---- the order of what is given up ----
+
+
+def fixed_at_each_stage(explicit=(), *, neutral=True, same_numbers=False, **recipe):
+    loaded = load_recipe(None, recipe, environ={})
+    return list(stages(loaded.recipe, frozenset(explicit), neutral=neutral, same_numbers=same_numbers))
+
+
+def test_stages_give_up_ever_more():
+    found = fixed_at_each_stage()
+    assert found[0].fixed.activations is None
+    assert found[0].fixed.micro_batch == 8
+    order = [
+        (
+            stage.fixed.executor,
+            stage.fixed.micro_batch,
+            stage.fixed.loss_tile is None,
+            stage.fixed.mlp_tiles,
+            stage.disk,
+        )
+        for stage in found
+    ]
+    assert order == [
+        ("standard", 8, False, 1, False),
+        ("standard", None, False, 1, False),
+        ("standard", None, True, 1, False),
+        ("layer_major", None, True, 1, False),
+        ("layer_major", None, True, None, False),
+        ("layer_major", None, True, None, True),
+        (None, None, True, None, False),
+        (None, None, True, None, True),
+    ]
+    assert [bool(stage.formats) for stage in found] == [False] * 6 + [True] * 2
+    assert all(stage.fixed.most_rows == 8 for stage in found[1:])
+
+
+def test_stages_of_a_run_that_goes_on_change_no_number():
+    (only,) = fixed_at_each_stage(same_numbers=True)
+    assert only.fixed.micro_batch == 8
+    (only,) = fixed_at_each_stage(same_numbers=True, neutral=False)
+    assert only.fixed.activations == {"keep"}
+
+
+def test_what_is_explicit_is_in_no_stage():
+    explicit = ("memory.executor", "train.micro_batch", "optim.moments", "optim.master", "memory.loss_tile")
+    assert len(fixed_at_each_stage(explicit)) == 1
+    explicit = ("train.activation_checkpoint",)
+    for stage in fixed_at_each_stage(explicit, **{"train.activation_checkpoint": "full"}):
+        assert stage.fixed.activations == {"recompute"}
+        assert stage.fixed.executor == "standard"
+    recipe = {"memory.executor": "layer_major", "memory.states": "disk"}
+    for stage in fixed_at_each_stage(recipe, **recipe):
+        assert stage.fixed.states == "disk"
+        assert stage.fixed.activations == {"recompute"}
+
+
+def test_eight_bits_in_compiled_layers_keep_what_layers_keep_at_first():
+    found = fixed_at_each_stage(neutral=False)
+    assert found[0].fixed.activations == {"keep"}
+    assert found[1].fixed.activations is None
+    assert found[1].fixed.micro_batch == 8
