@@ -1,0 +1,128 @@
+"""Planned beside measured: three models under four plans each, before the first step and after it.
+
+Models: the default decoder, recipe tiny_moe (mixture of experts, latent attention), a foreign Llama. Plans:
+
+  as it stands   the recipe fits, and nothing is decided
+  budget         `plan.device_budget` at 85 % of what the recipe would take: `memory.plan = "auto"` decides
+  recomputed     `train.activation_checkpoint = "full"`
+  layer_major    the layer-major executor, 8-bit moments on disk
+
+Each runs in a process of its own, regrouping as `tilewright train` does. `before` is what the plan said, `after` what
+the run expected of a step once the first one had been measured; both against the highest whole-process peak of the
+steps. A first pass, not counted, prepares data, kernels and ceilings.
+
+python -m benchmarks.plan_measured [--steps 5] [--only MODEL ...]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import machine_kind, write_result
+from benchmarks.plan_accuracy import LLAMA
+
+CLAIM = "planned peak within 10 % of the measured one before the first step and 5 % after it; step time within 15 %"
+MODELS = {
+    "decoder": ("default", {}),
+    "experts": ("tiny_moe", {}),
+    "llama": ("default", {"model.kind": "hf", "model.task": "causal_lm"}),
+}
+PLANS: dict[str, dict[str, str]] = {
+    "as it stands": {},
+    "budget": {},
+    "recomputed": {"train.activation_checkpoint": "full"},
+    "layer_major": {"memory.executor": "layer_major", "optim.moments": "8bit", "memory.states": "disk"},
+}
+SHARE = 0.85
+ERRORS = ("error_before", "error_after", "step_error")
+
+
+def worker(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
+    """Train a few steps; what was planned, expected and measured."""
+    from tilewright.core.load import load_recipe
+    from tilewright.training.assemble import build, set_up
+    from tilewright.training.regroup_run import regroup_for
+
+    setup = set_up(load_recipe(recipe, settings, environ={}))
+    parts = build(setup, fresh=True)
+    events: list[str] = []
+    regroup = regroup_for(setup, parts, Telling(events))
+    found: dict[str, Any] = {"before_bytes": setup.plan.peak_bytes + setup.plan.reserve_bytes}
+    found |= {"before_step_s": setup.plan.step_s, "peaks": [], "step_s": []}
+    for number in range(1, steps + 1):
+        if number == steps and regroup.expected_bytes is not None:
+            found["after_bytes"] = regroup.expected_bytes
+        result = regroup.step(number, parts.stream.next_step(), parts.schedule.lr_at(number - 1))
+        memory = parts.ledger.snapshot(parts.model, parts.optimizer)
+        found["peaks"].append(max(size for name, size in memory["phases"].items() if name != "load"))
+        found["step_s"].append(result.seconds)
+    found |= {"factor": regroup.memory_factor, "events": events}
+    found["placement"] = sorted({str(layer) for layer in parts.executor.placement.layers})
+    parts.close()
+    return found
+
+
+class Telling:
+    """Takes the events of a run."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def event(self, step: int, kind: str, text: str, **numbers: object) -> None:
+        """As `Recorder.event`."""
+        self._events.append(f"step {step}: {text}")
+
+
+def measure(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
+    """A case in a process of its own, and its errors."""
+    command = [sys.executable, "-m", "benchmarks.plan_measured", "--worker", json.dumps([recipe, settings])]
+    done = subprocess.run([*command, "--steps", str(steps)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{recipe} {settings}: exit {done.returncode}\n{done.stderr[-3000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    peak = max(found["peaks"][1:])
+    found |= {"measured_bytes": peak, "error_before": found["before_bytes"] / peak - 1}
+    if "after_bytes" in found:
+        found["error_after"] = found["after_bytes"] / peak - 1
+    seconds = statistics.median(found["step_s"][1:])
+    return found | {"measured_step_s": seconds, "step_error": found["before_step_s"] / seconds - 1}
+
+
+def main() -> None:
+    """All cases, written as they end."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only", nargs="*", choices=tuple(MODELS), default=tuple(MODELS))
+    parser.add_argument("--worker", type=json.loads)
+    args = parser.parse_args()
+    if args.worker is not None:
+        print(json.dumps(worker(*args.worker, args.steps)))
+        return
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
+        common = {"run.dir": folder, "run.device": "cpu", "plan.enforce": "false"}
+        for model in args.only:
+            recipe, settings = MODELS[model]
+            settings = common | settings | ({"model.path": folder} if model == "llama" else {})
+            measure(recipe, settings, 2)
+            for plan, more in PLANS.items():
+                if plan == "budget":
+                    whole = results[f"{model}, as it stands"]["before_bytes"]
+                    more = {"plan.device_budget": str(int(SHARE * whole))}
+                case = results[f"{model}, {plan}"] = measure(recipe, settings | more, args.steps)
+                errors = [
+                    f"{case[name]:+.1%}" for name in ("error_before", "error_after", "step_error") if name in case
+                ]
+                print(f"{model}, {plan}: {case['measured_bytes'] / 2**20:.0f} MiB, {' '.join(errors)}", flush=True)
+                worst = {name: max(abs(row.get(name, 0.0)) for row in results.values()) for name in ERRORS}
+                write_result(f"plan_measured_{machine_kind()}", CLAIM, {"cases": results, "worst": worst})
+
+
+if __name__ == "__main__":
+    main()
