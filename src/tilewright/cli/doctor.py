@@ -8,12 +8,17 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from tilewright.cli.common import json_option, print_json, show_dicts, verbosity
 from tilewright.core.hardware import Machine, detect_machine, fp8_choice
 from tilewright.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from tilewright.plan.ceilings import Ceilings
+    from tilewright.plan.links import LinkSpeed
 
 DISK_TEST_BYTES = 64 * 2**20
 
@@ -24,18 +29,30 @@ DISK_TEST_BYTES = 64 * 2**20
 @verbosity
 def doctor(device: str, as_json: bool) -> None:
     """This machine, and which kernel each operation gets, and why."""
+    import torch
+
     from tilewright.ops.kernels import Kernels
+    from tilewright.plan import ceilings, links
 
     machine = detect_machine(device)
+    torch.set_num_threads(machine.physical_cores)  # as a run has them: ceilings are kept by number of threads
+    rates, speeds = ceilings.known(machine), links.known(machine, Path.cwd())
     kernels = Kernels(machine).explain()
     speed = _disk_write_speed(Path.cwd())
     warnings = _warnings(machine)
     if as_json:
         disk = {"path": str(Path.cwd()), "write_bytes_per_s": speed}
         fp8 = asdict(fp8_choice(machine))
-        print_json({"machine": machine.to_json(), "fp8": fp8, "kernels": kernels, "disk": disk, "warnings": warnings})
+        measured = {
+            "ceilings": None if rates is None else rates.to_json(),
+            "links": {name: asdict(found) for name, found in speeds.items()},
+        }
+        found = {"machine": machine.to_json(), "fp8": fp8, "kernels": kernels, "disk": disk, "warnings": warnings}
+        print_json(found | measured)
         return
     _print_machine(machine, speed)
+    for label, text in _measured(rates, speeds):
+        click.echo(f"{label:<9} {text}")
     click.echo()
     show_dicts(_merged(kernels))
     for warning in warnings:
@@ -58,6 +75,21 @@ def _print_machine(machine: Machine, speed: float | None) -> None:
     ]
     for label, text in rows:
         click.echo(f"{label:<9} {text}")
+
+
+def _measured(rates: "Ceilings | None", speeds: "dict[str, LinkSpeed]") -> list[tuple[str, str]]:
+    """What a plan is made with, as far as it was measured."""
+    if rates is None:
+        rows = [("ceilings", "not measured yet: tilewright plan does it once, in seconds")]
+    else:
+        best = {fmt: max(by_width.values()) for fmt, by_width in rates.matmul.items()}
+        flops = ", ".join(f"{fmt} {rate / 1e12:.3g}" for fmt, rate in best.items())
+        updates = ", ".join(f"{moments} {rate / 1e6:.3g}" for moments, rate in rates.adam.items())
+        rows = [
+            ("ceilings", f"products in TFLOP/s: {flops}; memory {format_bytes(rates.bandwidth)}/s"),
+            ("", f"updates in million parameters/s by moments: {updates}"),
+        ]
+    return rows + [("link", f"{name}: {speed}") for name, speed in speeds.items()]
 
 
 def _memory(machine: Machine) -> str:

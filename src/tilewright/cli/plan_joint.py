@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 DISK_SPEED = 2e9
 """Bytes/s of a disk that nobody measured (guess)."""
-LINK_SPEED = 12e9
-"""Bytes/s of a host link that nobody measured (guess)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def joint_plan(loaded: Loaded, typed: list[str], options: JointOptions, vocab_si
         ConfigError: an option that makes no sense.
         FitError: nothing fits.
     """
-    from tilewright.plan.joint import largest
+    from tilewright.plan.joint import largest, pareto
     from tilewright.plan.joint_words import no_plan
 
     planner, budget = _planner(loaded, options, vocab_size, as_json)
@@ -67,11 +65,12 @@ def joint_plan(loaded: Loaded, typed: list[str], options: JointOptions, vocab_si
         return
     other = _other(planner, budget, options, typed)
     changes = [] if options.largest else _changes(planner, budget, found)
+    curve = pareto(planner, budget) if options.html and not options.largest else []
     if as_json:
-        print_json(_json(found, changes, other))
+        print_json(_json(found, changes, other, curve))
     else:
         _print(found, changes, other, options)
-    _write_files(planner, budget, found, options)
+    _write_files(found, curve, options)
 
 
 def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool) -> tuple["JointPlanner", "Budget"]:
@@ -82,6 +81,7 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
     from tilewright.plan.ceilings import measure
     from tilewright.plan.joint import JointPlanner
     from tilewright.plan.joint_plan import Budget
+    from tilewright.plan.links import as_links, disk_speed, host_speed
     from tilewright.plan.options import Links
     from tilewright.plan.published import GUESSES, HOST_BYTES, LINK_SHARE, find_published
 
@@ -92,7 +92,6 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
     said = frozenset(name for name, source in loaded.sources.items() if source.startswith((CLI, "env")))
     fixed = typed(recipe, said)
     disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
-    disk_speed = DISK_SPEED if disk else None
     if options.on:
         row = find_published(options.on)
         host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES
@@ -104,7 +103,7 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
             else recipe.plan.device_budget or row.memory
         )
         guessed = f"guessed: {DISK_SPEED / 1e9:.0f} GB/s of the disk" if disk else ""
-        links = Links(LINK_SHARE * row.link, disk_speed, guessed)
+        links = Links(LINK_SHARE * row.link, DISK_SPEED if disk else None, guessed)
         notes = (f"published, not measured: {row.full_name} ({row.source})", GUESSES)
         budget = Budget(device, host, links, disk)
         return JointPlanner(recipe, vocab_size, machine, row.ceilings(), open_formats, notes, fixed), budget
@@ -112,9 +111,11 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     rates = measure(machine, progress=None if quiet else say)
     device, host = _budgets_here(options, machine, recipe.plan.device_budget)
-    on_gpu = machine.device == "cuda"
-    guessed = f"guessed: {LINK_SPEED / 1e9:.0f} GB/s of the host link, {DISK_SPEED / 1e9:.0f} GB/s of the disk"
-    links = Links(LINK_SPEED if on_gpu else None, disk_speed, guessed)
+    progress = None if quiet else say
+    folder = recipe.memory.tier_dir or recipe.run.dir
+    links = as_links(
+        host_speed(machine, progress=progress), disk_speed(folder, machine, progress=progress) if disk else None
+    )
     planner = JointPlanner(recipe, vocab_size, machine, rates, open_formats, fixed=fixed)
     return planner, Budget(device, host, links, disk)
 
@@ -279,7 +280,9 @@ def _cell(size: float) -> str:
     return format_bytes(size) if size else "-"
 
 
-def _json(plan: "JointPlan", changes: list[Any], other: dict[str, str] | None) -> dict[str, Any]:
+def _json(
+    plan: "JointPlan", changes: list[Any], other: dict[str, str] | None, curve: list["JointPlan"]
+) -> dict[str, Any]:
     from tilewright.plan.joint_words import verdict
 
     return {
@@ -310,12 +313,14 @@ def _json(plan: "JointPlan", changes: list[Any], other: dict[str, str] | None) -
             for change in changes
         ],
         "compared": other,
+        "pareto": [
+            {"peak_bytes": int(one.peak_bytes), "step_s": one.step_s, "narrowed": dict(one.narrowed)} for one in curve
+        ],
         "notes": list(plan.notes),
     }
 
 
-def _write_files(planner: "JointPlanner", budget: "Budget", plan: "JointPlan", options: JointOptions) -> None:
-    from tilewright.plan.joint import pareto
+def _write_files(plan: "JointPlan", curve: list["JointPlan"], options: JointOptions) -> None:
     from tilewright.plan.plan_file import to_toml
     from tilewright.training.durable import write_whole
 
@@ -326,7 +331,6 @@ def _write_files(planner: "JointPlanner", budget: "Budget", plan: "JointPlan", o
         if options.html:
             from tilewright.report.plan_page import render_plan
 
-            curve = [] if options.largest else pareto(planner, budget)
             write_whole(Path(options.html), render_plan(plan, curve, _table(plan)))
             say(f"wrote {options.html}")
     except OSError as error:

@@ -110,6 +110,12 @@ def measure(
     return ceilings
 
 
+def known(machine: Machine, cache_dir: str | Path | None = None) -> Ceilings | None:
+    """What was measured before; None where nothing was. Measures nothing."""
+    folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
+    return _read(folder / "ceilings" / f"{_key(machine)}.json")
+
+
 def _key(machine: Machine) -> str:
     facts = {
         "device": [machine.device, machine.device_name, machine.capability, sorted(machine.cpu_features)],

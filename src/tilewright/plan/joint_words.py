@@ -24,7 +24,7 @@ def verdict(plan: JointPlan) -> str:
     """Whether it fits, how fast, and what binds, in a sentence."""
     speed = f"{format_seconds(plan.step_s)} a step, {format_count(plan.tokens_per_s)} tokens/s"
     host = f" and {format_bytes(plan.host_bytes)} of {format_bytes(plan.budget.host)} host memory" if plan.host else ""
-    changed_formats = ", ".join(f"{name} = {value}" for name, value in plan.narrowed.items())
+    changed_formats = formats_of(plan)
     narrowed = f" with {changed_formats}, which changes what is learned" if changed_formats else ""
     most = max(plan.seconds, key=lambda name: plan.seconds[name])
     scarce = " and ".join(scarce_memory(plan)) or "no memory"
@@ -32,6 +32,11 @@ def verdict(plan: JointPlan) -> str:
         f"It fits{narrowed}: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget.device)} on the device "
         f"(at {plan.peak_phase}){host}; {speed}; {scarce} is scarce, most time goes to {most}."
     )
+
+
+def formats_of(plan: JointPlan) -> str:
+    """Formats of the optimizer that the plan had to narrow; empty where it is the recipe's."""
+    return ", ".join(f"{name} = {value}" for name, value in plan.narrowed.items())
 
 
 def scarce_memory(plan: JointPlan) -> list[str]:

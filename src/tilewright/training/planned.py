@@ -151,6 +151,7 @@ def plan_run(loaded: Loaded, site: Site, *, running: PlanFile | None = None, goe
     if wanted not in (AUTO, NONE):
         return _from_file(loaded, read_plan(Path(wanted).expanduser()), site)
     explicit = frozenset(name for name, source in loaded.sources.items() if source not in (DEFAULT, f"plan {FILE}"))
+    running = running or _beside(loaded)
     if wanted == AUTO and running is not None:
         found = _running(loaded, running, site, explicit)
         if found is not None:
@@ -161,6 +162,13 @@ def plan_run(loaded: Loaded, site: Site, *, running: PlanFile | None = None, goe
     if wanted == NONE or plan.peak_bytes + plan.reserve_bytes <= within:
         return _refused(as_it_stands) if not plan.fits else as_it_stands
     return _decided(as_it_stands, goes_on)
+
+
+def _beside(loaded: Loaded) -> PlanFile | None:
+    """The plan of the run whose run.toml is the recipe: what differs by layer is only there."""
+    if loaded.path is None or loaded.path.name != "run.toml" or not (loaded.path.parent / FILE).exists():
+        return None
+    return read_plan(loaded.path.parent / FILE)
 
 
 def _decided(stands: Planned, goes_on: bool) -> Planned:
