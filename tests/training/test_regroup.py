@@ -61,6 +61,10 @@ class PlayedPlanner:
 @dataclass
 class PlayedWhole:
     relieved: list = field(default_factory=list)
+    freed: int = 0
+
+    def free_memory(self):
+        self.freed += 1
 
 
 class PlayedExecutor:

@@ -298,8 +298,8 @@ class Regroup:
             reason = f"{text}; nothing fits, so the smallest placement" if none else text
             self._switch(trigger, reason, found, **numbers)
         elif not quiet:
-            told = f"{format_seconds(max(0.0, saved_s))} a step would be saved, which does not pay for a change"
-            self._tell(trigger, f"{text}; the placement stays, {told}", **numbers)
+            why = f"{format_seconds(saved_s)} a step would be saved, which does not pay for a change"
+            self._tell(trigger, f"{text}; the placement stays, {why if saved_s > 0 else 'it still fits'}", **numbers)
 
     def _pays(self, saved_s: float, step_s: float) -> bool:
         """Whether a change that need not be made is worth it: a first step under a new placement compiles anew."""
@@ -363,6 +363,7 @@ class Regroup:
             return False
         self._tell(trigger, f"{text}: from {before} to {after}{told}", before=before, after=after, **numbers)
         self._begin_anew()
+        self.executor.whole.free_memory()  # what the old one took is measured no more
         self._peaks()  # those up to now are of the old one
         return True
 

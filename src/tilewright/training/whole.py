@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.core.errors import FitError
+from tilewright.memory.probe import give_back_free_pages
 from tilewright.memory.table import is_out_of_memory
 from tilewright.precision.fp8_linear import Fp8Linear
 from tilewright.precision.tile_linear import TileLinear
@@ -118,6 +119,10 @@ class WholeStep:
             free_memory(self._device)
         raise AssertionError("the last try returns or raises")
 
+    def free_memory(self) -> None:
+        """Let go of all that nothing reads any more."""
+        free_memory(self._device)
+
     def _let_go(self, error: BaseException) -> None:
         """The error's frames hold what was computed up to it."""
         traceback.clear_frames(error.__traceback__)
@@ -173,8 +178,9 @@ class _Before:
 
 
 def free_memory(device: torch.device) -> None:
-    """Let go of what nothing reads any more, and of the allocator's free blocks."""
+    """Let go of what nothing reads any more, and of the allocators' free blocks."""
     gc.collect()
+    give_back_free_pages()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
