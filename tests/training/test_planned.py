@@ -15,7 +15,7 @@ from tilewright.plan.cost import make_plan
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.plan_file import read_plan
 from tilewright.training.loop import train
-from tilewright.training.planned import Site
+from tilewright.training.planned import Site, plan_run
 from tilewright.training.recover import StopRequest
 from tilewright.training.run import Run
 
@@ -67,6 +67,10 @@ def events(run, kind="plan"):
     return [row for row in rows(run / "events.jsonl") if row["kind"] == kind]
 
 
+def losses_of(run):
+    return [row["loss"] for row in rows(run / "metrics.jsonl") if "loss" in row]
+
+
 def test_a_run_that_fits_is_as_its_recipe_says(data, tmp_path):
     for name, plan in (("auto", "auto"), ("off", "")):
         train(load(data, tmp_path, run__name=name, memory__plan=plan))
@@ -98,7 +102,7 @@ def test_a_planned_run_goes_on_under_its_plan(data, tmp_path, monkeypatch):
     assert (tmp_path / "halves" / "plan.toml").read_text() == before
     told = [row["message"] for row in events(tmp_path / "halves", "recipe_change")]
     assert all("train.steps" in text for text in told)
-    assert len([row for row in rows(tmp_path / "halves" / "metrics.jsonl") if "loss" in row]) == 6
+    assert len(losses_of(tmp_path / "halves")) == 6
 
 
 def test_a_stopped_run_goes_on_bitwise(data, tmp_path, monkeypatch):
@@ -298,3 +302,83 @@ def test_eight_bits_in_compiled_layers_keep_what_layers_keep_at_first():
     assert found[0].fixed.activations == {"keep"}
     assert found[1].fixed.activations is None
     assert found[1].fixed.micro_batch == 8
+
+
+# ---- further stages, in real runs ----
+
+WIDE = {"model__dim": 128, "model__num_layers": 8, "data__seq_len": 32, "train__batch_size": 4, "train__steps": 3}
+FREE = ("train.micro_batch", "memory.loss_tile")
+
+
+def below_standard(data, runs, **changes):
+    """A recipe that no plan with the standard executor and its formats fits."""
+    loaded = load(data, runs, **(WIDE | changes))
+    where = site(loaded, runs)
+    planner = where.planner(loaded.recipe)
+    budget = where.budget(loaded.recipe)
+    least = {
+        name: planner.with_fixed(Fixed(executor=name, micro_batch=1)).smallest(budget).peak_bytes
+        for name in ("standard", "layer_major")
+    }
+    assert least["layer_major"] < least["standard"]
+    size = int((least["layer_major"] + 3 * least["standard"]) / 4)
+    return load(
+        data, runs, **(WIDE | changes | {"train__micro_batch": 1, "plan__margin": 0.0, "plan__device_budget": size})
+    )
+
+
+def test_the_executor_changes_where_nothing_else_helps(data, tmp_path):
+    train(below_standard(data, tmp_path, run__name="sliced"))
+    told = {row["setting"]: row for row in events(tmp_path / "sliced") if "setting" in row}
+    assert told["memory.executor"]["after"] == "layer_major"
+    assert not {"optim.moments", "optim.master"} & set(told)
+    train(load(data, tmp_path, **WIDE, train__micro_batch=1, run__name="standard"))
+    losses = [losses_of(tmp_path / name) for name in ("sliced", "standard")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    text = (tmp_path / "sliced" / "run.toml").read_text()
+    assert 'executor = "layer_major" # plan auto' in text
+    again = load_recipe(tmp_path / "sliced" / "run.toml", {"run.name": "again", "save.resume": "never"}, environ={})
+    train(again)
+    assert_same_run(tmp_path / "again", tmp_path / "sliced")
+    assert read_plan(tmp_path / "again" / "plan.toml").layers == read_plan(tmp_path / "sliced" / "plan.toml").layers
+
+
+def test_states_go_to_disk_before_formats_are_narrowed(data, tmp_path):
+    sizes = WIDE | {"model__dim": 256, "train__micro_batch": 1}
+    loaded = load(data, tmp_path, **sizes)
+    where = site(loaded, tmp_path / "runs")
+    planner = where.planner(loaded.recipe).with_fixed(Fixed(executor="layer_major", micro_batch=1))
+    here, disk = (where.budget(loaded.recipe, disk=disk) for disk in (False, True))
+    least, on_disk = planner.smallest(here).peak_bytes, planner.smallest(disk).peak_bytes
+    assert on_disk < 0.97 * least
+    size = int((least + on_disk) / 2)
+    train(load(data, tmp_path, **sizes, run__name="disk", plan__margin=0.0, plan__device_budget=size))
+    plan = read_plan(tmp_path / "disk" / "plan.toml")
+    assert "disk" in {choice.states for choice in plan.layers} | {choice.parameters for choice in plan.layers}
+    assert plan.settings["optim.moments"] == "fp32"
+    told = {row["setting"] for row in events(tmp_path / "disk") if "setting" in row}
+    assert not {"optim.moments", "optim.master"} & told
+    assert loaded.recipe.optim.moments == "fp32"
+
+
+def test_a_recipe_in_slices_recomputes_as_it_says(data, tmp_path):
+    loaded = load(data, tmp_path, **WIDE, memory__executor="layer_major")
+    found = plan_run(loaded, site(loaded, tmp_path))
+    assert found.joint is None
+    replanner = found.replanner
+    assert {layer.activations for layer in replanner.plan(64 * 2**30).placement.layers} == {"recompute"}
+
+
+def test_the_run_can_be_planned_anew(data, tmp_path):
+    loaded = load(data, tmp_path)
+    found = plan_run(loaded, site(loaded, tmp_path))
+    replanner = found.replanner
+    wide = replanner.plan(64 * 2**30)
+    assert {layer.activations for layer in wide.placement.layers} == {"keep"}
+    least = replanner.smallest()
+    tighter = replanner.plan(least.peak_bytes)
+    assert tighter is None or {layer.activations for layer in tighter.placement.layers} != {"keep"}
+    off = plan_run(load(data, tmp_path, memory__plan=""), site(loaded, tmp_path))
+    assert off.replanner is None
+    adapters = load(data, tmp_path, lora__rank=2)
+    assert plan_run(adapters, site(adapters, tmp_path)).replanner is None
