@@ -109,6 +109,34 @@ class TestArena:
         arena.close()
 
 
+def test_slices_move_between_all_tiers_while_the_device_computes(tmp_path):
+    """Right after a change that the device is still at, a slice goes to another tier; its bytes are those changed."""
+    draw, tiers = random.Random(0), ("device", "host", "disk")
+    arena = Arena("device", "cuda", folder=tmp_path, prefetch=1)
+    slices = {i: {"w": nn.Parameter(torch.full((SIZE + i,), float(i), device="cuda"))} for i in range(5)}
+    expected = [float(key) for key in slices]
+    for key, tensors in slices.items():
+        arena.add(key, tensors, tier=draw.choice(tiers))
+    arena.seal()
+    for turn in range(80):
+        key = draw.choice(list(slices))
+        arena.prefetch(draw.choice(list(slices)))
+        with arena.using(key, changed=True) as tensors, torch.no_grad():
+            low, high = tensors["w"].aminmax()
+            assert low.item() == high.item() == expected[key], (turn, key)
+            keep_busy()
+            tensors["w"].add_(1)
+            expected[key] += 1
+        if draw.random() < 0.5:
+            arena.move(key, draw.choice(tiers))
+    assert [arena.read(key)["w"].unique().tolist() for key in slices] == [[value] for value in expected]
+    for key in slices:
+        arena.move(key, "device")
+    assert arena.num_bytes["host"] == arena.num_bytes["disk"] == 0
+    assert all(tensors["w"].is_cuda for tensors in slices.values())
+    arena.close()
+
+
 def test_memory_on_the_device_is_that_of_the_staging_buffers(tmp_path):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

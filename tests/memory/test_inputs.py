@@ -141,3 +141,53 @@ class TestBadDisk:
         with pytest.raises(ConfigError) as caught:
             InputStore("disk", "cpu", folder=tmp_path / "file")
         assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_each_layer_in_its_own_tier_and_another_one_later(tmp_path):
+    store = InputStore({0: "disk", 2: "host"}, "cpu", folder=tmp_path)
+    x = torch.arange(6.0)
+    first, later = ["disk", "device", "host"], ["device", "host", "disk"]
+    for tiers in (first, later, first):
+        assert [store.tier_of(layer) for layer in range(3)] == tiers
+        for layer in range(3):
+            store.put(layer, 0, x + layer)
+            store.put(layer, 1, x - layer, here=True)
+        assert store.num_bytes == {"disk": x.nbytes, "host": x.nbytes, "device": 4 * x.nbytes}
+        with pytest.raises(AssertionError, match="between steps"):
+            store.place("device")
+        for layer in reversed(range(3)):
+            for micro, sign in enumerate((1, -1)):
+                store.prefetch(layer, micro)
+                assert torch.equal(store.get(layer, micro), x + sign * layer)
+                store.drop(layer, micro)
+        store.place(dict(enumerate(later if tiers is first else first)))
+    store.place("device")
+    assert store.num_bytes == {"device": 0}, "the others' room is given back"
+    store.close()
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_tiers_as_they_were(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = InputStore("host", "cpu", folder=tmp_path / "file")
+    with pytest.raises(ConfigError):
+        store.place({0: "disk"})
+    assert store.tier_of(0) == "host"
+    store.put(0, 0, torch.ones(3))
+    assert store.num_bytes == {"host": 12}
+    with pytest.raises(ValueError, match="folder"):
+        InputStore("host", "cpu").place("disk")
+
+
+def test_what_could_not_be_put_is_not_there(tmp_path, monkeypatch):
+    """Clearing after a failure finds what was put before it, and nothing else; the file starts afresh."""
+    store = make_store("disk", tmp_path)
+    store.put(0, 0, torch.ones(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", lambda tensor: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+        with pytest.raises(torch.OutOfMemoryError):
+            store.put(0, 1, torch.ones(4))
+    store.clear()
+    assert store.num_bytes == {"disk": 0}
+    store.put(1, 0, torch.full((4,), 2.0))
+    assert store.get(1, 0).tolist() == [2.0] * 4
+    store.close()

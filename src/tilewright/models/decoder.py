@@ -293,11 +293,11 @@ class Decoder(nn.Module):
                 block.compile(options=options, **limit)
                 continue
             for part in (block.input_layernorm, block.self_attn, block.post_attention_layernorm):
-                part.compile(options=options)
+                part.compile(options=options, **limit)
             if block.mlp.shared_experts is not None:
-                block.mlp.shared_experts.compile(options=options)
+                block.mlp.shared_experts.compile(options=options, **limit)
             for expert in block.mlp.experts:
-                expert.compile(dynamic=True, options=options)
+                expert.compile(dynamic=True, options=options, **limit)
         self._compiled = True
         self._note_opaque_parts()
 

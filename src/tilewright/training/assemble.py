@@ -53,8 +53,8 @@ from tilewright.training.control import StepControl
 from tilewright.training.counters import Counters
 from tilewright.training.layer_major_step import LayerMajorExecutor
 from tilewright.training.no_memory import explained
-from tilewright.training.planned import Planned, Site, plan_run
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
+from tilewright.training.planned import Planned, Site, plan_run
 from tilewright.training.slicing import (
     Sliced,
     comes_in_slices,
@@ -222,8 +222,7 @@ class Parts:
             small["control"] = self.control.control
         if isinstance(self.executor, LayerMajorExecutor) and self.executor.lagged is not None:
             small["lagged"] = self.executor.lagged
-        travels = self.sliced is not None and self.sliced.travels
-        return TrainState(self.model, self.optimizer, small, self.sliced if travels else None)
+        return TrainState(self.model, self.optimizer, small, self.sliced)
 
     def close(self) -> None:
         """Give back threads, files and memory off the device."""

@@ -48,7 +48,7 @@ class TrainState:
         model: parameters and persistent buffers are saved under their fully qualified names.
         optimizer: its states are saved under the names of their parameters.
         parts: components with a small state, by name.
-        sliced: the model in slices, where these are at home off the device: then one slice is live at a time.
+        sliced: the model in slices, if it is: while some are at home off the device, one is live at a time.
     """
 
     model: nn.Module
@@ -59,7 +59,7 @@ class TrainState:
     @contextmanager
     def live(self, *, changes: bool = False) -> Iterator[Visit | None]:
         """What gives the tensors their bytes inside; None where they have them."""
-        if self.sliced is None:
+        if self.sliced is None or not self.sliced.travels:
             yield None
             return
         with Visit(self.model, self.optimizer, self.sliced.slices, self.sliced.home, changes=changes) as visit:
