@@ -44,9 +44,8 @@ def _decision(event: Row) -> Decision:
     trigger = str(event.get("trigger", ""))
     after = str(event.get("after", ""))
     peak, step_s = event.get("peak_bytes"), event.get("step_s")
-    expected = ", ".join(
-        [format_bytes(round(peak))] * (peak is not None) + [f"{format_seconds(step_s)} a step"] * (step_s is not None)
-    )
+    expected = [] if peak is None else [format_bytes(round(peak))]
+    expected += [] if step_s is None else [f"{format_seconds(step_s)} a step"]
     return Decision(
         str(event.get("step", "")),
         TRIGGERS.get(trigger, trigger),
@@ -54,7 +53,7 @@ def _decision(event: Row) -> Decision:
         _share(event.get("threshold")),
         str(event.get("before", "")),
         after,
-        expected,
+        ", ".join(expected),
         str(event.get("message", "")),
     )
 

@@ -1,0 +1,176 @@
+"""Whole runs whose memory changes while they go on: the same files of numbers as a run whose memory does not."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from tests.report.test_page import outline
+from tests.training.out_of_memory import Allocator
+from tests.training.tiny import assert_same_run, rows, tiny
+from tilewright.core.errors import FitError
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.plan.replan import Replanner
+from tilewright.report.page import write_report
+from tilewright.training import regroup_run
+from tilewright.training.layer_major_step import LayerMajorExecutor
+from tilewright.training.loop import train
+from tilewright.training.regroup_run import LOOK_S, MemoryWatch, there_bytes
+from tilewright.training.step import StandardExecutor
+from tilewright.training.whole import HalfUpdated
+
+CASES = {
+    "standard": {"model__num_experts": 4},
+    "fp8": {"precision__mode": "fp8_tile", "optim__moments": "8bit"},
+    "layer_major": {"memory__executor": "layer_major", "memory__inputs": "disk"},
+    "lagged": {"memory__executor": "layer_major", "optim__clip": "lagged", "memory__states": "disk"},
+}
+
+
+def failing_at(monkeypatch, step, places):
+    """In the step of this number some allocations find no memory; failures that were met."""
+    met = []
+    for which in (StandardExecutor, LayerMajorExecutor):
+        real, calls = which.step, []
+
+        def failing(self, microbatches, lr, real=real, calls=calls):
+            calls.append(None)
+            with Allocator(places if len(calls) == step else ()) as allocator:
+                try:
+                    return real(self, microbatches, lr)
+                finally:
+                    met.extend(allocator.failed)
+
+        monkeypatch.setattr(which, "step", failing)
+    return met
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_with_an_out_of_memory_is_the_run_without(case, data, tmp_path, monkeypatch):
+    train(tiny(data, tmp_path / "plain", **CASES[case]))
+    with monkeypatch.context() as patch:
+        met = failing_at(patch, 5, [random.Random(case).randrange(100, 900)])
+        train(tiny(data, tmp_path / "failed", **CASES[case]))
+    assert len(met) == 1
+    run = tmp_path / "failed" / "tiny"
+    assert_same_run(run, tmp_path / "plain" / "tiny", products=False)
+    told = [row for row in rows(run / "events.jsonl") if row["kind"] == "regroup" and row["trigger"] == "out_of_memory"]
+    assert len(told) == 1
+    assert told[0]["step"] == 5
+    assert "can't allocate memory" in told[0]["message"] or "CUDA out of memory" in told[0]["message"]
+
+
+def test_a_step_that_could_not_be_finished_stops_the_run(data, tmp_path, monkeypatch):
+    """No memory from the second update of step 5 on: the checkpoint stays, and the run goes on from it."""
+    case = CASES["layer_major"]
+    train(tiny(data, tmp_path / "plain", **case))
+    real, calls = DeepSeekAdam.step_params, []
+
+    def step_params(self, params, grads=None):
+        step = int(self.state[params[0]]["step"]) if params else 0
+        calls.append(step)
+        if calls.count(4) > 1:
+            raise MemoryError
+        real(self, params, grads)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeepSeekAdam, "step_params", step_params)
+        with pytest.raises(HalfUpdated, match="in the middle of an update"):
+            train(tiny(data, tmp_path / "failed", **case))
+    run = tmp_path / "failed" / "tiny"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000003"]
+    assert rows(run / "events.jsonl")[-1]["kind"] == "stop"
+    train(tiny(data, tmp_path / "failed", **case))
+    assert_same_run(run, tmp_path / "plain" / "tiny")
+
+
+def test_without_a_plan_nothing_is_watched(data, tmp_path):
+    train(tiny(data, tmp_path, memory__plan=""))
+    assert not [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "regroup"]
+
+
+def test_a_run_that_fits_and_keeps_everything_asks_no_planner(data, tmp_path, monkeypatch):
+    def asked(*_, **__):
+        raise AssertionError("a planner was made")
+
+    monkeypatch.setattr(Replanner, "__init__", asked)
+    train(tiny(data, tmp_path))
+    events = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "regroup"]
+    assert events[0]["trigger"] == "calibration"
+    assert events[0]["threshold"] == 0.05
+
+
+def test_what_a_run_may_use():
+    now = [0.0]
+    watch = MemoryWatch(10**15, torch.device("cpu"), 7, clock=lambda: now[0])
+    first = watch()
+    assert first == pytest.approx(there_bytes(torch.device("cpu")), rel=0.2)
+    block = torch.ones(2**28, dtype=torch.uint8)
+    assert watch() == first  # asked again only after a second
+    now[0] += LOOK_S
+    assert watch() == pytest.approx(first, rel=0.2)  # what this process takes is its own
+    del block
+    assert MemoryWatch(1000, torch.device("cpu"))() == 1000.0
+
+
+def test_the_report_shows_what_was_decided(data, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        failing_at(patch, 5, [300])
+        train(tiny(data, tmp_path))
+    path = write_report(tmp_path / "tiny")
+    page = outline(path.read_text())
+    text = " ".join(" ".join(page.text).split())
+    assert "Plans made while the run went on" in text
+    assert "out of memory" in text
+    assert "1 with another placement" in text
+    assert "-10.0% 2 keep 2 " in text
+
+
+BIG = {
+    "model__dim": 128, "model__num_layers": 8, "model__num_heads": 4, "data__seq_len": 512, "train__batch_size": 8,
+    "train__micro_batch": 8, "train__steps": 5, "train__eval_every": 0, "train__sample_tokens": 0, "save__every": 0,
+    "plan__device_budget": "1200MiB",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_budget_cut_by_30_percent_in_mid_run(data, tmp_path, monkeypatch):
+    """With the real planner: the run keeps within what it may use from then on, and its losses are the same bits."""
+    train(tiny(data, tmp_path / "plain", **BIG))
+
+    class Cut(MemoryWatch):
+        asked = 0
+
+        def __call__(self):
+            self.asked += 1
+            return self.limit * (0.7 if self.asked > 5 else 1.0)
+
+    monkeypatch.setattr(regroup_run, "MemoryWatch", Cut)
+    train(tiny(data, tmp_path / "cut", **BIG | {"train__log_every": 1}))
+    plain, cut = tmp_path / "plain" / "tiny", tmp_path / "cut" / "tiny"
+    losses = [[row["loss"] for row in rows(run / "metrics.jsonl") if "loss" in row] for run in (plain, cut)]
+    assert losses[0] == losses[1]
+    events = [row for row in rows(cut / "events.jsonl") if row["kind"] == "regroup" and row["trigger"] == "budget"]
+    assert len(events) == 1, json.dumps(events)
+    assert events[0]["change"] == pytest.approx(-0.3)
+    assert events[0]["before"] == "8 keep"
+    last = rows(cut / "metrics.jsonl")[-1]
+    step_peak = max(sum(last["memory_phases"][name].values()) for name in ("forward", "backward", "update"))
+    assert step_peak <= 1.05 * 0.7 * 1200 * 2**20
+
+
+def test_no_memory_under_any_placement(data, tmp_path, monkeypatch):
+    failing_at(monkeypatch, 5, range(100_000))
+    real = StandardExecutor.step
+    monkeypatch.setattr(StandardExecutor, "step", lambda self, *args: _until(real, self, args))
+    with pytest.raises(FitError) as caught:
+        train(tiny(data, tmp_path))
+    assert len(caught.value.problems[0].try_.splitlines()) == 3
+
+
+def _until(real, executor, args):
+    state = next(iter(executor.optimizer.state.values()), None)
+    if state is not None and int(state["step"]) == 4:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return real(executor, *args)
