@@ -20,6 +20,7 @@ KEPT = {"keep": 100.0, "selective": 60.0, "recompute": 20.0}
 SECONDS = {"keep": 1.0, "selective": 1.1, "recompute": 1.4}
 BASE = 200.0
 KEEP = Placement.uniform(LAYERS)
+KINDS = tuple(LayerPlacement(activations=kind) for kind in KEPT)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Expected:
 class PlayedPlanner:
     """Bytes of a base and of what layers keep, which grows with the rows' length."""
 
-    def __init__(self, num_layers=LAYERS, kinds=tuple(LayerPlacement(activations=kind) for kind in KEPT)) -> None:
+    def __init__(self, num_layers=LAYERS, kinds=KINDS) -> None:
         self.asked = []
         self.num_layers = num_layers
         self.kinds = kinds
@@ -148,6 +149,7 @@ def test_a_run_that_goes_as_planned_says_so_once():
 def test_the_first_step_corrects_every_later_plan():
     """The machine takes a quarter more than planned: what fitted on paper does not."""
     play = Play(PlayedExecutor(factor=1.25), budget=700.0)
+    assert play.regroup.expected_bytes is None
     play.step()
     assert play.regroup.memory_factor == 1.25
     assert play.triggers() == ["calibration"]
@@ -157,6 +159,7 @@ def test_the_first_step_corrects_every_later_plan():
     play.step()
     play.step()
     assert len(play.events) == 1  # as expected from here on
+    assert play.regroup.expected_bytes == pytest.approx(play.executor.peaks()["backward"], rel=0.01)
     assert play.regroup.time_factor == 2.0
 
 

@@ -373,6 +373,11 @@ class Regroup:
 
     # ---- what is known ----
 
+    @property
+    def expected_bytes(self) -> float | None:
+        """What a step is expected to take at its peak now, corrected by what was measured; None where nobody knows."""
+        return None if self._expected is None else self._peak_bytes
+
     def _the_planner(self) -> Planner | None:
         if not self._looked:
             self._planner, self._looked = self._find_planner(), True
