@@ -58,7 +58,7 @@ def tight(data, runs, *left_open, share=0.5, **changes):
     """A recipe that fits only where some layers keep less."""
     loaded = load(data, runs, *left_open, **changes)
     least, whole = budgets(loaded, runs)
-    assert least < 0.97 * whole
+    assert least < 0.98 * whole
     size = int(least + share * (whole - least))
     return load(data, runs, *left_open, **changes, plan__margin=0.0, plan__device_budget=size)
 

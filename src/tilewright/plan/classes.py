@@ -7,7 +7,7 @@ many of each class are treated how. Everything is a straight line in the rows of
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -30,13 +30,14 @@ from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
 from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.footprint import LAYER_WORK, layer_storages
+from tilewright.plan.footprint import LAYER_WORK, layer_storages, process_bytes, process_size
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
 from tilewright.plan.trace import KERNELS, quiet, text_inputs, to_fake
-from tilewright.plan.workload import BYTES, Planner, Product, Workload, products_of
+from tilewright.plan.workload import BYTES, DTYPES, Planner, Product, Workload, products_of
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
+from tilewright.precision.tile_products import SWITCH_BYTES
 
 WORK_GUESS = 0.6
 """Backward's need beyond what a layer keeps, as a share of it, where no trace can tell (experts of tilewright's own
@@ -86,6 +87,9 @@ class LayerClass:
     attention_flops: float
     """Pairs that a causal mask leaves."""
     largest_weight: int
+    """Elements; what a product's copy of it takes is in `work` on a CPU, and so this is 0 there."""
+    codes: float = 0.0
+    """Bytes of the 8-bit codes of its weights, where these stay on the device."""
 
     @property
     def count(self) -> int:
@@ -111,7 +115,11 @@ class ModelShape:
     stream_bytes: int
     product_bytes: int
     product_format: str
+    logit_bytes: int
     compiled: bool
+    loss_compiled: bool
+    process_bytes: float
+    """Of a process on a CPU, besides the model."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -314,11 +322,16 @@ def _foreign_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine:
                 product_flops=flops,
                 mlp_flops=one.mlp_products,
                 attention_flops=one.attention / 2,
-                largest_weight=max((p.numel() for p in first[place].parameters()), default=0),
+                largest_weight=_largest((p.numel() for p in first[place].parameters()), machine),
+                codes=_codes(products, machine),
             )
         )
     net: Any = model.net
     layer = net.get_output_embeddings()
+    kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
+    ours = isinstance(layer, nn.Linear) and layer.bias is None
+    choice = kernels.choices["cross_entropy", machine.device, DTYPES[policy.activation], ""]
+    loss_compiled = ours and choice.candidate.name == "compiled"
     return ModelShape(
         family=f"{type(net).__name__} ({net.config.model_type})",
         classes=tuple(classes),
@@ -331,7 +344,10 @@ def _foreign_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine:
         stream_bytes=BYTES[policy.stream],
         product_bytes=BYTES[policy.product],
         product_format=policy.product,
+        logit_bytes=BYTES[policy.activation],
         compiled=False,
+        loss_compiled=loss_compiled,
+        process_bytes=process_size(machine, compiles=loss_compiled, foreign=True),
         notes=_notes(recipe),
     )
 
@@ -405,6 +421,8 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         everything = Line(kept["none"].fixed, kept["none"].per_row + mask)
         of_mlp = Line(0, mlp * kept["none"].per_row)
         wide = layer_parameters(config, index)
+        widths = (config.expert_dim if moe else config.ffn_dim, config.dim)
+        products = tuple(p for p in work.products[mode] if f".layers.{place}." in p.fqn)
         inactive = config.num_experts - config.num_experts_per_token if moe else 0
         classes.append(
             LayerClass(
@@ -419,12 +437,13 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 mlp_kept=of_mlp,
                 mlp_work=Line(0, share * of_mlp.per_row),
                 mask=mask,
-                products=tuple(p for p in work.products[mode] if f".layers.{place}." in p.fqn),
+                products=products,
                 product_flops=float(flops.layers[index] * recipe.data.seq_len),
                 mlp_flops=2.0 * mlp_weights(config, index) * recipe.data.seq_len
                 - 2.0 * inactive * 3 * config.dim * config.expert_dim * recipe.data.seq_len,
                 attention_flops=flops.attention * recipe.data.seq_len,
-                largest_weight=config.dim * max(config.ffn_dim if not moe else config.expert_dim, config.dim),
+                largest_weight=_largest((config.dim * width for width in widths), machine),
+                codes=_codes(products, machine),
             )
         )
     return ModelShape(
@@ -439,9 +458,23 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         stream_bytes=BYTES[policy.stream],
         product_bytes=BYTES[policy.product],
         product_format=policy.product,
+        logit_bytes=BYTES[policy.activation],
         compiled=work.compiled,
+        loss_compiled=work.loss_compiled,
+        process_bytes=process_bytes(work),
         notes=_notes(recipe),
     )
+
+
+def _largest(sizes: Iterable[int], machine: Machine) -> int:
+    """Elements of the largest weight on a GPU."""
+    return 0 if machine.device == "cpu" else max(sizes, default=0)
+
+
+def _codes(products: Sequence[Product], machine: Machine) -> float:
+    """Bytes of the codes of a layer's weights, and on a CPU of what says their formats."""
+    switch = SWITCH_BYTES if machine.device == "cpu" else 0
+    return float(sum(product.code_bytes + switch for product in products if product.gemms.any_fp8))
 
 
 def _described(recipe: Recipe, config: DecoderConfig) -> Recipe:

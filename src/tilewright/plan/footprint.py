@@ -15,6 +15,7 @@ The constants of the last two are measured; benchmarks/plan_accuracy.py holds th
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tilewright.core.hardware import Machine
 from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, role, tile_bytes, weight_copy_bytes
 from tilewright.ops.native.loss import chunk_rows
 from tilewright.plan.workload import BYTES, Workload, fp8_unit
@@ -75,9 +76,14 @@ def footprint(work: Workload) -> Footprint:
 
 
 def process_bytes(work: Workload) -> int:
+    """What the process holds besides the model."""
     compiles = work.compiled or (work.loss_compiled and head_shape(work) is not None)
-    foreign = work.config is None
-    triton = TRITON_BYTES if work.machine.versions.get("triton") else 0
+    return process_size(work.machine, compiles=compiles, foreign=work.config is None)
+
+
+def process_size(machine: Machine, *, compiles: bool, foreign: bool) -> int:
+    """The same, of a run that compiles something or not, and of a model of transformers or our own."""
+    triton = TRITON_BYTES if machine.versions.get("triton") else 0
     return PROCESS_BYTES + triton + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
 
 

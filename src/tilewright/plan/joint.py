@@ -17,7 +17,7 @@ from tilewright.plan.classes import LayerClass, ModelShape, ShapeFinder
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint_plan import Budget, JointPlan, Row, bytes_of, chosen
-from tilewright.plan.moments import FRAGMENTS, Base, host_base, journal_bytes, phases
+from tilewright.plan.moments import FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
 from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices, end_class, layer_cost, layer_seconds
 from tilewright.plan.solve import Cost, Counts, Group, Phase, Problem, least_seconds, seconds, solve
 
@@ -129,15 +129,23 @@ class JointPlanner:
                 if best is None or total < best[0] * (1 - 1e-9):
                     best = (total, table, counts)
             if best is not None:
-                found = self._assembled(recipe, shape, budget, best[1], tuple(_rows(*best[1:])), narrowed)
-                return self._without_disk(found, budget) or found
+                rows = tuple(_rows(*best[1:]))
+                found = self._settled(self._assembled(recipe, shape, budget, best[1], rows, narrowed), budget)
+                if found is not None:
+                    return found
         return None
 
-    def _without_disk(self, found: JointPlan, budget: Budget) -> JointPlan | None:
-        """A plan that has a disk and uses none, without it: the journal is on the disk only where slices are."""
-        if budget.links.disk is None or any(row.cost.disk for row in found.rows):
-            return None
-        return self.plan(replace(budget, links=replace(budget.links, disk=None), disk=0.0))
+    def _settled(self, found: JointPlan, budget: Budget) -> JointPlan | None:
+        """A plan with a disk on which no slice is at home, with the journal and the checkpoint's copy where they are
+        then; None where that does not fit."""
+        if budget.links.disk is None or any("disk" in (row.choice.parameters, row.choice.states) for row in found.rows):
+            return found
+        without = self.plan(replace(budget, links=replace(budget.links, disk=None), disk=0.0))
+        if without is not None:
+            return without
+        real = self.with_recipe(found.recipe).priced(found.setting, found.placement, budget)
+        left = 1 - found.recipe.plan.margin
+        return replace(real, narrowed=found.narrowed) if real.peak_bytes <= left * budget.device else None
 
     def smallest(self, budget: Budget) -> JointPlan | None:
         """The plan with the least device memory within the host's budget; None where the host's is too small."""
@@ -167,7 +175,9 @@ class JointPlanner:
         shape = self.shape(self.recipe)
         if len(placement.layers) != shape.num_layers:
             raise ValueError(f"a placement of {len(placement.layers)} layers for a model of {shape.num_layers}")
-        table = self._table(self.recipe, shape, setting, budget)
+        homes = {home for layer in placement for home in (layer.parameters, layer.states)}
+        known = Homes(travels=homes != {"device"}, on_disk="disk" in homes)
+        table = self._table(self.recipe, shape, setting, budget, known)
         layers = [chosen(layer) for layer in placement.layers]
         ends = {"embedding": chosen(placement.embedding), "head": chosen(placement.head)}
         rows: list[Row] = []
@@ -192,7 +202,9 @@ class JointPlanner:
                 if not any(FORMAT_FIELDS & set(conflict.fields) for conflict in conflicts(recipe)):
                     yield recipe, new
 
-    def _table(self, recipe: Recipe, shape: ModelShape, setting: Setting, budget: Budget) -> _Table:
+    def _table(
+        self, recipe: Recipe, shape: ModelShape, setting: Setting, budget: Budget, homes: Homes | None = None
+    ) -> _Table:
         ends = [
             end_class(name, number, shape)
             for name, number in (("embedding", shape.embedding_parameters), ("head", shape.head_parameters))
@@ -214,16 +226,23 @@ class JointPlanner:
             for found, mine in zip(classes, options, strict=True)
         )
         names = frozenset(found.name for found in ends)
-        moments = phases(shape, setting, recipe, self.machine, names, budget.links, self.fixed)
+        homes = homes or self._homes(budget)
+        moments = phases(shape, setting, recipe, self.machine, names, homes)
         cpu = self.machine.device == "cpu"
         base = Base.of(shape, setting, recipe, self.machine)
-        host = {} if cpu else host_base(base, setting, recipe, budget.links)
+        host = {} if cpu else host_base(base, setting, recipe, homes)
         left = 1 - recipe.plan.margin
         device = left * budget.device * (1.0 if cpu else 1 - FRAGMENTS)
         limit = float("inf") if cpu else left * budget.host
-        journal = journal_bytes(base, setting, recipe) if budget.links.disk is not None else 0.0
+        journal = journal_bytes(base, setting, recipe) if homes.on_disk else 0.0
         problem = Problem(groups, tuple(moments), device, limit, sum(host.values()), left * budget.disk - journal)
         return _Table(setting, classes, options, problem, host)
+
+    def _homes(self, budget: Budget) -> Homes:
+        """As they will be if a disk that there is is used; see `_settled`."""
+        fixed = {self.fixed.parameters, self.fixed.states}
+        on_disk = budget.links.disk is not None
+        return Homes(travels=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
     def _cost(self, found: LayerClass, choice: Choice, setting: Setting, shape: ModelShape, budget: Budget) -> Cost:
         return layer_cost(found, choice, setting, shape, self.recipe, self.rates, budget.links)
@@ -335,7 +354,7 @@ def _owners(
     phase: Phase, process: float, shape: ModelShape, setting: Setting, rows: Sequence[Row], cpu: bool
 ) -> dict[str, float]:
     """Device bytes of a phase by owner; `work` is what lives only while something runs, and the journal."""
-    found = {"parameters": 0.0, "optimizer": 0.0, "gradients": 0.0, "activations": 0.0}
+    found = {"parameters": 0.0, "optimizer": 0.0, "gradients": 0.0, "activations": 0.0, "buffers": 0.0}
     total, running = phase.base, 0.0
     for row in rows:
         cost, held = row.cost, 0.0
@@ -343,6 +362,10 @@ def _owners(
             here = size if place == "device" or (cpu and place == "host") else 0.0
             found[owner] += here
             held += here
+        if row.indices and row.choice.parameters == "device":
+            codes = row.count * shape.class_of(row.indices[0]).codes
+            found["buffers"] += codes
+            held += codes
         kept = row.count * cost.kept if row.name in phase.kept else 0.0
         gradients = row.count * cost.gradient if row.name in phase.gradients else 0.0
         found["activations"] += kept + max(0.0, row.count * cost.held - held)  # inputs in a CPU's host tier

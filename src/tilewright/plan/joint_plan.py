@@ -101,7 +101,7 @@ class JointPlan:
     def disk_bytes(self) -> float:
         """Bytes in the disk tier, the journal among them where there is such a tier."""
         used = sum(row.count * row.cost.disk for row in self.rows)
-        if self.budget.links.disk is None:
+        if not any("disk" in (row.choice.parameters, row.choice.states) for row in self.rows):
             return used
         return used + journal_bytes(
             Base.of(self.shape, self.setting, self.recipe, self.machine), self.setting, self.recipe

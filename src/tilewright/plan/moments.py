@@ -9,23 +9,28 @@ from dataclasses import dataclass
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
+from tilewright.ops.native.loss import chunk_rows
 from tilewright.plan.classes import LayerClass, ModelShape
-from tilewright.plan.fixed import Fixed
-from tilewright.plan.footprint import (
-    COMPILER_BYTES,
-    CUDA_RESERVE_BYTES,
-    LOSS_CHUNKS,
-    PROCESS_BYTES,
-    TRANSFORMERS_BYTES,
-    TRITON_BYTES,
-)
-from tilewright.plan.options import Links, Setting, state_bytes
-from tilewright.plan.solve import Phase
+from tilewright.plan.footprint import CUDA_RESERVE_BYTES, LOSS_CHUNKS
+from tilewright.plan.options import Setting, state_bytes
+from tilewright.plan.solve import Phase, Transient
 
 HOST_PROCESS_BYTES = 4 * 2**30
 """Host memory of a process that trains on a GPU: libraries, data, pinned buffers (guess)."""
 FRAGMENTS = 0.02
 """Share of the device's budget that its allocator cannot hand out in one piece (guess; GPUs only)."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """What follows from where parameters and states are at home, before it is decided for each layer.
+
+    `travels`: some are off the device, so a checkpoint is written slice by slice and without a copy of all. `on_disk`:
+    some are on disk, and so the journal is.
+    """
+
+    travels: bool
+    on_disk: bool
 
 
 @dataclass(frozen=True)
@@ -50,26 +55,20 @@ class Base:
         stream = float(tokens * shape.dim * shape.stream_bytes)
         if setting.executor == "layer_major":
             stream *= setting.num_micro
-        logits = tokens * shape.vocab_size * shape.product_bytes
-        blocks = LOSS_CHUNKS[shape.compiled, shape.product_bytes] if cpu else 2.0
-        copy = shape.product_bytes * head if shape.stored_bytes > shape.product_bytes else 0
+        row = shape.vocab_size * shape.logit_bytes
+        chunk = chunk_rows(tokens, row, setting.loss_tile) * row
+        blocks = LOSS_CHUNKS[shape.loss_compiled, shape.logit_bytes] if cpu else 2.0
         layers = sum(found.count * found.num_parameters for found in shape.classes)
         ends = shape.embedding_parameters + shape.head_parameters
         stored = shape.stored_bytes * (layers + ends) + state_bytes(layers + ends, setting, shape.stored_bytes)
         return cls(
-            process=_process(shape, machine) if cpu else CUDA_RESERVE_BYTES,
+            process=shape.process_bytes if cpu else CUDA_RESERVE_BYTES,
             stream=stream,
-            head_kept=float(tokens * shape.dim * (8 + shape.product_bytes)),
+            head_kept=float(tokens * (shape.dim * (8 + shape.logit_bytes) + 4)),
             head_gradient=4.0 * head,
-            loss_work=blocks * min(setting.loss_tile, logits) + copy,
+            loss_work=blocks * chunk + shape.logit_bytes * head,
             state=stored,
         )
-
-
-def _process(shape: ModelShape, machine: Machine) -> float:
-    triton = TRITON_BYTES if machine.versions.get("triton") else 0
-    compiler = COMPILER_BYTES if shape.compiled else 0
-    return PROCESS_BYTES + triton + compiler + (0 if shape.family == "tilewright decoder" else TRANSFORMERS_BYTES)
 
 
 def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
@@ -93,41 +92,48 @@ def journal_bytes(base: Base, setting: Setting, recipe: Recipe) -> float:
     return base.state if setting.executor == "layer_major" and kept else 0.0
 
 
-def host_base(base: Base, setting: Setting, recipe: Recipe, links: Links) -> dict[str, float]:
+def host_base(base: Base, setting: Setting, recipe: Recipe, homes: Homes) -> dict[str, float]:
     """Bytes of the host that no choice changes, by owner: the process, the copy that a background checkpoint writes
-    from, and the journal, where there is no disk tier."""
+    from, and the journal, where no slices are on disk."""
     copied = setting.executor == "standard" and recipe.save.background
-    journal = journal_bytes(base, setting, recipe) if links.disk is None else 0.0
+    journal = journal_bytes(base, setting, recipe) if not homes.on_disk else 0.0
     return {"process": float(HOST_PROCESS_BYTES), "checkpoint": base.state if copied else 0.0, "journal": journal}
 
 
 def phases(
-    shape: ModelShape,
-    setting: Setting,
-    recipe: Recipe,
-    machine: Machine,
-    ends: frozenset[str],
-    links: Links,
-    fixed: Fixed,
+    shape: ModelShape, setting: Setting, recipe: Recipe, machine: Machine, ends: frozenset[str], homes: Homes
 ) -> list[Phase]:
     """All moments of a step, an evaluation and a checkpoint. `ends`: names of embedding and head."""
     base = Base.of(shape, setting, recipe, machine)
     layers = frozenset(found.name for found in shape.classes)
     if setting.executor == "layer_major":
-        cpu, in_memory = machine.device == "cpu", links.disk is None
-        process = base.process + (journal_bytes(base, setting, recipe) if cpu and in_memory else 0.0)
-        loss = process + 2 * base.stream + base.head_kept + base.head_gradient + base.loss_work
-        # What is at home elsewhere is written to a checkpoint slice by slice; else a copy of all is made first.
-        stays = in_memory and {fixed.parameters, fixed.states} <= {None, "device"}
-        copy = base.state if cpu and stays and recipe.save.background else 0.0
-        return [
-            Phase("load", base.process),
-            Phase("forward", process + base.stream, layers, transient="forward"),
-            Phase("loss", loss, layers),
-            Phase("backward", process + 2 * base.stream, layers, transient="backward"),
-            Phase("checkpoint", process + copy),
-        ]
+        return _layer_major(shape, setting, recipe, machine, base, layers, homes)
     return _standard(shape, setting, recipe, machine, base, layers, ends)
+
+
+def _layer_major(
+    shape: ModelShape,
+    setting: Setting,
+    recipe: Recipe,
+    machine: Machine,
+    base: Base,
+    layers: frozenset[str],
+    homes: Homes,
+) -> list[Phase]:
+    cpu = machine.device == "cpu"
+    process = base.process + (journal_bytes(base, setting, recipe) if cpu and not homes.on_disk else 0.0)
+    shared = base.head_gradient if shape.tied else 0.0  # complete only when both ends are through
+    loss = process + 2 * base.stream + base.head_kept + base.head_gradient + base.loss_work
+    copy = base.state if cpu and not homes.travels and recipe.save.background else 0.0
+    pages: Transient = "pages" if cpu else "none"
+    return [
+        Phase("load", base.process),
+        Phase("forward", process + base.stream, layers, transient="forward"),
+        Phase("loss", loss, layers, transient="forward" if cpu else "none"),  # pages of the layers before
+        Phase("backward", process + 2 * base.stream + shared, layers, transient="backward"),
+        Phase("evaluate", process + base.loss_work, transient=pages),
+        Phase("checkpoint", process + copy, layers if cpu else frozenset(), transient=pages),
+    ]
 
 
 def _standard(
@@ -139,16 +145,19 @@ def _standard(
     layers: frozenset[str],
     ends: frozenset[str],
 ) -> list[Phase]:
+    """On a CPU the pages of activations and of backward's work stay with the process, so they are in all phases."""
     cpu, everything = machine.device == "cpu", layers | ends
     copy = base.state if cpu and recipe.save.background else 0.0
     going_on = copy if 0 < recipe.save.every < recipe.train.steps else 0.0
     process = base.process + going_on
     held = everything if setting.num_micro > 1 else frozenset[str]()
-    top = process + base.head_kept + base.head_gradient
+    of_head = base.head_kept + base.head_gradient
+    top = process + of_head
+    pages: Transient = "backward" if cpu else "none"
     found = [
         Phase("load", base.process),
-        Phase("forward", process, layers, held, "forward"),
-        Phase("loss", top + base.loss_work, layers, held),
+        Phase("forward", process, layers, held, "backward" if cpu else "forward"),
+        Phase("loss", top + base.loss_work, layers, held, pages),
         Phase("backward", top + base.stream, layers, held, "backward"),
     ]
     if setting.num_micro == 1:  # gradients grow while activations go: a moment behind each kind of layers
@@ -158,10 +167,10 @@ def _standard(
             above = frozenset(name for stage in order[: i + 1] for name in stage) | ends
             where = process + base.stream
             found.append(Phase(f"backward, {' and '.join(names)} done", where, below, above, "backward"))
-    # On a CPU the pages of backward's work stay with the process.
-    last = Phase("update", process, layers if cpu else frozenset(), everything, "backward" if cpu else "none")
+    kept, rest = (layers, of_head) if cpu else (frozenset[str](), 0.0)
     wide = (4 - shape.stored_bytes) * shape.num_parameters if recipe.precision.eval_fp32 else 0.0
-    found.append(last)
-    found.append(Phase("evaluate", process + wide + base.loss_work, layers if cpu else frozenset()))
-    found.append(Phase("checkpoint", base.process + max(copy, going_on), last.kept, everything, last.transient))
+    logits = base.loss_work * (4 / shape.logit_bytes if recipe.precision.eval_fp32 else 1)
+    found.append(Phase("update", process + rest, kept, everything, pages))
+    found.append(Phase("evaluate", process + rest + wide + logits, kept, transient=pages))
+    found.append(Phase("checkpoint", base.process + rest + max(copy, going_on), kept, everything, pages))
     return found

@@ -190,14 +190,15 @@ class _Layer:
             mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_tiles
         lines = {"keep": kept - mlp, "selective": found.kept_selective(self.rows), "recompute": self.input}
         rebuilt = max(0.0, kept - mlp - lines[kind])
+        again = 0.0 if kind == "keep" else kept - mlp  # as measured, also where some of it was kept
         micro_batch = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
         return Cost(
             seconds=self.setting.num_micro * micro_batch + self.update_s(),
-            held=self.parameters + self.states,
+            held=self.parameters + self.states + found.codes,
             kept=lines[kind],
             gradient=4.0 * found.num_parameters,
             forward=rebuilt,
-            backward=rebuilt + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
+            backward=again + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
         )
 
     def _layer_major(self) -> Cost:
@@ -212,6 +213,7 @@ class _Layer:
         need = found.work(self.rows) if choice.activations == "keep" else self.rebuilt()
         at = {"device": 0.0, "host": 0.0, "disk": 0.0}
         at[choice.parameters] += self.parameters
+        at["device"] += found.codes if choice.parameters == "device" else 0.0
         at[choice.states] += self.states
         if waits != "device":
             at[waits] += inputs
@@ -223,8 +225,9 @@ class _Layer:
             kept=kept if waits == "device" else 0.0,
             host=at.get("host", 0.0),
             disk=at["disk"],
-            forward=staged + found.kept(self.rows),
+            forward=staged + states + found.kept(self.rows),
             backward=staged + states + gradients + need + (copies * self.input if waits != "device" else 0.0),
+            pages=staged + states + gradients + found.work(self.rows),
         )
 
     def rebuilt(self) -> float:
@@ -380,5 +383,6 @@ def end_class(name: str, num_parameters: int, shape: ModelShape) -> LayerClass:
         product_flops=0.0,
         mlp_flops=0.0,
         attention_flops=0.0,
-        largest_weight=num_parameters,
+        largest_weight=num_parameters if first.largest_weight else 0,
+        codes=0.0,
     )

@@ -50,8 +50,8 @@ def plain(found: JointPlan) -> Plan:
 
 def _owned(owners: Mapping[str, float], reserve: float) -> dict[str, int]:
     """By the ledger's owners."""
-    named = {name: int(owners[name]) for name in ("parameters", "optimizer", "gradients", "activations")}
-    return named | {"buffers": 0, "other": int(owners["work"] + max(0.0, owners["process"] - reserve))}
+    named = {name: int(owners[name]) for name in ("parameters", "optimizer", "gradients", "activations", "buffers")}
+    return named | {"other": int(owners["work"] + max(0.0, owners["process"] - reserve))}
 
 
 def _sum(owners: Mapping[str, int]) -> int:
