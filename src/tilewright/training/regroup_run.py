@@ -22,8 +22,17 @@ LESS = 0.95
 """Of the planned peak of a run that found no memory, what proposals are to stay below."""
 
 
-def regroup_for(setup: Setup, parts: Parts, recorder: Recorder) -> Regroup:
-    """What runs the steps of this run. With `memory.plan = ""` only an out-of-memory changes something."""
+def regroup_for(
+    setup: Setup, parts: Parts, recorder: Recorder, *, budget: Callable[[], float] | None = None
+) -> Regroup:
+    """What runs the steps of this run. With `memory.plan = ""` only an out-of-memory changes something.
+
+    Args:
+        setup: machine and plan.
+        parts: what a step needs.
+        recorder: told every decision.
+        budget: bytes that the run may use now; by default its limit, and what the machine has free.
+    """
     reserve = setup.plan.reserve_bytes  # what the device holds of this process outside of its allocator
 
     def tell(step: int, text: str, **numbers: object) -> None:
@@ -35,7 +44,7 @@ def regroup_for(setup: Setup, parts: Parts, recorder: Recorder) -> Regroup:
     return Regroup(
         parts.executor,
         setup.replanner,
-        budget=MemoryWatch(setup.memory_limit, setup.device, reserve),
+        budget=budget or MemoryWatch(setup.memory_limit, setup.device, reserve),
         peaks=peaks,
         tell=tell,
         state_bytes=lambda: state_bytes(parts.optimizer, setup.device),
