@@ -111,6 +111,7 @@ class Play:
     budget: float = 1e6
     events: list = field(default_factory=list)
     number: int = 0
+    ladder: bool = True
 
     def __post_init__(self):
         self.regroup = Regroup(
@@ -120,6 +121,7 @@ class Play:
             peaks=self.executor.peaks,
             tell=lambda step, text, **numbers: self.events.append((step, text, numbers)),
             steps=1000,
+            ladder=self.ladder,
         )
 
     def step(self, length=512):
@@ -304,6 +306,14 @@ def test_a_model_that_nobody_can_plan_keeps_less_and_less():
     play.executor.trouble = [no_memory(), no_memory()]
     with pytest.raises(torch.OutOfMemoryError):
         play.step()
+
+
+def test_what_the_recipe_sets_stays():
+    play = Play(PlayedExecutor(), planner=None, ladder=False)
+    play.executor.trouble = [no_memory()]
+    play.step()
+    assert play.executor.placement == KEEP
+    assert "there is no tighter placement" in play.events[-1][1]
 
 
 def test_nothing_fits_into_a_smaller_budget():

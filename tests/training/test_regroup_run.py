@@ -87,9 +87,13 @@ def test_a_step_that_could_not_be_finished_stops_the_run(data, tmp_path, monkeyp
     assert_same_run(run, tmp_path / "plain" / "tiny")
 
 
-def test_without_a_plan_nothing_is_watched(data, tmp_path):
+def test_without_a_plan_a_step_is_computed_again_and_nothing_else(data, tmp_path, monkeypatch):
+    failing_at(monkeypatch, 5, [300])
     train(tiny(data, tmp_path, memory__plan=""))
-    assert not [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "regroup"]
+    (told,) = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "regroup"]
+    assert told["step"] == 5
+    assert "there is no tighter placement" in told["message"]
+    assert "after" not in told
 
 
 def test_a_run_that_fits_and_keeps_everything_asks_no_planner(data, tmp_path, monkeypatch):

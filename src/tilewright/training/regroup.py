@@ -105,6 +105,7 @@ class Regroup:
             first step's peaks lack them.
         tell: records an event: step, text, numbers.
         steps: of the run: what a change saves is weighed against the steps that are left.
+        ladder: without a planner, layers may keep less after an out-of-memory.
         watch: plan again on shape, budget and prediction; else only after an out-of-memory.
         known: what the placement that runs is expected to take with the first batch's rows, where that is known
             without a planner, which takes a second or more to be made.
@@ -121,6 +122,7 @@ class Regroup:
         tell: Callable[..., None],
         state_bytes: Callable[[], int] = lambda: 0,
         steps: int = 10**9,
+        ladder: bool = True,
         watch: bool = True,
         known: Expected | None = None,
         rules: Rules = Rules(),
@@ -139,6 +141,7 @@ class Regroup:
         self._state_bytes = state_bytes
         self._tell_event = tell
         self._steps = steps
+        self._ladder = ladder
         self._watch = watch
         self._number = 0
         self._length: int | None = None
@@ -336,7 +339,7 @@ class Regroup:
             yield found, peak_of(found)
 
     def _tighten_unplanned(self, text: str) -> bool:
-        for placement in tighter(self.executor.placement):
+        for placement in tighter(self.executor.placement) if self._ladder else ():
             if self._place("out_of_memory", text, placement):
                 return True
         self._tell("out_of_memory", f"{text}; there is no tighter placement")

@@ -25,7 +25,7 @@ LESS = 0.95
 def regroup_for(
     setup: Setup, parts: Parts, recorder: Recorder, *, budget: Callable[[], float] | None = None
 ) -> Regroup:
-    """What runs the steps of this run. With `memory.plan = ""` only an out-of-memory changes something.
+    """What runs the steps of this run. With `memory.plan = ""` all placements stay; a step may be computed again.
 
     Args:
         setup: machine and plan.
@@ -34,6 +34,8 @@ def regroup_for(
         budget: bytes that the run may use now; by default its limit, and what the machine has free.
     """
     reserve = setup.plan.reserve_bytes  # what the device holds of this process outside of its allocator
+
+    planned = bool(setup.recipe.memory.plan)
 
     def tell(step: int, text: str, **numbers: object) -> None:
         recorder.event(step, "regroup", text, **numbers)
@@ -49,7 +51,8 @@ def regroup_for(
         tell=tell,
         state_bytes=lambda: state_bytes(parts.optimizer, setup.device),
         steps=setup.recipe.train.steps,
-        watch=bool(setup.recipe.memory.plan),
+        ladder=planned and "train.activation_checkpoint" not in setup.planned.explicit,
+        watch=planned,
         known=_Known.of(setup, parts),
     )
 
