@@ -111,7 +111,7 @@ class Play:
     budget: float = 1e6
     events: list = field(default_factory=list)
     number: int = 0
-    ladder: bool = True
+    ladder: tuple = ("selective", "recompute")
 
     def __post_init__(self):
         self.regroup = Regroup(
@@ -302,6 +302,7 @@ def test_a_model_that_nobody_can_plan_keeps_less_and_less():
     play.executor.trouble = [no_memory(), no_memory()]
     play.step()
     assert [words(one) for one in tighter(KEEP)] == ["4 selective", "4 recompute"]
+    assert [words(one) for one in tighter(KEEP, ["recompute"])] == ["4 recompute"]
     assert words(play.executor.placement) == "4 recompute"
     play.executor.trouble = [no_memory(), no_memory()]
     with pytest.raises(torch.OutOfMemoryError):
@@ -309,7 +310,7 @@ def test_a_model_that_nobody_can_plan_keeps_less_and_less():
 
 
 def test_what_the_recipe_sets_stays():
-    play = Play(PlayedExecutor(), planner=None, ladder=False)
+    play = Play(PlayedExecutor(), planner=None, ladder=())
     play.executor.trouble = [no_memory()]
     play.step()
     assert play.executor.placement == KEEP

@@ -1,7 +1,7 @@
 """Placements in words, and the next tighter ones where no planner knows a model. Called by `regroup`."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from tilewright.core.placement import Activations, LayerPlacement, Placement
@@ -43,16 +43,16 @@ def loosest(placement: Placement) -> bool:
     return home and all(layer.activations == "keep" for layer in placement.layers)
 
 
-def tighter(placement: Placement) -> Iterator[Placement]:
-    """Placements that keep less for the backward pass, one step after the other.
+def tighter(placement: Placement, modes: Collection[Activations] = tuple(_TIGHTER)) -> Iterator[Placement]:
+    """Placements that keep less for the backward pass, one step after the other, with these modes.
 
     Example:
         >>> [words(found) for found in tighter(Placement.uniform(2))]
         ['2 selective', '2 recompute']
     """
-    modes = {layer.activations for layer in placement.layers}
-    loosest = next((mode for mode in _TIGHTER if mode in modes), "recompute")
-    for mode in _TIGHTER[loosest]:
+    present = {layer.activations for layer in placement.layers}
+    loosest = next((mode for mode in _TIGHTER if mode in present), "recompute")
+    for mode in (mode for mode in _TIGHTER[loosest] if mode in modes):
         layers = [replace(layer, activations=_tightest(layer.activations, mode)) for layer in placement.layers]
         yield replace(placement, layers=tuple(layers))
 

@@ -19,12 +19,12 @@ Every decision is told with its number and its threshold. Called by `run`; plans
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from tilewright.core.errors import TilewrightError
-from tilewright.core.placement import Placement
+from tilewright.core.placement import Activations, Placement
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.table import is_out_of_memory
 from tilewright.training.placement_words import loosest, tighter, words
@@ -105,7 +105,7 @@ class Regroup:
             first step's peaks lack them.
         tell: records an event: step, text, numbers.
         steps: of the run: what a change saves is weighed against the steps that are left.
-        ladder: without a planner, layers may keep less after an out-of-memory.
+        ladder: what layers may be treated as after an out-of-memory, where there is no planner.
         watch: plan again on shape, budget and prediction; else only after an out-of-memory.
         known: what the placement that runs is expected to take with the first batch's rows, where that is known
             without a planner, which takes a second or more to be made.
@@ -122,7 +122,7 @@ class Regroup:
         tell: Callable[..., None],
         state_bytes: Callable[[], int] = lambda: 0,
         steps: int = 10**9,
-        ladder: bool = True,
+        ladder: Collection[Activations] = ("selective", "recompute"),
         watch: bool = True,
         known: Expected | None = None,
         rules: Rules = Rules(),
@@ -339,7 +339,7 @@ class Regroup:
             yield found, peak_of(found)
 
     def _tighten_unplanned(self, text: str) -> bool:
-        for placement in tighter(self.executor.placement) if self._ladder else ():
+        for placement in tighter(self.executor.placement, self._ladder):
             if self._place("out_of_memory", text, placement):
                 return True
         self._tell("out_of_memory", f"{text}; there is no tighter placement")

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from tilewright.core.errors import TilewrightError
-from tilewright.core.placement import Placement
+from tilewright.core.placement import Activations, Placement
 from tilewright.plan import ceilings
 from tilewright.plan.cost import make_plan
 from tilewright.plan.fixes import changed
@@ -51,10 +51,17 @@ def regroup_for(
         tell=tell,
         state_bytes=lambda: state_bytes(parts.optimizer, setup.device),
         steps=setup.recipe.train.steps,
-        ladder=planned and "train.activation_checkpoint" not in setup.planned.explicit,
+        ladder=_ladder(setup),
         watch=planned,
         known=_Known.of(setup, parts),
     )
+
+
+def _ladder(setup: Setup) -> tuple[Activations, ...]:
+    """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
+    if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.explicit:
+        return ()
+    return ("recompute",) if setup.compiles else ("selective", "recompute")
 
 
 @dataclass(frozen=True)
