@@ -11,10 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.shapes import make_decoder
+from tests.models.test_activation_bytes import AliveStorages
 from tests.models.test_hf_models import make as make_hf
 from tests.training.test_layer_major_hf import steps as hf_steps
 from tests.training.test_layer_major_hf import without_dropout
 from tests.training.test_layer_major_step import Dropped, steps
+from tests.training.test_placing import saved_bytes
 from tests.training.tiny import tiny, write_text
 from tilewright.core.errors import ConfigError
 from tilewright.core.placement import LayerPlacement, Placement
@@ -192,6 +194,27 @@ def test_kept_graphs_hold_no_memory_of_slices_that_leave(tmp_path):
 
     executor.run.forward = spoil_after
     assert_same(outcome(executor, made), want)
+
+
+def test_a_kept_graph_weighs_what_the_standard_executor_keeps(tmp_path):
+    """Bytes alive after the forward pass, beyond those with everything recomputed: what autograd saves of the layer."""
+    alive, batches = {}, steps(1)[0]
+    for kept in ((), (1,), (0, 1)):
+        model = make_decoder("gqa").train()
+        kinds = ["keep" if index in kept else "recompute" for index in range(2)]
+        layers = tuple(LayerPlacement(activations=kind) for kind in kinds)
+        executor = layer_major(model, Placement(layers=layers), tmp_path)
+        with AliveStorages() as storages:
+            executor.run.forward(batches)
+        alive[kept] = storages.alive_bytes()
+        executor.run.end()
+        executor.close()
+    model, expected = make_decoder("gqa").train(), [0, 0]
+    for batch in batches:
+        for index, size in enumerate(saved_bytes(model, batch)):
+            expected[index] += size - batch["input_ids"].numel() * model.config.dim * 4  # its input is there anyway
+    assert alive[(1,)] - alive[()] == pytest.approx(expected[1], rel=0.02)
+    assert alive[(0, 1)] - alive[(1,)] == pytest.approx(expected[0], rel=0.02)
 
 
 class Faulty:

@@ -112,6 +112,7 @@ def saved_bytes(model, batch):
     held, running = {}, [None]
     for index, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(lambda *_, i=index: running.__setitem__(0, i))
+        layer.register_forward_hook(lambda *_: running.__setitem__(0, None))
     parameters = {param.untyped_storage().data_ptr() for param in model.parameters()}
 
     def pack(tensor):
@@ -130,9 +131,9 @@ def test_what_is_kept_is_less_where_it_says_so():
     checkpoint_layers(model, placement("keep", "keep"))
     all_of_it = saved_bytes(model, made[0][0])
     checkpoint_layers(model, placement("keep", "recompute"))
-    assert saved_bytes(model, made[0][0])[1] < 0.3 * all_of_it[1]
+    assert saved_bytes(model, made[0][0])[1] < 0.2 * all_of_it[1]
     checkpoint_layers(model, placement("recompute", "keep"))
-    assert saved_bytes(model, made[0][0])[0] < 0.3 * all_of_it[0]
+    assert saved_bytes(model, made[0][0])[0] < 0.2 * all_of_it[0]
 
 
 @pytest.mark.slow
