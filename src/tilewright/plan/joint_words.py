@@ -27,10 +27,11 @@ def verdict(plan: JointPlan) -> str:
     changed_formats = formats_of(plan)
     narrowed = f" with {changed_formats}, which changes what is learned" if changed_formats else ""
     most = max(plan.seconds, key=lambda name: plan.seconds[name])
-    scarce = " and ".join(scarce_memory(plan)) or "no memory"
+    lacking = scarce_memory(plan)
+    scarce = f"{' and '.join(lacking) or 'no memory'} {'are' if len(lacking) > 1 else 'is'} scarce"
     return (
         f"It fits{narrowed}: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget.device)} on the device "
-        f"(at {plan.peak_phase}){host}; {speed}; {scarce} is scarce, most time goes to {most}."
+        f"(at {plan.peak_phase}){host}; {speed}; {scarce}, most time goes to {most}."
     )
 
 

@@ -1,6 +1,7 @@
 """The folder of one run: where each file lies, one trainer at a time, and the `latest` link beside it.
 
-    runs/NAME/  run.toml machine.json plan.json data.json precision.json audit.json tokenizer.json
+    runs/NAME/  run.toml machine.json plan.json plan.toml data.json precision.json audit.json
+                tokenizer.json
                 metrics.jsonl events.jsonl samples.jsonl precision.jsonl checkpoints/ report.html
 
 Who writes what into the files is the matter of `metrics`, `checkpoint` and `loop`. Called by `loop`.
