@@ -1,13 +1,16 @@
 """Slices in tiers of their own, and slices that change their tier: no value is lost, no room is kept."""
 
+import ctypes
+import errno
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.memory.test_arena import assert_equal, copies, file_of, largest_file, make_slices
-from tilewright.core.errors import FitError
+from tilewright.core.errors import FitError, HardwareError
 from tilewright.memory.arena import Arena
 from tilewright.memory.layout import Layout
 
@@ -88,6 +91,22 @@ def test_room_on_disk_is_given_back_slice_by_slice(tmp_path):
         os.close(file)
         assert [round(size / (4 * MIB)) for size in held] == [3, 2, 1]
         assert arena.num_bytes["disk"] == 0
+        assert [int(arena.read(key)["w"][0]) for key in slices] == [0, 1, 2]
+
+
+def test_a_disk_without_holes_and_a_disk_that_fails(tmp_path, monkeypatch):
+    slices = {i: {"w": torch.full((MIB,), float(i))} for i in range(3)}
+    with mixed(tmp_path, slices, ["disk"] * 3) as arena:
+        for key, fault in ((0, errno.EOPNOTSUPP), (1, errno.EIO)):
+            with monkeypatch.context() as patch:
+                patch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=lambda *_: -1))
+                patch.setattr(ctypes, "get_errno", lambda fault=fault: fault)
+                if fault == errno.EIO:
+                    with pytest.raises(HardwareError, match="cannot be given back"):
+                        arena.move(key, "device")
+                else:
+                    arena.move(key, "device")
+            assert arena.tier_of(key) == "device"
         assert [int(arena.read(key)["w"][0]) for key in slices] == [0, 1, 2]
 
 

@@ -10,9 +10,6 @@ one `take` are in one file without a name, and one that is given back becomes a 
 holes has the room back with the last one of its file. Called by `arena`.
 """
 
-import ctypes
-import errno
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +19,6 @@ from torch import Tensor
 
 from tilewright.core.config import Tier
 from tilewright.memory.tiers import DiskStore, HostStore, Store, make_store, no_host_memory
-
-_PUNCH_HOLE = 0x02 | 0x01
-"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Rooms:
         if not any(other.store is room.store for other in self._rooms.values()):
             room.store.close()
         elif isinstance(room.store, DiskStore) and room.num_bytes:
-            _punch_hole(room.store.fileno(), room.offset, room.num_bytes)
+            room.store.punch_hole(room.offset, room.num_bytes)
 
     def read(self, start: int, pieces: Sequence[Tensor]) -> None:
         """Copy a room's first bytes into `pieces`."""
@@ -127,11 +121,3 @@ class Rooms:
         if not rooms:
             store.close()
         return rooms
-
-
-def _punch_hole(file: int, start: int, num_bytes: int) -> None:
-    """Give the blocks of a stretch of a file back, where the file system can; its size stays."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    done = libc.fallocate(file, _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(num_bytes))
-    if done != 0 and (fault := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS):
-        raise OSError(fault, os.strerror(fault))

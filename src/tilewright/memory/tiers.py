@@ -13,6 +13,8 @@ overlap.
 Called by `transfer` and `arena`.
 """
 
+import ctypes
+import errno
 import os
 import shutil
 import tempfile
@@ -29,6 +31,8 @@ from tilewright.core.errors import ConfigError, FitError, HardwareError, Tilewri
 from tilewright.core.units import format_bytes
 from tilewright.memory.pinned import pinned_empty, unpin
 
+_PUNCH_HOLE = 0x02 | 0x01
+"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
 _MAX_PIECES = 1024
 """Pieces in one system call (IOV_MAX of Linux)."""
 
@@ -147,6 +151,17 @@ class DiskStore:
     def fileno(self) -> int:
         """The open file."""
         return self._file.fileno()
+
+    def punch_hole(self, offset: int, num_bytes: int) -> None:
+        """Give the blocks of a stretch back to the file system; the file's size stays. Nothing on one without holes.
+
+        Raises:
+            HardwareError: the disk fails.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        done = libc.fallocate(self.fileno(), _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
+        if done != 0 and (fault := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise self._failed("given back", os.strerror(fault))
 
     def sync(self) -> None:
         """Wait until the disk itself has what was written."""
