@@ -7,12 +7,12 @@ import pytest
 from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
 from tests.plan.test_joint import LINKS, deep_recipe, on_h200
 from tilewright.core.placement import LayerPlacement, Placement
-from tilewright.plan.fixed import Fixed
+from tilewright.plan.fixed import Fixed, same_bits
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, chosen, placed
 from tilewright.plan.moments import FRAGMENTS
-from tilewright.plan.options import Choice, Links
+from tilewright.plan.options import Choice, Links, Setting
 from tilewright.plan.replan import Replanner
 
 MIB = 2**20
@@ -176,3 +176,23 @@ def test_formats_that_scale_the_loss_stay_with_the_standard_executor():
     ):
         planner = on_cpu(make_recipe(precision=precision), 512)
         assert planner.with_fixed(Fixed(executor="layer_major")).plan(cpu_budget(64 * GIB)) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "compiled", "kind", "same"),
+    [
+        ({}, False, "keep", {"keep", "selective", "recompute"}),
+        ({}, True, "keep", {"keep", "recompute"}),
+        ({}, True, "selective", {"selective"}),
+        ({"precision": {"mode": "fp8_tile"}}, True, "keep", {"keep"}),
+        ({"precision": {"mode": "fp8_tile"}}, False, "keep", {"keep", "selective", "recompute"}),
+        ({"train": {"checkpoint_inputs": "fp8"}}, False, "recompute", {"recompute"}),
+    ],
+)
+def test_what_a_layer_keeps_moves_only_where_that_changes_no_bit(sections, compiled, kind, same):
+    recipe = make_recipe(**sections)
+    assert same_bits(recipe, compiled, kind) == same
+    planner = JointPlanner(recipe, 512, make_machine(64 * GIB, compiler="g++" if compiled else None), make_rates())
+    setting = Setting.of(recipe)
+    again = Replanner(planner, setting, Placement.uniform(3, activations=kind), cpu_budget(64 * GIB))
+    assert {layer.activations for layer in again.plan(64 * GIB).placement.layers} <= same

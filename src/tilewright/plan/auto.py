@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tilewright.core.config import Recipe
 from tilewright.core.units import format_bytes
-from tilewright.plan.fixed import Activations, Fixed
+from tilewright.plan.fixed import KEPT, Activations, Fixed, same_bits
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan
 
@@ -99,13 +99,13 @@ def typed(recipe: Recipe, names: frozenset[str]) -> Fixed:
     )
 
 
-def stages(recipe: Recipe, explicit: frozenset[str], *, neutral: bool, same_numbers: bool) -> Iterator[Stage]:
+def stages(recipe: Recipe, explicit: frozenset[str], *, compiled: bool, same_numbers: bool) -> Iterator[Stage]:
     """From the recipe as it stands to everything that may be decided.
 
     Args:
         recipe: the run's settings.
         explicit: those of them that somebody wrote down.
-        neutral: recomputing a layer changes no bit.
+        compiled: layers are, and then not all that they may keep gives the same bits.
         same_numbers: only what changes no bit, for a run that goes on.
     """
     memory, train = recipe.memory, recipe.train
@@ -117,8 +117,9 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, neutral: bool, same_numb
         mlp_tiles=memory.mlp_tiles,
         attention_block=memory.attention_block,
     )
-    if not neutral and memory.executor == "standard":
-        now = replace(now, activations=frozenset([_KINDS[train.activation_checkpoint]]))
+    if memory.executor == "standard":
+        kinds = same_bits(recipe, compiled, _KINDS[train.activation_checkpoint]) & (now.activations or KEPT)
+        now = replace(now, activations=None if kinds == KEPT else kinds)
     seen: list[Stage] = []
 
     def fresh(stage: Stage) -> Iterator[Stage]:

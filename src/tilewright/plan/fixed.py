@@ -71,11 +71,24 @@ def _rebuilds(fixed: Fixed, kind: Activations) -> bool:
     return kind in ("offload", "spill") and fixed.activations is not None and "recompute" in fixed.activations
 
 
-def recomputes_the_same_bits(recipe: Recipe, compiled: bool) -> bool:
-    """Whether a layer that is recomputed gives the numbers of one that keeps all: not from rounded inputs, and not in
-    compiled layers with 8-bit products, whose code the compiler fuses in another way."""
+KEPT: frozenset[Activations] = frozenset(("keep", "selective", "recompute"))
+
+
+def same_bits(recipe: Recipe, compiled: bool, kind: Activations) -> frozenset[Activations]:
+    """What else a layer may keep without a change of a bit: not where it is recomputed from rounded inputs, and in
+    compiled layers not where the compiler fuses other code into other roundings (measured: all kinds with 8-bit
+    products, `selective` always).
+
+    Example:
+        >>> sorted(same_bits(Recipe(), True, "keep"))
+        ['keep', 'recompute']
+    """
     precision = recipe.precision
     formats = {precision.mode, precision.start_mode or precision.mode}
     formats |= {fmt for rule in precision.rules for fmt in (rule.compute, rule.fprop, rule.dgrad, rule.wgrad)}
     fp8 = precision.enabled and any(fmt.startswith("fp8") for fmt in formats)
-    return recipe.train.checkpoint_inputs == "exact" and not (fp8 and compiled)
+    if recipe.train.checkpoint_inputs != "exact" or (compiled and fp8):
+        return frozenset([kind])
+    if not compiled:
+        return KEPT
+    return frozenset([kind]) if kind == "selective" else KEPT - {"selective"}

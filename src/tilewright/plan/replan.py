@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tilewright.core.placement import Placement
-from tilewright.plan.fixed import Activations, Fixed, recomputes_the_same_bits
+from tilewright.plan.fixed import KEPT, Activations, Fixed, same_bits
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan
@@ -53,11 +53,10 @@ class Replanner:
     def __init__(self, planner: JointPlanner, setting: Setting, placement: Placement, budget: Budget) -> None:
         self.setting = setting
         self.budget = budget
-        neutral = recomputes_the_same_bits(planner.recipe, planner.shape(planner.recipe).compiled)
-        found: list[Activations] = [] if neutral else [layer.activations for layer in placement.layers]
-        kinds = frozenset(found)
+        compiled = planner.shape(planner.recipe).compiled
+        kinds = same_bits(planner.recipe, compiled, placement.layers[0].activations)
         self._mixed = len({(layer.mlp_tiles, layer.attention_block) for layer in placement.layers}) > 1
-        self._mixed |= len(kinds) > 1
+        self._mixed |= any(layer.activations not in kinds for layer in placement.layers)
         self._planner = planner.with_fixed(same_numbers(planner.fixed, setting, placement, kinds))
         self._by_length: dict[int, JointPlanner] = {planner.recipe.data.seq_len: self._planner}
 
@@ -105,7 +104,7 @@ def same_numbers(fixed: Fixed, setting: Setting, placement: Placement, kinds: fr
         fixed: before.
         setting: of the run.
         placement: of the run.
-        kinds: what layers keep, where that changes a number; else empty.
+        kinds: what layers may keep without a change of a number.
     """
     first = placement.layers[0]
     return replace(
@@ -113,7 +112,7 @@ def same_numbers(fixed: Fixed, setting: Setting, placement: Placement, kinds: fr
         executor=setting.executor,
         micro_batch=setting.micro_batch,
         loss_tile=setting.loss_tile,
-        activations=kinds or fixed.activations,
+        activations=kinds & (fixed.activations or KEPT),
         mlp_tiles=first.mlp_tiles,
         attention_block=first.attention_block,
     )

@@ -28,7 +28,7 @@ from tilewright.core.units import format_bytes, format_seconds
 from tilewright.plan.auto import Decision, decide, typed, written
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.cost import Plan, make_plan
-from tilewright.plan.fixed import Fixed, recomputes_the_same_bits
+from tilewright.plan.fixed import Fixed
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan
 from tilewright.plan.joint_words import no_plan, verdict
@@ -183,10 +183,14 @@ def _decided(stands: Planned, goes_on: bool) -> Planned:
     if fault or shape is None:
         text = f"the recipe runs as it stands: {fault}"
         return _refused(replace(stands, note=fault, events=((text, {}),)))
-    neutral = recomputes_the_same_bits(recipe, shape.compiled)
     budget = site.budget(recipe)
     found = decide(
-        planner, stands.explicit, budget, lambda: site.budget(recipe, disk=True), neutral=neutral, same_numbers=goes_on
+        planner,
+        stands.explicit,
+        budget,
+        lambda: site.budget(recipe, disk=True),
+        compiled=shape.compiled,
+        same_numbers=goes_on,
     )
     if found is not None:
         return _with_plan(stands, found)
