@@ -43,7 +43,7 @@ def loosest(placement: Placement) -> bool:
     return home and all(layer.activations == "keep" for layer in placement.layers)
 
 
-def tighter(placement: Placement, modes: Collection[Activations] = tuple(_TIGHTER)) -> Iterator[Placement]:
+def tighter(placement: Placement, modes: Collection[str] = tuple(_TIGHTER)) -> Iterator[Placement]:
     """Placements that keep less for the backward pass, one step after the other, with these modes.
 
     Example:

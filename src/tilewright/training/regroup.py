@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from tilewright.core.errors import TilewrightError
-from tilewright.core.placement import Activations, Placement
+from tilewright.core.placement import Placement
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.table import is_out_of_memory
 from tilewright.training.placement_words import loosest, tighter, words
@@ -122,7 +122,7 @@ class Regroup:
         tell: Callable[..., None],
         state_bytes: Callable[[], int] = lambda: 0,
         steps: int = 10**9,
-        ladder: Collection[Activations] = ("selective", "recompute"),
+        ladder: Collection[str] = ("selective", "recompute"),
         watch: bool = True,
         known: Expected | None = None,
         rules: Rules = Rules(),

@@ -8,9 +8,10 @@ import psutil
 import torch
 
 from tilewright.core.errors import TilewrightError
-from tilewright.core.placement import Activations, Placement
+from tilewright.core.placement import Placement
 from tilewright.plan import ceilings
 from tilewright.plan.cost import make_plan
+from tilewright.plan.fixed import same_bits
 from tilewright.plan.fixes import changed
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.record import Recorder
@@ -51,17 +52,18 @@ def regroup_for(
         tell=tell,
         state_bytes=lambda: state_bytes(parts.optimizer, setup.device),
         steps=setup.recipe.train.steps,
-        ladder=_ladder(setup),
+        ladder=_ladder(setup, parts.executor.placement),
         watch=planned,
         known=_Known.of(setup, parts),
     )
 
 
-def _ladder(setup: Setup) -> tuple[Activations, ...]:
+def _ladder(setup: Setup, placement: Placement) -> frozenset[str]:
     """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
     if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.explicit:
-        return ()
-    return ("recompute",) if setup.compiles else ("selective", "recompute")
+        return frozenset()
+    kinds = [same_bits(setup.recipe, setup.compiles, layer.activations) for layer in placement.layers]
+    return frozenset.intersection(*map(frozenset, kinds))
 
 
 @dataclass(frozen=True)
