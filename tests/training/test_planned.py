@@ -384,3 +384,19 @@ def test_the_run_can_be_planned_anew(data, tmp_path):
     assert off.replanner is None
     adapters = load(data, tmp_path, lora__rank=2)
     assert plan_run(adapters, site(adapters, tmp_path)).replanner is None
+
+
+def test_a_foreign_model_is_planned_layer_by_layer(data, tmp_path):
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    shape = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape, **heads}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = {"model__kind": "hf", "model__path": folder, "train__steps": 3}
+    model |= {"train__batch_size": 8, "train__micro_batch": 8}
+    taken = ("model.dim", "model.num_layers", "model.num_heads")
+    train(tight(data, tmp_path, *taken, **model, run__name="tight"))
+    train(load(data, tmp_path, *taken, **model, run__name="wide"))
+    assert_same_run(tmp_path / "tight", tmp_path / "wide")
+    assert {choice.activations for choice in read_plan(tmp_path / "tight" / "plan.toml").layers} != {"keep"}

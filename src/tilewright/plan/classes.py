@@ -305,18 +305,19 @@ def _foreign_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine:
         active = num_parameters - max(0.0, sum(p.numel() for p in first[place].parameters() if p.dim() == 3))
         linear = sum(p.num_weights for p in products)
         experts = max(0.0, flops / (2 * recipe.data.seq_len) - linear)
+        kept, of_mlp = Line.through(one.kept, two.kept), Line.through(one.mlp_kept, two.mlp_kept)
         classes.append(
             LayerClass(
                 name=_name(place, skeleton, active < num_parameters),
                 indices=indices,
                 num_parameters=num_parameters,
                 active_parameters=min(num_parameters, active + experts),
-                kept=Line.through(one.kept, two.kept),
+                kept=kept,
                 kept_selective=Line.through(one.kept_selective, two.kept_selective),
                 input=Line(0, one.input),
-                work=Line.through(one.work, two.work),
-                mlp_kept=Line.through(one.mlp_kept, two.mlp_kept),
-                mlp_work=Line.through(one.mlp_work, two.mlp_work),
+                work=_foreign_work(machine, kept, Line.through(one.work, two.work)),
+                mlp_kept=of_mlp,
+                mlp_work=_foreign_work(machine, of_mlp, Line.through(one.mlp_work, two.mlp_work)),
                 mask=0.0,
                 products=products,
                 product_flops=flops,
@@ -350,6 +351,11 @@ def _foreign_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine:
         process_bytes=process_size(machine, compiles=loss_compiled, foreign=True),
         notes=_notes(recipe),
     )
+
+
+def _foreign_work(machine: Machine, kept: Line, traced: Line) -> Line:
+    """Backward's need: as traced; on a CPU as measured, what its allocator does with it included."""
+    return Line(LAYER_WORK * kept.fixed, LAYER_WORK * kept.per_row) if machine.device == "cpu" else traced
 
 
 def _name(place: int, skeleton: _Skeleton, experts: bool) -> str:
