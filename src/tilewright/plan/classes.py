@@ -32,6 +32,7 @@ from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.footprint import LAYER_WORK, layer_storages, process_bytes, process_size
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
+from tilewright.plan.shape import LayerClass, Line, ModelShape
 from tilewright.plan.trace import KERNELS, quiet, text_inputs, to_fake
 from tilewright.plan.workload import BYTES, DTYPES, Planner, Product, Workload, products_of
 from tilewright.precision.convert import convert
@@ -42,121 +43,6 @@ from tilewright.precision.tile_products import SWITCH_BYTES
 WORK_GUESS = 0.6
 """Backward's need beyond what a layer keeps, as a share of it, where no trace can tell (experts of tilewright's own
 decoder); what traces of dense layers say, rounded up."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A quantity of `rows` rows: fixed + per_row * rows."""
-
-    fixed: float = 0.0
-    per_row: float = 0.0
-
-    def __call__(self, rows: float) -> float:
-        return self.fixed + self.per_row * rows
-
-    @classmethod
-    def through(cls, one: float, two: float) -> "Line":
-        """The line through the values at one and at two rows."""
-        return cls(max(0.0, 2 * one - two), min(two - one, one))
-
-
-@dataclass(frozen=True)
-class LayerClass:
-    """Layers of one structure. Bytes are `Line`s in the rows of a micro-batch, FLOPs are of one row's forward pass."""
-
-    name: str
-    indices: tuple[int, ...]
-    num_parameters: int
-    active_parameters: float
-    """Of them those that a token passes."""
-    kept: Line
-    """From forward to backward with everything kept, the input among it."""
-    kept_selective: Line
-    input: Line
-    """The layer's input: all that a recomputed layer keeps."""
-    work: Line
-    """What backward needs beyond `kept`, gradients of weights left out."""
-    mlp_kept: Line
-    mlp_work: Line
-    mask: float
-    """Bytes a row of what attention holds for all pairs of positions (a mask); in `kept` too."""
-    products: tuple[Product, ...]
-    """Linear layers and the formats of their products."""
-    product_flops: float
-    mlp_flops: float
-    attention_flops: float
-    """Pairs that a causal mask leaves."""
-    largest_weight: int
-    """Elements; what a product's copy of it takes is in `work` on a CPU, and so this is 0 there."""
-    codes: float = 0.0
-    """Bytes of the 8-bit codes of its weights, where these stay on the device."""
-
-    @property
-    def count(self) -> int:
-        """Layers of the class."""
-        return len(self.indices)
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A model as the planner sees it."""
-
-    family: str
-    classes: tuple[LayerClass, ...]
-    seq_len: int
-    dim: int
-    vocab_size: int
-    embedding_parameters: int
-    """Everything before the layers."""
-    head_parameters: int
-    """Everything behind them; 0 for a head that is tied to the embedding."""
-    stored_bytes: float
-    """Mean bytes of a parameter as stored."""
-    stream_bytes: int
-    product_bytes: int
-    product_format: str
-    logit_bytes: int
-    compiled: bool
-    loss_compiled: bool
-    process_bytes: float
-    """Of a process on a CPU, besides the model."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def num_parameters(self) -> int:
-        """All parameters."""
-        layers = sum(found.count * found.num_parameters for found in self.classes)
-        return layers + self.embedding_parameters + self.head_parameters
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head reads the embedding's matrix."""
-        return self.head_parameters < self.vocab_size * self.dim
-
-    @property
-    def num_layers(self) -> int:
-        """All layers."""
-        return sum(found.count for found in self.classes)
-
-    def class_of(self, layer: int) -> LayerClass:
-        """The class of a layer by its number."""
-        return next(found for found in self.classes if layer in found.indices)
-
-
-def ranges(indices: Sequence[int]) -> str:
-    """Layer numbers as people write them.
-
-    Example:
-        >>> ranges([0, 1, 2, 5, 7, 8])
-        '0-2, 5, 7-8'
-    """
-    runs: list[list[int]] = []
-    for index in sorted(indices):
-        if runs and runs[-1][1] == index - 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 class ShapeFinder:

@@ -15,6 +15,8 @@ The constants of the last two are measured; benchmarks/plan_accuracy.py holds th
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from tilewright.core.hardware import Machine
 from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, role, tile_bytes, weight_copy_bytes
 from tilewright.ops.native.loss import chunk_rows
@@ -23,13 +25,13 @@ from tilewright.precision.gemms import FP8_FORMATS, Gemms
 from tilewright.precision.tile_products import SWITCH_BYTES
 
 MIB = 2**20
-PROCESS_BYTES = 380 * MIB
+PROCESS_BYTES = 415 * MIB
 """Resident set with torch and this package imported and the data open, before the model (measured, CPU build)."""
 COMPILER_BYTES = 105 * MIB
 """Added by torch.compile: its own modules, and the code it made (measured)."""
 TRANSFORMERS_BYTES = 65 * MIB
 """Added by transformers where the model is one of its own (measured)."""
-TRITON_BYTES = 50 * MIB
+TRITON_BYTES = 70 * MIB
 """Added by triton where it is installed: torch's compiler imports it (measured)."""
 CUDA_RESERVE_BYTES = 700 * MIB
 """CUDA context and kernels, outside the allocator (not measured by this project yet)."""
@@ -39,6 +41,8 @@ allocator's gaps (measured, 2 to 16 rows, 6 and 12 layers)."""
 LOSS_CHUNKS = {(True, 2): 1.0, (True, 4): 1.0, (False, 2): 5.0, (False, 4): 2.9}
 """Chunk-sized blocks alive at once in the head's loss, by (compiled, bytes of a logit): the logits, which become their
 own gradient, and in eager form the FP32 softmax and its intermediates (measured)."""
+WIDE_CHUNKS = 2.0
+"""More of them where a CPU multiplies 16-bit operands in FP32 (`ops.native.wide`): the logits in FP32."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +222,15 @@ def loss_work(work: Workload, mode: str) -> int:
     num_tokens, dim, vocab_size = head
     size = BYTES[work.policies[mode].activation]
     chunk = chunk_rows(num_tokens, vocab_size * size, work.recipe.memory.loss_tile) * vocab_size * size
-    blocks = LOSS_CHUNKS[work.loss_compiled, size] if work.machine.device == "cpu" else 2.0
-    return int(blocks * chunk) + size * vocab_size * dim
+    return int(loss_chunks(work.machine, work.loss_compiled, size) * chunk) + size * vocab_size * dim
+
+
+def loss_chunks(machine: Machine, compiled: bool, logit_bytes: int) -> float:
+    """Chunk-sized blocks alive at once in the head's loss."""
+    if machine.device != "cpu":
+        return 2.0
+    widened = logit_bytes == 2 and not machine.cpu_multiplies(torch.bfloat16)
+    return LOSS_CHUNKS[compiled, logit_bytes] + (WIDE_CHUNKS if widened else 0.0)
 
 
 def head_shape(work: Workload) -> tuple[int, int, int] | None:

@@ -13,12 +13,13 @@ from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.placement import Placement
 from tilewright.plan.ceilings import Ceilings
-from tilewright.plan.classes import LayerClass, ModelShape, ShapeFinder
+from tilewright.plan.classes import ShapeFinder
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint_plan import Budget, JointPlan, Row, bytes_of, chosen
 from tilewright.plan.moments import FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
 from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices, end_class, layer_cost, layer_seconds
+from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Cost, Counts, Group, Phase, Problem, least_seconds, seconds, solve
 
 FORMATS = (

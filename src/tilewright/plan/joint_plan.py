@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.placement import LayerPlacement, Placement
-from tilewright.plan.classes import ModelShape, ranges
 from tilewright.plan.fixed import INPUTS_OF
 from tilewright.plan.moments import Base, journal_bytes
 from tilewright.plan.options import Choice, Links, Setting, state_bytes
+from tilewright.plan.shape import ModelShape, ranges
 from tilewright.plan.solve import Cost
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.ops.native.loss import chunk_rows
-from tilewright.plan.classes import LayerClass, ModelShape
-from tilewright.plan.footprint import CUDA_RESERVE_BYTES, LOSS_CHUNKS
+from tilewright.plan.footprint import CUDA_RESERVE_BYTES, loss_chunks
 from tilewright.plan.options import Setting, state_bytes
+from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Phase, Transient
 
 HOST_PROCESS_BYTES = 4 * 2**30
@@ -57,7 +57,7 @@ class Base:
             stream *= setting.num_micro
         row = shape.vocab_size * shape.logit_bytes
         chunk = chunk_rows(tokens, row, setting.loss_tile) * row
-        blocks = LOSS_CHUNKS[shape.loss_compiled, shape.logit_bytes] if cpu else 2.0
+        blocks = loss_chunks(machine, shape.loss_compiled, shape.logit_bytes)
         layers = sum(found.count * found.num_parameters for found in shape.classes)
         ends = shape.embedding_parameters + shape.head_parameters
         stored = shape.stored_bytes * (layers + ends) + state_bytes(layers + ends, setting, shape.stored_bytes)

@@ -18,9 +18,9 @@ from tilewright.core.config import Recipe
 from tilewright.formats.squares import num_blocks
 from tilewright.models.activation_bytes import FP32, TILE
 from tilewright.plan.ceilings import Ceilings
-from tilewright.plan.classes import LayerClass, ModelShape
 from tilewright.plan.fixed import BLOCK_ROWS, INPUTS_OF, Activations, Fixed, Place
 from tilewright.plan.probe import ACTIVATION_PASSES
+from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Cost
 from tilewright.precision.gemms import FP8_FORMATS
 

@@ -23,10 +23,10 @@ from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.hardware import Machine
 from tilewright.core.placement import LayerPlacement, Placement
 from tilewright.core.units import format_bytes
-from tilewright.plan.classes import ModelShape, ranges
 from tilewright.plan.fixed import Activations, Place
 from tilewright.plan.joint_plan import JointPlan, fingerprint, placed
 from tilewright.plan.options import Choice
+from tilewright.plan.shape import ModelShape, ranges
 
 FORMAT = 1
 SETTINGS = frozenset(
