@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.common import machine_kind, write_result
 from benchmarks.plan_accuracy import LLAMA
+from tilewright.core.env import tune_cpu_runtime
 
 CLAIM = "planned peak within 10 % of the measured one before the first step and 5 % after it; step time within 15 %"
 MODELS = {
@@ -103,6 +104,7 @@ def main() -> None:
     if args.worker is not None:
         print(json.dumps(worker(*args.worker, args.steps)))
         return
+    tune_cpu_runtime()  # as `tilewright train` does for itself
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
