@@ -24,7 +24,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from tilewright.formats.tiled import WithCopies
 from tilewright.models.routers import find_routers
-from tilewright.ops.inductor import compile_options
+from tilewright.ops.inductor import layer_options
 from tilewright.precision.region import Fp32Functions
 
 NAMES = ("mlp", "ffn", "feed_forward", "feedforward")
@@ -141,7 +141,7 @@ class _Tiling:
 @functools.cache
 def _compiled(plain: type[nn.Module]) -> Callable[..., Tensor]:
     """A class' forward, compiled; modules of one class share the graph."""
-    return torch.compile(plain.forward, options=compile_options())
+    return torch.compile(plain.forward, options=layer_options())
 
 
 class _Tiled:

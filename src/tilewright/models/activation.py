@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.models.config import ActivationCheckpoint
-from tilewright.ops.inductor import compile_options
+from tilewright.ops.inductor import layer_options
 from tilewright.ops.kernels import Kernels
 
 _aten = torch.ops.aten
@@ -183,5 +183,5 @@ class Fp8Checkpoint:
         """transformers makes a new partial of the layer's forward at each call; the forward is what is compiled."""
         part = function if isinstance(function, functools.partial) else functools.partial(function)
         if part.func not in self._compiled:
-            self._compiled[part.func] = torch.compile(part.func, options=compile_options())
+            self._compiled[part.func] = torch.compile(part.func, options=layer_options())
         return functools.partial(self._compiled[part.func], *part.args, **part.keywords)

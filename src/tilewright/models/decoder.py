@@ -26,7 +26,7 @@ from tilewright.models.contract import LossOutput
 from tilewright.models.head import head_loss
 from tilewright.models.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.moe import MoE
-from tilewright.ops.inductor import compile_options, graph_limit
+from tilewright.ops.inductor import graph_limit, layer_options
 from tilewright.ops.kernels import Kernels
 
 LayerContext = tuple[Tensor, Tensor, Tensor | None]
@@ -89,7 +89,7 @@ def _rows_at_a_time(block: Block) -> int:
 @functools.cache
 def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`Block._run`, compiled; layers of one kind share the graph."""
-    return torch.compile(Block._run, options=compile_options(), **graph_limit())
+    return torch.compile(Block._run, options=layer_options(), **graph_limit())
 
 
 class Trunk(nn.Module):
@@ -284,7 +284,7 @@ class Decoder(nn.Module):
         attention, norms, shared experts, and one graph of variable length for all routed experts. Layers that keep
         different things for backward have a graph for each way, made when it first runs.
         """
-        options, limit = compile_options(), graph_limit()
+        options, limit = layer_options(), graph_limit()
         for block in self.blocks:
             if self.checkpoint_inputs == "fp8" and not block.is_moe:
                 block.compiled_inside = True

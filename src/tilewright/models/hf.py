@@ -32,7 +32,7 @@ from tilewright.models.hf_folder import refuse_adapters
 from tilewright.models.hf_packing import documents_as_rows, forward_arguments
 from tilewright.models.hf_probe import InputStyle, probe_language_model
 from tilewright.models.routers import find_routers
-from tilewright.ops.inductor import compile_options, graph_limit
+from tilewright.ops.inductor import graph_limit, layer_options
 from tilewright.ops.kernels import Kernels
 
 Task = Literal["causal_lm", "masked_lm", "image_classification"]
@@ -208,7 +208,7 @@ class HFModel(nn.Module):
             self._note("Layers that keep 8-bit inputs are compiled for training only, not for evaluation.")
         for module in self._layers() or [self.net]:
             if module not in from_codes:
-                module.compile(options=compile_options(), **graph_limit())
+                module.compile(options=layer_options(), **graph_limit())
 
     def save_hf(
         self,

@@ -10,6 +10,7 @@ import functools
 import inspect
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,17 @@ _PARTS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 def compile_options() -> dict[str, str]:
     """Options for `torch.compile` on this machine; empty where it needs none."""
     return {"cpp.march": MARCH} if miscompiles() and _takes_march() else {}
+
+
+def layer_options() -> dict[str, Any]:
+    """Options for compiling layers: `compile_options`, and values are rounded wherever the code says so.
+
+    Fused loops would keep 16-bit values in FP32 between two operations, and what is fused with what depends on what is
+    kept for backward. So the same layer would have other last bits where its activations are kept and where they are
+    recomputed. Rounded, it has those of eager mode in both.
+    """
+    rounds = "emulate_precision_casts"
+    return compile_options() | ({rounds: True} if rounds in torch._inductor.list_options() else {})
 
 
 def graph_limit() -> dict[str, int]:
