@@ -7,7 +7,7 @@ import pytest
 from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
 from tests.plan.test_joint import LINKS, deep_recipe, on_h200
 from tilewright.core.placement import LayerPlacement, Placement
-from tilewright.plan.fixed import Fixed, same_bits
+from tilewright.plan.fixed import Fixed, fuses, same_bits
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, chosen, placed
@@ -179,7 +179,7 @@ def test_formats_that_scale_the_loss_stay_with_the_standard_executor():
 
 
 @pytest.mark.parametrize(
-    ("sections", "compiled", "kind", "same"),
+    ("sections", "fused", "kind", "same"),
     [
         ({}, False, "keep", {"keep", "selective", "recompute"}),
         ({}, True, "keep", {"keep", "recompute"}),
@@ -189,10 +189,13 @@ def test_formats_that_scale_the_loss_stay_with_the_standard_executor():
         ({"train": {"checkpoint_inputs": "fp8"}}, False, "recompute", {"recompute"}),
     ],
 )
-def test_what_a_layer_keeps_moves_only_where_that_changes_no_bit(sections, compiled, kind, same):
+def test_what_a_layer_keeps_moves_only_where_that_changes_no_bit(sections, fused, kind, same):
     recipe = make_recipe(**sections)
-    assert same_bits(recipe, compiled, kind) == same
-    planner = JointPlanner(recipe, 512, make_machine(64 * GIB, compiler="g++" if compiled else None), make_rates())
-    setting = Setting.of(recipe)
-    again = Replanner(planner, setting, Placement.uniform(3, activations=kind), cpu_budget(64 * GIB))
+    assert same_bits(recipe, fused, kind) == same
+    assert not fuses(True, make_machine(64 * GIB))
+    machine = replace(make_machine(64 * GIB), device="cuda") if fused else make_machine(64 * GIB)
+    assert fuses(True, machine) == fused
+    planner = JointPlanner(recipe, 512, machine, make_rates())
+    setting, budget = Setting.of(recipe), Budget(64 * GIB, 64 * GIB, LINKS)
+    again = Replanner(planner, setting, Placement.uniform(3, activations=kind), budget)
     assert {layer.activations for layer in again.plan(64 * GIB).placement.layers} <= same

@@ -244,9 +244,9 @@ def test_plan_files_that_are_none(data, tmp_path, plan_file, capsys):
 # ---- the order of what is given up ----
 
 
-def fixed_at_each_stage(explicit=(), *, compiled=False, same_numbers=False, **recipe):
+def fixed_at_each_stage(explicit=(), *, fused=False, same_numbers=False, **recipe):
     loaded = load_recipe(None, recipe, environ={})
-    return list(stages(loaded.recipe, frozenset(explicit), compiled=compiled, same_numbers=same_numbers))
+    return list(stages(loaded.recipe, frozenset(explicit), fused=fused, same_numbers=same_numbers))
 
 
 def test_stages_give_up_ever_more():
@@ -280,9 +280,9 @@ def test_stages_give_up_ever_more():
 def test_stages_of_a_run_that_goes_on_change_no_number():
     (only,) = fixed_at_each_stage(same_numbers=True)
     assert only.fixed.micro_batch == 8
-    (only,) = fixed_at_each_stage(same_numbers=True, compiled=True)
+    (only,) = fixed_at_each_stage(same_numbers=True, fused=True)
     assert only.fixed.activations == {"keep", "recompute"}
-    (only,) = fixed_at_each_stage(same_numbers=True, compiled=True, **{"precision.mode": "fp8_tile"})
+    (only,) = fixed_at_each_stage(same_numbers=True, fused=True, **{"precision.mode": "fp8_tile"})
     assert only.fixed.activations == {"keep"}
 
 
@@ -299,8 +299,8 @@ def test_what_is_explicit_is_in_no_stage():
         assert stage.fixed.activations == {"recompute"}
 
 
-def test_eight_bits_in_compiled_layers_keep_what_layers_keep_at_first():
-    found = fixed_at_each_stage(compiled=True, **{"precision.mode": "fp8_tile"})
+def test_eight_bits_in_fused_layers_keep_what_layers_keep_at_first():
+    found = fixed_at_each_stage(fused=True, **{"precision.mode": "fp8_tile"})
     assert found[0].fixed.activations == {"keep"}
     assert found[1].fixed.activations is None
     assert found[1].fixed.micro_batch == 8

@@ -99,13 +99,13 @@ def typed(recipe: Recipe, names: frozenset[str]) -> Fixed:
     )
 
 
-def stages(recipe: Recipe, explicit: frozenset[str], *, compiled: bool, same_numbers: bool) -> Iterator[Stage]:
+def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_numbers: bool) -> Iterator[Stage]:
     """From the recipe as it stands to everything that may be decided.
 
     Args:
         recipe: the run's settings.
         explicit: those of them that somebody wrote down.
-        compiled: layers are, and then not all that they may keep gives the same bits.
+        fused: see `fixed.fuses`; not all that layers may keep gives the same bits then.
         same_numbers: only what changes no bit, for a run that goes on.
     """
     memory, train = recipe.memory, recipe.train
@@ -118,7 +118,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, compiled: bool, same_num
         attention_block=memory.attention_block,
     )
     if memory.executor == "standard":
-        kinds = same_bits(recipe, compiled, _KINDS[train.activation_checkpoint]) & (now.activations or KEPT)
+        kinds = same_bits(recipe, fused, _KINDS[train.activation_checkpoint]) & (now.activations or KEPT)
         now = replace(now, activations=None if kinds == KEPT else kinds)
     seen: list[Stage] = []
 

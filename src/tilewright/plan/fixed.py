@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilewright.core.config import Recipe
+from tilewright.core.hardware import Machine
 
 Place = Literal["device", "host", "disk"]
 Activations = Literal["keep", "selective", "recompute", "offload", "spill"]
@@ -74,10 +75,16 @@ def _rebuilds(fixed: Fixed, kind: Activations) -> bool:
 KEPT: frozenset[Activations] = frozenset(("keep", "selective", "recompute"))
 
 
-def same_bits(recipe: Recipe, compiled: bool, kind: Activations) -> frozenset[Activations]:
-    """What else a layer may keep without a change of a bit: not where it is recomputed from rounded inputs, and in
-    compiled layers not where the compiler fuses other code into other roundings (measured: all kinds with 8-bit
-    products, `selective` always).
+def fuses(compiled: bool, machine: Machine) -> bool:
+    """Whether compiled layers may round in other places than eager ones. On a CPU they are told not to
+    (`ops.inductor.layer_options`, held by a test); on a GPU nobody has looked yet."""
+    return compiled and machine.device != "cpu"
+
+
+def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activations]:
+    """What else a layer may keep without a change of a bit: not where it is recomputed from rounded inputs, and where
+    the compiler fuses what it finds into other roundings (`fuses`) no other kind with 8-bit products, and `selective`
+    with none.
 
     Example:
         >>> sorted(same_bits(Recipe(), True, "keep"))
@@ -87,8 +94,8 @@ def same_bits(recipe: Recipe, compiled: bool, kind: Activations) -> frozenset[Ac
     formats = {precision.mode, precision.start_mode or precision.mode}
     formats |= {fmt for rule in precision.rules for fmt in (rule.compute, rule.fprop, rule.dgrad, rule.wgrad)}
     fp8 = precision.enabled and any(fmt.startswith("fp8") for fmt in formats)
-    if recipe.train.checkpoint_inputs != "exact" or (compiled and fp8):
+    if recipe.train.checkpoint_inputs != "exact" or (fused and fp8):
         return frozenset([kind])
-    if not compiled:
+    if not fused:
         return KEPT
     return frozenset([kind]) if kind == "selective" else KEPT - {"selective"}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tilewright.core.placement import Placement
-from tilewright.plan.fixed import KEPT, Activations, Fixed, same_bits
+from tilewright.plan.fixed import KEPT, Activations, Fixed, fuses, same_bits
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan
@@ -53,8 +53,8 @@ class Replanner:
     def __init__(self, planner: JointPlanner, setting: Setting, placement: Placement, budget: Budget) -> None:
         self.setting = setting
         self.budget = budget
-        compiled = planner.shape(planner.recipe).compiled
-        kinds = same_bits(planner.recipe, compiled, placement.layers[0].activations)
+        fused = fuses(planner.shape(planner.recipe).compiled, planner.machine)
+        kinds = same_bits(planner.recipe, fused, placement.layers[0].activations)
         self._mixed = len({(layer.mlp_tiles, layer.attention_block) for layer in placement.layers}) > 1
         self._mixed |= any(layer.activations not in kinds for layer in placement.layers)
         self._planner = planner.with_fixed(same_numbers(planner.fixed, setting, placement, kinds))

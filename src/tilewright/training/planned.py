@@ -28,7 +28,7 @@ from tilewright.core.units import format_bytes, format_seconds
 from tilewright.plan.auto import Decision, decide, typed, written
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.cost import Plan, make_plan
-from tilewright.plan.fixed import Fixed
+from tilewright.plan.fixed import Fixed, fuses
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan
 from tilewright.plan.joint_words import no_plan, verdict
@@ -189,7 +189,7 @@ def _decided(stands: Planned, goes_on: bool) -> Planned:
         stands.explicit,
         budget,
         lambda: site.budget(recipe, disk=True),
-        compiled=shape.compiled,
+        fused=fuses(shape.compiled, site.machine),
         same_numbers=goes_on,
     )
     if found is not None:

@@ -11,7 +11,7 @@ from tilewright.core.errors import TilewrightError
 from tilewright.core.placement import Placement
 from tilewright.plan import ceilings
 from tilewright.plan.cost import make_plan
-from tilewright.plan.fixed import same_bits
+from tilewright.plan.fixed import fuses, same_bits
 from tilewright.plan.fixes import changed
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.record import Recorder
@@ -62,7 +62,8 @@ def _ladder(setup: Setup, placement: Placement) -> frozenset[str]:
     """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
     if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.explicit:
         return frozenset()
-    kinds = [same_bits(setup.recipe, setup.compiles, layer.activations) for layer in placement.layers]
+    fused = fuses(setup.compiles, setup.machine)
+    kinds = [same_bits(setup.recipe, fused, layer.activations) for layer in placement.layers]
     return frozenset.intersection(*map(frozenset, kinds))
 
 
