@@ -1,13 +1,15 @@
 """The planner's choices beside other ways to fit a step into a budget of memory: same model, same rows, same budgets.
 
-  planned     `memory.plan = "auto"` with `plan.device_budget`: keep, selective or recompute, layer by layer
+  planned     `memory.plan = "auto"` with `plan.device_budget`: keep, selective or recompute, layer by layer. A plan
+              leaves `plan.margin` free and errs by some percent, so others are held to the peak that it then had
   torch       torch's `activation_memory_budget` (the partitioner of compiled layers), the fastest value that fits
   every_k     every k-th layer recomputed, the fastest k that fits (torchtitan's selective checkpointing by layers)
   full        every layer recomputed
 
-All train the same decoder through the standard executor with compiled layers. First each setting runs alone in a
-process of its own, which gives the curve: whole-process peak and seconds of a step. Then, for each budget, the best
-setting of each way that stays within it takes steps in turns. A way of which nothing fits has no time.
+All train the same decoder through the standard executor with compiled layers. Only steps are taken, so evaluation and
+checkpoints are set such that they take no more memory than a step: a plan counts them. First each setting runs alone
+in a process of its own, which gives the curve: whole-process peak and seconds of a step. Then, at each peak of a planned
+run, the best setting of each way that stays within it takes steps in turns. A way of which nothing fits has no time.
 
 python -m benchmarks.plan_budget [--rounds 3] [--budgets 5] [--tiny]
 """
@@ -37,6 +39,7 @@ SHAPE = {
     "model.dim": "384", "model.num_layers": "8", "model.num_heads": "6", "model.num_kv_heads": "6",
     "model.ffn_dim": "1024", "data.vocab_size": "4096", "data.max_bytes": "8MB", "train.batch_size": "8",
     "train.micro_batch": "8", "train.eval_batches": "1", "run.device": "cpu", "plan.enforce": "false",
+    "save.background": "false", "precision.eval_fp32": "false",
 }  # fmt: skip
 TINY = {"model.dim": "64", "model.num_layers": "4", "model.num_heads": "2", "model.num_kv_heads": "2"} | {
     "model.ffn_dim": "128", "data.vocab_size": "512", "data.max_bytes": "2MB", "data.seq_len": "64",
@@ -45,6 +48,8 @@ TINY = {"model.dim": "64", "model.num_layers": "4", "model.num_heads": "2", "mod
 TORCH_BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 EVERY = (2, 3, 4)
 WARMUP, ALONE = 2, 2
+OVER = (1.13, 1.05)
+"""Budgets of planned runs go from this times the peak of `full` to this times that of `none`: for margin and error."""
 TOLERANCE = 1.01
 """Peaks of the same setting differ by so much from process to process."""
 WAYS = ("planned", "torch", "every_k", "full")
@@ -176,6 +181,7 @@ def main() -> None:
     tune_cpu_runtime()
     none, full = (alone(mode, unplanned(mode), args.tiny) for mode in ("none", "full"))
     low, high = full["peak_bytes"], none["peak_bytes"]
+    low, high = OVER[0] * low, OVER[1] * high
     budgets = [low + (high - low) * i / (args.budgets - 1) for i in range(args.budgets)]
     curves = {
         "planned": [alone(f"planned, {size / 2**20:.0f} MiB", planned(size), args.tiny) for size in budgets],
@@ -185,7 +191,8 @@ def main() -> None:
         "full": [full],
     }
     results: dict[str, Any] = {"unit": "seconds a step", "torch": torch.__version__, "curves": curves}
-    results["budgets"] = [contest(curves, size, args) for size in budgets]
+    peaks = sorted({point["peak_bytes"] for point in curves["planned"]})
+    results["budgets"] = [contest(curves, peak, args) for peak in peaks]
     write_result(f"plan_budget_{'tiny' if args.tiny else machine_kind()}", CLAIM, results)
 
 
