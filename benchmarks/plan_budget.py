@@ -8,8 +8,8 @@
 
 All train the same decoder through the standard executor with compiled layers. Only steps are taken, so evaluation and
 checkpoints are set such that they take no more memory than a step: a plan counts them. First each setting runs alone
-in a process of its own, which gives the curve: whole-process peak and seconds of a step. Then, at each peak of a planned
-run, the best setting of each way that stays within it takes steps in turns. A way of which nothing fits has no time.
+in a process of its own, which gives the curve: whole-process peak and seconds of a step. Then, at each peak of a plan
+the best setting of each way that stays within it takes steps in turns. A way of which nothing fits has no time.
 
 python -m benchmarks.plan_budget [--rounds 3] [--budgets 5] [--tiny]
 """
