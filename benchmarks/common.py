@@ -1,5 +1,6 @@
 """What every benchmark writes: the claim, the numbers, and what is needed to make them again."""
 
+import argparse
 import json
 import os
 import platform
@@ -78,3 +79,20 @@ def write_result(name: str, claim: str, results: dict[str, Any]) -> Path:
 def _commit() -> str:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def keep_section(page: Path, start: str, end: str, section: str, command: str) -> None:
+    """Rewrite what stands between two marks of a page; with `--check` on the command line exit with 1 if it differs.
+
+    Args:
+        section: with its marks.
+        command: that rewrites it, for the message.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    text = page.read_text()
+    wanted = text.split(start)[0] + section + text.split(end, 1)[1]
+    if not parser.parse_args().check:
+        page.write_text(wanted)
+    elif text != wanted:
+        sys.exit(f"{page.name} is not up to date: {command}")

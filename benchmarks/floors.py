@@ -7,11 +7,10 @@ python -m benchmarks.floors           # rewrite the page's tables
 python -m benchmarks.floors --check   # fail where the page is not what the functions say
 """
 
-import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.common import keep_section
 from benchmarks.fp8_gpu import LAYERS, RATES, TOKENS, Products, StepShape
 from benchmarks.loss_gpu import SHAPE as LOSS_SHAPE
 from benchmarks.memory_gpu import EIGHT_B, SLICED, floor
@@ -112,15 +111,7 @@ def tables() -> str:
 
 def main() -> None:
     """Rewrite the page's tables, or check them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    text = PAGE.read_text()
-    before, rest = text.split(START)
-    wanted = before + tables() + rest.split(END, 1)[1]
-    if check:
-        sys.exit(0 if text == wanted else f"{PAGE.name} is not what the functions say: python -m benchmarks.floors")
-    PAGE.write_text(wanted)
+    keep_section(PAGE, START, END, tables(), "python -m benchmarks.floors")
 
 
 if __name__ == "__main__":

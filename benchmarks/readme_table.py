@@ -4,14 +4,12 @@ python -m benchmarks.readme_table           # rewrite README.md
 python -m benchmarks.readme_table --check   # fail where README.md is not what the results say
 """
 
-import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, keep_section
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = (
@@ -198,17 +196,7 @@ def table() -> str:
 
 def main() -> None:
     """Rewrite the README's section, or check it."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    text = README.read_text()
-    before, rest = text.split(START)
-    wanted = before + table() + rest.split(END, 1)[1]
-    if check:
-        sys.exit(
-            0 if text == wanted else "README.md is not what benchmarks/results say: python -m benchmarks.readme_table"
-        )
-    README.write_text(wanted)
+    keep_section(README, START, END, table(), "python -m benchmarks.readme_table")
 
 
 if __name__ == "__main__":
