@@ -12,6 +12,7 @@ from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, HardwareError, NumericsError
 from tilewright.training.loop import train
 from tilewright.training.record import Recorder
+from tilewright.training.run import Run
 from tilewright.training.step import StandardExecutor
 
 CASES = {
@@ -97,6 +98,21 @@ def test_stopped_and_resumed_equals_never_stopped_bitwise(case, data, tmp_path, 
     torch.manual_seed(999)  # what the process did meanwhile
     second = train(tiny(data, tmp_path, **CASES[case]))
     assert second.stopped is None
+    assert_same_run(tmp_path / "tiny", reference)
+
+
+@pytest.mark.parametrize("case", ["bf16", "split24"])
+def test_stopped_before_the_first_step_and_resumed_equals_never_stopped_bitwise(
+    case, data, tmp_path, straight, monkeypatch
+):
+    reference = straight(case)
+    with monkeypatch.context() as patch:
+        real = Run.train
+        patch.setattr(Run, "train", lambda run, stop: (stop.request("SIGTERM"), real(run, stop))[1])
+        first = train(tiny(data, tmp_path, **CASES[case]))
+    assert (first.stopped, first.step) == ("SIGTERM", 0)
+    torch.manual_seed(999)  # what the process did meanwhile
+    train(tiny(data, tmp_path, **CASES[case]))
     assert_same_run(tmp_path / "tiny", reference)
 
 

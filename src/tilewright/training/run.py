@@ -225,6 +225,8 @@ class Run:
         """Save this step and the audit up to it; returns the seconds that training stood still."""
         self._write_audit()
         self._saved_step = self.step
+        # They come with a parameter's first update, and going on asks for all: after a stop before the first step too.
+        self.parts.optimizer.init_states()
         self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
         meta = self.state.meta() | {"precision": self.parts.modes.mode, "recipe": self.setup.recipe_digest}
         return self.state.save(self.store, self.step, meta, now=now)
