@@ -26,6 +26,11 @@ from typing import Any
 from benchmarks.common import machine_kind, write_result
 from benchmarks.plan_accuracy import LLAMA
 from tilewright.core.env import tune_cpu_runtime
+from tilewright.core.load import load_recipe
+from tilewright.training.assemble import Parts, Setup, build, set_up
+from tilewright.training.checkpoint import CheckpointStore
+from tilewright.training.evaluate import evaluate
+from tilewright.training.regroup_run import regroup_for
 
 CLAIM = "planned peak within 10 % of the measured one before the first step and 5 % after it; step time within 15 %"
 MODELS = {
@@ -45,16 +50,13 @@ ERRORS = ("error_before", "error_after", "step_error")
 
 def worker(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
     """Train a few steps; what was planned, expected and measured."""
-    from tilewright.core.load import load_recipe
-    from tilewright.training.assemble import build, set_up
-    from tilewright.training.regroup_run import regroup_for
-
     setup = set_up(load_recipe(recipe, settings, environ={}))
     parts = build(setup, fresh=True)
     events: list[str] = []
     regroup = regroup_for(setup, parts, Telling(events))
     found: dict[str, Any] = {"before_bytes": setup.plan.peak_bytes + setup.plan.reserve_bytes}
     found |= {"before_step_s": setup.plan.step_s, "peaks": [], "step_s": []}
+    found["planned"] = {name: dict(owners) for name, owners in setup.plan.phases.items()}
     for number in range(1, steps + 1):
         if number == steps and regroup.expected_bytes is not None:
             found["after_bytes"] = regroup.expected_bytes
@@ -62,9 +64,25 @@ def worker(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
         memory = parts.ledger.snapshot(parts.model, parts.optimizer)
         found["peaks"].append(max(size for name, size in memory["phases"].items() if name != "load"))
         found["step_s"].append(result.seconds)
+    found["measured"] = beyond_steps(setup, parts) | memory["known_phases"]
     found |= {"factor": regroup.memory_factor, "events": events}
     found["placement"] = sorted({str(layer) for layer in parts.executor.placement.layers})
     parts.close()
+    return found
+
+
+def beyond_steps(setup: Setup, parts: Parts) -> dict[str, dict[str, int]]:
+    """Bytes by owner while a run evaluates, and while it writes a checkpoint and goes on."""
+    recipe, found = setup.recipe, {}
+    with parts.passing():
+        evaluate(parts.model, parts.eval_batches, device=setup.device, fp32=recipe.precision.eval_fp32)
+    found["evaluate"] = parts.ledger.snapshot(parts.model, parts.optimizer)["owners"]
+    with tempfile.TemporaryDirectory() as folder:
+        store, state = CheckpointStore(Path(folder), background=recipe.save.background), parts.state()
+        state.save(store, 1, state.meta())
+        parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(0))
+        store.close()
+    found["checkpoint"] = parts.ledger.snapshot(parts.model, parts.optimizer)["owners"]
     return found
 
 

@@ -251,7 +251,7 @@ def test_staging_copy_counts_where_training_goes_on():
     busy = plan_of(make_recipe(save={"every": 100}, train={"steps": 400}))
     copy = busy.phases["update"]["parameters"] + busy.phases["update"]["optimizer"]
     assert busy.phase_bytes("checkpoint") == max(busy.phase_bytes(p) for p in (*STEP_PHASES, "evaluate")) + copy
-    assert quiet.phase_bytes("checkpoint") == quiet.phase_bytes("update") + copy
+    assert quiet.phase_bytes("checkpoint") == quiet.phase_bytes("update")  # the last one is written without a copy
 
 
 def test_no_fixes_where_it_fits():

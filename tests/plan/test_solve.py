@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tilewright.plan.solve import Cost, Group, Phase, Problem, host_bytes, phase_bytes, seconds, solve
 
 NUMBERS = st.integers(0, 20)
-COST = st.builds(Cost, st.integers(1, 50), *[NUMBERS] * 8)
+COST = st.builds(Cost, st.integers(1, 50), *[NUMBERS] * 7)
 
 
 @st.composite
@@ -20,7 +20,7 @@ def problems(draw):
         Group(name, draw(st.integers(1, 4)), tuple(draw(st.lists(COST, min_size=1, max_size=4)))) for name in names
     )
     some = st.frozensets(st.sampled_from(names))
-    running = st.sampled_from(["none", "forward", "backward", "pages"])
+    running = st.sampled_from(["none", "forward", "backward"])
     phase = st.builds(Phase, st.just("phase"), NUMBERS, some, some, running)
     phases = tuple(draw(st.lists(phase, min_size=1, max_size=3)))
     host = draw(st.one_of(st.integers(0, 80), st.just(math.inf)))
@@ -61,7 +61,6 @@ def every(problem):
                 "none": [0],
                 "forward": [c.forward for _, c in layers],
                 "backward": [c.backward for _, c in layers],
-                "pages": [c.pages for _, c in layers],
             }
             peaks.append(size + max(running[phase.transient]))
         host = problem.host_base + sum(cost.host for _, cost in layers)

@@ -6,8 +6,8 @@ accounts for, in three physical terms:
 process     interpreter, torch, libraries, and what the compiler leaves in the process. On CUDA it is not in the
             allocator's figures and stands in `reserve_bytes`.
 work        what operations need while they run: the chunks of the head's loss, a layer's gradients in backward.
-kept pages  what glibc's malloc does not give back after a free. They are what backward's work leaves, so the same
-            number stands for both (CPU only).
+kept pages  what glibc's malloc does not give back after a free (CPU only). They are what backward's work leaves, so the
+            same number stands for both; a layer that was recomputed leaves what it kept besides.
 
 The constants of the last two are measured; benchmarks/plan_accuracy.py holds the sums against real runs.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, role, tile_bytes, weight_copy_bytes
 from tilewright.ops.native.loss import chunk_rows
@@ -43,6 +44,9 @@ LOSS_CHUNKS = {(True, 2): 1.0, (True, 4): 1.0, (False, 2): 5.0, (False, 4): 2.9}
 own gradient, and in eager form the FP32 softmax and its intermediates (measured)."""
 WIDE_CHUNKS = 2.0
 """More of them where a CPU multiplies 16-bit operands in FP32 (`ops.native.wide`): the logits in FP32."""
+EVALUATED_CHUNKS = {2: 5.0, 4: 2.0}
+"""The same in an evaluation, which is not compiled and makes no gradient, by bytes of a logit: the logits and their
+FP32 log-softmax, and of 16-bit logits an FP32 copy."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,9 @@ def footprint(work: Workload) -> Footprint:
         "forward": held | first | {"activations": activations, "other": process + head_work + kept},
         "backward": held | _backward(activations, gradients, work.num_micro) | {"other": process + backward_work},
         "update": held | {"gradients": gradients, "other": process + kept + (activations if cpu else 0)},
-        "evaluate": _evaluation(work, held, process, activations + kept if cpu else 0, head_work),
+        "evaluate": _evaluation(work, held, process, activations + kept if cpu else 0),
     }
-    staging = held["parameters"] + held["optimizer"]
-    phases["checkpoint"] = _checkpoint(work, phases, staging)
+    phases["checkpoint"] = checkpoint_phase(work, phases, held["parameters"] + held["optimizer"])
     parts = {"process": process, "loss of the head": head_work, "backward of a layer": backward_work}
     return Footprint(phases, parts, 0 if cpu else CUDA_RESERVE_BYTES)
 
@@ -98,21 +101,23 @@ def _backward(activations: int, gradients: int, num_micro: int) -> dict[str, int
     return {"gradients": gradients, "activations": max(0, activations - gradients)}
 
 
-def _evaluation(work: Workload, held: dict[str, int], process: int, kept: int, loss_work: int) -> dict[str, int]:
+def _evaluation(work: Workload, held: dict[str, int], process: int, kept: int) -> dict[str, int]:
     """No gradients; FP32 throughout where the recipe says so. On a CPU it runs inside the pages that training left."""
-    wide = work.recipe.precision.eval_fp32
-    factor = 4 / BYTES[work.policies[work.modes[-1]].activation] if wide else 1
-    parameters = work.parameter_bytes + (2 * work.num_narrow if wide else 0)
-    return held | {"parameters": parameters, "other": process + kept + int(loss_work * factor)}
+    wide = 2 * work.num_narrow if work.recipe.precision.eval_fp32 else 0
+    return held | {"parameters": work.parameter_bytes + wide, "other": process + kept + evaluated_loss_work(work)}
 
 
-def _checkpoint(work: Workload, phases: Mapping[str, Mapping[str, int]], staging: int) -> dict[str, int]:
-    """While a checkpoint is written: a host copy of the state, beside training that goes on."""
-    save = work.recipe.save
-    training = save.background and 0 < save.every < work.recipe.train.steps
-    busiest = max(phases.values(), key=lambda owners: sum(owners.values())) if training else phases["update"]
-    copy = staging if save.background and work.machine.device == "cpu" else 0
-    return dict(busiest) | {"other": busiest["other"] + copy}
+def checkpoint_phase(work: Workload, phases: Mapping[str, Mapping[str, int]], staging: int) -> dict[str, int]:
+    """While a checkpoint is written: training goes on beside a host copy of the state, or stands still without one."""
+    if not written_beside(work.recipe):
+        return dict(phases["update"])
+    busiest = max(phases.values(), key=lambda owners: sum(owners.values()))
+    return dict(busiest) | {"other": busiest["other"] + (staging if work.machine.device == "cpu" else 0)}
+
+
+def written_beside(recipe: Recipe) -> bool:
+    """Whether checkpoints are written from a copy while training goes on. The last one never is: nothing follows it."""
+    return recipe.save.background and 0 < recipe.save.every < recipe.train.steps
 
 
 def optimizer_bytes(work: Workload) -> int:
@@ -223,6 +228,22 @@ def loss_work(work: Workload, mode: str) -> int:
     size = BYTES[work.policies[mode].activation]
     chunk = chunk_rows(num_tokens, vocab_size * size, work.recipe.memory.loss_tile) * vocab_size * size
     return int(loss_chunks(work.machine, work.loss_compiled, size) * chunk) + size * vocab_size * dim
+
+
+def evaluated_loss_work(work: Workload) -> int:
+    """What the head's loss holds at its busiest chunk of an evaluation."""
+    wide = work.recipe.precision.eval_fp32
+    size = 4 if wide else BYTES[work.policies[work.modes[-1]].activation]
+    head = head_shape(work)
+    if head is None:
+        return loss_work(work, work.modes[-1]) * size // BYTES[work.policies[work.modes[-1]].activation]
+    return int(evaluated_loss_bytes(*head, size, work.recipe.memory.loss_tile))
+
+
+def evaluated_loss_bytes(num_tokens: int, dim: int, vocab_size: int, size: int, loss_tile: int) -> float:
+    """The same of a head whose loss is `ops.loss`, with logits of `size` bytes; a weight that is cast is copied."""
+    chunk = chunk_rows(num_tokens, vocab_size * size, loss_tile) * vocab_size * size
+    return EVALUATED_CHUNKS[size] * chunk + (size * vocab_size * dim if size < 4 else 0)
 
 
 def loss_chunks(machine: Machine, compiled: bool, logit_bytes: int) -> float:

@@ -51,25 +51,27 @@ def layer_major_footprint(work: Workload) -> standard.Footprint:
     gradients = 4 * (sizes.largest + sizes.shared) * work.num_trainable // work.num_parameters
     inputs = _input_bytes(work, sizes)
     own = max(_slice_activations(work, mode) for mode in work.modes)
+    head = max(_head_activations(work, mode) for mode in work.modes)
     layer_work = max(standard.layer_work(work, mode) for mode in work.modes) * memory.group
     loss_work = max(standard.loss_work(work, mode) for mode in work.modes)
     process = standard.process_bytes(work) if cpu else 0
-    kept = layer_work if cpu else 0
+    kept = layer_work + own if cpu else 0  # a slice that was recomputed leaves its own, too
     journal = work.parameter_bytes + states if _keeps_journal(work) and cpu else 0
     base = process + journal
-    busy = base + max(layer_work, loss_work)
+    layers = {"activations": inputs + own, "other": base + layer_work}
+    loss = {"activations": inputs + head, "other": base + kept + loss_work}  # too large for the pages that are kept
     phases: dict[str, Mapping[str, int]] = {
         "load": {"parameters": held["parameters"], "optimizer": held["optimizer"], "other": process},
         "forward": held | {"activations": inputs, "other": base + kept},
-        "backward": held | {"gradients": gradients, "activations": inputs + own, "other": busy},
+        "backward": held | {"gradients": gradients} | max(layers, loss, key=lambda owners: sum(owners.values())),
         "update": held | {"gradients": gradients, "activations": inputs, "other": base + kept},
-        "evaluate": held | {"other": base + kept + loss_work},
+        "evaluate": held | {"other": base + kept + standard.evaluated_loss_work(work)},
     }
-    copy = 0
-    if work.recipe.save.background and cpu and memory.parameters == memory.states == "device":
-        copy = held["parameters"] + held["optimizer"]  # states off the device are written slice by slice
-    phases["checkpoint"] = dict(phases["update"]) | {"other": base + kept + copy}
-    parts = {"process": process, "work": max(layer_work, loss_work), "journal": journal}
+    if memory.parameters == memory.states == "device":
+        phases["checkpoint"] = standard.checkpoint_phase(work, phases, held["parameters"] + held["optimizer"])
+    else:
+        phases["checkpoint"] = phases["update"]  # written slice by slice while training stands still
+    parts = {"process": process, "work": max(layer_work, kept + loss_work), "journal": journal}
     return standard.Footprint(phases, parts, 0 if cpu else standard.CUDA_RESERVE_BYTES)
 
 
@@ -96,7 +98,7 @@ def _input_bytes(work: Workload, sizes: SliceSizes) -> int:
 
 
 def _slice_activations(work: Workload, mode: str) -> int:
-    """What one slice keeps for backward of one micro-batch, or the head, whichever is more."""
+    """What one slice keeps for backward of one micro-batch."""
     group = work.recipe.memory.group
     if work.config is None:
         assert work.trace is not None
@@ -109,8 +111,14 @@ def _slice_activations(work: Workload, mode: str) -> int:
         + weight_copy_bytes(config, i, "none", kept, stored)
         for i, kept in enumerate(standard.layer_storages(work, mode))
     ]
-    slices = [sum(layers[first : first + group]) for first in range(0, len(layers), group)]
-    return max(*slices, head_bytes(config, tokens, standard.storage(work, mode)))
+    return max(sum(layers[first : first + group]) for first in range(0, len(layers), group))
+
+
+def _head_activations(work: Workload, mode: str) -> int:
+    """What the head keeps for backward of one micro-batch."""
+    if work.config is not None:
+        return head_bytes(work.config, work.num_tokens, standard.storage(work, mode))
+    return work.num_tokens * work.width * BYTES[work.policies[mode].activation]
 
 
 def _keeps_journal(work: Workload) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.ops.native.loss import chunk_rows
-from tilewright.plan.footprint import CUDA_RESERVE_BYTES, loss_chunks
+from tilewright.plan.footprint import CUDA_RESERVE_BYTES, evaluated_loss_bytes, loss_chunks, written_beside
 from tilewright.plan.options import Setting, state_bytes
 from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Phase, Transient
@@ -43,6 +43,7 @@ class Base:
     head_kept: float
     head_gradient: float
     loss_work: float
+    evaluated_loss: float
     state: float
     """Parameters and states, wherever they lie."""
 
@@ -67,6 +68,13 @@ class Base:
             head_kept=float(tokens * (shape.dim * (8 + shape.logit_bytes) + 4)),
             head_gradient=4.0 * head,
             loss_work=blocks * chunk + shape.logit_bytes * head,
+            evaluated_loss=evaluated_loss_bytes(
+                tokens,
+                shape.dim,
+                shape.vocab_size,
+                4 if recipe.precision.eval_fp32 else shape.logit_bytes,
+                setting.loss_tile,
+            ),
             state=stored,
         )
 
@@ -95,7 +103,7 @@ def journal_bytes(base: Base, setting: Setting, recipe: Recipe) -> float:
 def host_base(base: Base, setting: Setting, recipe: Recipe, homes: Homes) -> dict[str, float]:
     """Bytes of the host that no choice changes, by owner: the process, the copy that a background checkpoint writes
     from, and the journal, where no slices are on disk."""
-    copied = setting.executor == "standard" and recipe.save.background
+    copied = setting.executor == "standard" and written_beside(recipe)
     journal = journal_bytes(base, setting, recipe) if not homes.on_disk else 0.0
     return {"process": float(HOST_PROCESS_BYTES), "checkpoint": base.state if copied else 0.0, "journal": journal}
 
@@ -124,15 +132,16 @@ def _layer_major(
     process = base.process + (journal_bytes(base, setting, recipe) if cpu and not homes.on_disk else 0.0)
     shared = base.head_gradient if shape.tied else 0.0  # complete only when both ends are through
     loss = process + 2 * base.stream + base.head_kept + base.head_gradient + base.loss_work
-    copy = base.state if cpu and not homes.travels and recipe.save.background else 0.0
-    pages: Transient = "pages" if cpu else "none"
+    copy = base.state if cpu and not homes.travels and written_beside(recipe) else 0.0  # stays once it is made
+    process, loss = process + copy, loss + copy
+    pages: Transient = "backward" if cpu else "none"  # what the layers' work left
     return [
         Phase("load", base.process),
-        Phase("forward", process + base.stream, layers, transient="forward"),
-        Phase("loss", loss, layers, transient="forward" if cpu else "none"),  # pages of the layers before
+        Phase("forward", process + base.stream, layers, transient="backward" if cpu else "forward"),
+        Phase("loss", loss, layers, transient=pages),
         Phase("backward", process + 2 * base.stream + shared, layers, transient="backward"),
-        Phase("evaluate", process + base.loss_work, transient=pages),
-        Phase("checkpoint", process + copy, layers if cpu else frozenset(), transient=pages),
+        Phase("evaluate", process + base.evaluated_loss, transient=pages),
+        Phase("checkpoint", process, layers if cpu else frozenset(), transient=pages),
     ]
 
 
@@ -147,9 +156,8 @@ def _standard(
 ) -> list[Phase]:
     """On a CPU the pages of activations and of backward's work stay with the process, so they are in all phases."""
     cpu, everything = machine.device == "cpu", layers | ends
-    copy = base.state if cpu and recipe.save.background else 0.0
-    going_on = copy if 0 < recipe.save.every < recipe.train.steps else 0.0
-    process = base.process + going_on
+    copy = base.state if cpu and written_beside(recipe) else 0.0  # stays once it is made
+    process = base.process + copy
     held = everything if setting.num_micro > 1 else frozenset[str]()
     of_head = base.head_kept + base.head_gradient
     top = process + of_head
@@ -169,8 +177,7 @@ def _standard(
             found.append(Phase(f"backward, {' and '.join(names)} done", where, below, above, "backward"))
     kept, rest = (layers, of_head) if cpu else (frozenset[str](), 0.0)
     wide = (4 - shape.stored_bytes) * shape.num_parameters if recipe.precision.eval_fp32 else 0.0
-    logits = base.loss_work * (4 / shape.logit_bytes if recipe.precision.eval_fp32 else 1)
     found.append(Phase("update", process + rest, kept, everything, pages))
-    found.append(Phase("evaluate", process + rest + wide + logits, kept, transient=pages))
-    found.append(Phase("checkpoint", base.process + rest + max(copy, going_on), kept, everything, pages))
+    found.append(Phase("evaluate", process + rest + wide + base.evaluated_loss, kept, transient=pages))
+    found.append(Phase("checkpoint", process + rest, kept, everything, pages))
     return found

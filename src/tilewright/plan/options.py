@@ -227,7 +227,6 @@ class _Layer:
             disk=at["disk"],
             forward=staged + states + found.kept(self.rows),
             backward=staged + states + gradients + need + (copies * self.input if waits != "device" else 0.0),
-            pages=staged + states + gradients + found.work(self.rows),
         )
 
     def rebuilt(self) -> float:

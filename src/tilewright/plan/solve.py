@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-Transient = Literal["none", "forward", "backward", "pages"]
+Transient = Literal["none", "forward", "backward"]
 _SLACK = 1e-7
 """Share of a budget that the solver's own tolerance may use up, left free."""
 
@@ -32,12 +32,10 @@ class Cost:
     disk: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
-    pages: float = 0.0
-    """Of `backward`, what a CPU's allocator keeps when it is over."""
 
     def for_phase(self, transient: Transient) -> float:
         """Bytes on the device while this layer runs."""
-        return {"none": 0.0, "forward": self.forward, "backward": self.backward, "pages": self.pages}[transient]
+        return {"none": 0.0, "forward": self.forward, "backward": self.backward}[transient]
 
 
 COSTS = tuple(field.name for field in fields(Cost))
@@ -170,12 +168,8 @@ class _Columns:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.options = [(g, o) for g, group in enumerate(groups) for o in range(len(group.costs))]
-        self.size = 2 * len(self.options) + 4
-        self.running: Mapping[str, int] = {
-            "forward": self.size - 4,
-            "backward": self.size - 3,
-            "pages": self.size - 2,
-        }
+        self.size = 2 * len(self.options) + 3
+        self.running: Mapping[str, int] = {"forward": self.size - 3, "backward": self.size - 2}
         self.peak = self.size - 1
 
 
