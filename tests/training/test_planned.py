@@ -13,6 +13,7 @@ from tilewright.core.load import load_recipe
 from tilewright.plan.auto import stages
 from tilewright.plan.cost import make_plan
 from tilewright.plan.fixed import Fixed
+from tilewright.plan.fixes import changed
 from tilewright.plan.plan_file import read_plan
 from tilewright.training.loop import train
 from tilewright.training.planned import Site, plan_run
@@ -105,9 +106,7 @@ def test_a_planned_run_goes_on_under_its_plan(data, tmp_path, monkeypatch):
     assert len(losses_of(tmp_path / "halves")) == 6
 
 
-def test_a_stopped_run_goes_on_bitwise(data, tmp_path, monkeypatch):
-    train(tight(data, tmp_path, *OPEN, train__batch_size=16, run__name="whole", share=-0.2))
-    loaded = tight(data, tmp_path, *OPEN, train__batch_size=16, run__name="parts", share=-0.2)
+def stop_after_a_step(patched):
     enter, between, stop = StopRequest.__enter__, Run._between_steps, []
 
     def entered(self):
@@ -118,9 +117,15 @@ def test_a_stopped_run_goes_on_bitwise(data, tmp_path, monkeypatch):
         stop[0].request("a test")
         between(self)
 
+    patched.setattr(StopRequest, "__enter__", entered)
+    patched.setattr(Run, "_between_steps", stops)
+
+
+def test_a_stopped_run_goes_on_bitwise(data, tmp_path, monkeypatch):
+    train(tight(data, tmp_path, *OPEN, train__batch_size=16, run__name="whole", share=-0.2))
+    loaded = tight(data, tmp_path, *OPEN, train__batch_size=16, run__name="parts", share=-0.2)
     with monkeypatch.context() as patched:
-        patched.setattr(StopRequest, "__enter__", entered)
-        patched.setattr(Run, "_between_steps", stops)
+        stop_after_a_step(patched)
         assert train(loaded).step == 1
     train(loaded)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
@@ -262,6 +267,7 @@ def test_stages_give_up_ever_more():
             stage.disk,
         )
         for stage in found
+        if not stage.beside
     ]
     assert order == [
         ("standard", 8, False, 1, False),
@@ -273,8 +279,24 @@ def test_stages_give_up_ever_more():
         (None, None, True, None, False),
         (None, None, True, None, True),
     ]
-    assert [bool(stage.formats) for stage in found] == [False] * 6 + [True] * 2
-    assert all(stage.fixed.most_rows == 8 for stage in found[1:])
+    assert [bool(stage.formats) for stage in found] == [False] * 8 + [True] * 2
+    assert all(stage.fixed.most_rows == 8 for stage in found[2:])
+
+
+def test_what_stands_beside_the_steps_is_given_up_before_their_numbers():
+    foreground, narrow = {"save.background": False}, {"precision.eval_fp32": False}
+    saves = {"save.every": "10", "train.steps": "100"}
+    found = fixed_at_each_stage(**saves)
+    assert [dict(stage.beside) for stage in found[:5]] == [{}, foreground, narrow, foreground | narrow, {}]
+    assert {(stage.fixed.executor, stage.fixed.micro_batch) for stage in found[:4]} == {("standard", 8)}
+    sliced = next(i for i, stage in enumerate(found) if stage.fixed.executor == "layer_major")
+    assert [dict(stage.beside) for stage in found[sliced - 3 : sliced]] == [foreground, narrow, foreground | narrow]
+    assert not any(stage.beside for stage in found[sliced:])
+    going_on = fixed_at_each_stage(same_numbers=True, **saves)  # its evaluations stay comparable
+    assert [dict(stage.beside) for stage in going_on] == [{}, foreground]
+    for explicit in (("save.background", "precision.eval_fp32"), ("precision.eval_fp32",)):
+        found = fixed_at_each_stage(explicit, **({} if len(explicit) == 1 else saves))  # no save beside steps either
+        assert not any(stage.beside for stage in found)
 
 
 def test_stages_of_a_run_that_goes_on_change_no_number():
@@ -288,6 +310,7 @@ def test_stages_of_a_run_that_goes_on_change_no_number():
 
 def test_what_is_explicit_is_in_no_stage():
     explicit = ("memory.executor", "train.micro_batch", "optim.moments", "optim.master", "memory.loss_tile")
+    explicit += ("precision.eval_fp32",)
     assert len(fixed_at_each_stage(explicit)) == 1
     explicit = ("train.activation_checkpoint",)
     for stage in fixed_at_each_stage(explicit, **{"train.activation_checkpoint": "full"}):
@@ -301,6 +324,7 @@ def test_what_is_explicit_is_in_no_stage():
 
 def test_eight_bits_in_fused_layers_keep_what_layers_keep_at_first():
     found = fixed_at_each_stage(fused=True, **{"precision.mode": "fp8_tile"})
+    found = [stage for stage in found if not stage.beside]
     assert found[0].fixed.activations == {"keep"}
     assert found[1].fixed.activations is None
     assert found[1].fixed.micro_batch == 8
@@ -327,6 +351,46 @@ def below_standard(data, runs, **changes):
     return load(
         data, runs, **(WIDE | changes | {"train__micro_batch": 1, "plan__margin": 0.0, "plan__device_budget": size})
     )
+
+
+def test_checkpoints_are_written_in_the_foreground_before_a_number_changes(data, tmp_path, monkeypatch):
+    changes = {"model__dim": 128, "save__every": 2, "train__micro_batch": 2}
+    wide = load(data, tmp_path, "save.background", **changes, run__name="wide")
+    tighter = changed(wide.recipe, {"save.background": False})
+    where = site(wide, tmp_path)
+    fixed = Fixed(executor="standard", micro_batch=2, loss_tile=wide.recipe.memory.loss_tile)
+    budget = where.budget(wide.recipe)
+    most, least = (where.planner(recipe, fixed).smallest(budget).peak_bytes for recipe in (wide.recipe, tighter))
+    assert least < 0.99 * most
+    tight_ = changes | {"plan__margin": 0.0, "plan__device_budget": int((most + least) / 2), "run__name": "tight"}
+    with monkeypatch.context() as patch:
+        stop_after_a_step(patch)
+        assert train(load(data, tmp_path, "save.background", **tight_)).step == 1
+    train(load(data, tmp_path, "save.background", **tight_))
+    train(wide)
+    assert_same_run(tmp_path / "tight", tmp_path / "wide")
+    (told,) = [row for row in events(tmp_path / "tight") if row.get("setting")]
+    assert (told["setting"], told["before"], told["after"]) == ("save.background", True, False)
+    assert "background = false # plan" in (tmp_path / "tight" / "run.toml").read_text()
+    assert {row["background"] for row in events(tmp_path / "tight", "save")} == {False}
+    assert True in {row["background"] for row in events(tmp_path / "wide", "save")}
+
+
+def test_evaluations_in_the_format_of_training_make_room(data, tmp_path):
+    """Parameters of 16 bit are widened for an evaluation in FP32, and so are its logits, many of them here."""
+    low = {"precision__mode": "bf16_mixed", "optim__master": "stochastic", "optim__moments": "8bit"}
+    changes = {"model__dim": 256, "data__seq_len": 2048, "train__micro_batch": 4, **low}
+    loaded = load(data, tmp_path, "ops.cross_entropy", **changes)
+    where = site(loaded, tmp_path)
+    fixed = Fixed(executor="standard", micro_batch=4, loss_tile=loaded.recipe.memory.loss_tile)
+    narrow = changed(loaded.recipe, {"precision.eval_fp32": False})
+    budget = where.budget(loaded.recipe)
+    most, least = (where.planner(recipe, fixed).smallest(budget) for recipe in (loaded.recipe, narrow))
+    assert most.peak_phase == "evaluate", {name: most.phase_bytes(name) for name in most.phases}
+    size = int((most.peak_bytes + least.peak_bytes) / 2)
+    found = plan_run(load(data, tmp_path, "ops.cross_entropy", **changes, plan__margin=0.0, plan__device_budget=size), where)
+    assert found.loaded.recipe.precision.eval_fp32 is False
+    assert [numbers["setting"] for _, numbers in found.events if "setting" in numbers] == ["precision.eval_fp32"]
 
 
 def test_the_executor_changes_where_nothing_else_helps(data, tmp_path):

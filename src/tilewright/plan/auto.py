@@ -1,17 +1,20 @@
 """`memory.plan = "auto"`: the plan that changes a recipe least and fits.
 
 What a recipe says is fixed; what it leaves at its default is decided. In stages, each of which may change more of what
-a run computes than the one before: what layers keep and where bytes lie (no bit of a loss), then micro-batches, the
-loss tile, the executor (rounding), and at last the optimizer's formats (what is learned). The first stage with a plan
-that fits is taken, and in it the fastest plan. Called by `training.planned`.
+a run computes than the one before: what layers keep and where bytes lie (no bit of a loss), what stands beside the
+steps (a checkpoint's copy, the format of evaluations), then micro-batches, the loss tile, the executor (rounding), and
+at last the optimizer's formats (what is learned). The first stage with a plan that fits is taken, and in it the fastest
+plan. Called by `training.planned`.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tilewright.core.config import Recipe
 from tilewright.core.units import format_bytes
-from tilewright.plan.fixed import KEPT, Activations, Fixed, same_bits
+from tilewright.plan.fixed import BESIDE, KEPT, Activations, Fixed, same_bits
+from tilewright.plan.footprint import written_beside
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan
 
@@ -21,11 +24,13 @@ _KINDS: dict[str, Activations] = {"none": "keep", "selective": "selective", "ful
 
 @dataclass(frozen=True)
 class Stage:
-    """What may be decided. `disk`: bytes may lie there; `formats`: the optimizer's may be narrowed."""
+    """What may be decided. `disk`: bytes may lie there; `formats`: the optimizer's may be narrowed; `beside`: settings
+    that no step reads, changed."""
 
     fixed: Fixed
     disk: bool = False
     formats: frozenset[str] = frozenset()
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,10 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
             seen.append(stage)
             yield stage
 
+    beside = list(_beside(recipe, explicit, same_numbers))
     yield from fresh(Stage(now))
+    for settings in beside:
+        yield from fresh(Stage(now, beside=settings))
     if same_numbers:
         if memory.executor == "layer_major":
             yield from fresh(Stage(now, disk=True))
@@ -140,6 +148,8 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
     if "memory.loss_tile" not in explicit:
         now = replace(now, loss_tile=None)
         yield from fresh(Stage(now))
+    for settings in beside:
+        yield from fresh(Stage(now, beside=settings))
     last, sliced = Stage(now), memory.executor == "layer_major"
     if not sliced and "memory.executor" not in explicit and "train.activation_checkpoint" not in explicit:
         last, sliced = Stage(replace(now, executor="layer_major")), True
@@ -158,6 +168,19 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
         yield from fresh(replace(last, formats=FORMATS - explicit))
 
 
+def _beside(recipe: Recipe, explicit: frozenset[str], same_numbers: bool) -> Iterator[dict[str, Any]]:
+    """Settings of what takes memory beside the steps: each alone, then all of them. A run that goes on keeps the format
+    of its evaluations, which are compared with each other."""
+    found: list[dict[str, Any]] = []
+    if written_beside(recipe) and "save.background" not in explicit:
+        found.append({"save.background": False})
+    if recipe.precision.eval_fp32 and "precision.eval_fp32" not in explicit and not same_numbers:
+        found.append({"precision.eval_fp32": False})
+    yield from found
+    if len(found) > 1:
+        yield {name: value for settings in found for name, value in settings.items()}
+
+
 def decide(
     planner: JointPlanner, explicit: frozenset[str], budget: Budget, disk: Callable[[], Budget], **how: bool
 ) -> Decision | None:
@@ -174,7 +197,7 @@ def decide(
     for number, stage in enumerate(stages(recipe, explicit, **how)):
         if stage.disk:
             wide = wide or disk()
-        mine = planner.with_fixed(stage.fixed, stage.formats)
+        mine = planner.with_beside(stage.beside).with_fixed(stage.fixed, stage.formats)
         here = wide if stage.disk and wide is not None else budget
         found = mine.plan(here)
         if found is not None:
@@ -187,7 +210,7 @@ def decide(
 
 def departures(recipe: Recipe, plan: JointPlan) -> tuple[Departure, ...]:
     """Settings in which a plan differs from a recipe, what layers keep and where bytes lie left out."""
-    named = ("memory.executor", "train.micro_batch", "memory.loss_tile", *sorted(FORMATS))
+    named = (*BESIDE, "memory.executor", "train.micro_batch", "memory.loss_tile", *sorted(FORMATS))
     found = []
     for name in (*named, "memory.mlp_tiles", "memory.attention_block"):
         section, _, field = name.partition(".")

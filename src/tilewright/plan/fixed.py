@@ -22,6 +22,8 @@ INPUTS_OF: dict[Activations, Place] = {
     "spill": "disk",
 }
 """Where a layer's input waits for the backward pass."""
+BESIDE = ("save.background", "precision.eval_fp32")
+"""Settings of what takes memory beside the steps, which a plan may switch off: they change nothing that is learned."""
 SLICES = (4, 16)
 """Parts of an MLP that are tried."""
 BLOCK_ROWS = 1024

@@ -7,6 +7,7 @@ the recipe leaves them open and nothing else fits. Needs no weights and no GPU. 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
@@ -96,6 +97,12 @@ class JointPlanner:
         other = self.with_recipe(self.recipe)
         other._shapes, other._layers = self._shapes, self._layers
         other.fixed, other.open_formats = fixed, open_formats
+        return other
+
+    def with_beside(self, settings: Mapping[str, Any]) -> "JointPlanner":
+        """A planner of the same recipe with other settings of what stands beside the steps (`fixed.BESIDE`)."""
+        other = self.with_recipe(changed(self.recipe, dict(settings)))
+        other._shapes, other._layers = self._shapes, self._layers
         return other
 
     def with_layers(self, num_layers: int) -> "JointPlanner":

@@ -129,6 +129,10 @@ class JointPlan:
             "optim.moments": setting.moments,
             "optim.master": setting.master,
         }
+        if not self.recipe.save.background:
+            found["save.background"] = False
+        if not self.recipe.precision.eval_fp32:
+            found["precision.eval_fp32"] = False
         kinds = {row.choice.activations for row in self.rows if row.indices}
         names = {"keep": "none", "selective": "selective", "recompute": "full"}
         found["train.activation_checkpoint"] = names[kinds.pop()] if standard and len(kinds) == 1 else "none"

@@ -23,7 +23,7 @@ from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.hardware import Machine
 from tilewright.core.placement import LayerPlacement, Placement
 from tilewright.core.units import format_bytes
-from tilewright.plan.fixed import Activations, Place
+from tilewright.plan.fixed import BESIDE, Activations, Place
 from tilewright.plan.joint_plan import JointPlan, fingerprint, placed
 from tilewright.plan.options import Choice
 from tilewright.plan.shape import ModelShape, ranges
@@ -34,6 +34,7 @@ SETTINGS = frozenset(
         *("memory.executor", "memory.loss_tile", "memory.parameters", "memory.states", "memory.inputs"),
         *("memory.mlp_tiles", "memory.attention_block"),
         *("train.micro_batch", "train.activation_checkpoint", "optim.moments", "optim.master"),
+        *BESIDE,
     )
 )
 """What a plan may say of a recipe."""

@@ -95,6 +95,7 @@ def _train(
 ) -> RunResult:
     setup = set_up(loaded, running=running, goes_on=found.checkpoint is not None)
     recipe = setup.recipe
+    store.background = recipe.save.background  # a plan may have changed it
     sinks = open_sinks(recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
     parts = build(setup, fresh=found.checkpoint is None)
     log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s)
