@@ -388,7 +388,9 @@ def test_evaluations_in_the_format_of_training_make_room(data, tmp_path):
     most, least = (where.planner(recipe, fixed).smallest(budget) for recipe in (loaded.recipe, narrow))
     assert most.peak_phase == "evaluate", {name: most.phase_bytes(name) for name in most.phases}
     size = int((most.peak_bytes + least.peak_bytes) / 2)
-    found = plan_run(load(data, tmp_path, "ops.cross_entropy", **changes, plan__margin=0.0, plan__device_budget=size), where)
+    found = plan_run(
+        load(data, tmp_path, "ops.cross_entropy", **changes, plan__margin=0.0, plan__device_budget=size), where
+    )
     assert found.loaded.recipe.precision.eval_fp32 is False
     assert [numbers["setting"] for _, numbers in found.events if "setting" in numbers] == ["precision.eval_fp32"]
 
