@@ -18,7 +18,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.groups import decay_groups
 from tilewright.plan.cost import STEP_PHASES, Plan, make_plan
 from tilewright.plan.fixes import changed
-from tilewright.plan.footprint import activation_bytes
+from tilewright.plan.footprint import LAYER_WORK, activation_bytes
 from tilewright.plan.roofline import binding
 from tilewright.plan.workload import Planner
 from tilewright.precision.convert import convert
@@ -154,6 +154,16 @@ def test_activations_of_a_foreign_model_are_traced(hf_folder, mode, checkpoint):
     attention = 3 * 4 * 4 * 128 * 128 * 128
     assert work.trace.flops == 2 * 4 * 128 * weights
     assert work.trace.attention_flops == attention
+
+
+def test_a_foreign_layer_that_is_recomputed_keeps_its_all_first(hf_folder):
+    model = {"kind": "hf", "path": str(hf_folder)}
+    kept, rebuilt = (
+        plan_of(make_recipe(model=model, train={"micro_batch": 4, "activation_checkpoint": mode})).other_parts
+        for mode in ("none", "full")
+    )
+    name = "backward of a layer"
+    assert rebuilt[name] == pytest.approx(kept[name] * (LAYER_WORK + 1) / LAYER_WORK, rel=1e-3)
 
 
 def test_forward_pass_that_cannot_be_traced_is_said(hf_folder, monkeypatch):

@@ -198,13 +198,12 @@ def _masks(work: Workload, kept: Storage) -> int:
 
 def layer_work(work: Workload, mode: str) -> int:
     """Backward's need for the layer that keeps most; a recomputed layer keeps its all first."""
+    times = LAYER_WORK + (0 if work.recipe.train.activation_checkpoint == "none" else 1)
     if work.config is None:
-        assert work.trace is not None
-        return int(LAYER_WORK * work.trace.kept_bytes / work.num_layers)
+        return int(times * work.layer_kept)
     storages = enumerate(layer_storages(work, mode))
     largest = max(layer_bytes(work.config, i, "none", kept) for i, kept in storages)
-    rebuilt = work.recipe.train.activation_checkpoint != "none"
-    return int((LAYER_WORK + (1 if rebuilt else 0)) * largest * work.num_tokens) + _operand_work(work, mode)
+    return int(times * largest * work.num_tokens) + _operand_work(work, mode)
 
 
 def _operand_work(work: Workload, mode: str) -> int:

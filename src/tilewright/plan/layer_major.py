@@ -101,8 +101,7 @@ def _slice_activations(work: Workload, mode: str) -> int:
     """What one slice keeps for backward of one micro-batch."""
     group = work.recipe.memory.group
     if work.config is None:
-        assert work.trace is not None
-        return group * work.trace.kept_bytes // work.num_layers
+        return group * work.layer_kept
     config, tokens = work.config, work.num_tokens
     stored = BYTES[work.policies[mode].storage]
     layers = [

@@ -19,6 +19,7 @@ from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
 from tilewright.ops.inductor import why_no_compile
 from tilewright.ops.kernels import Kernels
+from tilewright.plan.fixes import changed
 from tilewright.plan.trace import Trace, trace_model
 from tilewright.precision.convert import explain
 from tilewright.precision.fp8_linear import Fp8Linear
@@ -68,6 +69,8 @@ class Workload:
     """Shape of tilewright's own decoder; None for a Hugging Face model."""
     trace: Trace | None
     """What a Hugging Face model's forward pass keeps and computes."""
+    layer_kept: int
+    """Bytes that a layer of it keeps of one micro-batch where nothing is recomputed; 0 for our own decoder."""
     modes: tuple[str, ...]
     """Precision modes that the run passes through."""
     policies: Mapping[str, Policy]
@@ -142,11 +145,13 @@ class Planner:
         choice = kernels.choices["cross_entropy", self.machine.device, head, ""]
         layers = list(model.blocks if isinstance(model, Decoder) else _longest_stack(model))
         stored = list(_stored(model, policies[modes[-1]]))
+        whole = changed(recipe, {"train.activation_checkpoint": "none"})
         return Workload(
             recipe=recipe,
             machine=self.machine,
             config=config,
             trace=None if config else self._trace(recipe, rows),
+            layer_kept=0 if config else self._trace(whole, rows).kept_bytes // max(len(layers), 1),
             modes=modes,
             policies=policies,
             products={mode: products_of(model, policies[mode], config) for mode in modes},
