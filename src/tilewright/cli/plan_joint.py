@@ -70,7 +70,7 @@ def joint_plan(loaded: Loaded, typed: list[str], options: JointOptions, vocab_si
         print_json(_json(found, changes, other, curve))
     else:
         _print(found, changes, other, options)
-    _write_files(found, curve, options)
+    _write_files(found, curve, changes, options)
 
 
 def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool) -> tuple["JointPlanner", "Budget"]:
@@ -227,8 +227,8 @@ def _table(plan: "JointPlan") -> tuple[list[str], list[list[str]]]:
         choice = row.choice
         slices = [f"MLP in {choice.mlp_tiles} tiles"] if choice.mlp_tiles > 1 else []
         slices += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
-        kept = {"offload": "recompute, inputs on host"}.get(choice.activations, choice.activations)
-        cells = [describe(row), str(row.count), choice.parameters, choice.states, kept if row.indices else "-"]
+        kept = choice.kept_words if row.indices else "-"
+        cells = [describe(row), str(row.count), choice.parameters, choice.states, kept]
         rows.append([*cells, ", ".join(slices) or "-", format_seconds(row.cost.seconds)])
     return columns, rows
 
@@ -320,7 +320,7 @@ def _json(
     }
 
 
-def _write_files(plan: "JointPlan", curve: list["JointPlan"], options: JointOptions) -> None:
+def _write_files(plan: "JointPlan", curve: list["JointPlan"], changes: list[Any], options: JointOptions) -> None:
     from tilewright.plan.plan_file import to_toml
     from tilewright.training.durable import write_whole
 
@@ -331,7 +331,7 @@ def _write_files(plan: "JointPlan", curve: list["JointPlan"], options: JointOpti
         if options.html:
             from tilewright.report.plan_page import render_plan
 
-            write_whole(Path(options.html), render_plan(plan, curve, _table(plan)))
+            write_whole(Path(options.html), render_plan(plan, curve, _table(plan), [str(change) for change in changes]))
             say(f"wrote {options.html}")
     except OSError as error:
         raise DataError(

@@ -48,13 +48,15 @@ def format_count(count: float) -> str:
     """A count with an SI suffix: parameters, tokens, FLOP.
 
     Example:
-        >>> format_count(46_936_576), format_count(512)
-        ('46.9M', '512')
+        >>> format_count(46_936_576), format_count(512), format_count(0.4711)
+        ('46.9M', '512', '0.47')
     """
     size = float(count)
     for suffix in ("", "k", "M", "G", "T", "P"):
         if abs(size) < 1000:
-            return f"{size:.0f}" if suffix == "" else f"{size:.3g}{suffix}"
+            if suffix == "":
+                return f"{size:.0f}" if abs(size) >= 10 or size == int(size) else f"{size:.2g}"
+            return f"{size:.3g}{suffix}"
         size /= 1000
     return f"{size:.3g}E"
 
@@ -63,9 +65,11 @@ def format_seconds(seconds: float) -> str:
     """A duration as people say it.
 
     Example:
-        >>> format_seconds(0.0123), format_seconds(75), format_seconds(7400)
-        ('12.3 ms', '1m15s', '2h03m')
+        >>> format_seconds(0.0123), format_seconds(75), format_seconds(7400), format_seconds(4.2e-5)
+        ('12.3 ms', '1m15s', '2h03m', '42 µs')
     """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs" if seconds >= 1e-7 or not seconds else "under 0.1 µs"
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:

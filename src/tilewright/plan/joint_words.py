@@ -16,6 +16,8 @@ from tilewright.plan.joint_plan import Budget, JointPlan, Row, describe
 from tilewright.plan.options import choices, layer_cost
 
 NUM_CHANGES = 3
+WORTH = 1.03
+"""Times as many tokens a second: what gains less is not worth a change, and is below what the rates are known to."""
 NEAR = 0.97
 """Of what a plan may use of a budget: from here on it binds."""
 
@@ -100,7 +102,7 @@ def cheapest_changes(planner: JointPlanner, budget: Budget, found: JointPlan | N
     for words, keeps, recipe, other in candidates(planner.recipe, budget, found):
         other_planner = planner if recipe is planner.recipe else planner.with_recipe(recipe)
         plan = other_planner.plan(other)
-        if plan is not None and (found is None or plan.tokens_per_s > 1.01 * found.tokens_per_s):
+        if plan is not None and (found is None or plan.tokens_per_s > WORTH * found.tokens_per_s):
             tried.append(Change(words, keeps, plan))
     tried.sort(key=lambda change: -change.plan.tokens_per_s if change.plan else 0.0)
     return tried[:NUM_CHANGES]
@@ -110,11 +112,13 @@ def no_plan(planner: JointPlanner, budget: Budget) -> FitError:
     """The smallest plan there is and what it takes, and changes that make the run fit."""
     least = planner.smallest(budget)
     with_host = planner.smallest(replace(budget, host=float("inf"))) if budget.links.host else None
+    with_disk = planner.smallest(replace(budget, disk=float("inf"))) if budget.links.disk else None
     enough_host = least is not None
     least = least or with_host
     changes = [str(change) for change in cheapest_changes(planner, budget, None)]
     given = f"{format_bytes(budget.device)} on the device"
     given += f" and {format_bytes(budget.host)} on the host" if budget.links.host else ""
+    given += f" and {format_bytes(budget.disk)} on the disk" if budget.links.disk else ""
     margin = planner.recipe.plan.margin
     given += f", of which plan.margin leaves {margin:.0%} free" if margin else ""
     if least is None:
@@ -128,6 +132,9 @@ def no_plan(planner: JointPlanner, budget: Budget) -> FitError:
     if enough_host and with_host is not None and with_host.peak_bytes < 0.9 * least.peak_bytes:
         device, host_needed = format_bytes(with_host.peak_bytes), format_bytes(with_host.host_bytes)
         other = f"\nor {device} on the device and {host_needed} on the host"
+    if with_disk is not None and with_disk.peak_bytes < 0.9 * least.peak_bytes:
+        device, disk_needed = format_bytes(with_disk.peak_bytes), format_bytes(with_disk.disk_bytes)
+        other += f"\nor {device} on the device and {disk_needed} on the disk"
     return FitError(
         "This run does not fit.",
         got=f"{given}{why}",

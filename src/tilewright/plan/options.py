@@ -89,8 +89,15 @@ class Choice:
     mlp_tiles: int = 1
     attention_block: int = 0
 
+    @property
+    def kept_words(self) -> str:
+        """What backward finds."""
+        return {"offload": "recompute, inputs on host", "spill": "recompute, inputs on disk"}.get(
+            self.activations, self.activations
+        )
+
     def __str__(self) -> str:
-        words = [f"parameters {self.parameters}", f"states {self.states}", self.activations]
+        words = [f"parameters {self.parameters}", f"states {self.states}", self.kept_words]
         words += [f"MLP in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else []
         words += [f"attention by {self.attention_block} rows"] if self.attention_block else []
         return ", ".join(words)

@@ -16,13 +16,16 @@ _OWNERS = ("parameters", "optimizer", "gradients", "activations", "work", "proce
 _SIZE = (1040, 300)
 
 
-def render_plan(plan: JointPlan, curve: Sequence[JointPlan], table: tuple[list[str], list[list[str]]]) -> str:
+def render_plan(
+    plan: JointPlan, curve: Sequence[JointPlan], table: tuple[list[str], list[list[str]]], changes: Sequence[str]
+) -> str:
     """The page as HTML text.
 
     Args:
         plan: what is shown.
         curve: fastest plans at several device budgets; empty leaves the picture out.
         table: columns and rows of the layers' choices.
+        changes: what would be faster, in words; empty leaves the section out.
     """
     css = resources.files("tilewright.report").joinpath("page.css").read_text(encoding="utf-8")
     figures = _memory_figure(plan) + (_pareto_figure(curve, plan) if curve else "")
@@ -31,7 +34,7 @@ def render_plan(plan: JointPlan, curve: Sequence[JointPlan], table: tuple[list[s
         f'<dd class="detail">{escape(detail)}</dd></div>'
         for name, value, detail in _tiles(plan)
     )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
+    faster = f"<section><h2>What would be faster</h2>{_list(changes)}</section>\n" if changes else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -39,9 +42,13 @@ def render_plan(plan: JointPlan, curve: Sequence[JointPlan], table: tuple[list[s
         f'<header><p class="eyebrow"><b>plan</b> · {escape(plan.machine.device_name)}</p>'
         f'<h1>{escape(verdict(plan))}</h1><dl class="tiles">{tiles}</dl></header>\n'
         f'<main>\n<section><h2>Memory and time</h2><div class="charts">{figures}</div></section>\n'
-        f"<section><h2>Layers</h2>{_html_table(*table)}</section>\n"
-        f"<section><h2>What is guessed</h2><ul>{notes}</ul></section>\n</main>\n</body>\n</html>\n"
+        f"<section><h2>Layers</h2>{_html_table(*table)}</section>\n{faster}"
+        f"<section><h2>What is guessed</h2>{_list(plan.notes)}</section>\n</main>\n</body>\n</html>\n"
     )
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
 def _tiles(plan: JointPlan) -> list[tuple[str, str, str]]:
@@ -52,7 +59,8 @@ def _tiles(plan: JointPlan) -> list[tuple[str, str, str]]:
     ]
     if plan.host:
         found.append(("Host", format_bytes(plan.host_bytes), f"of {format_bytes(plan.budget.host)}"))
-    found.append(("Executor", setting.executor, f"{setting.num_micro} micro-batches of {setting.micro_batch}"))
+    batches = "micro-batches" if setting.num_micro > 1 else "micro-batch"
+    found.append(("Executor", setting.executor, f"{setting.num_micro} {batches} of {setting.micro_batch}"))
     found.append(("Optimizer", setting.moments, f"moments; master {setting.master}"))
     return found
 
@@ -69,7 +77,8 @@ def _memory_figure(plan: JointPlan) -> str:
         series, label="device memory through one step", y_label="device bytes", x_label="moment", size=_SIZE
     )
     names = [name for name, _ in moments]
-    places = f"0 is load, {names.index('loss')} the loss; before it layers forward, behind it layers backward."
+    places = f"0 is load, {names.index('loss')} the loss; before it layers forward, behind it layers backward. "
+    places += f"The budget is {format_bytes(plan.budget.device)}, of which {plan.recipe.plan.margin:.0%} stay free."
     legend = [(one.colour, one.name) for one in series]
     return _figure("Device memory through one step", legend, svg, places)
 
