@@ -30,7 +30,7 @@ from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
 from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.footprint import LAYER_WORK, layer_storages, process_bytes, process_size
+from tilewright.plan.footprint import LAYER_WORK, gap_share, layer_storages, process_bytes, process_size
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
 from tilewright.plan.shape import LayerClass, Line, ModelShape
 from tilewright.plan.trace import KERNELS, quiet, text_inputs, to_fake
@@ -235,6 +235,7 @@ def _foreign_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine:
         compiled=False,
         loss_compiled=loss_compiled,
         process_bytes=process_size(machine, compiles=loss_compiled, foreign=True),
+        gaps=gap_share(machine, BYTES[policy.product], compiled=False),
         notes=_notes(recipe),
     )
 
@@ -354,6 +355,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         compiled=work.compiled,
         loss_compiled=work.loss_compiled,
         process_bytes=process_bytes(work),
+        gaps=gap_share(machine, BYTES[policy.product], work.compiled),
         notes=_notes(recipe),
     )
 

@@ -44,6 +44,9 @@ LOSS_CHUNKS = {(True, 2): 1.0, (True, 4): 1.0, (False, 2): 5.0, (False, 4): 2.9}
 own gradient, and in eager form the FP32 softmax and its intermediates (measured)."""
 WIDE_CHUNKS = 2.0
 """More of them where a CPU multiplies 16-bit operands in FP32 (`ops.native.wide`): the logits in FP32."""
+WIDE_GAPS = 0.47
+"""Such a CPU leaves this share of what eager layers keep as free pages between it: of a product the rounded result is
+kept, and the FP32 one beside it is freed (measured: 0.46 and 0.49, a decoder and a Llama)."""
 EVALUATED_CHUNKS = {2: 5.0, 4: 2.0}
 """The same in an evaluation, which is not compiled and makes no gradient, by bytes of a logit: the logits and their
 FP32 log-softmax, and of 16-bit logits an FP32 copy."""
@@ -68,12 +71,14 @@ def footprint(work: Workload) -> Footprint:
     head_work = max(loss_work(work, mode) for mode in work.modes)
     gradients = 4 * work.num_trainable  # FP32 also where parameters are stored in 16 bit
     held = {"parameters": work.parameter_bytes, "optimizer": optimizer_bytes(work), "buffers": buffer_bytes(work)}
-    kept = backward_work if cpu else 0
+    gaps = int(gap_share(work.machine, product_bytes(work), work.compiled) * activations)
+    kept = backward_work + gaps if cpu else 0
+    backward = _backward(activations, gradients, work.num_micro)
     first = {"gradients": gradients if work.num_micro > 1 else 0}
     phases = {
         "load": {"parameters": held["parameters"], "buffers": held["buffers"], "other": process},
         "forward": held | first | {"activations": activations, "other": process + head_work + kept},
-        "backward": held | _backward(activations, gradients, work.num_micro) | {"other": process + backward_work},
+        "backward": held | backward | {"other": process + gaps + backward_work},
         "update": held | {"gradients": gradients, "other": process + kept + (activations if cpu else 0)},
         "evaluate": _evaluation(work, held, process, activations + kept if cpu else 0),
     }
@@ -92,6 +97,21 @@ def process_size(machine: Machine, *, compiles: bool, foreign: bool) -> int:
     """The same, of a run that compiles something or not, and of a model of transformers or our own."""
     triton = TRITON_BYTES if machine.versions.get("triton") else 0
     return PROCESS_BYTES + triton + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
+
+
+def product_bytes(work: Workload) -> int:
+    """Bytes of an operand of the products, in the narrowest of the run's modes."""
+    return min(BYTES[policy.product] for policy in work.policies.values())
+
+
+def gap_share(machine: Machine, operand_bytes: int, compiled: bool) -> float:
+    """Free pages between what layers keep, as a share of it."""
+    return 0.0 if compiled or not _widened(machine, operand_bytes) else WIDE_GAPS
+
+
+def _widened(machine: Machine, operand_bytes: int) -> bool:
+    """Whether 16-bit operands are multiplied in FP32."""
+    return machine.device == "cpu" and operand_bytes == 2 and not machine.cpu_multiplies(torch.bfloat16)
 
 
 def _backward(activations: int, gradients: int, num_micro: int) -> dict[str, int]:
@@ -249,8 +269,7 @@ def loss_chunks(machine: Machine, compiled: bool, logit_bytes: int) -> float:
     """Chunk-sized blocks alive at once in the head's loss."""
     if machine.device != "cpu":
         return 2.0
-    widened = logit_bytes == 2 and not machine.cpu_multiplies(torch.bfloat16)
-    return LOSS_CHUNKS[compiled, logit_bytes] + (WIDE_CHUNKS if widened else 0.0)
+    return LOSS_CHUNKS[compiled, logit_bytes] + (WIDE_CHUNKS if _widened(machine, logit_bytes) else 0.0)
 
 
 def head_shape(work: Workload) -> tuple[int, int, int] | None:

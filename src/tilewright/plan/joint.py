@@ -376,7 +376,8 @@ def _owners(
             held += codes
         kept = row.count * cost.kept if row.name in phase.kept else 0.0
         gradients = row.count * cost.gradient if row.name in phase.gradients else 0.0
-        found["activations"] += kept + max(0.0, row.count * cost.held - held)  # inputs in a CPU's host tier
+        gaps = kept * shape.gaps / (1 + shape.gaps) if setting.executor == "standard" else 0.0  # counts as work
+        found["activations"] += kept - gaps + max(0.0, row.count * cost.held - held)  # inputs in a CPU's host tier
         found["gradients"] += gradients
         total += row.count * cost.held + kept + gradients
         running = max(running, cost.for_phase(phase.transient))

@@ -202,7 +202,7 @@ class _Layer:
         return Cost(
             seconds=self.setting.num_micro * micro_batch + self.update_s(),
             held=self.parameters + self.states + found.codes,
-            kept=lines[kind],
+            kept=lines[kind] * (1 + self.shape.gaps),
             gradient=4.0 * found.num_parameters,
             forward=rebuilt,
             backward=again + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,

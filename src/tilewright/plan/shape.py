@@ -86,6 +86,8 @@ class ModelShape:
     loss_compiled: bool
     process_bytes: float
     """Of a process on a CPU, besides the model."""
+    gaps: float = 0.0
+    """Free pages between what layers keep, as a share of it (`footprint.gap_share`)."""
     notes: tuple[str, ...] = ()
 
     @property
