@@ -217,13 +217,15 @@ def _masks(work: Workload, kept: Storage) -> int:
 
 
 def layer_work(work: Workload, mode: str) -> int:
-    """Backward's need for the layer that keeps most; a recomputed layer keeps its all first."""
-    times = LAYER_WORK + (0 if work.recipe.train.activation_checkpoint == "none" else 1)
+    """Backward's need for the layer that needs most: its gradients, and what it did not keep and makes again."""
+    checkpoint = work.recipe.train.activation_checkpoint
     if work.config is None:
-        return int(times * work.layer_kept)
-    storages = enumerate(layer_storages(work, mode))
-    largest = max(layer_bytes(work.config, i, "none", kept) for i, kept in storages)
-    return int(times * largest * work.num_tokens) + _operand_work(work, mode)
+        return int((LAYER_WORK + (checkpoint != "none")) * work.layer_kept)
+    needs = []
+    for i, kept in enumerate(layer_storages(work, mode)):
+        everything = layer_bytes(work.config, i, "none", kept)
+        needs.append(LAYER_WORK * everything + max(0, everything - layer_bytes(work.config, i, checkpoint, kept)))
+    return int(max(needs) * work.num_tokens) + _operand_work(work, mode)
 
 
 def _operand_work(work: Workload, mode: str) -> int:

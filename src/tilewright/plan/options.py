@@ -197,7 +197,6 @@ class _Layer:
             mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_tiles
         lines = {"keep": kept - mlp, "selective": found.kept_selective(self.rows), "recompute": self.input}
         rebuilt = max(0.0, kept - mlp - lines[kind])
-        again = 0.0 if kind == "keep" else kept - mlp  # as measured, also where some of it was kept
         micro_batch = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
         return Cost(
             seconds=self.setting.num_micro * micro_batch + self.update_s(),
@@ -205,7 +204,7 @@ class _Layer:
             kept=lines[kind] * (1 + self.shape.gaps),
             gradient=4.0 * found.num_parameters,
             forward=rebuilt,
-            backward=again + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
+            backward=rebuilt + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
         )
 
     def _layer_major(self) -> Cost:
