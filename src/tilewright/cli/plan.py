@@ -41,7 +41,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     loaded = load_recipe(recipe, overrides(ctx))
     asked = JointOptions(**options)
     if asked.asked:
-        joint_plan(loaded, overrides(ctx), asked, _vocab_size(loaded.recipe), as_json)
+        joint_plan(loaded, overrides(ctx), asked, _vocab_size, as_json)
         return
     from tilewright.core.hardware import detect_machine
     from tilewright.plan.ceilings import measure

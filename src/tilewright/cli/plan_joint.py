@@ -4,6 +4,7 @@ torch is imported inside, so that `--help` stays fast.
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilewright.cli.common import print_json, show_table
+from tilewright.core.config import Recipe
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.load import CLI, Loaded, load_recipe
 from tilewright.core.log import say
@@ -45,8 +47,17 @@ class JointOptions:
         return self != JointOptions()
 
 
-def joint_plan(loaded: Loaded, typed: list[str], options: JointOptions, vocab_size: int, as_json: bool) -> None:
+def joint_plan(
+    loaded: Loaded, typed: list[str], options: JointOptions, vocab_size: Callable[[Recipe], int], as_json: bool
+) -> None:
     """Plan a recipe jointly and print it.
+
+    Args:
+        loaded: the recipe.
+        typed: settings from the command line; another recipe that is compared gets them too.
+        options: what was asked for.
+        vocab_size: tokens of a recipe's tokenizer.
+        as_json: print JSON.
 
     Raises:
         ConfigError: an option that makes no sense.
@@ -55,7 +66,7 @@ def joint_plan(loaded: Loaded, typed: list[str], options: JointOptions, vocab_si
     from tilewright.plan.joint import largest, pareto
     from tilewright.plan.joint_words import no_plan
 
-    planner, budget = _planner(loaded, options, vocab_size, as_json)
+    planner, budget = _planner(loaded, options, vocab_size(loaded.recipe), as_json)
     found = largest(planner, budget) if options.largest else planner.plan(budget)
     if found is None:
         raise no_plan(planner, budget)
@@ -63,7 +74,7 @@ def joint_plan(loaded: Loaded, typed: list[str], options: JointOptions, vocab_si
         lines = _why(planner, found, options.why)
         print_json({"why": lines}) if as_json else click.echo("\n".join(lines))
         return
-    other = _other(planner, budget, options, typed)
+    other = _other(planner, budget, options, typed, vocab_size)
     changes = [] if options.largest else _changes(planner, budget, found)
     curve = pareto(planner, budget) if options.html and not options.largest else []
     if as_json:
@@ -187,8 +198,15 @@ def _changes(planner: "JointPlanner", budget: "Budget", found: "JointPlan") -> l
     return cheapest_changes(planner, budget, found)
 
 
-def _other(planner: "JointPlanner", budget: "Budget", options: JointOptions, typed: list[str]) -> dict[str, str] | None:
+def _other(
+    planner: "JointPlanner",
+    budget: "Budget",
+    options: JointOptions,
+    typed: list[str],
+    vocab_size: Callable[[Recipe], int],
+) -> dict[str, str] | None:
     """The numbers of what is compared: another recipe planned in the same budget, or a plan file."""
+    from tilewright.plan.joint import JointPlanner
     from tilewright.plan.plan_file import is_plan_file, read_plan
 
     if not options.compare:
@@ -202,20 +220,37 @@ def _other(planner: "JointPlanner", budget: "Budget", options: JointOptions, typ
             "step": format_seconds(made["step_s"]),
             "device": format_bytes(made["device_peak_bytes"]),
             "host": format_bytes(made["host_bytes"]),
-            **{name: str(value) for name, value in file.settings.items()},
+            **_settings(file.settings),
         }
     loaded = load_recipe(options.compare, typed)
-    plan = planner.with_recipe(loaded.recipe).plan(budget)
+    theirs = JointPlanner(
+        loaded.recipe,
+        vocab_size(loaded.recipe),
+        planner.machine,
+        planner.rates,
+        planner.open_formats,
+        planner.notes,
+        planner.fixed,
+    )
+    plan = theirs.plan(budget)
     return {"plan": loaded.name} | (_numbers(plan) if plan else {"step": "does not fit"})
 
 
 def _numbers(plan: "JointPlan") -> dict[str, str]:
     return {
+        "parameters": format_count(plan.shape.num_parameters),
         "step": format_seconds(plan.step_s),
+        "tokens/s": format_count(plan.tokens_per_s),
         "device": format_bytes(plan.peak_bytes),
         "host": format_bytes(plan.host_bytes),
-        **{name: str(value) for name, value in plan.settings().items()},
+        **_settings(plan.settings()),
     }
+
+
+def _settings(found: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as people read them."""
+    tile = "memory.loss_tile"
+    return {name: format_bytes(value) if name == tile else str(value) for name, value in found.items()}
 
 
 def _table(plan: "JointPlan") -> tuple[list[str], list[list[str]]]:
