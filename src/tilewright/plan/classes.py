@@ -46,7 +46,7 @@ decoder); what traces of dense layers say, rounded up."""
 
 
 class ShapeFinder:
-    """Finds shapes of one model in several settings; keeps the meta model between them.
+    """Finds shapes of one model in several settings; keeps the meta model, and what was traced, between them.
 
     Args:
         vocab_size: of the tokenizer.
@@ -57,6 +57,7 @@ class ShapeFinder:
         self.vocab_size = vocab_size
         self.machine = machine
         self._skeletons: dict[object, _Skeleton] = {}
+        self._traces: dict[object, list[list[TracedLayer]]] = {}
 
     def find(self, recipe: Recipe) -> ModelShape:
         """The shape of a recipe's model.
@@ -74,7 +75,10 @@ class ShapeFinder:
         skeleton = self._skeletons[recipe.model]
         if skeleton.config is not None:
             return _decoder_shape(skeleton, recipe, policy, mode, self.machine)
-        return _foreign_shape(skeleton, recipe, policy, self.machine)
+        key = (recipe.model, recipe.precision, parameters, recipe.data.seq_len)
+        if key not in self._traces:  # seconds for a large model, and most settings change nothing of it
+            self._traces[key] = _traced(skeleton, recipe, policy, self.machine)
+        return _foreign_shape(skeleton, recipe, policy, self.machine, self._traces[key])
 
 
 @dataclass(frozen=True)
@@ -176,13 +180,23 @@ def _structure(layer: nn.Module) -> object:
     return tuple(modules)
 
 
-def _foreign_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> ModelShape:
+def _traced(skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> list[list[TracedLayer]]:
+    """Each class's layer, with one row and with two."""
+    numbers = _layer_numbers(skeleton.model, skeleton.layers)
+    return [
+        _trace_foreign(copy.deepcopy(skeleton.model), numbers, recipe, policy, machine, rows)  # it is used up
+        for rows in (1, 2)
+    ]
+
+
+def _foreign_shape(
+    skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine: Machine, traced: list[list[TracedLayer]]
+) -> ModelShape:
     model = copy.deepcopy(skeleton.model)
     assert isinstance(model, HFModel)
-    first = copy.deepcopy(skeleton.layers)  # for shapes; the traced copy is converted
+    first = copy.deepcopy(skeleton.layers)  # for shapes
     table = products_of(model, policy, None)
     numbers = _layer_numbers(skeleton.model, skeleton.layers)
-    traced = [_trace_foreign(copy.deepcopy(model), numbers, recipe, policy, machine, rows) for rows in (1, 2)]
     classes = []
     for place, (indices, one, two) in enumerate(zip(skeleton.indices, *traced, strict=True)):
         products = tuple(p for p in table if p.fqn.startswith(numbers[place] + "."))

@@ -86,23 +86,31 @@ def _memory_figure(plan: JointPlan) -> str:
 def _pareto_figure(curve: Sequence[JointPlan], plan: JointPlan) -> str:
     points = sorted((found.peak_bytes / 2**30, found.step_s) for found in curve)
     narrowed = [found for found in curve if found.narrowed]
-    series = [
-        Series("fastest plan", [x for x, _ in points], [y for _, y in points], 0),
-        Series("this plan", [plan.peak_bytes / 2**30], [plan.step_s], 1, "dots"),
-    ]
+    series = [Series("fastest plan", [x for x, _ in points], [y for _, y in points], 0)]
     legend, note = [(0, "fastest plan"), (1, "this plan")], "Each point is a plan of its own."
     if narrowed:
         sizes, times = [found.peak_bytes / 2**30 for found in narrowed], [found.step_s for found in narrowed]
         series.append(Series("other formats", sizes, times, 2, "dots"))
         legend.append((2, "with formats that change what is learned"))
-        told = "; ".join(f"{found.peak_bytes / 2**30:.3g} GiB: {formats_of(found)}" for found in narrowed)
-        note += f" Formats of the optimizer that the recipe has not: {told}."
+        note += f" Formats of the optimizer that the recipe has not: {_told(narrowed)}."
+    series.append(Series("this plan", [plan.peak_bytes / 2**30], [plan.step_s], 1, "dots"))  # above the others
     marks = [Mark(plan.budget.device / 2**30, f"budget {format_bytes(plan.budget.device)}")]
     svg = line_chart(
         series, label="seconds of a step against device memory", y_label="seconds a step", x_label="device GiB",
         marks=marks, zero=True, size=_SIZE,
     )  # fmt: skip
     return _figure("Memory against time", legend, svg, note)
+
+
+def _told(narrowed: Sequence[JointPlan]) -> str:
+    """Formats, and from how many bytes to how many plans have them."""
+    sizes: dict[str, list[float]] = {}
+    for found in narrowed:
+        sizes.setdefault(formats_of(found), []).append(found.peak_bytes)
+    return "; ".join(
+        f"{formats} with {format_bytes(min(found))}" + (f" to {format_bytes(max(found))}" if len(found) > 1 else "")
+        for formats, found in sizes.items()
+    )
 
 
 def _figure(title: str, legend: Sequence[tuple[int, str]], svg: str, note: str) -> str:
