@@ -12,7 +12,7 @@ with a step beside it. `before` is what the plan said of the whole run, against 
 `before_steps` the same of the steps alone; `after` what the run expected of a step once the first one had been
 measured. A first pass, not counted, prepares data, kernels and ceilings.
 
-python -m benchmarks.plan_measured [--steps 4] [--only MODEL ...]
+python -m benchmarks.plan_measured [--steps 3] [--only MODEL ...]
 """
 
 import argparse
@@ -99,13 +99,18 @@ class Telling:
         self._events.append(f"step {step}: {text}")
 
 
-def measure(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
-    """A case in a process of its own, and its errors."""
+def run(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
+    """A case in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.plan_measured", "--worker", json.dumps([recipe, settings])]
     done = subprocess.run([*command, "--steps", str(steps)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{recipe} {settings}: exit {done.returncode}\n{done.stderr[-3000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
+    """A case, and its errors."""
+    found = run(recipe, settings, steps)
     peak = max(found["peaks"][1:])
     whole = max(peak, *(sum(owners.values()) for owners in found["measured"].values()))
     found |= {"measured_bytes": whole, "error_before": found["before_bytes"] / whole - 1}
@@ -119,7 +124,7 @@ def measure(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]
 def main() -> None:
     """All cases, written as they end."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--worker", type=json.loads)
     args = parser.parse_args()
@@ -135,7 +140,7 @@ def main() -> None:
         for model in args.only:
             recipe, settings = MODELS[model]
             settings = common | settings | ({"model.path": folder} if model == "llama" else {})
-            measure(recipe, settings, 2)
+            run(recipe, settings, 1)
             for plan, more in PLANS.items():
                 if plan == "budget":
                     whole = results[f"{model}, as it stands"]["before_bytes"]
