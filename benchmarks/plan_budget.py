@@ -6,12 +6,15 @@
   every_k     every k-th layer recomputed, the fastest k that fits (torchtitan's selective checkpointing by layers)
   full        every layer recomputed
 
-All train the same decoder through the standard executor with compiled layers. Only steps are taken, so evaluation and
-checkpoints are set such that they take no more memory than a step: a plan counts them. First each setting runs alone
-in a process of its own, which gives the curve: whole-process peak and seconds of a step. Then, at each peak of a plan
-the best setting of each way that stays within it takes steps in turns. A way of which nothing fits has no time.
+All train the same FP32 decoder through the standard executor with compiled layers: in FP32 every product is torch's
+own, and its partitioner knows what it costs. Where a CPU multiplies BF16 in FP32 the product is an operation of ours,
+which the partitioner holds to be free. The micro-batch is given, so the planner does not make it smaller.
+Only steps are taken, so evaluation and checkpoints are set such that they take no more memory than a step: a plan
+counts them. Each setting is a process of its own that waits for its turn; all take steps in turns, so a busy moment of
+the machine hits all alike. At each peak of a plan the best setting of each way that stays within it is compared with
+it. A way of which nothing fits has no time. All processes stay until the end: 14 GiB or so.
 
-python -m benchmarks.plan_budget [--rounds 3] [--budgets 5] [--tiny]
+OMP_NUM_THREADS=1 python -m benchmarks.plan_budget [--rounds 3] [--budgets 5] [--tiny]
 """
 
 import argparse
@@ -27,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import machine_kind, spread, write_result
+from benchmarks.common import RESULTS, machine_kind, spread, write_result
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.placement import LayerPlacement, Placement
 
@@ -35,24 +38,24 @@ CLAIM = (
     "at equal peak the planned step is never slower than torch's memory budget, full checkpointing and every k-th "
     "layer, and faster at three budgets of five or more"
 )
+MARGIN = 0.05
 SHAPE = {
     "model.dim": "384", "model.num_layers": "8", "model.num_heads": "6", "model.num_kv_heads": "6",
-    "model.ffn_dim": "1024", "data.vocab_size": "4096", "data.max_bytes": "8MB", "train.batch_size": "8",
-    "train.micro_batch": "8", "train.eval_batches": "1", "run.device": "cpu", "plan.enforce": "false",
-    "save.background": "false", "precision.eval_fp32": "false",
+    "model.ffn_dim": "1024", "data.vocab_size": "4096", "data.max_bytes": "8MB", "train.batch_size": "4",
+    "train.micro_batch": "4", "train.eval_batches": "1", "run.device": "cpu", "plan.enforce": "false",
+    "plan.margin": str(MARGIN), "precision.mode": "fp32", "save.background": "false", "precision.eval_fp32": "false",
 }  # fmt: skip
 TINY = {"model.dim": "64", "model.num_layers": "4", "model.num_heads": "2", "model.num_kv_heads": "2"} | {
-    "model.ffn_dim": "128", "data.vocab_size": "512", "data.max_bytes": "2MB", "data.seq_len": "64",
-    "train.compile": "off",
+    "model.ffn_dim": "128", "data.vocab_size": "512", "data.max_bytes": "2MB", "data.seq_len": "512",
+    "train.batch_size": "16", "train.micro_batch": "16", "train.compile": "off",
 }  # fmt: skip
-TORCH_BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
+TORCH_BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7)
 EVERY = (2, 3, 4)
-WARMUP, ALONE = 2, 2
-OVER = (1.13, 1.05)
-"""Budgets of planned runs go from this times the peak of `full` to this times that of `none`: for margin and error."""
+WARMUP = 2
 TOLERANCE = 1.01
 """Peaks of the same setting differ by so much from process to process."""
 WAYS = ("planned", "torch", "every_k", "full")
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "plan_budget.svg"
 
 
 # ---- one setting in a process ----
@@ -68,82 +71,93 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
     if "torch_budget" in setting:
         functorch.activation_memory_budget = setting["torch_budget"]
     given = SHAPE | (TINY if tiny else {}) | setting.get("settings", {})
-    parts = build(set_up(load_recipe("default", given, environ={})), fresh=True)
+    ready = set_up(load_recipe("default", given, environ={}))
+    parts = build(ready, fresh=True)
     if "every" in setting:
         number = int(given["model.num_layers"])
         recomputed = LayerPlacement(activations="recompute")
         layers = [recomputed if i % setting["every"] == 0 else LayerPlacement() for i in range(number)]
         parts.executor.place(Placement(layers=tuple(layers)))
     parts.executor.ledger = None  # its phases reset the system's mark of the largest resident set
+    kept = [layer.activations for layer in parts.executor.placement.layers]
+    print(json.dumps({"kept": kept, "predicted_bytes": ready.plan.peak_bytes}), flush=True)
     for count in range(10**9):
         if count >= WARMUP and not sys.stdin.readline():
             break
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(count))
-        seconds = time.perf_counter() - start
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"step_s": seconds, "peak_bytes": peak}), flush=True)
-    kept = [layer.activations for layer in parts.executor.placement.layers]
-    print(json.dumps({"kept": kept}), flush=True)
+        print(json.dumps({"step_s": seconds, "cpu_s": busy, "peak_bytes": peak}), flush=True)
     parts.close()
 
 
-def start(setting: dict[str, Any], tiny: bool) -> subprocess.Popen:
-    """A setting's process."""
-    command = [sys.executable, "-m", "benchmarks.plan_budget", "--worker", json.dumps(setting)]
-    # A compiler cache of its own: graphs made under another memory budget must not be met here.
-    folder = Path(tempfile.gettempdir()) / f"plan_budget_{setting.get('torch_budget', 'none')}"
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    return subprocess.Popen(
-        command + ["--tiny"] * tiny, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    )
+class Setting:
+    """A setting's process, warmed up.
 
+    Args:
+        way: one of `WAYS`, or "none".
+        label: for people.
+        setting: what the worker is told.
+        tiny: take the small size.
+    """
 
-def answer(process: subprocess.Popen) -> dict[str, Any]:
-    """The next line of numbers."""
-    for line in process.stdout:
-        if line.startswith("{"):
-            return json.loads(line)
-    raise SystemExit(f"a setting ended with code {process.wait()}")
-
-
-def turns(settings: dict[str, dict[str, Any]], rounds: int, tiny: bool) -> dict[str, dict[str, Any]]:
-    """Seconds and peaks of several settings, a step each in turn."""
-    processes = {name: start(setting, tiny) for name, setting in settings.items()}
-    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
-    for process in processes.values():
+    def __init__(self, way: str, label: str, setting: dict[str, Any], tiny: bool) -> None:
+        self.way, self.label, self.setting = way, label, setting
+        command = [sys.executable, "-m", "benchmarks.plan_budget", "--worker", json.dumps(setting)]
+        # A compiler cache of its own: graphs made under another memory budget must not be met here.
+        folder = Path(tempfile.gettempdir()) / f"plan_budget_{setting.get('torch_budget', 'none')}"
+        self.process = subprocess.Popen(
+            command + ["--tiny"] * tiny,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder)},
+        )
+        self.about = self._answer()
+        self.steps: list[dict[str, float]] = []
         for _ in range(WARMUP):
-            answer(process)
-    for _ in range(rounds):
-        for name, process in processes.items():
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            steps[name].append(answer(process))
-    found = {}
-    for name, process in processes.items():
-        process.stdin.close()
-        found[name] = {
-            "step_s": spread([step["step_s"] for step in steps[name]]),
-            "peak_bytes": steps[name][-1]["peak_bytes"],
-            "kept": answer(process)["kept"],
-        }
-        process.wait()
-    return found
+            self.last = self._answer()
+        print(f"{label}: {self.peak_bytes / 2**20:.0f} MiB, {self.last['step_s']:.2f} s", flush=True)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Largest resident set so far."""
+        return self.last["peak_bytes"]
+
+    @property
+    def median_s(self) -> float:
+        """Of a step."""
+        return spread([step["step_s"] for step in self.steps])["median"]
+
+    def step(self) -> None:
+        """One more step."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        self.last = self._answer()
+        self.steps.append(self.last)
+
+    def end(self) -> None:
+        """No more steps."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def point(self) -> dict[str, Any]:
+        """For the result."""
+        times = {name: spread([step[name] for step in self.steps]) for name in ("step_s", "cpu_s")}
+        return {"way": self.way, "label": self.label, **self.about, "peak_bytes": self.peak_bytes, **times}
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"a setting ended with code {self.process.wait()}")
 
 
-# ---- curves and contests ----
-
-
-def alone(name: str, setting: dict[str, Any], tiny: bool) -> dict[str, Any]:
-    """A point of a curve."""
-    point = turns({name: setting}, ALONE, tiny)[name] | {"setting": setting}
-    print(f"{name}: {point['peak_bytes'] / 2**20:.0f} MiB, {point['step_s']['median']:.2f} s", flush=True)
-    return point
-
-
-def planned(budget: float) -> dict[str, Any]:
-    """The setting of a planned run."""
-    return {"settings": {"memory.plan": "auto", "plan.device_budget": str(int(budget))}}
+# ---- what is compared ----
 
 
 def unplanned(mode: str) -> dict[str, Any]:
@@ -151,24 +165,62 @@ def unplanned(mode: str) -> dict[str, Any]:
     return {"settings": {"memory.plan": "", "train.activation_checkpoint": mode}}
 
 
-def contest(curves: dict[str, list[dict[str, Any]]], budget: float, args: argparse.Namespace) -> dict[str, Any]:
-    """The best of each way within a budget, in turns."""
-    best = {}
-    for way, points in curves.items():
-        fitting = [point for point in points if point["peak_bytes"] <= budget * TOLERANCE]
-        if fitting:
-            best[way] = min(fitting, key=lambda point: point["step_s"]["median"])["setting"]
-    found: dict[str, Any] = {"budget_bytes": int(budget), **turns(best, args.rounds, args.tiny)}
-    for way in WAYS[1:]:
-        if way in found and "planned" in found:
-            mine, theirs = (found[name]["step_s"]["samples"] for name in ("planned", way))
-            found[f"{way} over planned"] = spread([b / a for a, b in zip(mine, theirs, strict=True)])
-    print(json.dumps({name: row["step_s"]["median"] for name, row in found.items() if name in WAYS}), flush=True)
+def all_settings(num_budgets: int, tiny: bool) -> list[Setting]:
+    """Every setting of every way, warmed up."""
+    none, full = (Setting(way, mode, unplanned(mode), tiny) for way, mode in (("none", "none"), ("full", "full")))
+    found = [none, full]
+    low, high = full.about["predicted_bytes"], none.about["predicted_bytes"]
+    for i in range(num_budgets):
+        budget = int((low + (high - low) * (i + 1) / (num_budgets + 1)) / (1 - MARGIN))
+        settings = {"memory.plan": "auto", "plan.device_budget": str(budget)}
+        found.append(Setting("planned", f"planned, {budget >> 20} MiB", {"settings": settings}, tiny))
+    for share in TORCH_BUDGETS:
+        found.append(Setting("torch", f"torch, {share}", unplanned("none") | {"torch_budget": share}, tiny))
+    for k in EVERY:
+        found.append(Setting("every_k", f"every {k}", unplanned("none") | {"every": k}, tiny))
     return found
 
 
+def contest(mine: Setting, settings: list[Setting]) -> dict[str, Any]:
+    """A plan against the best of each way within the plan's peak. Keeping everything is an end of each way."""
+    found: dict[str, Any] = {"peak_bytes": mine.peak_bytes, "planned": mine.label, "step_s": mine.median_s}
+    for way in WAYS[1:]:
+        mode = (way,) if way == "full" else (way, "none")
+        fitting = [s for s in settings if s.way in mode and s.peak_bytes <= mine.peak_bytes * TOLERANCE]
+        if way == "every_k":
+            fitting += [s for s in settings if s.way == "full" and s.peak_bytes <= mine.peak_bytes * TOLERANCE]
+        if fitting:
+            best = min(fitting, key=lambda setting: setting.median_s)
+            pairs = zip(mine.steps, best.steps, strict=True)
+            ratios = [theirs["step_s"] / own["step_s"] for own, theirs in pairs]
+            found[way] = {"best": best.label, "step_s": best.median_s, "over planned": spread(ratios)}
+    return found
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """Peak against seconds of a step, a line for each way."""
+    from tilewright.report.charts import Series, line_chart, standalone
+
+    names = {
+        "planned": "planned, layer by layer",
+        "torch": "torch's activation_memory_budget",
+        "every_k": "every k-th layer recomputed",
+        "full": "every layer recomputed",
+        "none": "everything kept",
+    }
+    series = []
+    for colour, (way, name) in enumerate(names.items()):
+        mine = sorted(
+            (point["peak_bytes"] / 2**20, point["step_s"]["median"]) for point in points if way == point["way"]
+        )
+        series.append(Series(name, [x for x, _ in mine], [y for _, y in mine], colour, "line" if mine[1:] else "dots"))
+    size, title = (760, 420), "Seconds of a step against the peak of its memory"
+    chart = line_chart(series, label=title, y_label="seconds a step", x_label="peak of the process, MiB", size=size)
+    path.write_text(standalone(chart, title, list(names.values()), size), encoding="utf-8")
+
+
 def main() -> None:
-    """Curves, then a contest at each budget."""
+    """All settings in turns, then what is compared at each plan's peak."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budgets", type=int, default=5)
@@ -179,21 +231,19 @@ def main() -> None:
         worker(args.worker, args.tiny)
         return
     tune_cpu_runtime()
-    none, full = (alone(mode, unplanned(mode), args.tiny) for mode in ("none", "full"))
-    low, high = full["peak_bytes"], none["peak_bytes"]
-    low, high = OVER[0] * low, OVER[1] * high
-    budgets = [low + (high - low) * i / (args.budgets - 1) for i in range(args.budgets)]
-    curves = {
-        "planned": [alone(f"planned, {size / 2**20:.0f} MiB", planned(size), args.tiny) for size in budgets],
-        "torch": [none]
-        + [alone(f"torch, {share}", unplanned("none") | {"torch_budget": share}, args.tiny) for share in TORCH_BUDGETS],
-        "every_k": [none, full] + [alone(f"every {k}", unplanned("none") | {"every": k}, args.tiny) for k in EVERY],
-        "full": [full],
-    }
-    results: dict[str, Any] = {"unit": "seconds a step", "torch": torch.__version__, "curves": curves}
-    peaks = sorted({point["peak_bytes"] for point in curves["planned"]})
-    results["budgets"] = [contest(curves, peak, args) for peak in peaks]
-    write_result(f"plan_budget_{'tiny' if args.tiny else machine_kind()}", CLAIM, results)
+    settings = all_settings(args.budgets, args.tiny)
+    for _ in range(args.rounds):
+        for setting in settings:
+            setting.step()
+    for setting in settings:
+        setting.end()
+    points = [setting.point() for setting in settings]
+    contests = [contest(setting, settings) for setting in settings if setting.way == "planned"]
+    for row in contests:
+        print(json.dumps(row), flush=True)
+    results = {"unit": "seconds a step", "torch": torch.__version__, "curves": points, "budgets": contests}
+    folder = write_result(f"plan_budget_{'tiny' if args.tiny else machine_kind()}", CLAIM, results).parent
+    draw(points, PICTURE if folder == RESULTS and not args.tiny else folder / "plan_budget.svg")
 
 
 if __name__ == "__main__":

@@ -229,3 +229,21 @@ def test_damaged_plan_files_are_errors_in_four_parts(tmp_path, plans, old, new):
     assert all((p.got and p.need and p.try_ and p.where) for p in caught.value.problems)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_plan(tmp_path / "none.toml")
+
+
+def test_backward_makes_again_what_a_layer_did_not_keep():
+    """Beyond what it kept: the gradients' need, which all kinds share, and the rest of what everything would be.
+    So it was measured, compiled and eager (docs/log.md, 2026-11-21)."""
+    recipe = make_recipe()
+    finder = JointPlanner(recipe, 8192, make_machine(64 * GIB), make_rates())
+    shape, setting = finder.shape(recipe), Setting.of(recipe)
+    costs = {
+        kind: layer_cost(shape.classes[0], Choice(activations=kind), setting, shape, recipe, make_rates(), LINKS)
+        for kind in ("keep", "selective", "recompute")
+    }
+    lines = {"keep": shape.classes[0].kept, "selective": shape.classes[0].kept_selective}
+    lines["recompute"] = shape.classes[0].input
+    rows = setting.micro_batch
+    for kind, cost in costs.items():
+        again = cost.backward - costs["keep"].backward
+        assert again == pytest.approx(lines["keep"](rows) - lines[kind](rows)), kind

@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 
 from tilewright.report.scales import FORMATS, Scale, format_number, make_scale
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 30.0, 34.0
+_LEGEND_LINE = 18
 _CHAR = 6.1
 """Width of a character of the tip box at its font size, in pixels."""
 
@@ -174,6 +176,26 @@ def histogram(
         points = [(x(back(g)), y(h)) for g, h in zip(grid, heights, strict=True)]
         parts.append(f'<path class="line c1" d="{_path(points, False)}"/>')
     return _svg(parts, size, label)
+
+
+def standalone(chart: str, title: str, legend: Sequence[str], size: tuple[int, int]) -> str:
+    """A chart of that size with its style, title and a legend for each colour, as a file of its own."""
+    width, height = size
+    css = resources.files("tilewright.report").joinpath("page.css").read_text(encoding="utf-8")
+    top = 34 + _LEGEND_LINE * len(legend)
+    rows = "".join(
+        f'<circle class="dot c{i % 8}" cx="24" cy="{40 + _LEGEND_LINE * i}" r="4"/>'
+        f'<text class="value" x="36" y="{44 + _LEGEND_LINE * i}">{escape(text)}</text>'
+        for i, text in enumerate(legend)
+    )
+    inner = chart.replace("<svg ", f'<svg x="16" y="{top}" width="{width}" height="{height}" ', 1)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + 32} {height + top + 12}" '
+        f'font-family="system-ui, sans-serif"><style>{css}</style>'
+        f'<rect width="100%" height="100%" style="fill: var(--paper)"/>'
+        f'<text x="20" y="20" style="fill: var(--ink); font-size: 15px; font-weight: 600">{escape(title)}</text>'
+        f"{rows}{inner}</svg>\n"
+    )
 
 
 def _svg(parts: Sequence[str], size: tuple[int, int], label: str) -> str:

@@ -5,17 +5,14 @@ The style sheet of the report is put inside, so that the file opens by itself, i
 """
 
 from collections.abc import Sequence
-from html import escape
-from importlib import resources
 
 from tilewright.precision.gemm_time import TIMES
 from tilewright.precision.search import Candidate
-from tilewright.report.charts import Series, line_chart
+from tilewright.report.charts import Series, line_chart, standalone
 from tilewright.training.search_precision import Found
 from tilewright.training.search_recorded import Recorded
 
 _SIZE = (760, 420)
-_LEGEND_LINE = 18
 
 
 def tradeoff_svg(found: Found | Recorded, title: str) -> str:
@@ -39,29 +36,9 @@ def tradeoff_svg(found: Found | Recorded, title: str) -> str:
     )
     legend = [f"fastest policy within a budget; speed: {TIMES[found.time]}"]
     legend += [f"{point.name}: {point.predicted}, {base.seconds / point.seconds:.3g}x" for point in named]
-    return _standalone(chart, title, legend)
+    return standalone(chart, title, legend, _SIZE)
 
 
 def _series(name: str, points: Sequence[Candidate], base: Candidate, colour: int, kind: str) -> Series:
     xs = [100 * point.predicted.change for point in points]
     return Series(name, xs, [base.seconds / point.seconds for point in points], colour, kind)
-
-
-def _standalone(chart: str, title: str, legend: Sequence[str]) -> str:
-    """A chart with its style, title and legend as a file of its own."""
-    width, height = _SIZE
-    css = resources.files("tilewright.report").joinpath("page.css").read_text(encoding="utf-8")
-    top = 34 + _LEGEND_LINE * len(legend)
-    rows = "".join(
-        f'<circle class="dot c{i % 8}" cx="24" cy="{40 + _LEGEND_LINE * i}" r="4"/>'
-        f'<text class="value" x="36" y="{44 + _LEGEND_LINE * i}">{escape(text)}</text>'
-        for i, text in enumerate(legend)
-    )
-    inner = chart.replace("<svg ", f'<svg x="16" y="{top}" width="{width}" height="{height}" ', 1)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width + 32} {height + top + 12}" '
-        f'font-family="system-ui, sans-serif"><style>{css}</style>'
-        f'<rect width="100%" height="100%" style="fill: var(--paper)"/>'
-        f'<text x="20" y="20" style="fill: var(--ink); font-size: 15px; font-weight: 600">{escape(title)}</text>'
-        f"{rows}{inner}</svg>\n"
-    )
