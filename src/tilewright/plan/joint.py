@@ -18,7 +18,7 @@ from tilewright.plan.classes import ShapeFinder
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint_plan import Budget, JointPlan, Row, bytes_of, chosen
-from tilewright.plan.moments import FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
+from tilewright.plan.moments import CHECKPOINT, FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
 from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices, end_class, layer_cost, layer_seconds
 from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Cost, Counts, Group, Phase, Problem, least_seconds, seconds, solve
@@ -282,6 +282,8 @@ class JointPlanner:
         cpu = self.machine.device == "cpu"
         process = table.problem.phases[0].base
         by_phase = {phase.name: _owners(phase, process, shape, setting, rows, cpu) for phase in table.problem.phases}
+        beside = [by_phase.pop(name) for name in list(by_phase) if name.startswith(CHECKPOINT)]
+        by_phase[CHECKPOINT] = max(beside, key=lambda owners: sum(owners.values()))
         if not cpu:
             for owners in by_phase.values():
                 owners["process"] += FRAGMENTS * budget.device

@@ -5,7 +5,7 @@ grow deeper, from activations to gradients) is caught by the solver and not by t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
@@ -17,6 +17,8 @@ from tilewright.plan.solve import Phase, Transient
 
 HOST_PROCESS_BYTES = 4 * 2**30
 """Host memory of a process that trains on a GPU: libraries, data, pinned buffers (guess)."""
+CHECKPOINT = "checkpoint"
+"""What names of phases begin with in which one is written."""
 FRAGMENTS = 0.02
 """Share of the device's budget that its allocator cannot hand out in one piece (guess; GPUs only)."""
 
@@ -132,17 +134,24 @@ def _layer_major(
     process = base.process + (journal_bytes(base, setting, recipe) if cpu and not homes.on_disk else 0.0)
     shared = base.head_gradient if shape.tied else 0.0  # complete only when both ends are through
     loss = process + 2 * base.stream + base.head_kept + base.head_gradient + base.loss_work
-    copy = base.state if cpu and not homes.travels and written_beside(recipe) else 0.0  # stays once it is made
-    process, loss = process + copy, loss + copy
+    copy = base.state if cpu and not homes.travels and written_beside(recipe) else 0.0
     pages: Transient = "backward" if cpu else "none"  # what the layers' work left
-    return [
+    found = [
         Phase("load", base.process),
         Phase("forward", process + base.stream, layers, transient="backward" if cpu else "forward"),
         Phase("loss", loss, layers, transient=pages),
         Phase("backward", process + 2 * base.stream + shared, layers, transient="backward"),
         Phase("evaluate", process + base.evaluated_loss, transient=pages),
-        Phase("checkpoint", process, layers if cpu else frozenset(), transient=pages),
     ]
+    alone = Phase(CHECKPOINT, process, layers if cpu else frozenset(), transient=pages)
+    return [*found, *_checkpoints(found, copy, alone)]
+
+
+def _checkpoints(found: Sequence[Phase], copy: float, alone: Phase) -> list[Phase]:
+    """What a checkpoint adds: where it is written from a copy, all moments of training beside that; else one more."""
+    if not copy:
+        return [alone]
+    return [replace(phase, name=f"{CHECKPOINT}, {phase.name}", base=phase.base + copy) for phase in found[1:]]
 
 
 def _standard(
@@ -156,8 +165,7 @@ def _standard(
 ) -> list[Phase]:
     """On a CPU the pages of activations and of backward's work stay with the process, so they are in all phases."""
     cpu, everything = machine.device == "cpu", layers | ends
-    copy = base.state if cpu and written_beside(recipe) else 0.0  # stays once it is made
-    process = base.process + copy
+    copy, process = base.state if cpu and written_beside(recipe) else 0.0, base.process
     held = everything if setting.num_micro > 1 else frozenset[str]()
     of_head = base.head_kept + base.head_gradient
     top = process + of_head
@@ -179,5 +187,4 @@ def _standard(
     wide = (4 - shape.stored_bytes) * shape.num_parameters if recipe.precision.eval_fp32 else 0.0
     found.append(Phase("update", process + rest, kept, everything, pages))
     found.append(Phase("evaluate", process + rest + wide + base.evaluated_loss, kept, transient=pages))
-    found.append(Phase("checkpoint", process + rest, kept, everything, pages))
-    return found
+    return [*found, *_checkpoints(found, copy, Phase(CHECKPOINT, process + rest, kept, everything, pages))]
