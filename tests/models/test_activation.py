@@ -119,6 +119,7 @@ def test_it_learns():
     assert losses[-1] < 0.7 * losses[0], losses
 
 
+@pytest.mark.slow
 def test_compiled_layers():
     torch._dynamo.reset()
     model, batch = make_decoder("gqa"), make_batch(rows=3)

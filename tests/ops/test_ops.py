@@ -101,7 +101,7 @@ def test_attention_by_query_blocks_under_compile():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", list(attention_cases())[1:], ids=str)
 def test_attention_under_compile_takes_the_blocked_backward(case, dtype):
     q, k, v, segments = case.tensors(dtype)

@@ -101,7 +101,7 @@ SLOW = pytest.mark.slow
     ("shape", "recompute"),
     [
         ({}, "selective"),
-        ({"num_experts": 4}, "none"),
+        pytest.param({"num_experts": 4}, "none", marks=SLOW),
         pytest.param({}, "none", marks=SLOW),
         pytest.param({}, "full", marks=SLOW),
         pytest.param({"attention": "mla"}, "none", marks=SLOW),

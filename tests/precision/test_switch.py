@@ -224,7 +224,7 @@ SWITCHES = 56
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("keep", ["codes", "value"])
+@pytest.mark.parametrize("keep", ["codes", pytest.param("value", marks=pytest.mark.slow)])
 def test_blocks_are_compiled_once_for_all_formats(keep, recompute):
     """Layers that keep codes have norms and SwiGLU that quantise; the others quantise for themselves."""
     eager, compiled = decoder(keep), decoder(keep)

@@ -83,7 +83,7 @@ def _rank(rank: int, folder: str, keep: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("keep", ["codes", "value"])
+@pytest.mark.parametrize("keep", ["codes", pytest.param("value", marks=pytest.mark.slow)])
 def test_two_sharded_ranks_train_as_one_process(tmp_path, keep):
     """With inputs kept as values, layers also move between formats."""
     mp.spawn(_rank, (str(tmp_path), keep), nprocs=2)

@@ -119,8 +119,9 @@ def test_a_budget_that_is_cut_by_30_percent_in_mid_run(which, tmp_path):
     assert_equal(run, results, plain(which, tmp_path, made))
 
 
+@pytest.mark.parametrize("runs", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", KINDS)
-def test_no_memory_at_an_allocation_drawn_at_random(which, tmp_path):
+def test_no_memory_at_an_allocation_drawn_at_random(which, runs, tmp_path):
     """In every step after the first, in the second twice: the run comes to the same end, and says what it did."""
     made = batches((32,) * 5)
     expected = plain(which, tmp_path, made, "gqa_moe")
@@ -128,7 +129,7 @@ def test_no_memory_at_an_allocation_drawn_at_random(which, tmp_path):
     with Allocator() as allocator:
         executor.step(made[0], LR)
     draw = random.Random(which)
-    for _ in range(4):
+    for _ in range(runs):
         run = Run(which, tmp_path, 1e6, "gqa_moe")
         results = [run.step(1, made[0])]
         for number, microbatches in enumerate(made[1:], 2):

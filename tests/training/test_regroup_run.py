@@ -48,7 +48,9 @@ def failing_at(monkeypatch, step, places):
     return met
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["layer_major", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "layer_major")]
+)
 def test_a_run_with_an_out_of_memory_is_the_run_without(case, data, tmp_path, monkeypatch):
     train(tiny(data, tmp_path / "plain", **CASES[case]))
     with monkeypatch.context() as patch:
