@@ -29,6 +29,7 @@ from tilewright.data.stream import Stream
 from tilewright.data.tokenizer import Tokenizer
 from tilewright.memory.lazy import fill_buffers, vacate
 from tilewright.memory.ledger import Ledger
+from tilewright.memory.probe import give_back_free_pages
 from tilewright.models.contract import Model
 from tilewright.ops.inductor import why_no_compile
 from tilewright.ops.kernels import Kernels
@@ -269,6 +270,7 @@ def set_up(loaded: Loaded, *, running: PlanFile | None = None, goes_on: bool = F
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     prepared = prepare_data(recipe)
+    give_back_free_pages()  # what the preparation used; a plan is of the run
     rates = ceilings.measure(machine, progress=say)
     run = recipe.run
     tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
