@@ -48,8 +48,8 @@ WIDE_GAPS = 0.47
 """Such a CPU leaves this share of what eager layers keep as free pages between it: of a product the rounded result is
 kept, and the FP32 one beside it is freed (measured: 0.46 and 0.49, a decoder and a Llama)."""
 EVALUATED_CHUNKS = {2: 5.0, 4: 2.0}
-"""The same in an evaluation, which is not compiled and makes no gradient, by bytes of a logit: the logits and their
-FP32 log-softmax, and of 16-bit logits an FP32 copy."""
+"""Chunk-sized blocks alive at once in the loss of an evaluation, which is not compiled and makes no gradient, by bytes
+of a logit: the logits and their FP32 log-softmax, and of 16-bit logits an FP32 copy."""
 
 
 @dataclass(frozen=True)
