@@ -24,6 +24,7 @@ from tilewright.ops.norm import RMS_NORM
 
 # Rounding to p significant bits gives about 6.02 p + 5 dB; a chain of a few roundings may lose some 12 dB.
 SNR_DB = {torch.float32: 120.0, torch.bfloat16: 38.0, torch.float16: 55.0, torch.float64: 270.0}
+NATIVE_ATTENTION = next(candidate.run for candidate in ATTENTION.candidates if candidate.name == "native")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -44,9 +45,17 @@ def check(run, reference, inputs, dtype):
         assert_snr(grad, want_grad, SNR_DB[dtype], f"gradient {i}")
 
 
+def skip_without_tiles(candidate, dtype):
+    """Other candidates run wherever they are told to."""
+    reason = candidate.why_not(detect_machine("cpu"), Case("cpu", dtype)) if candidate.name == "amx" else None
+    if reason:
+        pytest.skip(reason)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("candidate", LINEAR.candidates, ids=lambda c: c.name)
 def test_linear(candidate, dtype):
+    skip_without_tiles(candidate, dtype)
     x, weight, bias = torch.randn(3, 7, 40).to(dtype), torch.randn(24, 40), torch.randn(24)
     low = [x, weight.to(dtype).float(), bias.to(dtype).float()]
     check(candidate.run, lambda x, w, b: x @ w.T + b, low, dtype)
@@ -84,6 +93,7 @@ def plain_attention(q, k, v, segments):
 @pytest.mark.parametrize("case", list(attention_cases()), ids=str)
 @pytest.mark.parametrize("candidate", ATTENTION.candidates, ids=lambda c: c.name)
 def test_attention(candidate, case, dtype):
+    skip_without_tiles(candidate, dtype)
     q, k, v, segments = case.tensors(dtype)
     check(
         lambda q, k, v: candidate.run(q, k, v, segments), lambda q, k, v: plain_attention(q, k, v, segments),
@@ -94,7 +104,7 @@ def test_attention(candidate, case, dtype):
 @pytest.mark.slow
 def test_attention_by_query_blocks_under_compile():
     q, k, v, segments = list(attention_cases())[1].tensors(torch.float32)
-    compiled = torch.compile(ATTENTION.candidates[0].run, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(NATIVE_ATTENTION, backend="aot_eager", fullgraph=True)
     check(
         lambda q, k, v: compiled(q, k, v, segments, None, 19), lambda q, k, v: plain_attention(q, k, v, segments),
         [q, k, v], torch.float32,
@@ -106,7 +116,7 @@ def test_attention_by_query_blocks_under_compile():
 def test_attention_under_compile_takes_the_blocked_backward(case, dtype):
     q, k, v, segments = case.tensors(dtype)
     # The eager backend traces the same graph (is_compiling is true in it) without paying for code generation.
-    compiled = torch.compile(ATTENTION.candidates[0].run, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(NATIVE_ATTENTION, backend="aot_eager", fullgraph=True)
     check(
         lambda q, k, v: compiled(q, k, v, segments), lambda q, k, v: plain_attention(q, k, v, segments),
         [q, k, v], dtype,
@@ -118,7 +128,7 @@ def test_attention_under_compile_takes_the_blocked_backward(case, dtype):
 def test_attention_by_query_blocks(case, dtype):
     """Ragged last block, documents across blocks, padding, grouped heads, values narrower than keys."""
     q, k, v, segments = case.tensors(dtype)
-    run = ATTENTION.candidates[0].run
+    run = NATIVE_ATTENTION
     check(
         lambda q, k, v: run(q, k, v, segments, None, 19), lambda q, k, v: plain_attention(q, k, v, segments),
         [q, k, v], dtype,
@@ -142,7 +152,7 @@ def test_attention_by_query_blocks_holds_nothing_of_positions_squared():
     sizes = {}
     for rows in (0, block):
         with LargestTensor() as largest:
-            ATTENTION.candidates[0].run(q, k, v, segments, None, rows).sum().backward()
+            NATIVE_ATTENTION(q, k, v, segments, None, rows).sum().backward()
         sizes[rows] = largest.num_bytes
     assert sizes[0] >= positions * positions, "a mask of one byte a pair at least: the measurement sees it"
     # The FP32 mask of a block, and FP32 queries, are the largest things there are.

@@ -7,8 +7,31 @@ block: query rows at a time, so that neither scores nor mask are S x S; 0 lets t
 holds all. Changes memory and time, not the result.
 """
 
-from tilewright.ops.dispatch import Candidate, Op, always
+from torch import Tensor
+
+from tilewright.core.hardware import Machine
+from tilewright.ops.dispatch import Candidate, Case, Op, always
 from tilewright.ops.native import attention as native
 from tilewright.ops.ref import math as ref
 
-ATTENTION = Op("attention", (Candidate("native", native.attention, always), Candidate("ref", ref.attention, always)))
+
+def _amx(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, scale: float | None = None, block: int = 0):
+    from tilewright.ops.cpu import attention  # it registers torch operators
+
+    return attention.attention(q, k, v, segments, scale, block)
+
+
+def _why_not_amx(machine: Machine, case: Case) -> str | None:
+    from tilewright.ops.cpu import attention
+
+    return attention.why_not(machine, case)
+
+
+ATTENTION = Op(
+    "attention",
+    (
+        Candidate("amx", _amx, _why_not_amx),
+        Candidate("native", native.attention, always),
+        Candidate("ref", ref.attention, always),
+    ),
+)

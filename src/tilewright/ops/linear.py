@@ -1,12 +1,14 @@
 """linear: out_NM = x_NK @ weight_MK.T + bias_M.
 
-Computes in x's dtype (weight and bias are cast to it) with FP32 accumulation; returns x's dtype.
+Computes in x's dtype (weight and bias are cast to it) with FP32 accumulation; returns x's dtype. Gradients have the
+dtypes of what they are gradients of; on the way the weight's is rounded to x's dtype, except by `amx`.
 """
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewright.ops.dispatch import Candidate, Op, always
+from tilewright.core.hardware import Machine
+from tilewright.ops.dispatch import Candidate, Case, Op, always
 from tilewright.ops.native import wide
 from tilewright.ops.ref import math as ref
 
@@ -22,9 +24,22 @@ def _wide(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     return wide_linear.linear(x, weight_MK, bias_M)
 
 
+def _amx(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    from tilewright.ops.cpu import wgrad  # it registers a torch operator
+
+    return wgrad.linear(x, weight_MK, bias_M)
+
+
+def _why_not_amx(machine: Machine, case: Case) -> str | None:
+    from tilewright.ops.cpu import wgrad
+
+    return wgrad.why_not(machine, case)
+
+
 LINEAR = Op(
     "linear",
     (
+        Candidate("amx", _amx, _why_not_amx),
         Candidate("wide", _wide, wide.why_not),
         Candidate("native", native, always),
         Candidate("ref", ref.linear, always),

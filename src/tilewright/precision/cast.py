@@ -73,9 +73,11 @@ class CastLinear(Cast, nn.Linear):
         if self.round_tf32:
             out = self._product(self._multiply, x, self.weight)
             out = out if self.bias is None else out + self.bias
+        elif self.kernels is not None:  # they cast the weight, and give its gradient in as many bits as they can
+            out = self.kernels.linear(x.to(self.compute_dtype), self.weight, self.bias)
         else:
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-            out = self._multiply(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias)
+            out = F.linear(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias)
         return out.to(self.output_dtype)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -82,6 +82,23 @@ LOW_BIT_ADAM = Library(
     {"tw_low_bit_adam": (None, [_INT, _INT] + [_POINTER] * 7 + [_LONG] + [_FLOAT] * 7 + [_INT, _INT])},
 )
 
+WGRAD = Library(
+    "wgrad",
+    {
+        "tw_ask_for_tiles": (_INT, []),
+        "tw_weight_gradient": (_INT, [_POINTER, _LONG] * 2 + [_POINTER] + [_LONG] * 3 + [_INT, _INT]),
+    },
+)
+_ATTENTION_CALL = (_INT, [_POINTER, _POINTER, _POINTER, _FLOAT, _INT])
+ATTENTION = Library(
+    "attention",
+    {
+        "tw_ask_for_tiles": (_INT, []),
+        "tw_attention": _ATTENTION_CALL,
+        "tw_attention_backward": _ATTENTION_CALL,
+    },
+)
+
 
 @functools.cache  # asked for in each operation, so the search for a compiler is not repeated
 def _loaded(library: Library) -> ctypes.CDLL:

@@ -22,6 +22,7 @@ from tilewright.formats.spec import FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
 
 _FP32_MANTISSA = 0x007FFFFF
+_AMX_COLUMNS = 32
 
 
 def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -36,6 +37,10 @@ def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: to
 def decoded_product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a @ b.T + bias, summed in FP32, of decoded operands, both BF16 or both FP32."""
     bias = None if bias_N is None else bias_N.to(out_dtype)
+    if not a_MK.is_cuda and a_MK.dtype == torch.bfloat16 and a_MK.shape[1] % _AMX_COLUMNS:
+        # oneDNN's AMX kernel reads past the end of such a row and multiplies what it finds by zero: NaN at the head of
+        # the next row spread to this one.
+        a_MK, b_NK = (F.pad(operand, (0, -a_MK.shape[1] % _AMX_COLUMNS)) for operand in (a_MK, b_NK))
     if a_MK.dtype == out_dtype:
         return F.linear(a_MK, b_NK, bias)
     if a_MK.is_cuda and a_MK.dtype == torch.bfloat16:

@@ -77,6 +77,7 @@ class _ChunkedLoss(torch.autograd.Function):
         rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
         total = torch.zeros((), dtype=high, device=x_ND.device)
         mm = wide.mm if wide.widens(x_ND.device.type, x_ND.dtype) else torch.mm
+        add_gradient = _weight_gradient_adder(x_ND.device.type, x_ND.dtype, mm)
         dx_ND = torch.empty_like(x_ND)
         dweight_VD = torch.zeros_like(weight_VD, dtype=high)
         logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
@@ -85,7 +86,7 @@ class _ChunkedLoss(torch.autograd.Function):
             part_CV = mm(x_CD, low_weight_VD.T, out=logits_CV[: len(labels_C)])
             total += step(part_CV, labels_C)
             mm(part_CV, low_weight_VD, out=dx_ND[start : start + rows])
-            dweight_VD += mm(part_CV.T, x_CD)
+            add_gradient(dweight_VD, part_CV, x_CD)
         ctx.save_for_backward(dx_ND, dweight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return total
@@ -95,6 +96,17 @@ class _ChunkedLoss(torch.autograd.Function):
         dx_ND, dweight_VD = ctx.saved_tensors
         # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
         return (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype), dweight_VD.mul_(dloss).to(ctx.weight_dtype), *[None] * 3
+
+
+def _weight_gradient_adder(
+    device_type: str, dtype: torch.dtype, mm: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """What adds the gradient of a chunk to the weight's: (dweight [V, D] FP32, dlogits [C, V], x [C, D])."""
+    from tilewright.ops.cpu import wgrad  # it registers a torch operator
+
+    if wgrad.runs(device_type, dtype):
+        return wgrad.add_weight_gradient_
+    return lambda dweight_VD, part_CV, x_CD: dweight_VD.add_(mm(part_CV.T, x_CD))
 
 
 def chunk_rows(num_rows: int, row_bytes: int, tile_bytes: int) -> int:
