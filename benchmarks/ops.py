@@ -18,7 +18,10 @@ from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.kernels import Kernels
 
-CLAIM = "attention takes less time than torch's own, forward and backward; the loss no more, with less memory"
+CLAIM = (
+    "attention and linear layers take less time than torch's own, forward and backward; the loss no more, "
+    "with less memory"
+)
 ROUNDS = 9
 DEVICE = detect_machine().device
 
@@ -73,6 +76,22 @@ def attention(case: AttentionCase, dtype: torch.dtype) -> dict[str, object]:
     )
 
 
+def linear(num_tokens: int, num_in: int, num_out: int, dtype: torch.dtype) -> dict[str, object]:
+    """Our linear layer with an FP32 weight inside a compiled function, against torch's compiled so."""
+    x = torch.randn(num_tokens, num_in, dtype=dtype, device=DEVICE).requires_grad_()
+    weight = (torch.randn(num_out, num_in, device=DEVICE) / num_in**0.5).requires_grad_()
+    out_grad = torch.randn(num_tokens, num_out, dtype=dtype, device=DEVICE)
+    kernels = Kernels.default()
+    ours = torch.compile(lambda x, w: kernels.linear(x, w))
+    theirs = torch.compile(lambda x, w: F.linear(x, w.to(dtype)))
+    return pairs(
+        {
+            "tilewright": lambda: torch.autograd.grad(ours(x, weight), (x, weight), out_grad),
+            "torch": lambda: torch.autograd.grad(theirs(x, weight), (x, weight), out_grad),
+        }
+    )
+
+
 def cross_entropy(num_tokens: int, dim: int, vocab: int, dtype: torch.dtype) -> dict[str, object]:
     """Head and loss as one operation, against a compiled linear and cross-entropy."""
     x = torch.randn(num_tokens, dim, dtype=dtype, device=DEVICE).requires_grad_()
@@ -103,6 +122,8 @@ def main() -> None:
         "unit": "ms, forward and backward",
         f"attention 8x8x{length}x64 bf16": attention(case, torch.bfloat16),
         f"attention 8x8x{length}x64 bf16, packed documents": attention(packed, torch.bfloat16),
+        f"linear {tokens}x512x1408 bf16": linear(tokens, 512, 1408, torch.bfloat16),
+        f"linear {tokens}x1024x4096 bf16": linear(tokens, 1024, 4096, torch.bfloat16),
         f"loss {tokens}x512x{vocab} bf16": cross_entropy(tokens, 512, vocab, torch.bfloat16),
     }
     for name, result in results.items():

@@ -4,11 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tests.ops.cases import AttentionCase
 from tests.ops.compare import LargestTensor
 from tests.ops.test_ops import NATIVE_ATTENTION, grads_of
 from tilewright.core.hardware import detect_machine
+from tilewright.models.activation import selective_contexts
 from tilewright.ops.cpu import attention as amx
 from tilewright.ops.dispatch import Case
 
@@ -129,3 +132,21 @@ def test_other_dtypes_are_refused():
     x = torch.randn(1, 1, 4, 8)
     with pytest.raises(TypeError, match="BF16 is needed"):
         amx.attention(x, x, x)
+
+
+def test_selective_checkpointing_keeps_its_result():
+    class Count(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += func is torch.ops.tilewright.amx_attention.default
+            return func(*args, **(kwargs or {}))
+
+    *tensors, _ = AttentionCase(1, 2, 2, 40, 32, 32).tensors(torch.bfloat16)
+    for contexts, times in ((selective_contexts, 1), (noop_context_fn, 2)):
+        with Count() as count:
+            out = checkpoint(
+                lambda q, k, v: amx.attention(q * 1, k, v), *tensors, use_reentrant=False, context_fn=contexts
+            )
+            out.sum().backward()
+        assert count.seen == times

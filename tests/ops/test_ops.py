@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from typing import get_args
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ from torch.nn import functional as F
 
 from tests.ops.cases import attention_cases
 from tests.ops.compare import LargestTensor, assert_snr
+from tilewright.core.config import OpsSection
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.dispatch import Candidate, Case, Op, always, choose
-from tilewright.ops.kernels import Kernels
+from tilewright.ops.kernels import OPS, Kernels
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.native.attention import rows_by_products
@@ -242,6 +244,12 @@ def test_without_a_compiler_the_compiled_candidates_are_passed_over_with_the_rea
     assert "C++ compiler" in rows[0]["rejected"][0][1]
     off = [row for row in Kernels(detect_machine("cpu"), compile=False).explain() if row["op"] == "cross_entropy"]
     assert off[0]["rejected"] == [["compiled", "compilation is off"]]
+
+
+def test_the_schema_takes_the_names_of_the_candidates_and_no_others():
+    for field in OpsSection.model_fields:
+        names = {candidate.name for op in OPS if op.field == field for candidate in op.candidates}
+        assert set(get_args(OpsSection.model_fields[field].annotation)) == {"auto", *names}, field
 
 
 def test_overrides_choose_the_reference():

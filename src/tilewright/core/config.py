@@ -15,6 +15,9 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int |
 Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid", "fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
 ComputeFormat = Literal["", "fp32", "tf32", "bf16", "fp16", "fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
 GemmFormat = Literal["", "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "bf16", "fp32"]
+LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
+AttentionBackend = Literal["auto", "amx", "native", "ref"]
+NormBackend = Literal["auto", "native", "ref"]
 Backend = Literal["auto", "compiled", "native", "ref"]
 QuantizeBackend = Literal["auto", "triton", "cpu", "ref"]
 Tier = Literal["device", "host", "disk"]
@@ -361,11 +364,12 @@ class LogSection(Section):
 class OpsSection(Section):
     """Which implementation of each operation. `tilewright doctor` lists those there are, with reasons."""
 
-    linear: Backend = "auto"
-    """Matmuls of linear layers."""
-    attention: Backend = "auto"
-    """Causal attention."""
-    rms_norm: Backend = "auto"
+    linear: LinearBackend = "auto"
+    """Matmuls of linear layers: with FP32 weight gradients on a CPU's AMX tiles, with 16-bit operands widened to FP32,
+    or torch's own."""
+    attention: AttentionBackend = "auto"
+    """Causal attention: on a CPU's AMX tiles (C++ built at first use), or torch's kernels."""
+    rms_norm: NormBackend = "auto"
     """RMSNorm."""
     cross_entropy: Backend = "auto"
     """Output head and loss together."""

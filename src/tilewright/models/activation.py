@@ -36,8 +36,8 @@ KEPT_OPS = (
 )
 """What `selective` keeps: the outputs of matrix products and attention. The rest is cheap to compute again."""
 
-_PRODUCTS = ("_gemm", "_fprop")
-"""How the names of tilewright's own products end."""
+_PRODUCTS = ("_gemm", "_fprop", "_attention")
+"""How the names of tilewright's own products and attention end."""
 
 
 def _keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -324,7 +324,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         }
         share = _work_share(config, policy, machine, kept["none"].per_row / recipe.data.seq_len)
         mlp = _mlp_share(short.config, place, storages[place])
-        mask = 0.0 if work.compiled else float(recipe.data.seq_len**2 * BYTES[policy.product])
+        mask = 0.0 if not work.attention_masks else float(recipe.data.seq_len**2 * BYTES[policy.product])
         everything = Line(kept["none"].fixed, kept["none"].per_row + mask)
         of_mlp = Line(0, mlp * kept["none"].per_row)
         wide = layer_parameters(config, index)

@@ -210,8 +210,8 @@ def activation_bytes(work: Workload, mode: str) -> int:
 
 
 def _masks(work: Workload, kept: Storage) -> int:
-    """Eager attention keeps one mask a layer and row, in the products' format."""
-    if kept.compiled or work.recipe.train.activation_checkpoint != "none" or work.config is None:
+    """Eager attention of torch's keeps one mask a layer and row, in the products' format."""
+    if not work.attention_masks or work.recipe.train.activation_checkpoint != "none" or work.config is None:
         return 0
     return work.config.num_layers * work.num_tokens * work.seq_len * kept.product
 

@@ -93,6 +93,8 @@ class Workload:
     """Elements of each embedding and head around the layers, tied ones once."""
     compiled: bool
     loss_compiled: bool
+    attention_masks: bool
+    """Whether each layer's attention keeps a mask of all pairs of positions for backward."""
     rows: int
     num_micro: int
 
@@ -143,6 +145,7 @@ class Planner:
         rows = min(recipe.train.micro_batch, recipe.train.batch_size)
         head = DTYPES[policies[modes[-1]].activation]
         choice = kernels.choices["cross_entropy", self.machine.device, head, ""]
+        attention = kernels.choices["attention", self.machine.device, head, ""]
         layers = list(model.blocks if isinstance(model, Decoder) else _longest_stack(model))
         stored = list(_stored(model, policies[modes[-1]]))
         whole = changed(recipe, {"train.activation_checkpoint": "none"})
@@ -165,6 +168,7 @@ class Planner:
             outer_weights=_outer_weights(model, layers),
             compiled=_compiles(recipe, self.machine),
             loss_compiled=choice.candidate.name == "compiled",
+            attention_masks=not _compiles(recipe, self.machine) and attention.candidate.name != "amx",
             rows=rows,
             num_micro=-(-recipe.train.batch_size // rows),
         )
