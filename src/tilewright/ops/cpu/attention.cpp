@@ -40,13 +40,11 @@ struct Problem {
 
 // Memory of one unit of work, given out piece by piece.
 class Arena {
-  char *from, *next;
+  char* next;
 
  public:
-  explicit Arena(i64 bytes) : from((char*)std::aligned_alloc(64, (bytes + 63) / 64 * 64)), next(from) {}
-  ~Arena() { std::free(from); }
-  Arena(const Arena&) = delete;
-  explicit operator bool() const { return from; }
+  explicit Arena(i64 bytes) : next(scratch.get(bytes)) {}
+  explicit operator bool() const { return next; }
   template <class T>
   T* take(i64 count) {
     T* taken = (T*)next;

@@ -5,12 +5,12 @@
 
 #pragma once
 #include <immintrin.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #include "threads.h"
@@ -131,6 +131,31 @@ inline void turn(__m512i r[16]) {
 inline void store(bf16* to, const __m512i rows[16], i64 stride) {
   for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * stride, rows[i]);
 }
+
+// Memory of a thread, kept between calls and outside of malloc's heap, where blocks of a MiB would come and go many times a
+// step among the tensors. It grows to what the largest call needs.
+class Scratch {
+  void* from = nullptr;
+  i64 size = 0;
+
+ public:
+  ~Scratch() { release(); }
+  void release() {
+    if (from) munmap(from, size);
+    from = nullptr, size = 0;
+  }
+  // At least `bytes`, of a page's alignment; null where there is no memory.
+  char* get(i64 bytes) {
+    if (bytes > size) {
+      release();
+      void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (found == MAP_FAILED) return nullptr;
+      from = found, size = bytes;
+    }
+    return (char*)from;
+  }
+};
+thread_local Scratch scratch;
 
 // 0 if the system lets this process use tiles; it must be asked once, before the first product.
 inline int ask_for_tiles() {

@@ -108,7 +108,7 @@ extern "C" int tw_ask_for_tiles() { return ask_for_tiles(); }
 extern "C" int tw_weight_gradient(const bf16* dy, i64 dy_stride, const bf16* x, i64 x_stride, float* out, i64 N, i64 M,
                                   i64 K, int adds, int threads) {
   const i64 height = chunk_of(M), width = chunk_of(K);
-  auto* packed = (bf16*)std::aligned_alloc(64, (height + width) * TOKENS * sizeof(bf16));
+  auto* packed = (bf16*)scratch.get((height + width) * TOKENS * sizeof(bf16));
   if (!packed) return 1;
   if (N == 0 && !adds) std::memset(out, 0, M * K * sizeof(float));
   for (i64 column = 0; column < K; column += width)
@@ -122,6 +122,5 @@ extern "C" int tw_weight_gradient(const bf16* dy, i64 dy_stride, const bf16* x, 
         run(p.dy, pack_dy, p.dy.steps(), rows * tokens, threads);
         run(p, rows_of_out, (rows + SIDE - 1) / SIDE, rows * columns * tokens, threads);
       }
-  std::free(packed);
   return 0;
 }
