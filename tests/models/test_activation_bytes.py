@@ -9,10 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models.shapes import KERNELS, SHAPES
+from tilewright.core.hardware import detect_machine
 from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, role, tile_bytes, weight_copy_bytes
 from tilewright.models.build import init_weights
 from tilewright.models.decoder import Decoder
 from tilewright.models.layers import rope_angles
+from tilewright.ops.cpu import attention as amx_attention
+from tilewright.ops.dispatch import Case
 from tilewright.ops.native.wide import widens
 from tilewright.precision.convert import convert
 from tilewright.precision.gemms import FP8_FORMATS
@@ -137,6 +140,9 @@ def test_compiled_layer(name, mode, policy):
     want = predicted(name, block, layer, mode, policy, compiled=True)
     if widens("cpu", torch.bfloat16):  # attention's backward in FP32 lets the compiler keep a little less
         assert 0.97 * want <= measured <= want
+    elif amx_attention.why_not(detect_machine("cpu"), Case("cpu", torch.bfloat16)) is None and policy != "fp32":
+        # its result lies as the output projection reads it, and is kept once
+        assert want - 2 * TOKENS * 64 <= measured <= want
     else:
         assert measured == want
 

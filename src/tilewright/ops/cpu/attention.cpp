@@ -17,7 +17,7 @@ namespace {
 
 constexpr i64 KEYS = 512;   // keys at a time, forward
 constexpr i64 BLOCK = 256;  // keys, and queries, at a time, backward
-constexpr float NEVER = -1e30f;
+constexpr float NEVER = -3.4e38f, LOG2_E = 1.44269504f;
 
 // A tensor [B, heads, S, D], values of a row contiguous.
 struct Rows {
@@ -116,9 +116,13 @@ Side turned_of(const bf16* packed, i64 width) { return {packed, 16 * SIDE, SIDE 
 
 // --- vectors of 16 queries -------------------------------------------------------------------------------------------
 
-// 2^x. Below 2^-126 it is 0, so that what is masked by NEVER is 0 exactly.
-inline __m512 exp2_of(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
+// A score times the scale, rounded: the same number wherever it is made. Fused with a subtraction it would keep more
+// digits than the maximum and the log-sum-exp have, and of scores in the millions the difference overflows the exponential.
+inline __m512 scaled(const float* score, __m512 scale) { return _mm512_mul_ps(_mm512_load_ps(score), scale); }
+
+// e^x. Below 2^-126 it is 0, so that what is masked by NEVER is 0 exactly.
+inline __m512 exp_of(__m512 x) {
+  x = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(LOG2_E)), _mm512_set1_ps(-200.0f));
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 part = _mm512_sub_ps(x, whole);
   // Taylor's series of 2^r for |r| <= 1/2: the first term left out is below 2^-22 of the value.
@@ -138,8 +142,6 @@ inline __m256i rounded(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline __m512i paired(__m256i first, __m256i second) {
   return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
 }
-
-constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
 // Which of the 16 queries from `query` on may see a key.
 struct Mask {
@@ -220,12 +222,12 @@ void forward(const Problem& p, i64 unit) {
   Tiles tiles;
   pack_rows(p.k.at(b, unit % p.K), p, keys);
   pack_turned(p.v.at(b, unit % p.K), p, values);
-  const __m512 scale = _mm512_set1_ps(p.scale * LOG2_E);
+  const __m512 scale = _mm512_set1_ps(p.scale);
   for (i64 h = unit % p.K * group; h < (unit % p.K + 1) * group; h++)
     for (i64 q = 0; q < p.S; q += SIDE) {
       pack_turned_pairs(p.q.at(b, h), p, q, query);
       const Mask mask[2] = {{segment, p.S, q}, {segment, p.S, q + 16}};
-      alignas(64) __m512 most[2] = {_mm512_set1_ps(NEVER), _mm512_set1_ps(NEVER)};  // of scores so far, in powers of 2
+      alignas(64) __m512 most[2] = {_mm512_set1_ps(NEVER), _mm512_set1_ps(NEVER)};  // of scores so far
       __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
       i64 begin = 0;
       while (!documents.meet(begin, q)) begin += SIDE;
@@ -246,7 +248,7 @@ void forward(const Problem& p, i64 unit) {
           __m512 now = _mm512_set1_ps(-INFINITY);
           for (i64 i = 0; i < end - start; i++) now = _mm512_max_ps(now, _mm512_load_ps(scores + i * SIDE + 16 * half));
           now = _mm512_max_ps(_mm512_mul_ps(now, scale), most[half]);  // NEVER rather than -inf where nothing was seen
-          const __m512 factor = exp2_of(_mm512_sub_ps(most[half], now));
+          const __m512 factor = exp_of(_mm512_sub_ps(most[half], now));
           most[half] = now;
           sum[half] = _mm512_mul_ps(sum[half], factor);
           if (!first)
@@ -256,8 +258,8 @@ void forward(const Problem& p, i64 unit) {
             }
           for (i64 i = 0; i < end - start; i += 2) {
             const float* at = scores + i * SIDE + 16 * half;
-            const __m512 a = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(at), scale, now));
-            const __m512 c = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(at + SIDE), scale, now));
+            const __m512 a = exp_of(_mm512_sub_ps(scaled(at, scale), now));
+            const __m512 c = exp_of(_mm512_sub_ps(scaled(at + SIDE, scale), now));
             sum[half] = _mm512_add_ps(sum[half], _mm512_add_ps(a, c));
             _mm512_store_si512(probs + i * SIDE + SIDE * half, paired(rounded(a), rounded(c)));
           }
@@ -273,7 +275,7 @@ void forward(const Problem& p, i64 unit) {
         _mm512_store_ps(top + 16 * half, most[half]);
       }
       for (i64 i = 0; i < SIDE && q + i < p.S; i++) {
-        p.lse[(b * p.H + h) * p.S + q + i] = top[i] * LN_2 + std::log(factor[i]);
+        p.lse[(b * p.H + h) * p.S + q + i] = top[i] + std::log(factor[i]);
         factor[i] = 1.0f / factor[i];
       }
       write_rows(out, p.out.at(b, h), p, q, factor);
@@ -302,14 +304,13 @@ struct Made {
 
 inline void make(const float* scores, const float* dprobs, const Mask mask[2], bool masked, i64 key, __m512 scale,
                  const float* lse, const float* delta, const Made& to) {
-  const __m512 scale2 = _mm512_mul_ps(scale, _mm512_set1_ps(LOG2_E));
   for (int half = 0; half < 2; half++) {
     const __m512 top = _mm512_loadu_ps(lse + 16 * half), less = _mm512_loadu_ps(delta + 16 * half);
     for (i64 i = 0; i < SIDE; i += 2) {
       __m256i ds[2];
       for (int odd = 0; odd < 2; odd++) {
         const i64 at = (i + odd) * SIDE + 16 * half;
-        __m512 p = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(scores + at), scale2, top));
+        __m512 p = exp_of(_mm512_sub_ps(scaled(scores + at, scale), top));
         if (masked) p = _mm512_maskz_mov_ps(mask[half](key + i + odd), p);
         const __m512 gradient = _mm512_mul_ps(_mm512_mul_ps(p, _mm512_sub_ps(_mm512_load_ps(dprobs + at), less)), scale);
         ds[odd] = rounded(gradient);
@@ -371,7 +372,7 @@ void backward(const Problem& p, i64 unit) {
         sum = _mm512_fmadd_ps(odd_values(x), odd_values(y), _mm512_fmadd_ps(even_values(x), even_values(y), sum));
       }
       delta[i] = _mm512_reduce_add_ps(sum);
-      lse[i] = i < p.S ? p.lse[(b * p.H + h) * p.S + i] * LOG2_E : INFINITY;  // no probability for what is not there
+      lse[i] = i < p.S ? p.lse[(b * p.H + h) * p.S + i] : INFINITY;  // no probability for what is not there
     }
     for (i64 key_start = 0; key_start < P; key_start += BLOCK)
       for (i64 start = key_start; start < P; start += BLOCK) {
