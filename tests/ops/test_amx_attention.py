@@ -87,6 +87,17 @@ def test_probabilities_of_large_scores_add_up_to_one(size):
     assert torch.allclose(total, want.sum(2), rtol=0.02, atol=0.1)
 
 
+@pytest.mark.parametrize("operand", [0, 1, 2])
+def test_not_a_number_is_not_hidden(operand):
+    *tensors, _ = AttentionCase(1, 1, 1, 70, 32, 32).tensors(torch.bfloat16)
+    tensors = [x.detach() for x in tensors]
+    tensors[operand][0, 0, 40, 3] = torch.nan
+    lost = amx.attention(*tensors)[0, 0].isnan().any(1)
+    assert lost[40], "the query that sees it"
+    assert not lost[:32].any(), "earlier blocks do not"
+    assert lost[41:].all() == (operand > 0), "a key or value reaches all later queries"
+
+
 def test_documents_do_not_see_each_other():
     *tensors, _ = AttentionCase(1, 2, 1, 200, 32, 32).tensors(torch.bfloat16)
     segments = (torch.arange(200) // 70)[None]

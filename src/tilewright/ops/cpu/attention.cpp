@@ -120,9 +120,9 @@ Side turned_of(const bf16* packed, i64 width) { return {packed, 16 * SIDE, SIDE 
 // digits than the maximum and the log-sum-exp have, and of scores in the millions the difference overflows the exponential.
 inline __m512 scaled(const float* score, __m512 scale) { return _mm512_mul_ps(_mm512_load_ps(score), scale); }
 
-// e^x. Below 2^-126 it is 0, so that what is masked by NEVER is 0 exactly.
+// e^x. Below 2^-126 it is 0, so that what is masked is 0 exactly; of NaN it is NaN.
 inline __m512 exp_of(__m512 x) {
-  x = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(LOG2_E)), _mm512_set1_ps(-200.0f));
+  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), _mm512_mul_ps(x, _mm512_set1_ps(LOG2_E)));  // of NaN: the second, NaN
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 part = _mm512_sub_ps(x, whole);
   // Taylor's series of 2^r for |r| <= 1/2: the first term left out is below 2^-22 of the value.
@@ -133,10 +133,9 @@ inline __m512 exp_of(__m512 x) {
   y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.4022651e-1f));
   y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.9314718e-1f));
   y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, _mm512_set1_ps(-126.0f), _CMP_GE_OQ), y, whole);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), y, whole);
 }
 
-inline __m512i as_ints(__m512 x) { return _mm512_castps_si512(x); }
 inline __m512 as_floats(__m512i x) { return _mm512_castsi512_ps(x); }
 inline __m256i rounded(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline __m512i paired(__m256i first, __m256i second) {

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tilewright.core.hardware import Machine
 from tilewright.ops.cpu import tiles
 from tilewright.ops.cpu.build import ATTENTION
 from tilewright.ops.dispatch import Case
+from tilewright.ops.native.attention import padded_values
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
@@ -31,11 +31,10 @@ def attention(
 ) -> Tensor:
     """See `ops.attention`. It goes by blocks of its own: `block` changes nothing."""
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
-    pad = q_BHSD.shape[-1] - v_BKSD.shape[-1]
-    v = F.pad(v_BKSD, (0, pad)) if pad else v_BKSD
+    v = padded_values(q_BHSD, v_BKSD)
     segments = None if segments_BS is None else segments_BS.to(torch.int32)
     out = _Attention.apply(q_BHSD, k_BKSD, v, segments, scale)
-    return out[..., : v_BKSD.shape[-1]] if pad else out
+    return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
 
 
 class _Attention(torch.autograd.Function):

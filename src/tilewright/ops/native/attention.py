@@ -33,16 +33,21 @@ def attention(
 ) -> Tensor:
     """See `ops.attention`. Values narrower than keys (multi-head latent attention) are padded: no kernel takes them."""
     scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
-    pad = q_BHSD.shape[-1] - v_BKSD.shape[-1]
-    if pad < 0:
-        raise AssertionError("values wider than keys are not used by any model here")
-    v = F.pad(v_BKSD, (0, pad)) if pad else v_BKSD
+    v = padded_values(q_BHSD, v_BKSD)
     compiled = torch.compiler.is_compiling() and q_BHSD.device.type == "cpu" and q_BHSD.requires_grad
     if block or compiled:
         out = _Blocked.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block)
     else:
         out = _sdpa(q_BHSD, k_BKSD, v, segments_BS, scale)
-    return out[..., : v_BKSD.shape[-1]] if pad else out
+    return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
+
+
+def padded_values(q_BHSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """Values as wide as queries and keys, zeros behind them."""
+    pad = q_BHSD.shape[-1] - v_BKSD.shape[-1]
+    if pad < 0:
+        raise AssertionError("values wider than keys are not used by any model here")
+    return F.pad(v_BKSD, (0, pad)) if pad else v_BKSD
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float) -> Tensor:

@@ -37,7 +37,7 @@ def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: to
 def decoded_product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a @ b.T + bias, summed in FP32, of decoded operands, both BF16 or both FP32."""
     bias = None if bias_N is None else bias_N.to(out_dtype)
-    if not a_MK.is_cuda and a_MK.dtype == torch.bfloat16 and a_MK.shape[1] % _AMX_COLUMNS:
+    if not a_MK.is_cuda and a_MK.dtype == torch.bfloat16 and a_MK.shape[1] % _AMX_COLUMNS and _has_tiles():
         # oneDNN's AMX kernel reads past the end of such a row and multiplies what it finds by zero: NaN at the head of
         # the next row spread to this one.
         a_MK, b_NK = (F.pad(operand, (0, -a_MK.shape[1] % _AMX_COLUMNS)) for operand in (a_MK, b_NK))
@@ -59,6 +59,11 @@ def is_fast_bf16(device: torch.device) -> bool:
 def _cpu_multiplies_bf16() -> bool:
     features = cpu_features()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_multiplies(torch.bfloat16, features)
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    return "amx_bf16" in cpu_features()
 
 
 def is_power_of_two(scale: Tensor) -> bool:
