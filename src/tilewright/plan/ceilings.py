@@ -2,9 +2,9 @@
 
 Every rate is measured through `ops`, forward and backward together, at a few sizes, and is that of the fastest of
 several timings: other programs only make it slower. Nothing is compiled for it, because compiling takes longer than
-all of this: what compiled loops reach is bounded by `bandwidth` and `exp`. The cache file is keyed by machine, torch
-and thread count; pass `refresh` to measure again. `busy` tells how far the medians were from the fastest: on a busy
-machine even the fastest is slow. Called by the command line (`plan`, `bench`), `training` and `benchmarks/`.
+all of this: what compiled loops reach is bounded by `bandwidth` and `exp`. The cache file is keyed by machine, torch,
+kernels and thread count; pass `refresh` to measure again. `busy` tells how far the medians were from the fastest: on a
+busy machine even the fastest is slow. Called by the command line (`plan`, `bench`), `training` and `benchmarks/`.
 """
 
 import hashlib
@@ -18,12 +18,13 @@ from pathlib import Path
 import platformdirs
 import torch
 
+from tilewright import __version__
 from tilewright.core.hardware import Machine
 from tilewright.core.log import get_logger
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.probe import Probe
 
-_FORMAT = 7
+_FORMAT = 8
 """Raise when the meaning of a field changes, so that old cache files are not read."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BUSY = 1.3
@@ -37,10 +38,10 @@ class Ceilings:
 
     `matmul`: FLOP/s of the three GEMMs of a linear layer by format and width (features in = out).
     `attention`: FLOP/s of causal attention by format, forward and backward, the masked half not counted.
-    `bandwidth`: bytes/s of a copy, read and write counted. `elementwise`: bytes/s read and written by a norm and a
-    SwiGLU in eager form. `loss`: logits/s through the loss of the head by format, its GEMMs not counted.
-    `adam`: parameters/s by storage of the moments. `exp`: exponentials/s in FP32. `busy`: median over the rates of how
-    much longer the median timing took than the fastest, 1.0 on a quiet machine.
+    `bandwidth`: bytes/s of a copy, read and write counted. `elementwise`: bytes/s read and written by the operations
+    of a norm and a SwiGLU in eager form, as `live_bytes` counts them. `loss`: logits/s through the loss of the head by
+    format, its GEMMs not counted. `adam`: parameters/s by storage of the moments. `exp`: exponentials/s in FP32.
+    `busy`: median over the rates of how much longer the median timing took than the fastest, 1.0 on a quiet machine.
     """
 
     key: str
@@ -116,11 +117,16 @@ def known(machine: Machine, cache_dir: str | Path | None = None) -> Ceilings | N
     return _read(folder / "ceilings" / f"{_key(machine)}.json")
 
 
+def _kernels(machine: Machine) -> Kernels:
+    return Kernels(machine, compile=False)
+
+
 def _key(machine: Machine) -> str:
     facts = {
         "device": [machine.device, machine.device_name, machine.capability, sorted(machine.cpu_features)],
-        "torch": torch.__version__,
+        "versions": [torch.__version__, __version__],
         "threads": torch.get_num_threads(),
+        "kernels": sorted(f"{key} {choice.candidate.name}" for key, choice in _kernels(machine).choices.items()),
         "format": _FORMAT,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -147,7 +153,7 @@ def _write(path: Path, ceilings: Ceilings) -> None:
 
 
 def _measure_all(machine: Machine, key: str, progress: Callable[[str], None]) -> Ceilings:
-    probe = Probe(Kernels(machine, compile=False), torch.device(machine.device))
+    probe = Probe(_kernels(machine), torch.device(machine.device))
     start = time.perf_counter()
     progress(f"measuring this machine once: {machine.device_name}")
     matmul = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}

@@ -32,6 +32,7 @@ from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.footprint import LAYER_WORK, gap_share, layer_storages, process_bytes, process_size
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
+from tilewright.plan.roofline import element_passes
 from tilewright.plan.shape import LayerClass, Line, ModelShape
 from tilewright.plan.trace import KERNELS, quiet, text_inputs, to_fake
 from tilewright.plan.workload import BYTES, DTYPES, Planner, Product, Workload, products_of
@@ -216,6 +217,7 @@ def _foreign_shape(
                 kept_selective=Line.through(one.kept_selective, two.kept_selective),
                 input=Line(0, one.input),
                 work=_foreign_work(machine, kept, Line.through(one.work, two.work)),
+                moved=Line.through(one.moved, two.moved),
                 mlp_kept=of_mlp,
                 mlp_work=_foreign_work(machine, of_mlp, Line.through(one.mlp_work, two.mlp_work)),
                 mask=0.0,
@@ -327,6 +329,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         mask = 0.0 if not work.attention_masks else float(recipe.data.seq_len**2 * BYTES[policy.product])
         everything = Line(kept["none"].fixed, kept["none"].per_row + mask)
         of_mlp = Line(0, mlp * kept["none"].per_row)
+        passes = element_passes(work.compiled)
         wide = layer_parameters(config, index)
         widths = (config.expert_dim if moe else config.ffn_dim, config.dim)
         products = tuple(p for p in work.products[mode] if f".layers.{place}." in p.fqn)
@@ -341,6 +344,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 kept_selective=kept["selective"],
                 input=Line(0, recipe.data.seq_len * config.dim * BYTES[policy.stream]),
                 work=Line(0, share * kept["none"].per_row),
+                moved=Line(passes * everything.fixed, passes * everything.per_row),
                 mlp_kept=of_mlp,
                 mlp_work=Line(0, share * of_mlp.per_row),
                 mask=mask,

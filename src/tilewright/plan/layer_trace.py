@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewright.models.activation import selective_contexts
-from tilewright.plan.trace import ATTENTION, COUNTED, LiveBytes
+from tilewright.plan.live_bytes import ATTENTION, COUNTED, LiveBytes
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 """What the part of a layer is called that looks at each token for itself."""
@@ -33,8 +33,9 @@ class TracedLayer:
     """One layer and one micro-batch, in bytes and in FLOPs of a forward pass.
 
     `kept`, `kept_selective`: from forward to backward, its input among them, its output not. `input`: of its input.
-    `work`: most that backward has alive beyond `kept`, gradients of weights left out. `mlp_kept`, `mlp_work`: the same
-    of its token-wise part alone; 0 where none was found. `products`, `mlp_products`: matrix products. `attention`:
+    `work`: most that backward has alive beyond `kept`, gradients of weights left out. `moved`: read and written by
+    what is neither product nor attention, forward and backward. `mlp_kept`, `mlp_work`: kept and needed by its
+    token-wise part alone; 0 where none was found. `products`, `mlp_products`: matrix products. `attention`:
     fused attention, all pairs of positions.
     """
 
@@ -42,6 +43,7 @@ class TracedLayer:
     kept_selective: int
     input: int
     work: int
+    moved: int
     mlp_kept: int
     mlp_work: int
     products: float
@@ -89,16 +91,16 @@ class _FusedOnCpu(TorchFunctionMode):
 
 def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
     mlp, call = _mlp_call(layer, args, kwargs)
-    kept, work = _kept_and_work(layer, args, kwargs)
-    selective, _ = _kept_and_work(_Selective(layer), args, kwargs, backward=False)
+    kept, work, moved = _kept_and_work(layer, args, kwargs)
+    selective, _, _ = _kept_and_work(_Selective(layer), args, kwargs, backward=False)
     products, attention = _flops(layer, args, kwargs)
     mlp_kept, mlp_work, mlp_products = 0, 0, 0.0
     if mlp is not None:
-        mlp_kept, mlp_work = _kept_and_work(mlp, *call)
+        mlp_kept, mlp_work, _ = _kept_and_work(mlp, *call)
         mlp_kept = max(0, mlp_kept - _first(call[0]).nbytes)  # its output leaves; its input is the norm's
         mlp_products, _ = _flops(mlp, *call)
     input_bytes = _first((args, kwargs)).nbytes
-    return TracedLayer(kept, selective, input_bytes, work, mlp_kept, mlp_work, products, mlp_products, attention)
+    return TracedLayer(kept, selective, input_bytes, work, moved, mlp_kept, mlp_work, products, mlp_products, attention)
 
 
 class _Selective:
@@ -124,8 +126,8 @@ def _mlp_call(layer: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module | Non
 
 
 @torch.enable_grad()
-def _kept_and_work(run: Callable[..., Any], args: Any, kwargs: Any, *, backward: bool = True) -> tuple[int, int]:
-    """Bytes alive after forward, its output counted as its input would be, and what backward adds at most."""
+def _kept_and_work(run: Callable[..., Any], args: Any, kwargs: Any, *, backward: bool = True) -> tuple[int, int, int]:
+    """Bytes alive after forward, its output counted as its input would be; what backward adds at most; what moves."""
     first = _first((args, kwargs))
     edge = first.detach().requires_grad_()
     args, kwargs = _replaced((args, kwargs), first, edge)
@@ -136,7 +138,7 @@ def _kept_and_work(run: Callable[..., Any], args: Any, kwargs: Any, *, backward:
         live.peak = kept
         if backward:
             torch.autograd.grad(out, [edge], torch.empty_like(out))
-    return kept, live.peak - kept
+    return kept, live.peak - kept, live.moved
 
 
 def _flops(run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[float, float]:

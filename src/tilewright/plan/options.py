@@ -19,15 +19,13 @@ from tilewright.formats.squares import num_blocks
 from tilewright.models.activation_bytes import FP32, TILE
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.fixed import BLOCK_ROWS, INPUTS_OF, Activations, Fixed, Place
-from tilewright.plan.probe import ACTIVATION_PASSES
+from tilewright.plan.roofline import FORWARD_SHARE
 from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Cost
 from tilewright.precision.gemms import FP8_FORMATS
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 MASTER_BYTES = {"fp32": 4, "split24": 1, "stochastic": 0}
-FORWARD_SHARE = 2 / ACTIVATION_PASSES
-"""Of the element-wise work of a layer, what its forward pass is (guess)."""
 BLOCKED_ATTENTION = 1.05
 """Attention by blocks of query rows takes this many times as long (guess)."""
 HIDDEN_SHARE = 0.02
@@ -282,12 +280,11 @@ class _Layer:
 
     def forward_s(self) -> float:
         """One micro-batch forward."""
-        found = self.found
-        return self.products_s("fprop") + self.attention_s() + FORWARD_SHARE * self.elementwise_s(found.kept(self.rows))
+        return self.products_s("fprop") + self.attention_s() + FORWARD_SHARE * self.elementwise_s()
 
     def backward_s(self) -> float:
         """One micro-batch backward, recomputation not counted."""
-        loops = (1 - FORWARD_SHARE) * self.elementwise_s(self.found.kept(self.rows))
+        loops = (1 - FORWARD_SHARE) * self.elementwise_s()
         return self.products_s("dgrad") + self.products_s("wgrad") + 2.5 * self.attention_s() + loops
 
     def again_s(self) -> float:
@@ -296,7 +293,7 @@ class _Layer:
         if kind == "keep":
             return 0.0
         if kind == "selective":
-            return FORWARD_SHARE * self.elementwise_s(self.found.kept(self.rows))
+            return FORWARD_SHARE * self.elementwise_s()
         return self.forward_s()
 
     def tiles_s(self) -> float:
@@ -322,10 +319,10 @@ class _Layer:
         slower = BLOCKED_ATTENTION if self.choice.attention_block else 1.0
         return slower * self.rows * self.found.attention_flops / self.rates.attention[self.shape.product_format]
 
-    def elementwise_s(self, kept: float) -> float:
+    def elementwise_s(self) -> float:
         """Norms, activations and residuals of one micro-batch, forward and backward."""
-        fmt = self.shape.product_format
-        return ACTIVATION_PASSES * kept / (self.rates.bandwidth if self.shape.compiled else self.rates.elementwise[fmt])
+        rate = self.rates.bandwidth if self.shape.compiled else self.rates.elementwise[self.shape.product_format]
+        return self.found.moved(self.rows) / rate
 
     def weights_s(self) -> float:
         """Casts of weights and accumulation of their gradients in one micro-batch."""
@@ -363,7 +360,7 @@ def layer_seconds(
     parts = {
         "products": micro * products,
         "attention": micro * (1 + 2.5 * passes) * layer.attention_s(),
-        "elementwise": micro * loops * layer.elementwise_s(found.kept(setting.micro_batch)),
+        "elementwise": micro * loops * layer.elementwise_s(),
         "recompute": micro * again,
         "weights": micro * passes * layer.weights_s(),
         "optimizer": layer.update_s(),
@@ -382,7 +379,7 @@ def end_class(name: str, num_parameters: int, shape: ModelShape) -> LayerClass:
         indices=(-1,),
         num_parameters=num_parameters,
         active_parameters=num_parameters,
-        **dict.fromkeys(("kept", "kept_selective", "input", "work", "mlp_kept", "mlp_work"), nothing),
+        **dict.fromkeys(("kept", "kept_selective", "input", "work", "moved", "mlp_kept", "mlp_work"), nothing),
         mask=0.0,
         products=(),
         product_flops=0.0,

@@ -17,12 +17,11 @@ from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.ref.adam import AdamHyper
 from tilewright.ops.ref.low_bit_adam import LowBitTensors
+from tilewright.plan.live_bytes import LiveBytes
 
 WIDTHS = (256, 512, 1024, 2048)
 _BUDGET_S = 0.1
 _FEWEST, _MOST = 4, 100
-ACTIVATION_PASSES = 5
-"""What backward keeps is written once and read once; its gradient is written and read; one more pass for the rest."""
 
 
 class Clock:
@@ -140,7 +139,7 @@ class Probe:
         return num_tokens * vocab_size / max(seconds - products, 0.1 * seconds)
 
     def elementwise(self, dtype: torch.dtype) -> float:
-        """Bytes/s that an eager norm and SwiGLU keep for backward, each counted ACTIVATION_PASSES times."""
+        """Bytes/s that the operations of an eager norm and SwiGLU read and write, forward and backward."""
         num_tokens, dim = 2048 * self._scale, 1024
         gate_ND, up_ND, upstream_ND = (self._random(num_tokens, dim, dtype=dtype, grad=i < 2) for i in range(3))
         weight_D = torch.ones(dim, device=self.device, requires_grad=True)
@@ -149,8 +148,10 @@ class Probe:
             out_ND = self.kernels.rms_norm(self.kernels.swiglu(gate_ND, up_ND), weight_D, 1e-5)
             torch.autograd.grad(out_ND, (gate_ND, up_ND, weight_D), upstream_ND)
 
-        kept = num_tokens * dim * (5 * 4 + gate_ND.element_size())  # three of SwiGLU and two of the norm in FP32
-        return ACTIVATION_PASSES * kept / self.clock(work)
+        counted = LiveBytes()
+        with counted:
+            work()
+        return counted.moved / self.clock(work)
 
     def adam(self, moments: torch.dtype) -> float:
         """Parameters/s of one AdamW update of FP32 parameters."""

@@ -5,12 +5,13 @@ evaluations and checkpoints are not in it. Of the precision modes that a run pas
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tilewright.models.activation_bytes import shared_input
 from tilewright.models.count import count_flops
 from tilewright.plan.ceilings import Ceilings
+from tilewright.plan.fixes import changed
 from tilewright.plan.footprint import activation_bytes, head_shape
-from tilewright.plan.probe import ACTIVATION_PASSES
 from tilewright.plan.workload import BYTES, Product, Workload, fp8_unit
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 
@@ -20,6 +21,13 @@ _DECODE_BYTES = 3
 """A code is read, a BF16 number written."""
 _WEIGHT_BYTES = 5
 """A weight is read in FP32, its code written, once a step."""
+
+FORWARD_SHARE = 0.39
+"""Of the bytes that element-wise work moves, forward and backward, what the forward pass moves; as counted of eager
+layers (tests/plan/test_live_bytes.py)."""
+_COMPILED_PASSES, _EAGER_PASSES = 5, 11
+"""Passes over what backward keeps. Compiled: it is written and read, its gradient too, one more for the rest. Eager:
+as counted of a decoder's layer."""
 
 _TWO_PASSES = {"matmul": 1.75, "attention": 1.78, "head": 2.0, "loss": 2.0}
 """Exact clipping slice by slice takes a second backward pass: of 2 + 2 + 4 operations a product the last 6 again."""
@@ -49,8 +57,8 @@ def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
     policy = work.policies[mode]
     fmt = policy.product
     micro = _forward_backward(work, mode, fmt, rates)
-    micro["elementwise"] = ACTIVATION_PASSES * activation_bytes(work, mode) / _elementwise_rate(work, fmt, rates)
-    casts = 6 if fmt in ("bf16", "fp16") else 0  # read FP32, write 16 bit
+    micro["elementwise"] = _moved_bytes(work, mode) / _elementwise_rate(work, fmt, rates)
+    casts = 6 if fmt in ("bf16", "fp16") and work.trace is None else 0  # read FP32, write 16 bit; a trace has them
     cast = work.num_parameters - sum(p.num_weights for p in work.products[mode] if _all_fp8(p.gemms))
     micro["weights"] = (casts * cast + 12 * work.num_trainable) / rates.bandwidth  # and read, add, write gradients
     micro["quantize"] = _quantize_bytes(work, mode, fp8_unit(work.machine)) / rates.bandwidth
@@ -110,6 +118,21 @@ def _quantize_bytes(work: Workload, mode: str, has_unit: bool) -> float:
         if not has_unit:
             total += _DECODE_BYTES * (passes * fprop * (x + weight) + dgrad * (dy + weight) + wgrad * (dy + x))
     return total
+
+
+def element_passes(compiled: bool) -> float:
+    """Passes of element-wise work, forward and backward, over what a layer of our decoder keeps for backward."""
+    return _COMPILED_PASSES if compiled else _EAGER_PASSES
+
+
+def _moved_bytes(work: Workload, mode: str) -> float:
+    """Read and written in a micro-batch by all but products and attention."""
+    sliced = work.recipe.memory.executor == "layer_major"
+    again = FORWARD_SHARE if sliced or work.recipe.train.activation_checkpoint != "none" else 0.0
+    if work.trace is not None:
+        return (1 + again) * work.trace.moved_bytes / FORWARD_SHARE
+    whole = replace(work, recipe=changed(work.recipe, {"train.activation_checkpoint": "none"}))
+    return (1 + again) * element_passes(work.compiled) * activation_bytes(whole, mode)
 
 
 def _elementwise_rate(work: Workload, fmt: str, rates: Ceilings) -> float:

@@ -42,6 +42,8 @@ class LayerClass:
     """The layer's input: all that a recomputed layer keeps."""
     work: Line
     """What backward needs beyond `kept`, gradients of weights left out."""
+    moved: Line
+    """Read and written, forward and backward, by what is neither product nor attention."""
     mlp_kept: Line
     mlp_work: Line
     mask: float

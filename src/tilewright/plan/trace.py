@@ -8,11 +8,9 @@ one. Called by `plan.workload`.
 
 import inspect
 import logging
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -23,9 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
@@ -33,7 +29,7 @@ from tilewright.models.build import build_model
 from tilewright.models.hf import HFModel
 from tilewright.models.hf_packing import forward_arguments
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.native import dequant_gemm  # noqa: F401  it registers an operator that is counted here
+from tilewright.plan.live_bytes import ATTENTION, COUNTED, LiveBytes
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
@@ -46,81 +42,23 @@ MASKED_SHARE = 0.15
 class Trace:
     """One micro-batch of a Hugging Face model.
 
-    `kept_bytes`: alive after forward, for backward. `peak_bytes`: most alive inside forward. `flops`: of forward's
-    products. `attention_flops`: of its fused attention, all pairs of positions counted. `head`: (tokens, width,
-    vocabulary) where the head's loss is ours, and not in the other numbers.
-    `trouble`: why nothing is known; empty where all went well.
+    `kept_bytes`: alive after forward, for backward. `peak_bytes`: most alive inside forward. `moved_bytes`: read and
+    written in forward by all but products and attention. `flops`: of forward's products. `attention_flops`: of its
+    fused attention, all pairs of positions counted. `head`: (tokens, width, vocabulary) where the head's loss is ours,
+    and not in the other numbers. `trouble`: why nothing is known; empty where all went well.
     """
 
     kept_bytes: int
     peak_bytes: int
+    moved_bytes: int
     flops: float
     attention_flops: float
     head: tuple[int, int, int] | None
     trouble: str = ""
 
 
-def _flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return sdpa_flop_count(query, key, value)
-
-
-def _product_flops(operand: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
-    return 2 * prod(out_shape) * operand[1]
-
-
-def _grouped_flops(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
-    """Each row [M, K] meets the weight [K, N] of one expert."""
-    return 2 * prod(rows) * weights[-1]
-
-
-_aten = torch.ops.aten
-_FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
-"""torch's counter knows the fused attentions of CUDA only."""
-_PRODUCTS = (torch.ops.tilewright.dequant_gemm, torch.ops.tilewright.tile_fprop)
-COUNTED = {
-    **_FLASH_ON_CPU,
-    _aten._grouped_mm: _grouped_flops,
-    **dict.fromkeys(_PRODUCTS, _product_flops),
-}
 KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}
 """What runs 8-bit products in a trace: operations that need no unit and no library, whatever the machine has."""
-ATTENTION = (
-    *_FLASH_ON_CPU,
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_cudnn_attention,
-)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts bytes of storages that operations make, for as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        old = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage(), old)
-        return out
-
-    def _add(self, storage: torch.UntypedStorage, old: set[int]) -> None:
-        key = storage._cdata
-        if key in self._known or id(storage) in old:
-            return
-        size = storage.nbytes()
-        self._known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
 
 
 def trace_model(recipe: Recipe, vocab_size: int, machine: Machine, rows: int) -> Trace:
@@ -144,7 +82,7 @@ def trace_model(recipe: Recipe, vocab_size: int, machine: Machine, rows: int) ->
             return _run(model.train(), recipe, rows, device)
         except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException) as error:
             reason = str(error).splitlines()[0]
-            return Trace(0, 0, 0.0, 0.0, None, f"the forward pass cannot be traced without data ({reason})")
+            return Trace(0, 0, 0, 0.0, 0.0, None, f"the forward pass cannot be traced without data ({reason})")
 
 
 @contextmanager
@@ -202,7 +140,7 @@ def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Tra
             kept, peak = kept - out.logits.nbytes + rows_wide, peak + 3 * rows_wide
     counts = flops.get_flop_counts().get("Global", {})
     attention = sum(count for op, count in counts.items() if op in ATTENTION)
-    return Trace(kept, peak, flops.get_total_flops() - attention, attention, head)
+    return Trace(kept, peak, live.moved, flops.get_total_flops() - attention, attention, head)
 
 
 def text_inputs(model: HFModel, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
