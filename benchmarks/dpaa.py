@@ -1,9 +1,8 @@
 """The precision controller on a case that FP8 alone cannot learn, and on one where it has nothing to do.
 
-stress: one feature in each tile of 128 is a million times larger than the others and read by weights that are zero, as
-the massive activations of large models nearly are. In BF16 it changes nothing; in FP8 the forward products lose all
-other features of the tile. calm: the model as it is. Each in bf16_mixed, in static fp8_tile, and in fp8_tile with the
-controller; real text, several seeds. Loss is that on held-out text in the formats of training.
+stress: outliers in what every layer reads (benchmarks/outliers.py): in BF16 they change nothing, in FP8 the forward
+products lose all other features of their tiles. calm: the model as it is. Each in bf16_mixed, in static fp8_tile, and
+in fp8_tile with the controller; real text, several seeds. Loss is that on held-out text in the formats of training.
 
 A run takes minutes, so each is kept in `results/dpaa_runs.jsonl` as it ends, and a later call goes on where the last
 one stopped. The result is made of all runs with the same number of steps.
@@ -16,12 +15,9 @@ import json
 import statistics
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from benchmarks.common import RESULTS, write_result
+from benchmarks.outliers import plant_everywhere
 from tilewright.core.load import load_recipe
-from tilewright.models.decoder import Decoder
 from tilewright.precision.control import PrecisionController
 from tilewright.training.assemble import Parts, build, prepare_data, set_up
 from tilewright.training.evaluate import evaluate, pooled
@@ -34,7 +30,6 @@ CLAIM = (
 RUNS = RESULTS / "dpaa_runs.jsonl"
 MODES = ("bf16_mixed", "fp8_tile", "controller")
 CASES = ("stress", "calm")
-OUTLIER = 2.0**20
 SHAPE = {
     "model.dim": "128",
     "model.num_layers": "2",
@@ -62,7 +57,7 @@ def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
     loaded = load_recipe("default", SHAPE | changes | {"run.seed": str(seed), "train.steps": str(steps)}, environ={})
     parts = build(set_up(loaded), fresh=True)
     if case == "stress":
-        spoil(parts.model)
+        plant_everywhere(parts.model)
         parts.modes.weights.refresh()
     control = parts.control.control if parts.control is not None else None
     shares, events = [], {"redone": 0, "skipped": 0, "moves": 0}
@@ -91,28 +86,6 @@ def look(parts: Parts, control: PrecisionController, step: int, microbatches) ->
     """A sample of one row, as runs from a recipe take it."""
     batch = {name: tensor[:1].to(parts.setup.device) for name, tensor in microbatches[0].items()}
     control.look(step, [lambda: (parts.model.loss(batch).loss_sum / max(count_targets([batch]), 1)).backward()])
-
-
-@torch.no_grad()
-def spoil(model: Decoder) -> None:
-    """A norm's weight of 2^20 for the first feature of each tile; what reads it has zeros there, and keeps them."""
-    for block in model.blocks:
-        attn, mlp = block.self_attn, block.mlp
-        for norm, readers in (
-            (block.input_layernorm, (attn.q_proj, attn.k_proj, attn.v_proj)),
-            (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-        ):
-            norm.weight[::128] = OUTLIER
-            norm.weight.register_hook(_without_outliers)
-            for reader in readers:
-                reader.weight[:, ::128] = 0.0
-                reader.weight.register_hook(_without_outliers)
-
-
-def _without_outliers(grad: Tensor) -> Tensor:
-    grad = grad.clone()
-    grad[..., ::128] = 0.0
-    return grad
 
 
 def known_runs(steps: int, data: str) -> dict[tuple[str, str, int], dict[str, Any]]:
