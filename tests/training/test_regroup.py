@@ -112,6 +112,7 @@ class Play:
     events: list = field(default_factory=list)
     number: int = 0
     ladder: tuple = ("selective", "recompute")
+    give_back: Callable | None = None
 
     def __post_init__(self):
         self.regroup = Regroup(
@@ -122,6 +123,7 @@ class Play:
             tell=lambda step, text, **numbers: self.events.append((step, text, numbers)),
             steps=1000,
             ladder=self.ladder,
+            give_back=self.give_back,
         )
 
     def step(self, length=512):
@@ -163,6 +165,36 @@ def test_the_first_step_corrects_every_later_plan():
     assert len(play.events) == 1  # as expected from here on
     assert play.regroup.expected_bytes == pytest.approx(play.executor.peaks()["backward"], rel=0.01)
     assert play.regroup.time_factor == 2.0
+
+
+def test_free_blocks_that_pile_up_are_given_back_and_change_no_plan():
+    """An allocator that holds 0.4 % more after each step, and less once it was asked for it."""
+    play, given = Play(PlayedExecutor()), []
+
+    def give_back():
+        given.append(play.number)
+        play.executor.factor = 0.99
+
+    play = Play(play.executor, give_back=give_back)
+    for _ in range(40):
+        play.step()
+        play.executor.factor += 0.004
+    assert given == [14, 29]
+    assert play.regroup.memory_factor == 1.0
+    assert play.triggers() == ["calibration", "prediction"]  # told once
+    assert "so the allocator's free blocks are given back" in play.events[1][1]
+
+
+def test_what_is_needed_and_not_free_corrects_the_plan_after_all():
+    given = []
+    play = Play(PlayedExecutor(), give_back=lambda: given.append(play.number))
+    play.step()
+    play.executor.factor = 1.2
+    for _ in range(30):
+        play.step()
+    assert given == [2]  # in vain
+    assert play.regroup.memory_factor == pytest.approx(1.2)
+    assert play.triggers() == ["calibration", "prediction", "prediction"]
 
 
 def test_less_than_planned_makes_room_where_it_pays():

@@ -9,7 +9,8 @@ is faster by enough to pay for the change:
 
     shape           the rows of a batch have another length
     budget          free memory, or what the run may use, changed by more than 10 %
-    prediction      a step took more than 5 % above what was expected
+    prediction      a step took more than 5 % above what was expected, and again after the allocator's free blocks were
+                    given back: a C library's grow for hundreds of steps, where none of them needs more than the first
     out of memory   an allocator found none. The step has changed nothing (`whole`), and is computed again under a
                     tighter plan: the same batch, the same random numbers, the same result
 
@@ -33,6 +34,7 @@ from tilewright.training.whole import WholeStep, first_line
 
 Result = TypeVar("Result")
 STEP_PHASES = ("forward", "loss", "backward", "update")
+_NEVER = -(10**9)
 CUTS = 6
 """Budgets tried after an out-of-memory, each smaller, before the smallest placement is taken."""
 
@@ -47,6 +49,8 @@ class Rules:
     """Change in the bytes that the run may use."""
     cut: float = 0.10
     """Less than what was expected of the placement that found no memory."""
+    relief: int = 10
+    """Steps between two returns of free blocks, at least: the next step fetches its pages anew."""
     gain: float = 0.02
     """Share of the step time that a change must save where it need not be made."""
 
@@ -106,6 +110,7 @@ class Regroup:
         tell: records an event: step, text, numbers.
         steps: of the run: what a change saves is weighed against the steps that are left.
         ladder: what layers may be treated as after an out-of-memory, where there is no planner.
+        give_back: makes the allocator return its free blocks, where they are in `peaks`.
         watch: plan again on shape, budget and prediction; else only after an out-of-memory.
         known: what the placement that runs is expected to take with the first batch's rows, where that is known
             without a planner, which takes a second or more to be made.
@@ -123,6 +128,7 @@ class Regroup:
         state_bytes: Callable[[], int] = lambda: 0,
         steps: int = 10**9,
         ladder: Collection[str] = ("selective", "recompute"),
+        give_back: Callable[[], None] | None = None,
         watch: bool = True,
         known: Expected | None = None,
         rules: Rules = Rules(),
@@ -142,6 +148,7 @@ class Regroup:
         self._tell_event = tell
         self._steps = steps
         self._ladder = ladder
+        self._give_back = give_back
         self._watch = watch
         self._number = 0
         self._length: int | None = None
@@ -155,6 +162,8 @@ class Regroup:
         """Highest peak under this placement and length."""
         self._under = 0
         """Steps under this placement and length."""
+        self._relieved_at = _NEVER
+        """The last of them after which free blocks were given back."""
         self._first_s = 0.0
         self._calibrated = False
 
@@ -238,7 +247,9 @@ class Regroup:
         expected = self._peak_bytes
         error = self._measured / expected - 1
         fresh = self._under == 1
-        if error > self.rules.error or (fresh and abs(error) > self.rules.error):
+        if error > self.rules.error and self._relievable():
+            self._relieve(expected, error)
+        elif error > self.rules.error or (fresh and abs(error) > self.rules.error):
             self.memory_factor *= 1 + error
             kind = "prediction" if self._calibrated else "calibration"
             text = (
@@ -253,6 +264,24 @@ class Regroup:
         self._calibrated = True
         if self._under == 2:  # the first step of a placement compiles
             self.time_factor *= seconds / self._step_s
+
+    def _relievable(self) -> bool:
+        """Whether free blocks may be what is too much: not in the first step, nor right after they were given back."""
+        return self._give_back is not None and self._under > max(1, self._relieved_at + self.rules.relief)
+
+    def _relieve(self, expected: float, error: float) -> None:
+        """Give free blocks back; only what is measured from now on counts."""
+        assert self._give_back is not None
+        self._give_back()
+        if self._relieved_at == _NEVER:
+            text = (
+                f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%} (threshold "
+                f"{self.rules.error:.0%}), so the allocator's free blocks are given back; from now on without a word, "
+                f"every {self.rules.relief} steps at most"
+            )
+            numbers = {"measured_bytes": self._measured, "expected_bytes": expected, "error": error}
+            self._tell("prediction", text, threshold=self.rules.error, **numbers)
+        self._measured, self._relieved_at = 0.0, self._under
 
     def _went_on(self) -> None:
         """A step met an out-of-memory in its update, made memory free, and came to its end."""
@@ -372,7 +401,7 @@ class Regroup:
 
     def _begin_anew(self) -> None:
         """The placement is another one, or the rows' length: nothing measured up to now is of it."""
-        self._expected, self._measured, self._under = None, 0.0, 0
+        self._expected, self._measured, self._under, self._relieved_at = None, 0.0, 0, _NEVER
 
     # ---- what is known ----
 

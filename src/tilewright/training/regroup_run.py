@@ -9,6 +9,7 @@ import torch
 
 from tilewright.core.errors import TilewrightError
 from tilewright.core.placement import Placement
+from tilewright.memory.probe import give_back_free_pages
 from tilewright.plan import ceilings
 from tilewright.plan.cost import make_plan
 from tilewright.plan.fixed import fuses, same_bits
@@ -53,6 +54,7 @@ def regroup_for(
         state_bytes=lambda: state_bytes(parts.optimizer, setup.device),
         steps=setup.recipe.train.steps,
         ladder=_ladder(setup, parts.executor.placement),
+        give_back=give_back_free_pages if setup.device.type == "cpu" else None,
         watch=planned,
         known=_Known.of(setup, parts),
     )
