@@ -4,7 +4,7 @@ Searches once, then trains each policy with each seed: all BF16, all FP8, FP8 bu
 searched one. The policy and each run are kept in `results/precision_search/` as they end, and a later call goes on
 where the last one stopped. Speeds are those of the search (`--time`), of linear products alone; losses are held out.
 
-python -m benchmarks.precision_search [--budget 0.003%] [--steps 2000] [--rows 2] [--seeds 3] [--section.field value]
+python -m benchmarks.precision_search [--budget 0.005%] [--steps 160] [--rows 16] [--seeds 0 1 2] [--section.field value]
 """
 
 import argparse
@@ -102,14 +102,14 @@ def summary(found: dict, runs: list[dict]) -> dict[str, object]:
 def main() -> None:
     """Search if need be, make the runs that are missing, and write the result after each."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--budget", default="0.003%")
+    parser.add_argument("--budget", default="0.005%")
     parser.add_argument("--time", default="ideal", choices=("measured", "h200", "ideal"))
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--warmup", type=int, default=60)
     parser.add_argument("--batches", type=int, default=8)
-    parser.add_argument("--search-rows", type=int, default=1)
+    parser.add_argument("--search-rows", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     args, args.settings = parser.parse_known_args()
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def main() -> None:
     key = {"steps": args.steps, "rows": args.rows, "settings": args.settings}
     runs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     runs = [run for run in runs if {name: run[name] for name in key} == key]
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for name, recipe in recipes(args.folder, found).items():
             if any((run["policy"], run["seed"]) == (name, seed) for run in runs):
                 continue

@@ -6,7 +6,7 @@ steps, then trains each policy from the beginning with each seed. Losses are hel
 Speeds are those of the search with quantisation taken as free (`--time ideal`), of linear products alone. Runs are kept
 in `results/search_planted/` as they end, and a later call goes on where the last one stopped.
 
-python -m benchmarks.search_planted [--steps 300] [--seeds 3] [--budget 0.5%]
+python -m benchmarks.search_planted [--steps 300] [--seeds 0 1 2] [--budget 0.1%]
 """
 
 import argparse
@@ -87,9 +87,9 @@ def held_out_loss(recipe: Path, seed: int, steps: int) -> float:
 def main() -> None:
     """Search if need be, make the runs that are missing, and write the result after each."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--budget", default="0.5%")
+    parser.add_argument("--budget", default="0.1%")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     args = parser.parse_args()
@@ -99,7 +99,7 @@ def main() -> None:
     log = args.folder / "runs.jsonl"
     runs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     runs = [run for run in runs if (run["steps"], run["data"]) == (args.steps, data)]
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for name, recipe in recipes(args.folder, found).items():
             if any((run["policy"], run["seed"]) == (name, seed) for run in runs):
                 continue
