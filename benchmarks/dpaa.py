@@ -124,6 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     data = prepare_data(load_recipe("default", SHAPE, environ={}).recipe).fingerprint
     runs = known_runs(args.steps, data)
+    write_result("dpaa", CLAIM, summary(runs, args.steps))
     for seed in range(args.seeds):
         for case in args.cases:
             for mode in MODES:

@@ -4,7 +4,7 @@ Searches once, then trains each policy with each seed: all BF16, all FP8, FP8 bu
 searched one. The policy and each run are kept in `results/precision_search/` as they end, and a later call goes on
 where the last one stopped. Speeds are those of the search (`--time`), of linear products alone; losses are held out.
 
-python -m benchmarks.precision_search [--budget 0.005%] [--steps 160] [--rows 16] [--seeds 0 1 2] [--section.field value]
+python -m benchmarks.precision_search [--budget 0.005%] [--rows 16] [--seeds 0 1 2] [--SECTION.FIELD VALUE]
 """
 
 import argparse
@@ -23,7 +23,7 @@ CLAIM = (
     "predicted loss change within 2x of the measured one"
 )
 FOLDER = RESULTS / "precision_search"
-BASE, SEARCHED, ENDS = "all BF16", "searched", "first and last block BF16"
+BASE, EVERYTHING, SEARCHED, ENDS = "all BF16", "all FP8", "searched", "first and last block BF16"
 ALL_FP8 = '[precision]\nmode = "fp8_tile"\ndecouple = []\nfp8_min_gain = 0.0\n'
 BLOCK = '[[precision.rules]]\nmatch = "model.layers.{}.*"\nop = "linear"\ncompute = "bf16"\n'
 
@@ -53,7 +53,7 @@ def recipes(folder: Path, found: dict) -> dict[str, Path]:
     last = max(int(unit["name"].split(".layers.")[1].split(".")[0]) for unit in found["units"])
     texts = {
         BASE: '[precision]\nmode = "bf16_mixed"\n',
-        "all FP8": ALL_FP8,
+        EVERYTHING: ALL_FP8,
         ENDS: ALL_FP8 + BLOCK.format(0) + BLOCK.format(last),
     }
     paths = {SEARCHED: folder / "policy.toml"}

@@ -6,10 +6,12 @@ python -m benchmarks.readme_table --check   # fail where README.md is not what t
 
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, keep_section
+from benchmarks.precision_search import ENDS, EVERYTHING, SEARCHED
 from benchmarks.quality import BASE
 
 README = Path(__file__).parent.parent / "README.md"
@@ -136,8 +138,39 @@ def _quality_row(record: dict[str, Any], mode: str, what: str, want: str) -> tup
     beside = f"; seeds alone differ by {noise:.2f} %" if noise is not None else ""
     # Runs are kept, so the last call made some of them only; this one makes what is missing of all.
     command = f"python -m benchmarks.quality --rows {result['rows_a_step']} --modes {BASE} {mode}"
-    text = f"{', '.join(f'{gap:+.2f}' for gap in gaps)} % ({result['steps']} steps{beside})"
+    text = f"{_signed(gaps)} % ({result['steps']} steps{beside})"
     return what, want, text, record | {"command": command}
+
+
+def _controller_rows() -> list[tuple[str, str, str, dict]]:
+    """What the precision controller does under stress and in calm, what it costs, and what a search finds."""
+    rows = []
+    if record := read("dpaa"):
+        result = record["results"]
+        gaps = {mode: _signed(result["stress"][mode]["gap_percent"].values()) for mode in ("fp8_tile", "controller")}
+        text = f"without it {gaps['fp8_tile']} %; with it {gaps['controller']} %"
+        what = "loss against BF16 where FP8 alone fails (outliers), precision controller"
+        rows.append((what, "at most 0.5 % more", text, record))
+        shares = [100 * run["share_8bit"] for run in result["calm"]["controller"]["runs"].values()]
+        what = "share of the products' work that the controller leaves in 8 bits where nothing is wrong"
+        rows.append((what, "at least 95 %", f"{min(shares):.1f} % or more", record))
+    if record := read("dpaa_cost_amx") or read("dpaa_cost_cpu"):
+        text = f"{record['results']['share_of_time_percent']:.2f} %"
+        rows.append(("precision controller: its evidence, of the time of training", "at most 1 %", text, record))
+    if record := read("search_planted"):
+        found = {name: row for name, row in record["results"].items() if isinstance(row, dict)}
+        texts = [
+            f"{name.replace('and last block', 'and last layer')} {_signed(found[name]['gap_percent'])} % at "
+            f"{found[name]['times_as_fast']:.2f}x"
+            for name in (EVERYTHING, ENDS, SEARCHED)
+        ]
+        what = "loss against BF16, and speed of linear products, of policies where outliers hurt some layers"
+        rows.append((what, "searched: less than all FP8, faster than the habit", "; ".join(texts), record))
+    return rows
+
+
+def _signed(gaps: Iterable[float]) -> str:
+    return ", ".join(f"{gap:+.2f}" for gap in gaps)
 
 
 def claims() -> list[str]:
@@ -151,6 +184,7 @@ def claims() -> list[str]:
         rows.append(("`fp8_tile` step on a CPU against BF16, 1024 wide", "at most 1.35x", text, record))
         saving = f"-{result['linear_input_saving_percent']:.0f} %"
         rows.append(("bytes of linear inputs kept for backward, `fp8_tile`", "-45 %", saving, record))
+    rows += _controller_rows()
     if record := read("adam_states_cpu"):
         times = record["results"]["speed"]["1 threads"]["tilewright 8bit moments, stochastic bf16 weights"]
         text = f"{times['wall']['median']:.1f} ns, one thread"
