@@ -6,7 +6,7 @@ steps, then trains each policy from the beginning with each seed. Losses are hel
 Speeds are those of the search with quantisation taken as free (`--time ideal`), of linear products alone. Runs are kept
 in `results/search_planted/` as they end, and a later call goes on where the last one stopped.
 
-python -m benchmarks.search_planted [--steps 400] [--seeds 0 1 2] [--budget 0.1%]
+python -m benchmarks.search_planted [--steps 400] [--seeds 0 1 2] [--budget 0.04%]
 """
 
 import argparse
@@ -88,7 +88,7 @@ def held_out_loss(recipe: Path, seed: int, steps: int) -> float:
 def main() -> None:
     """Search if need be, make the runs that are missing, and write the result after each."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--budget", default="0.1%")
+    parser.add_argument("--budget", default="0.04%")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--batches", type=int, default=8)
