@@ -218,6 +218,7 @@ def _foreign_shape(
                 input=Line(0, one.input),
                 work=_foreign_work(machine, kept, Line.through(one.work, two.work)),
                 moved=Line.through(one.moved, two.moved),
+                fused=False,
                 mlp_kept=of_mlp,
                 mlp_work=_foreign_work(machine, of_mlp, Line.through(one.mlp_work, two.mlp_work)),
                 mask=0.0,
@@ -316,7 +317,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
     short: Any = skeleton.model
     work = Planner(config.vocab_size, machine).workload(_described(recipe, short.config))
     flops = count_flops(config, recipe.data.seq_len)
-    storages = layer_storages(work, mode)
+    storages, eager = layer_storages(work, mode), layer_storages(replace(work, compiled=False), mode)
     classes = []
     for place, indices in enumerate(skeleton.indices):
         index, moe = indices[0], short.config.is_moe(place)
@@ -329,7 +330,8 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         mask = 0.0 if not work.attention_masks else float(recipe.data.seq_len**2 * BYTES[policy.product])
         everything = Line(kept["none"].fixed, kept["none"].per_row + mask)
         of_mlp = Line(0, mlp * kept["none"].per_row)
-        passes = element_passes(work.compiled)
+        fused = work.compiled and not moe  # as in `plan.roofline`
+        walked = _kept(work, short.config, place, storages if fused else eager, "none", policy, 1)
         wide = layer_parameters(config, index)
         widths = (config.expert_dim if moe else config.ffn_dim, config.dim)
         products = tuple(p for p in work.products[mode] if f".layers.{place}." in p.fqn)
@@ -344,7 +346,8 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 kept_selective=kept["selective"],
                 input=Line(0, recipe.data.seq_len * config.dim * BYTES[policy.stream]),
                 work=Line(0, share * kept["none"].per_row),
-                moved=Line(passes * everything.fixed, passes * everything.per_row),
+                moved=Line(0, element_passes(fused) * walked),
+                fused=fused,
                 mlp_kept=of_mlp,
                 mlp_work=Line(0, share * of_mlp.per_row),
                 mask=mask,

@@ -321,7 +321,7 @@ class _Layer:
 
     def elementwise_s(self) -> float:
         """Norms, activations and residuals of one micro-batch, forward and backward."""
-        rate = self.rates.bandwidth if self.shape.compiled else self.rates.elementwise[self.shape.product_format]
+        rate = self.rates.bandwidth if self.found.fused else self.rates.elementwise[self.shape.product_format]
         return self.found.moved(self.rows) / rate
 
     def weights_s(self) -> float:

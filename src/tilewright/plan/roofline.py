@@ -120,9 +120,19 @@ def _quantize_bytes(work: Workload, mode: str, has_unit: bool) -> float:
     return total
 
 
-def element_passes(compiled: bool) -> float:
-    """Passes of element-wise work, forward and backward, over what a layer of our decoder keeps for backward."""
-    return _COMPILED_PASSES if compiled else _EAGER_PASSES
+def element_passes(fused: bool) -> float:
+    """Passes of element-wise work, forward and backward, over what a layer of our decoder keeps for backward.
+
+    Args:
+        fused: it is compiled into loops.
+    """
+    return _COMPILED_PASSES if fused else _EAGER_PASSES
+
+
+def _fused(work: Workload) -> bool:
+    """Whether element-wise work is compiled into loops. Layers with experts are compiled in pieces; most of theirs, the
+    tokens' way to experts and back, lies between."""
+    return work.compiled and not (work.config is not None and work.config.num_experts)
 
 
 def _moved_bytes(work: Workload, mode: str) -> float:
@@ -131,13 +141,14 @@ def _moved_bytes(work: Workload, mode: str) -> float:
     again = FORWARD_SHARE if sliced or work.recipe.train.activation_checkpoint != "none" else 0.0
     if work.trace is not None:
         return (1 + again) * work.trace.moved_bytes / FORWARD_SHARE
-    whole = replace(work, recipe=changed(work.recipe, {"train.activation_checkpoint": "none"}))
-    return (1 + again) * element_passes(work.compiled) * activation_bytes(whole, mode)
+    recipe = changed(work.recipe, {"train.activation_checkpoint": "none"})
+    whole = replace(work, recipe=recipe, compiled=_fused(work))
+    return (1 + again) * element_passes(whole.compiled) * activation_bytes(whole, mode)
 
 
 def _elementwise_rate(work: Workload, fmt: str, rates: Ceilings) -> float:
     """Compiled loops run at the speed of memory; eager ones as measured."""
-    return rates.bandwidth if work.compiled else rates.elementwise[fmt]
+    return rates.bandwidth if _fused(work) else rates.elementwise[fmt]
 
 
 def _loss_rate(work: Workload, fmt: str, rates: Ceilings) -> float:

@@ -44,6 +44,8 @@ class LayerClass:
     """What backward needs beyond `kept`, gradients of weights left out."""
     moved: Line
     """Read and written, forward and backward, by what is neither product nor attention."""
+    fused: bool
+    """Whether that is compiled into loops."""
     mlp_kept: Line
     mlp_work: Line
     mask: float

@@ -34,7 +34,6 @@ from tilewright.training.whole import WholeStep, first_line
 
 Result = TypeVar("Result")
 STEP_PHASES = ("forward", "loss", "backward", "update")
-_NEVER = -(10**9)
 CUTS = 6
 """Budgets tried after an out-of-memory, each smaller, before the smallest placement is taken."""
 
@@ -50,7 +49,7 @@ class Rules:
     cut: float = 0.10
     """Less than what was expected of the placement that found no memory."""
     relief: int = 10
-    """Steps between two returns of free blocks, at least: the next step fetches its pages anew."""
+    """Steps before free blocks are given back, and between two times: the next step fetches its pages anew."""
     gain: float = 0.02
     """Share of the step time that a change must save where it need not be made."""
 
@@ -162,8 +161,8 @@ class Regroup:
         """Highest peak under this placement and length."""
         self._under = 0
         """Steps under this placement and length."""
-        self._relieved_at = _NEVER
-        """The last of them after which free blocks were given back."""
+        self._relieved_at = 0
+        """The last of them after which free blocks were given back; 0: none."""
         self._first_s = 0.0
         self._calibrated = False
 
@@ -266,14 +265,14 @@ class Regroup:
             self.time_factor *= seconds / self._step_s
 
     def _relievable(self) -> bool:
-        """Whether free blocks may be what is too much: not in the first step, nor right after they were given back."""
-        return self._give_back is not None and self._under > max(1, self._relieved_at + self.rules.relief)
+        """Whether free blocks may be what is too much: they pile up slowly, and were not given back just now."""
+        return self._give_back is not None and self._under > self._relieved_at + self.rules.relief
 
     def _relieve(self, expected: float, error: float) -> None:
         """Give free blocks back; only what is measured from now on counts."""
         assert self._give_back is not None
         self._give_back()
-        if self._relieved_at == _NEVER:
+        if not self._relieved_at:
             text = (
                 f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%} (threshold "
                 f"{self.rules.error:.0%}), so the allocator's free blocks are given back; from now on without a word, "
@@ -401,7 +400,7 @@ class Regroup:
 
     def _begin_anew(self) -> None:
         """The placement is another one, or the rows' length: nothing measured up to now is of it."""
-        self._expected, self._measured, self._under, self._relieved_at = None, 0.0, 0, _NEVER
+        self._expected, self._measured, self._under, self._relieved_at = None, 0.0, 0, 0
 
     # ---- what is known ----
 
