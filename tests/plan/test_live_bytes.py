@@ -83,7 +83,7 @@ def test_an_eager_layer_moves_what_plans_say(experts):
         kept, forward = counted.live, counted.moved
         torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out), allow_unused=True)
     assert forward / counted.moved == pytest.approx(FORWARD_SHARE, rel=0.15)
-    assert counted.moved / kept == pytest.approx(element_passes(compiled=False), rel=0.15)
+    assert counted.moved / kept == pytest.approx(element_passes(fused=False), rel=0.15)
 
 
 def test_checkpointing_moves_the_forward_pass_again():
