@@ -111,7 +111,9 @@ def _strips(
     history = run.history
     if history is None or not history.samples:
         return None
-    names = list(dict.fromkeys(name for sample in history.samples for name in sample.evidence.layers))
+    place = {layer: number for number, layer in enumerate(history.layers)}
+    seen = dict.fromkeys(name for sample in history.samples for name in sample.evidence.layers)
+    names = sorted(seen, key=lambda name: place.get(name, len(place)))  # samples are written from the last layer on
     rows, worst_of_all = [], None
     for layer, name in zip(names, short_names(names), strict=True):
         cells: list[list[Bar]] = []
