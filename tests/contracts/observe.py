@@ -60,6 +60,7 @@ def fixed_ceilings(*args: object, **kwargs: object) -> Ceilings:
     return Ceilings(
         key="fixed",
         matmul={name: {256: rate, 2048: rate} for name, rate in rates.items()},
+        start={name: {} for name in rates},
         attention=rates,
         loss=rates,
         elementwise=rates,

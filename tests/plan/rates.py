@@ -12,6 +12,7 @@ def make_rates(**changes) -> Ceilings:
     fields = {
         "key": "made up",
         "matmul": {fmt: {256: 1e12, 2048: 1e12} for fmt in FORMATS},
+        "start": {fmt: {} for fmt in FORMATS},
         "attention": dict.fromkeys(FORMATS, 1e11),
         "loss": dict.fromkeys(FORMATS, 1e9),
         "elementwise": dict.fromkeys(FORMATS, 1e10),

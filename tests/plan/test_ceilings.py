@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ def measured(machine, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(probe, "_FEWEST", 1)
     patch.setattr(probe, "_MOST", 1)
+    patch.setattr(ceilings, "_ROUNDS", 1)
     patch.setattr(probe, "WIDTHS", (256, 512))
     lines = []
     found = measure(machine, tmp_path_factory.mktemp("cache"), progress=lines.append)
@@ -82,9 +84,11 @@ def test_cache_that_cannot_be_written_is_said_and_does_not_stop(machine, tmp_pat
 
 def test_a_busy_machine_is_told(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(probe.Probe, "busy", lambda self: 2.5)
-    for name in ("matmul", "attention", "loss", "elementwise", "adam"):
-        monkeypatch.setattr(probe.Probe, name, lambda self, *a: {512: 1.0})
-    for name in ("bandwidth", "exp"):
+    timed = probe.Timed(width=512, few=1, few_s=1.0, many=2, many_s=1.5)
+    monkeypatch.setattr(probe.Probe, "matmul", lambda self, dtype: {512: timed})
+    for name in ("attention", "loss", "elementwise", "adam"):
+        monkeypatch.setattr(probe.Probe, name, lambda self, *a: 1.0)
+    for name in ("bandwidth", "exp", "low_bit_adam"):
         monkeypatch.setattr(probe.Probe, name, lambda self: 1.0)
     lines = []
     measure(machine, tmp_path, progress=lines.append)
@@ -92,7 +96,7 @@ def test_a_busy_machine_is_told(machine, tmp_path, monkeypatch):
 
 
 def test_the_clock_takes_the_fastest_and_remembers_the_rest():
-    seconds = iter([0.0, 0.02, 0.01, 0.03, 0.02])
+    seconds = iter([0.0, 0.03, 0.01])  # the first is the warm-up
     clock = probe.Clock(torch.device("cpu"))
     assert clock(lambda: time.sleep(next(seconds)), budget_s=0.0) == pytest.approx(0.01, abs=0.004)
     assert clock.ratios[0] == pytest.approx(2.0, abs=0.5)
@@ -105,3 +109,25 @@ def test_json_round_trip(measured):
 def test_rate_between_widths_is_on_a_straight_line_and_flat_beyond():
     rates = make_rates(matmul={"fp32": {256: 100.0, 512: 200.0, 1024: 150.0}})
     assert [rates.matmul_rate("fp32", w) for w in (64, 256, 384, 768, 1024, 9999)] == [100, 100, 150, 175, 150, 150]
+
+
+def test_a_product_takes_what_it_takes_to_start_and_what_its_rows_take():
+    timed = probe.Timed(width=10, few=4, few_s=1.4, many=14, many_s=2.4)  # 1 s, and 0.1 s a row of 600 FLOP
+    assert timed.rate == pytest.approx(6000)
+    assert timed.start == pytest.approx(1.0)
+    others = [replace(timed, few_s=2.0, many_s=2.2), replace(timed, few_s=1.0, many_s=9.0)]
+    assert probe.Timed.middle([timed, *others]) == timed
+    backwards = probe.Timed(width=10, few=4, few_s=3.0, many=14, many_s=2.0)  # an impossible timing still gives a rate
+    assert backwards.rate > 0
+    assert backwards.start >= 0
+
+
+def test_what_it_takes_to_start_grows_with_the_weight():
+    rates = make_rates(matmul={"fp32": {10: 100.0}}, start={"fp32": {10: 0.3, 20: 0.6, 40: 1.8}})
+    assert rates.call_s() == 0.3
+    eager = [rates.matmul_s("fp32", width, 0.0) for width in (1, 10, 10 * 2.5**0.5, 20, 40, 80)]
+    assert eager == pytest.approx([0.1, 0.1, 0.15, 0.2, 0.6, (0.3 + 4 * 1.5) / 3])
+    compiled = [rates.matmul_s("fp32", width, 0.0, compiled=True) for width in (1, 10, 20, 40)]
+    assert compiled == pytest.approx([0.0, 0.0, 0.1, 0.5], abs=1e-12)
+    assert rates.matmul_s("fp32", 10, 50.0) == pytest.approx(0.6)
+    assert make_rates().matmul_s("bf16", 300, 1e12) == pytest.approx(1.0)  # nothing measured: nothing to start

@@ -161,11 +161,43 @@ def test_longer_rows_keep_less(on_a_cpu):
     assert again.predict(Placement.uniform(16), 2048).peak_bytes > 1.5 * now.peak_bytes
 
 
-def test_layers_cut_differently_are_not_planned_again(on_a_cpu):
-    layers = (LayerPlacement(activations="recompute", mlp_tiles=4), *(LayerPlacement(activations="recompute"),) * 15)
-    planner = on_a_cpu.with_fixed(Fixed(executor="layer_major"))
-    setting = planner.plan(cpu_budget(64 * GIB)).setting
-    assert Replanner(planner, setting, Placement(layers=layers), cpu_budget(64 * GIB)).plan(64 * GIB) is None
+def test_layers_cut_differently_keep_their_cuts_when_planned_again(deep):
+    """Whatever the budget: tiles and blocks of each layer stay, since they change last bits, and the rest may move."""
+    cuts = [(4, 0), (1, 0), (16, 0)]
+    layers = tuple(
+        LayerPlacement(activations="recompute", mlp_tiles=cuts[i % 3][0], attention_block=cuts[i % 3][1])
+        for i in range(16)
+    )
+    placement = Placement(layers=layers)
+    wide = Budget(64 * GIB, 64 * GIB, LINKS)
+    setting = deep.with_fixed(Fixed(executor="layer_major", micro_batch=8)).plan(wide).setting
+    again = Replanner(deep, setting, placement, wide)
+    whole, least = again.plan(64 * GIB), again.smallest()
+    middle = again.plan((whole.peak_bytes + least.peak_bytes) / 2)
+    for found in (whole, middle, least):
+        assert [(one.mlp_tiles, one.attention_block) for one in found.placement.layers] == [
+            cuts[i % 3] for i in range(16)
+        ]
+        priced = again.predict(found.placement)
+        fragments = FRAGMENTS * (priced.plan.budget.device - found.plan.budget.device)  # counted of the budget
+        assert priced.peak_bytes - fragments == pytest.approx(found.peak_bytes)
+        assert priced.step_s == pytest.approx(found.step_s)
+    assert len(set(middle.placement.layers)) > 3
+    assert whole.step_s <= middle.step_s <= least.step_s * (1 + 1e-3)
+    assert least.peak_bytes <= middle.peak_bytes <= whole.peak_bytes
+
+
+def test_layers_that_may_keep_different_things_when_fused(deep):
+    """A GPU's compiled layers: `selective` has other bits there, so each layer keeps to its own kind."""
+    recipe = make_recipe(model={"num_layers": 4})
+    machine = replace(make_machine(64 * GIB), device="cuda")
+    planner = JointPlanner(recipe, 512, machine, make_rates())
+    kinds = ("selective", "keep", "selective", "recompute")
+    placement = Placement(layers=tuple(LayerPlacement(activations=kind) for kind in kinds))
+    again = Replanner(planner, Setting.of(recipe), placement, Budget(64 * GIB, 64 * GIB, LINKS))
+    for found, other in ((again.plan(64 * GIB), "keep"), (again.smallest(), "recompute")):
+        expected = [kind if kind == "selective" else other for kind in kinds]
+        assert [layer.activations for layer in found.placement.layers] == expected
 
 
 def test_formats_that_scale_the_loss_stay_with_the_standard_executor():

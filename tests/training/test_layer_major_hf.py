@@ -6,11 +6,16 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from tests.models.test_hf_models import make, make_inputs
 from tests.training.test_layer_major_step import LR, executor, reference, worst
+from tilewright.core.hardware import detect_machine
 from tilewright.models.layered import Whole, find_slices
 from tilewright.models.layered_hf import HFLayers, layered
+from tilewright.ops.kernels import Kernels
+from tilewright.ops.native import loss
+from tilewright.ops.native.loss import ChunkStep, masked_softmax_, row_lse
 from tilewright.optim.clip import GradClip
 from tilewright.optim.groups import decay_groups
 from tilewright.precision.convert import convert
@@ -62,6 +67,19 @@ def test_five_steps_are_those_of_torch_adamw(name):
     drop_key_biases(ours, theirs)
     assert worst(ours, theirs)[0] <= 1e-6, worst(ours, theirs)
     assert [result.grad_norm for result in results] == pytest.approx(norms, rel=1e-5)
+
+
+def test_the_loss_of_a_cut_model_is_the_compiled_one(monkeypatch):
+    """Eager loops of the loss hold five times the logits of a tile: they must not run behind the plan's back."""
+    counter = CompileCounter()
+    step = ChunkStep(*(torch.compile(part, backend=counter) for part in (row_lse, masked_softmax_)))
+    monkeypatch.setattr(loss, "_compiled_step", lambda: step)
+    model = without_dropout(make("llama"))
+    model.kernels = Kernels(detect_machine("cpu"), {"cross_entropy": "compiled"})
+    view = layered(model)
+    assert counter.frame_count == 0  # looking for the blocks compiles nothing
+    executor(model, view, clip=GradClip(0.5)).step(steps(model, 1)[0], LR)
+    assert counter.frame_count >= 2
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -5,16 +5,19 @@ import json
 import pytest
 
 from tests.contracts.observe import fixed_ceilings
+from tests.training.test_regroup_run import failing_at
 from tests.training.tiny import assert_same_run, rows, settings
 from tilewright.cli.app import run as command_line
 from tilewright.core.errors import FitError
 from tilewright.core.hardware import detect_machine
 from tilewright.core.load import load_recipe
+from tilewright.core.placement import LayerPlacement, Placement
 from tilewright.plan.auto import stages
 from tilewright.plan.cost import make_plan
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
-from tilewright.plan.plan_file import read_plan
+from tilewright.plan.options import Setting
+from tilewright.plan.plan_file import read_plan, to_toml
 from tilewright.training.loop import train
 from tilewright.training.planned import Site, plan_run
 from tilewright.training.recover import StopRequest
@@ -208,6 +211,27 @@ def test_train_executes_what_plan_wrote(data, tmp_path, plan_file, capsys):
     assert {choice.activations for choice in plan.layers} != {"keep"}
     assert command_line(["train", "default", *DEFAULTS, *typed(data, tmp_path, run__name="plain")]) == 0
     assert_same_run(tmp_path / "file", tmp_path / "plain")
+
+
+def test_a_run_whose_layers_are_cut_differently_is_planned_again(data, tmp_path, monkeypatch):
+    """Memory runs out in mid-run: tiles stay where they were, something else moves, and no number does."""
+    sliced = {"memory__executor": "layer_major", "optim__clip_norm": 0}
+    loaded = load(data, tmp_path, **sliced)
+    where, recipe = site(loaded, tmp_path), loaded.recipe
+    kinds = [LayerPlacement(activations=kind, mlp_tiles=n) for kind, n in (("recompute", 2), ("keep", 1)) * 2]
+    planner = where.planner(recipe)
+    mixed = planner.priced(Setting.of(recipe), Placement(layers=tuple(kinds)), where.budget(recipe))
+    (tmp_path / "mixed.toml").write_text(to_toml(mixed))
+    for name in ("plain", "failed"):
+        with monkeypatch.context() as patch:
+            met = failing_at(patch, 4, [300] if name == "failed" else [])
+            train(load(data, tmp_path, **sliced, run__name=name, memory__plan=str(tmp_path / "mixed.toml")))
+        assert len(met) == (name == "failed")
+    assert_same_run(tmp_path / "failed", tmp_path / "plain", products=False)
+    told = [row for row in events(tmp_path / "failed", "regroup") if row["trigger"] == "out_of_memory"]
+    assert [row["step"] for row in told] == [4]
+    assert "2 keep" in told[0]["before"]
+    assert told[0]["after"] != told[0]["before"]
 
 
 @pytest.mark.parametrize(

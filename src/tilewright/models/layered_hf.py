@@ -12,7 +12,7 @@ model that fails is kept whole, and its `notes` say why. Called by `training.sli
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,8 +139,9 @@ class HFLayers:
         return self._outer
 
     def _run(self, batch: Mapping[str, Tensor], visit: Visit) -> LossOutput:
-        # A compiled whole would be compiled again around the stand-ins.
-        with _stand_ins(self._place, visit), torch.compiler.set_stance("force_eager"):
+        # A compiled whole would be compiled again around the stand-ins; else what is compiled here is the loss.
+        whole = self.model.net._compiled_call_impl is not None
+        with _stand_ins(self._place, visit), torch.compiler.set_stance("force_eager") if whole else nullcontext():
             return self.model.loss(batch)
 
     def look(self, batch: Mapping[str, Tensor]) -> None:
@@ -169,7 +170,7 @@ def layered(model: Model) -> Layered:
 
 def _cut(model: HFModel) -> HFLayers:
     batch = model.short_batch()
-    with _undisturbed(model) as buffers:
+    with _undisturbed(model) as buffers, torch.compiler.set_stance("force_eager"):
         model.loss(batch)  # what a model finds out about itself with its first batch, it finds out here
         view = HFLayers(model, _find_blocks(model, batch))
         _compare(model, view, batch)
@@ -220,7 +221,7 @@ def _follow(model: HFModel, place: _Place, batch: Mapping[str, Tensor]) -> _Plac
         call.out = blocks[index](*args, **kwargs)
         return call.out
 
-    with _stand_ins(place, visit), torch.compiler.set_stance("force_eager"):
+    with _stand_ins(place, visit):
         model.loss(batch)
     if [index for index, _ in seen] != list(range(len(blocks))):
         raise _NotSliceable("its members are not called once each, in order")
@@ -277,8 +278,7 @@ def _compare(model: HFModel, view: HFLayers, batch: Mapping[str, Tensor]) -> Non
 
     handle = view.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            loss = model.loss(batch).loss_sum
+        loss = model.loss(batch).loss_sum
         (grad,) = torch.autograd.grad(loss, firsts)
     finally:
         handle.remove()

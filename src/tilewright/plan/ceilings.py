@@ -1,19 +1,23 @@
 """What this machine reaches: measured once in a few seconds, cached, the ceilings of every plan's roofline.
 
-Every rate is measured through `ops`, forward and backward together, at a few sizes, and is that of the fastest of
-several timings: other programs only make it slower. Nothing is compiled for it, because compiling takes longer than
-all of this: what compiled loops reach is bounded by `bandwidth` and `exp`. The cache file is keyed by machine, torch,
-kernels and thread count; pass `refresh` to measure again. `busy` tells how far the medians were from the fastest: on a
-busy machine even the fastest is slow. Called by the command line (`plan`, `bench`), `training` and `benchmarks/`.
+Every rate is measured through `ops`, forward and backward together, at a few sizes, in three rounds some seconds apart:
+the fastest timing of a round, because other programs only make it slower, and of the rounds the middle one, because a
+shared machine has slow seconds, and some in which it runs faster than it can keep up. Nothing is compiled for it,
+because compiling takes longer than all of this: what compiled loops reach is bounded by `bandwidth` and `exp`. The
+cache file is keyed by machine, torch, kernels and thread count; pass `refresh` to measure again. `busy` tells how far
+the medians were from the fastest: on a busy machine even the fastest is slow. Called by the command line (`plan`,
+`bench`), `training` and `benchmarks/`.
 """
 
 import hashlib
 import json
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import torch
@@ -22,11 +26,12 @@ from tilewright import __version__
 from tilewright.core.hardware import Machine
 from tilewright.core.log import get_logger
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.probe import Probe
+from tilewright.plan.probe import Probe, Timed
 
-_FORMAT = 8
+_FORMAT = 9
 """Raise when the meaning of a field changes, so that old cache files are not read."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ROUNDS = 3
 _BUSY = 1.3
 """Above this, timings tell more of other programs than of the machine."""
 _log = get_logger(__name__)
@@ -36,7 +41,8 @@ _log = get_logger(__name__)
 class Ceilings:
     """Measured rates. Matmul formats: fp32, bf16, fp16, on CUDA also tf32, and fp8 where a unit multiplies it.
 
-    `matmul`: FLOP/s of the three GEMMs of a linear layer by format and width (features in = out).
+    `matmul`: FLOP/s of the three GEMMs of a linear layer by format and width (features in = out), what they take before
+    the first row left out. `start`: that, in seconds of the three: calls, and work on the weight alone.
     `attention`: FLOP/s of causal attention by format, forward and backward, the masked half not counted.
     `bandwidth`: bytes/s of a copy, read and write counted. `elementwise`: bytes/s read and written by the operations
     of a norm and a SwiGLU in eager form, as `live_bytes` counts them. `loss`: logits/s through the loss of the head by
@@ -46,6 +52,7 @@ class Ceilings:
 
     key: str
     matmul: Mapping[str, Mapping[int, float]]
+    start: Mapping[str, Mapping[int, float]]
     attention: Mapping[str, float]
     loss: Mapping[str, float]
     elementwise: Mapping[str, float]
@@ -64,6 +71,35 @@ class Ceilings:
                 return low_rate + (high_rate - low_rate) * (width - low) / (high - low)
         return points[0][1] if width < points[0][0] else points[-1][1]
 
+    def matmul_s(self, fmt: str, width: float, flops: float, *, compiled: bool = False) -> float:
+        """Seconds of one of the three GEMMs.
+
+        Args:
+            fmt: format of its operands.
+            width: features, in and out alike.
+            flops: 2 for each row and weight.
+            compiled: inside a compiled graph, where a call costs next to nothing.
+        """
+        return flops / self.matmul_rate(fmt, width) + self._start_s(fmt, width, compiled) / 3
+
+    def call_s(self, fmt: str = "fp32") -> float:
+        """Seconds of the three GEMMs of almost nothing: what it takes to call them."""
+        starts = self.start.get(fmt, {})
+        return starts[min(starts)] if starts else 0.0
+
+    def _start_s(self, fmt: str, width: float, compiled: bool) -> float:
+        """Between measured widths by straight line in the weights' number, beyond them in proportion to it."""
+        points = sorted((float(w), seconds) for w, seconds in self.start.get(fmt, {}).items())
+        if not points:
+            return 0.0
+        called, found = points[0][1], points[0][1]
+        if width > points[-1][0]:
+            found += max(0.0, points[-1][1] - called) * (width / points[-1][0]) ** 2
+        for (low, low_s), (high, high_s) in pairwise(points):
+            if low < width <= high:
+                found = low_s + (high_s - low_s) * (width**2 - low**2) / (high**2 - low**2)
+        return max(0.0, found - called) if compiled else found
+
     def to_json(self) -> dict[str, object]:
         """Plain types for the cache file and the run folder."""
         return {"format": _FORMAT, **asdict(self)}
@@ -78,10 +114,12 @@ class Ceilings:
         fields = dict(row)
         if fields.pop("format", None) != _FORMAT:
             raise ValueError(f"ceilings of another format than {_FORMAT}")
-        matmul = fields.pop("matmul")
-        assert isinstance(matmul, Mapping)
-        by_width = {fmt: {int(w): rate for w, rate in rates.items()} for fmt, rates in matmul.items()}
-        return cls(matmul=by_width, **fields)  # type: ignore[arg-type]
+        by_width = {}
+        for name in ("matmul", "start"):
+            table = fields.pop(name)
+            assert isinstance(table, Mapping)
+            by_width[name] = {fmt: {int(w): value for w, value in row.items()} for fmt, row in table.items()}
+        return cls(**by_width, **fields)  # type: ignore[arg-type]
 
 
 def measure(
@@ -154,31 +192,63 @@ def _write(path: Path, ceilings: Ceilings) -> None:
 
 def _measure_all(machine: Machine, key: str, progress: Callable[[str], None]) -> Ceilings:
     probe = Probe(_kernels(machine), torch.device(machine.device))
-    start = time.perf_counter()
+    began = time.perf_counter()
     progress(f"measuring this machine once: {machine.device_name}")
-    matmul = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}
-    matmul["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else matmul["fp32"]
-    if machine.capability is not None and machine.capability >= (8, 9):
-        matmul["fp8"] = probe.matmul_fp8()
+    products = _middle_timings([_products(probe, machine) for _ in range(_ROUNDS)])
+    matmul = {fmt: {width: timed.rate for width, timed in row.items()} for fmt, row in products.items()}
     progress("  attention, loss, element-wise work, optimizer, memory")
-    attention = {fmt: probe.attention(dtype) for fmt, dtype in _DTYPES.items()}
-    loss = {fmt: probe.loss(dtype, matmul[fmt][512]) for fmt, dtype in _DTYPES.items()}
-    elementwise = {fmt: probe.elementwise(dtype) for fmt, dtype in _DTYPES.items()}
+    rest = _middle([_rest(probe, matmul) for _ in range(_ROUNDS)])
     ceilings = Ceilings(
         key=key,
         matmul=matmul,
-        attention=attention | {"tf32": attention["fp32"]},
-        loss=loss | {"tf32": loss["fp32"]},
-        elementwise=elementwise | {"tf32": elementwise["fp32"]},
-        adam={**{fmt: probe.adam(_DTYPES[fmt]) for fmt in ("fp32", "bf16")}, "8bit": probe.low_bit_adam()},
-        bandwidth=probe.bandwidth(),
-        exp=probe.exp(),
+        start={fmt: {width: timed.start for width, timed in row.items()} for fmt, row in products.items()},
+        **rest,
         threads=torch.get_num_threads(),
         busy=round(probe.busy(), 2),
-        measured_s=round(time.perf_counter() - start, 2),
+        measured_s=round(time.perf_counter() - began, 2),
     )
     if ceilings.busy > _BUSY:
         progress(
             f"  other programs are running (timings vary {ceilings.busy:.1f}x); predicted seconds will be too long"
         )
     return ceilings
+
+
+def _middle(rounds: Sequence[Any]) -> Any:
+    """The middle one of each rate."""
+    if not isinstance(rounds[0], Mapping):
+        return statistics.median(rounds)
+    return {name: _middle([found[name] for found in rounds]) for name in rounds[0]}
+
+
+def _middle_timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]]) -> dict[str, dict[int, Timed]]:
+    """The same of products."""
+    return {
+        fmt: {width: Timed.middle([found[fmt][width] for found in rounds]) for width in row}
+        for fmt, row in rounds[0].items()
+    }
+
+
+def _products(probe: Probe, machine: Machine) -> dict[str, dict[int, Timed]]:
+    """Matrix products by format and width."""
+    found = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}
+    found["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else found["fp32"]
+    if machine.capability is not None and machine.capability >= (8, 9):
+        found["fp8"] = probe.matmul_fp8()
+    return found
+
+
+def _rest(probe: Probe, matmul: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
+    """All other rates, by the names of their fields."""
+    by_format = {
+        "attention": {fmt: probe.attention(dtype) for fmt, dtype in _DTYPES.items()},
+        "loss": {fmt: probe.loss(dtype, matmul[fmt][512]) for fmt, dtype in _DTYPES.items()},
+        "elementwise": {fmt: probe.elementwise(dtype) for fmt, dtype in _DTYPES.items()},
+    }
+    adam = {fmt: probe.adam(_DTYPES[fmt]) for fmt in ("fp32", "bf16")} | {"8bit": probe.low_bit_adam()}
+    return {
+        **{name: rates | {"tf32": rates["fp32"]} for name, rates in by_format.items()},
+        "adam": adam,
+        "bandwidth": probe.bandwidth(),
+        "exp": probe.exp(),
+    }

@@ -30,9 +30,9 @@ from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
 from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.footprint import LAYER_WORK, gap_share, layer_storages, process_bytes, process_size
+from tilewright.plan.footprint import Pages, layer_storages, process_bytes, process_size
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
-from tilewright.plan.roofline import element_passes
+from tilewright.plan.roofline import element_passes, expert_rows
 from tilewright.plan.shape import LayerClass, Line, ModelShape
 from tilewright.plan.trace import KERNELS, quiet, text_inputs, to_fake
 from tilewright.plan.workload import BYTES, DTYPES, Planner, Product, Workload, products_of
@@ -198,6 +198,7 @@ def _foreign_shape(
     first = copy.deepcopy(skeleton.layers)  # for shapes
     table = products_of(model, policy, None)
     numbers = _layer_numbers(skeleton.model, skeleton.layers)
+    pages = Pages.of(machine, BYTES[policy.product], compiled=False)
     classes = []
     for place, (indices, one, two) in enumerate(zip(skeleton.indices, *traced, strict=True)):
         products = tuple(p for p in table if p.fqn.startswith(numbers[place] + "."))
@@ -216,11 +217,11 @@ def _foreign_shape(
                 kept=kept,
                 kept_selective=Line.through(one.kept_selective, two.kept_selective),
                 input=Line(0, one.input),
-                work=_foreign_work(machine, kept, Line.through(one.work, two.work)),
+                work=_foreign_work(machine, pages.work, kept, Line.through(one.work, two.work)),
                 moved=Line.through(one.moved, two.moved),
                 fused=False,
                 mlp_kept=of_mlp,
-                mlp_work=_foreign_work(machine, of_mlp, Line.through(one.mlp_work, two.mlp_work)),
+                mlp_work=_foreign_work(machine, pages.work, of_mlp, Line.through(one.mlp_work, two.mlp_work)),
                 mask=0.0,
                 products=products,
                 product_flops=flops,
@@ -252,14 +253,15 @@ def _foreign_shape(
         compiled=False,
         loss_compiled=loss_compiled,
         process_bytes=process_size(machine, compiles=loss_compiled, foreign=True),
-        gaps=gap_share(machine, BYTES[policy.product], compiled=False),
+        gaps=pages.gaps,
+        rebuilt=pages.rebuilt,
         notes=_notes(recipe),
     )
 
 
-def _foreign_work(machine: Machine, kept: Line, traced: Line) -> Line:
+def _foreign_work(machine: Machine, share: float, kept: Line, traced: Line) -> Line:
     """Backward's need: as traced; on a CPU as measured, what its allocator does with it included."""
-    return Line(LAYER_WORK * kept.fixed, LAYER_WORK * kept.per_row) if machine.device == "cpu" else traced
+    return Line(share * kept.fixed, share * kept.per_row) if machine.device == "cpu" else traced
 
 
 def _name(place: int, skeleton: _Skeleton, experts: bool) -> str:
@@ -318,6 +320,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
     work = Planner(config.vocab_size, machine).workload(_described(recipe, short.config))
     flops = count_flops(config, recipe.data.seq_len)
     storages, eager = layer_storages(work, mode), layer_storages(replace(work, compiled=False), mode)
+    pages = Pages.of(machine, BYTES[policy.product], work.compiled)
     classes = []
     for place, indices in enumerate(skeleton.indices):
         index, moe = indices[0], short.config.is_moe(place)
@@ -325,7 +328,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
             name: Line.through(*(_kept(work, short.config, place, storages, name, policy, rows) for rows in (1, 2)))
             for name in ("none", "selective")
         }
-        share = _work_share(config, policy, machine, kept["none"].per_row / recipe.data.seq_len)
+        share = _work_share(config, policy, machine, pages, kept["none"].per_row / recipe.data.seq_len)
         mlp = _mlp_share(short.config, place, storages[place])
         mask = 0.0 if not work.attention_masks else float(recipe.data.seq_len**2 * BYTES[policy.product])
         everything = Line(kept["none"].fixed, kept["none"].per_row + mask)
@@ -357,6 +360,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 - 2.0 * inactive * 3 * config.dim * config.expert_dim * recipe.data.seq_len,
                 attention_flops=flops.attention * recipe.data.seq_len,
                 largest_weight=_largest((config.dim * width for width in widths), machine),
+                called_experts=config.num_experts if moe else 0,
                 codes=_codes(products, machine),
             )
         )
@@ -376,7 +380,9 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         compiled=work.compiled,
         loss_compiled=work.loss_compiled,
         process_bytes=process_bytes(work),
-        gaps=gap_share(machine, BYTES[policy.product], work.compiled),
+        expert_rows=expert_rows(machine),
+        gaps=pages.gaps,
+        rebuilt=pages.rebuilt,
         notes=_notes(recipe),
     )
 
@@ -431,10 +437,10 @@ def work_per_token(config: DecoderConfig, product: int, stream: int) -> float:
     return max(around_mlp, 12.0 * config.dim)
 
 
-def _work_share(config: DecoderConfig, policy: Policy, machine: Machine, kept: float) -> float:
+def _work_share(config: DecoderConfig, policy: Policy, machine: Machine, pages: Pages, kept: float) -> float:
     """Backward's need as a share of the `kept` bytes a token of a layer; on a CPU as measured."""
     if machine.device == "cpu":
-        return LAYER_WORK
+        return pages.work
     if config.num_experts or policy.is_fp8:
         return WORK_GUESS
     return work_per_token(config, BYTES[policy.product], BYTES[policy.stream]) / kept

@@ -4,7 +4,7 @@
 keep, and where bytes lie) changes no loss. Called by `plan.joint`, `plan.replan` and `training.planned`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +51,12 @@ class Fixed:
     inputs: Place | None = None
     mlp_tiles: int | None = None
     attention_block: int | None = None
+    layers: tuple["Fixed", ...] = ()
+    """Of each layer by its number, where layers differ in it; then the rest of this is about embedding and head."""
+
+    def of(self, indices: Sequence[int]) -> "Fixed":
+        """What holds for these layers, which do not differ; (-1,) is embedding or head."""
+        return self.layers[indices[0]] if self.layers and indices[0] >= 0 else self
 
     def places(self, which: Literal["parameters", "states"], there: Iterable[Place]) -> list[Place]:
         """Of the places that there are, those that are allowed. One that is fixed is there."""

@@ -116,7 +116,9 @@ class JointPlanner:
         if recipe.optim.master not in self._shapes:
             self._shapes[recipe.optim.master] = self._finder.find(recipe)
         found = self._shapes[recipe.optim.master]
-        return found if self._layers is None else _resized(found, self._layers)
+        if self._layers is not None:
+            return _resized(found, self._layers)
+        return _split(found, self.fixed) if self.fixed.layers else found
 
     def plan(self, budget: Budget) -> JointPlan | None:
         """The fastest plan within a budget, `plan.margin` left free; None where nothing fits."""
@@ -222,7 +224,7 @@ class JointPlanner:
         options = tuple(
             (Choice(),)  # both ends read the one matrix: it stays on the device
             if found.indices == (-1,) and shape.tied
-            else tuple(choices(found, setting, shape, recipe, budget.links, self.fixed))
+            else tuple(choices(found, setting, shape, recipe, budget.links, self.fixed.of(found.indices)))
             for found in classes
         )
         groups = tuple(
@@ -399,6 +401,19 @@ def _resized(shape: ModelShape, num_layers: int) -> ModelShape:
     more = tuple(range(shape.num_layers, shape.num_layers + max(0, extra)))
     classes = tuple(replace(found, indices=(*kept, *more)) if found is most else found for found in shape.classes)
     return replace(shape, classes=classes)
+
+
+def _split(shape: ModelShape, fixed: Fixed) -> ModelShape:
+    """The same shape with a class of its own for layers of one structure that differ in what is fixed."""
+    classes: list[LayerClass] = []
+    for found in shape.classes:
+        parts: dict[Fixed, list[int]] = {}
+        for index in found.indices:
+            parts.setdefault(fixed.layers[index], []).append(index)
+        for number, indices in enumerate(parts.values()):
+            name = found.name if len(parts) == 1 else f"{found.name}, part {number + 1}"
+            classes.append(replace(found, name=name, indices=tuple(indices)))
+    return replace(shape, classes=tuple(classes))
 
 
 def largest(planner: JointPlanner, budget: Budget) -> JointPlan | None:

@@ -156,7 +156,9 @@ def why(planner: JointPlanner, plan: JointPlan, layer: int) -> list[str]:
     device = plan.budget.device - plan.peak_bytes
     host = plan.budget.host - plan.host_bytes
     others = []
-    for choice in choices(found, plan.setting, plan.shape, plan.recipe, plan.budget.links, planner.fixed):
+    for choice in choices(
+        found, plan.setting, plan.shape, plan.recipe, plan.budget.links, planner.fixed.of(found.indices)
+    ):
         cost = layer_cost(found, choice, plan.setting, plan.shape, plan.recipe, planner.rates, plan.budget.links)
         if cost.seconds < 0.999 * row.cost.seconds:
             others.append((cost.seconds, choice, cost))

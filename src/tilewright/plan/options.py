@@ -19,7 +19,7 @@ from tilewright.formats.squares import num_blocks
 from tilewright.models.activation_bytes import FP32, TILE
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.fixed import BLOCK_ROWS, INPUTS_OF, Activations, Fixed, Place
-from tilewright.plan.roofline import FORWARD_SHARE
+from tilewright.plan.roofline import FORWARD_SHARE, calls_s
 from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Cost
 from tilewright.precision.gemms import FP8_FORMATS
@@ -195,6 +195,7 @@ class _Layer:
             mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_tiles
         lines = {"keep": kept - mlp, "selective": found.kept_selective(self.rows), "recompute": self.input}
         rebuilt = max(0.0, kept - mlp - lines[kind])
+        counted = self.shape.rebuilt * rebuilt
         micro_batch = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
         return Cost(
             seconds=self.setting.num_micro * micro_batch + self.update_s(),
@@ -202,7 +203,7 @@ class _Layer:
             kept=lines[kind] * (1 + self.shape.gaps),
             gradient=4.0 * found.num_parameters,
             forward=rebuilt,
-            backward=rebuilt + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
+            backward=counted + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
         )
 
     def _layer_major(self) -> Cost:
@@ -280,11 +281,11 @@ class _Layer:
 
     def forward_s(self) -> float:
         """One micro-batch forward."""
-        return self.products_s("fprop") + self.attention_s() + FORWARD_SHARE * self.elementwise_s()
+        return self.products_s("fprop") + self.attention_s() + FORWARD_SHARE * (self.elementwise_s() + self.calls_s())
 
     def backward_s(self) -> float:
         """One micro-batch backward, recomputation not counted."""
-        loops = (1 - FORWARD_SHARE) * self.elementwise_s()
+        loops = (1 - FORWARD_SHARE) * (self.elementwise_s() + self.calls_s())
         return self.products_s("dgrad") + self.products_s("wgrad") + 2.5 * self.attention_s() + loops
 
     def again_s(self) -> float:
@@ -310,7 +311,8 @@ class _Layer:
             linear += flops
             fmt = getattr(product.gemms, which)
             name = fmt if fmt not in FP8_FORMATS else "fp8" if "fp8" in rate.matmul else "bf16"
-            weighted += flops / rate.matmul_rate(name, product.num_weights**0.5)
+            padded = flops * (self.shape.expert_rows if product.share < 1 else 1.0)
+            weighted += rate.matmul_s(name, product.num_weights**0.5, padded, compiled=self.shape.compiled)
         others = max(0.0, self.rows * self.found.product_flops - linear)
         return weighted + others / rate.matmul_rate(self.shape.product_format, self.shape.dim)
 
@@ -323,6 +325,12 @@ class _Layer:
         """Norms, activations and residuals of one micro-batch, forward and backward."""
         rate = self.rates.bandwidth if self.found.fused else self.rates.elementwise[self.shape.product_format]
         return self.found.moved(self.rows) / rate
+
+    def calls_s(self) -> float:
+        """To enter compiled pieces in one micro-batch, forward and backward. Embedding and head are none."""
+        if not self.shape.compiled or not self.found.products:
+            return 0.0
+        return calls_s(self.found.called_experts, self.rates)
 
     def weights_s(self) -> float:
         """Casts of weights and accumulation of their gradients in one micro-batch."""
@@ -361,6 +369,7 @@ def layer_seconds(
         "products": micro * products,
         "attention": micro * (1 + 2.5 * passes) * layer.attention_s(),
         "elementwise": micro * loops * layer.elementwise_s(),
+        "calls": micro * loops * layer.calls_s(),
         "recompute": micro * again,
         "weights": micro * passes * layer.weights_s(),
         "optimizer": layer.update_s(),

@@ -1,11 +1,12 @@
-"""The measurements behind `plan.ceilings`: a few operations at a few sizes, each timed for a tenth of a second.
+"""The measurements behind `plan.ceilings`: a few operations at a few sizes, each timed for some hundredths of a second.
 
 Legend: N tokens, D width, V vocabulary, B rows, H heads, S positions.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,15 +14,44 @@ from torch import Tensor
 from tilewright.formats.scaling import BLOCK_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.squares import num_blocks
-from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.ref.adam import AdamHyper
 from tilewright.ops.ref.low_bit_adam import LowBitTensors
 from tilewright.plan.live_bytes import LiveBytes
 
-WIDTHS = (256, 512, 1024, 2048)
-_BUDGET_S = 0.1
-_FEWEST, _MOST = 4, 100
+WIDTHS = (64, 128, 256, 512, 1024, 2048)
+_BUDGET_S = 0.05
+_FEWEST, _MOST = 2, 100
+_FEW, _FEW_TILED = 16, 128
+"""Rows; of 8-bit operands a whole tile."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Three products of a square linear layer, forward and backward: their seconds with few rows and with many."""
+
+    width: int
+    few: int
+    few_s: float
+    many: int
+    many_s: float
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of what grows with the rows."""
+        flops = 6 * (self.many - self.few) * self.width**2
+        return flops / max(self.many_s - self.few_s, 0.1 * self.many_s)  # however badly the two were timed
+
+    @property
+    def start(self) -> float:
+        """Seconds of what does not."""
+        return max(0.0, self.few_s - 6 * self.few * self.width**2 / self.rate)
+
+    @classmethod
+    def middle(cls, timings: Sequence["Timed"]) -> "Timed":
+        """The middle one of each."""
+        few_s, many_s = (statistics.median(getattr(one, name) for one in timings) for name in ("few_s", "many_s"))
+        return replace(timings[0], few_s=few_s, many_s=many_s)
 
 
 class Clock:
@@ -32,7 +62,7 @@ class Clock:
         self.ratios: list[float] = []
 
     def __call__(self, work: Callable[[], object], budget_s: float = _BUDGET_S) -> float:
-        """Fewest seconds of one call: one warm-up, then 4 calls at least and about `budget_s` of them."""
+        """Fewest seconds of one call: one warm-up, then 2 calls at least and about `budget_s` of them."""
         work()
         times: list[float] = []
         while len(times) < _FEWEST or (sum(times) < budget_s and len(times) < _MOST):
@@ -70,39 +100,39 @@ class Probe:
     def _random(self, *shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
         return (torch.randn(*shape, device=self.device) * 0.1).to(dtype).requires_grad_(grad)
 
-    def matmul(self, dtype: torch.dtype) -> dict[int, float]:
-        """FLOP/s of forward, input gradient and weight gradient of a square linear, by width."""
-        rates = {}
-        for width in WIDTHS:
-            num_tokens = self._scale * min(1024, 2**20 // width)
+    def matmul(self, dtype: torch.dtype) -> dict[int, Timed]:
+        """Forward, input gradient and weight gradient of a square linear, by width."""
+
+        def prepared(width: int, num_tokens: int) -> Callable[[], object]:
             x_ND = self._random(num_tokens, width, dtype=dtype, grad=True)
             weight_DD = self._random(width, width, dtype=dtype, grad=True)
             upstream_ND = self._random(num_tokens, width, dtype=dtype)
+            return lambda: torch.autograd.grad(self.kernels.linear(x_ND, weight_DD), (x_ND, weight_DD), upstream_ND)
 
-            def work(x: Tensor = x_ND, weight: Tensor = weight_DD, upstream: Tensor = upstream_ND) -> None:
-                torch.autograd.grad(self.kernels.linear(x, weight), (x, weight), upstream)
+        return self._by_width(prepared, _FEW)
 
-            rates[width] = 6 * num_tokens * width * width / self.clock(work, _BUDGET_S / 2)
-        return rates
+    def matmul_fp8(self) -> dict[int, Timed]:
+        """The same three products of operands in 8-bit tiles, which are made before."""
 
-    def matmul_fp8(self) -> dict[int, float]:
-        """FLOP/s of the same three products of operands in 8-bit tiles, which are made before."""
-        rates = {}
-        for width in WIDTHS:
-            num_tokens = self._scale * min(1024, 2**20 // width)
+        def prepared(width: int, num_tokens: int) -> Callable[[], object]:
             x_ND, upstream_ND = (self._random(num_tokens, width, dtype=torch.bfloat16) for _ in range(2))
             weight = self.kernels.quantize(self._random(width, width, dtype=torch.bfloat16), E4M3, BLOCK_TILE)
             (x, x_turned), (dy, dy_turned) = (self.kernels.quantize_both(t, E4M3) for t in (x_ND, upstream_ND))
             pairs = ((x, weight), (dy, weight.transposed()), (dy_turned, x_turned))
+            return lambda: [self.kernels.tile_gemm(a, b, out_dtype=torch.bfloat16) for a, b in pairs]
 
-            def work(pairs: tuple[tuple[TiledTensor, TiledTensor], ...] = pairs) -> None:
-                for a, b in pairs:
-                    self.kernels.tile_gemm(a, b, out_dtype=torch.bfloat16)
+        return self._by_width(prepared, _FEW_TILED)
 
-            rates[width] = 6 * num_tokens * width * width / self.clock(work, _BUDGET_S / 2)
-        return rates
+    def _by_width(self, prepared: Callable[[int, int], Callable[[], object]], few: int) -> dict[int, Timed]:
+        """What `prepared` gives for a width and a number of rows, timed with `few` rows and with many."""
+        found = {}
+        for width in WIDTHS:
+            rows = (few, self._scale * min(1024, 2**20 // width))
+            few_s, many_s = (self.clock(prepared(width, num_tokens), _BUDGET_S / 2) for num_tokens in rows)
+            found[width] = Timed(width, rows[0], few_s, rows[1], many_s)
+        return found
 
-    def matmul_tf32(self) -> dict[int, float]:
+    def matmul_tf32(self) -> dict[int, Timed]:
         """The same with TF32 allowed for FP32 operands (CUDA)."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")

@@ -67,6 +67,7 @@ class Published:
         return Ceilings(
             key=f"published {self.name}",
             matmul={fmt: {1024: MATMUL_SHARE * peak} for fmt, peak in peaks.items()},
+            start={fmt: {} for fmt in peaks},
             attention={fmt: ATTENTION_SHARE * peaks[fmt] for fmt in formats},
             loss=dict.fromkeys(formats, memory / 24),  # six passes in FP32
             elementwise=dict.fromkeys(formats, EAGER_SHARE * self.bandwidth),

@@ -1,15 +1,16 @@
 """Plans of a run that is going on: another budget, other rows, what measurements said; never another loss.
 
-Executor, micro-batch, loss tile, formats, MLP tiles and attention blocks stay as they are. What may change is what
-layers keep (keep, selective, recompute), where that changes no bit of a result, and where bytes lie. Called by
-`training.regroup`.
+Executor, micro-batch, loss tile, formats, and each layer's MLP tiles and attention blocks stay as they are. What may
+change is what layers keep (keep, selective, recompute), where that changes no bit of a result, and where bytes lie.
+Called by `training.regroup`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tilewright.core.placement import Placement
-from tilewright.plan.fixed import KEPT, Activations, Fixed, fuses, same_bits
+from tilewright.core.config import Recipe
+from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.plan.fixed import KEPT, Fixed, fuses, same_bits
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan
@@ -54,17 +55,13 @@ class Replanner:
         self.setting = setting
         self.budget = budget
         fused = fuses(planner.shape(planner.recipe).compiled, planner.machine)
-        kinds = same_bits(planner.recipe, fused, placement.layers[0].activations)
-        self._mixed = len({(layer.mlp_tiles, layer.attention_block) for layer in placement.layers}) > 1
-        self._mixed |= any(layer.activations not in kinds for layer in placement.layers)
-        self._planner = planner.with_fixed(same_numbers(planner.fixed, setting, placement, kinds))
+        self._planner = planner.with_fixed(same_numbers(planner.fixed, planner.recipe, setting, placement, fused=fused))
         self._by_length: dict[int, JointPlanner] = {planner.recipe.data.seq_len: self._planner}
 
     def plan(
         self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
     ) -> Replan | None:
-        """The fastest placement within a budget of the device, `plan.margin` left free; None where nothing fits, or
-        where layers differ in what would change a number.
+        """The fastest placement within a budget of the device, `plan.margin` left free; None where nothing fits.
 
         Args:
             device_bytes: of the device that the run may use.
@@ -72,8 +69,6 @@ class Replanner:
             memory_factor: measured over planned bytes.
             time_factor: measured over planned seconds.
         """
-        if self._mixed:
-            return None
         found = self._of(seq_len).plan(replace(self.budget, device=device_bytes / memory_factor))
         return None if found is None else _corrected(found, memory_factor, time_factor)
 
@@ -97,25 +92,27 @@ class Replanner:
         return self._by_length[length]
 
 
-def same_numbers(fixed: Fixed, setting: Setting, placement: Placement, kinds: frozenset[Activations]) -> Fixed:
-    """What a run fixes whose losses must stay. All its layers are cut into the same slices.
+def same_numbers(fixed: Fixed, recipe: Recipe, setting: Setting, placement: Placement, *, fused: bool) -> Fixed:
+    """What a run fixes whose losses must stay.
 
     Args:
         fixed: before.
+        recipe: of the run.
         setting: of the run.
         placement: of the run.
-        kinds: what layers may keep without a change of a number.
+        fused: see `fixed.fuses`.
     """
-    first = placement.layers[0]
-    return replace(
-        fixed,
-        executor=setting.executor,
-        micro_batch=setting.micro_batch,
-        loss_tile=setting.loss_tile,
-        activations=kinds & (fixed.activations or KEPT),
-        mlp_tiles=first.mlp_tiles,
-        attention_block=first.attention_block,
+
+    def of(layer: LayerPlacement) -> Fixed:
+        kinds = same_bits(recipe, fused, layer.activations) & (fixed.activations or KEPT)
+        cuts = {"mlp_tiles": layer.mlp_tiles, "attention_block": layer.attention_block}
+        return replace(whole, activations=kinds, **cuts)
+
+    whole = replace(
+        fixed, executor=setting.executor, micro_batch=setting.micro_batch, loss_tile=setting.loss_tile, layers=()
     )
+    layers = tuple(of(layer) for layer in placement.layers)
+    return replace(layers[0], layers=layers if len(set(layers)) > 1 else ())
 
 
 def _corrected(found: JointPlan, memory_factor: float, time_factor: float) -> Replan:

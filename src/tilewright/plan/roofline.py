@@ -7,6 +7,7 @@ evaluations and checkpoints are not in it. Of the precision modes that a run pas
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tilewright.core.hardware import Machine
 from tilewright.models.activation_bytes import shared_input
 from tilewright.models.count import count_flops
 from tilewright.plan.ceilings import Ceilings
@@ -29,7 +30,13 @@ _COMPILED_PASSES, _EAGER_PASSES = 5, 11
 """Passes over what backward keeps. Compiled: it is written and read, its gradient too, one more for the rest. Eager:
 as counted of a decoder's layer."""
 
-_TWO_PASSES = {"matmul": 1.75, "attention": 1.78, "head": 2.0, "loss": 2.0}
+_PIECES_BESIDE_EXPERTS = 4
+"""Compiled pieces of a layer with experts besides those (counted)."""
+_CALLS_A_PIECE = 9
+"""To enter a compiled piece, forward and backward, takes as long as so many eager linear layers on next to nothing
+(profiled: 0.7 ms and 0.08)."""
+
+_TWO_PASSES = {"matmul": 1.75, "attention": 1.78, "head": 2.0, "loss": 2.0, "calls": 1.7}
 """Exact clipping slice by slice takes a second backward pass: of 2 + 2 + 4 operations a product the last 6 again."""
 
 BOUND_BY = {
@@ -41,6 +48,7 @@ BOUND_BY = {
     "weights": "bandwidth",
     "quantize": "bandwidth",
     "optimizer": "bandwidth",
+    "calls": "overhead",
 }
 """Which ceiling limits each part."""
 
@@ -48,10 +56,10 @@ BOUND_BY = {
 def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
     """Seconds of one optimizer step by part.
 
-    matmul: products of the layers. attention: scores and values. head: products of the output projection.
-    loss: its softmax. elementwise: norms, SwiGLU, residual. weights: casts and accumulation of gradients.
-    quantize: making 8-bit operands, and decoding them where no unit multiplies them. optimizer: norm, clipping and
-    update.
+    matmul: products of the layers. calls: to enter their compiled pieces. attention: scores and values. head: products
+    of the output projection. loss: its softmax. elementwise: norms, SwiGLU, residual. weights: casts and accumulation
+    of gradients. quantize: making 8-bit operands, and decoding them where no unit multiplies them. optimizer: norm,
+    clipping and update.
     """
     mode = work.modes[-1]
     policy = work.policies[mode]
@@ -88,7 +96,21 @@ def _matmul_s(work: Workload, product: Product, flops: float, rates: Ceilings) -
     wgrad = () if product.frozen else (gemms.wgrad,)
     formats = (gemms.fprop, gemms.dgrad, *wgrad, *again)
     width = product.num_weights**0.5
-    return sum(flops / rates.matmul_rate(_rate_name(work, fmt, rates), width) for fmt in formats)
+    flops *= expert_rows(work.machine) if product.share < 1 else 1.0
+    return sum(rates.matmul_s(_rate_name(work, fmt, rates), width, flops, compiled=work.compiled) for fmt in formats)
+
+
+def expert_rows(machine: Machine) -> float:
+    """Rows that an expert of our decoder multiplies over rows that it was given: a CPU fills them up to a multiple of a
+    quarter of the mean (`models.moe`), by half of that on average."""
+    return 1.125 if machine.device == "cpu" else 1.0
+
+
+def calls_s(num_experts: int, rates: Ceilings) -> float:
+    """Seconds to enter the compiled pieces of a layer, forward and backward: one, or its experts and what lies between
+    them."""
+    pieces = num_experts + _PIECES_BESIDE_EXPERTS if num_experts else 1
+    return pieces * _CALLS_A_PIECE * rates.call_s()
 
 
 def _rate_name(work: Workload, fmt: str, rates: Ceilings) -> str:
@@ -162,7 +184,7 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
     """Seconds of a micro-batch in products, attention and loss."""
     full = recomputes(work)
     num_tokens = work.num_tokens
-    parts = {"matmul": 0.0, "attention": 0.0, "head": 0.0, "loss": 0.0}
+    parts = {"matmul": 0.0, "attention": 0.0, "head": 0.0, "loss": 0.0, "calls": 0.0}
     head = head_shape(work)
     if head is not None:
         tokens, dim, vocab_size = head
@@ -179,6 +201,10 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
             continue
         parts["matmul"] += _matmul_s(work, product, 2 * num_tokens * product.share * product.num_weights, rates)
     assert work.config is not None
+    if work.compiled:
+        again = 1 + FORWARD_SHARE * full
+        for i in range(work.config.num_layers):
+            parts["calls"] += again * calls_s(work.config.num_experts if work.config.is_moe(i) else 0, rates)
     flops = count_flops(work.config, work.seq_len).attention * work.config.num_layers * num_tokens
     parts["attention"] = (4.5 if full else 3.5) * flops / rates.attention[fmt]
     return parts

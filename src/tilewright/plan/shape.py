@@ -58,6 +58,8 @@ class LayerClass:
     """Pairs that a causal mask leaves."""
     largest_weight: int
     """Elements; what a product's copy of it takes is in `work` on a CPU, and so this is 0 there."""
+    called_experts: int = 0
+    """Experts that are called one by one, each a compiled piece where layers are compiled."""
     codes: float = 0.0
     """Bytes of the 8-bit codes of its weights, where these stay on the device."""
 
@@ -90,8 +92,12 @@ class ModelShape:
     loss_compiled: bool
     process_bytes: float
     """Of a process on a CPU, besides the model."""
+    expert_rows: float = 1.0
+    """Rows that an expert multiplies over rows that it was given (`roofline.expert_rows`)."""
     gaps: float = 0.0
-    """Free pages between what layers keep, as a share of it (`footprint.gap_share`)."""
+    """Free pages between what layers keep, as a share of it (`footprint.Pages`)."""
+    rebuilt: float = 1.0
+    """Of what a layer makes again, what counts besides its work (there too)."""
     notes: tuple[str, ...] = ()
 
     @property
