@@ -95,7 +95,7 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
 
 
 @pytest.mark.parametrize("policy", ["fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules"])
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "selective", "attention", "full"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek"])
 def test_eager_layer(name, mode, policy):
     _, block, layer, (leaf, *rest) = make_block(name, mode, policy)

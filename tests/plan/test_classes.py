@@ -35,14 +35,14 @@ def folder(tmp_path, config):
 
 
 @pytest.mark.parametrize("model", [{}, MOE, MLA | MOE], ids=["dense", "moe", "mla_moe"])
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "attention", "full"])
 def test_decoder_classes_add_up_to_the_whole_model(model, checkpoint):
     recipe = make_recipe(model=model, train={"micro_batch": 3, "activation_checkpoint": checkpoint})
     shape = ShapeFinder(512, CPU).find(recipe)
     work = Planner(512, CPU).workload(recipe)
     assert shape.num_parameters == work.num_parameters
     assert sorted(i for found in shape.classes for i in found.indices) == [0, 1, 2]
-    lines = {"none": "kept", "selective": "kept_selective", "full": "input"}
+    lines = {"none": "kept", "selective": "kept_selective", "attention": "kept_attention", "full": "input"}
     ours = sum(found.count * getattr(found, lines[checkpoint])(3) for found in shape.classes)
     whole = activation_bytes(work, "bf16_mixed")
     whole -= head_bytes(work.config, work.num_tokens, storage(work, "bf16_mixed"))

@@ -242,6 +242,7 @@ def test_backward_makes_again_what_a_layer_did_not_keep():
         for kind in ("keep", "selective", "recompute")
     }
     lines = {"keep": shape.classes[0].kept, "selective": shape.classes[0].kept_selective}
+    lines["attention"] = shape.classes[0].kept_attention
     lines["recompute"] = shape.classes[0].input
     rows = setting.micro_batch
     for kind, cost in costs.items():

@@ -192,11 +192,11 @@ def test_layers_that_may_keep_different_things_when_fused(deep):
     recipe = make_recipe(model={"num_layers": 4})
     machine = replace(make_machine(64 * GIB), device="cuda")
     planner = JointPlanner(recipe, 512, machine, make_rates())
-    kinds = ("selective", "keep", "selective", "recompute")
+    kinds = ("selective", "keep", "attention", "recompute")
     placement = Placement(layers=tuple(LayerPlacement(activations=kind) for kind in kinds))
     again = Replanner(planner, Setting.of(recipe), placement, Budget(64 * GIB, 64 * GIB, LINKS))
     for found, other in ((again.plan(64 * GIB), "keep"), (again.smallest(), "recompute")):
-        expected = [kind if kind == "selective" else other for kind in kinds]
+        expected = [kind if kind in ("selective", "attention") else other for kind in kinds]
         assert [layer.activations for layer in found.placement.layers] == expected
 
 
@@ -213,11 +213,11 @@ def test_formats_that_scale_the_loss_stay_with_the_standard_executor():
 @pytest.mark.parametrize(
     ("sections", "fused", "kind", "same"),
     [
-        ({}, False, "keep", {"keep", "selective", "recompute"}),
+        ({}, False, "keep", {"keep", "selective", "attention", "recompute"}),
         ({}, True, "keep", {"keep", "recompute"}),
         ({}, True, "selective", {"selective"}),
         ({"precision": {"mode": "fp8_tile"}}, True, "keep", {"keep"}),
-        ({"precision": {"mode": "fp8_tile"}}, False, "keep", {"keep", "selective", "recompute"}),
+        ({"precision": {"mode": "fp8_tile"}}, False, "keep", {"keep", "selective", "attention", "recompute"}),
         ({"train": {"checkpoint_inputs": "fp8"}}, False, "recompute", {"recompute"}),
     ],
 )

@@ -23,7 +23,7 @@ from tilewright.training.step import StandardExecutor
 LR = 1e-3
 NUM_LAYERS = 2
 KINDS = {
-    "standard": [LayerPlacement(activations=kind) for kind in ("keep", "selective", "recompute")],
+    "standard": [LayerPlacement(activations=kind) for kind in ("keep", "selective", "attention", "recompute")],
     "layer_major": [
         LayerPlacement(activations="keep"),
         LayerPlacement(activations="recompute"),

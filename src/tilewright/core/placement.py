@@ -10,9 +10,16 @@ from typing import Literal, get_args
 
 from tilewright.core.config import Tier
 
-Activations = Literal["keep", "selective", "recompute"]
-"""keep: everything that backward needs; selective: the outputs of products and attention; recompute: a layer's input,
-which waits in the layer's `inputs` tier."""
+Activations = Literal["keep", "selective", "attention", "recompute"]
+"""keep: everything that backward needs; selective: the outputs of products and attention; attention: the outputs of
+attention alone; recompute: a layer's input, which waits in the layer's `inputs` tier."""
+KIND_OF: dict[str, Activations] = {
+    "none": "keep",
+    "selective": "selective",
+    "attention": "attention",
+    "full": "recompute",
+}
+"""By a recipe's words (`train.activation_checkpoint`), from the most that is kept to the least."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,10 +36,11 @@ def by_slice(placement: Placement, slices: Slices) -> dict[str, LayerPlacement]:
     found = {slices.prologue.name: placement.embedding, slices.epilogue.name: placement.head}
     for part in slices.groups:
         layers = [placement.layers[index] for index in part.layers]
-        if any(layer.activations == "selective" for layer in layers):
+        selected = next((one.activations for one in layers if one.activations not in ("keep", "recompute")), None)
+        if selected is not None:
             raise ConfigError(
                 "The layer-major executor does not keep selected activations.",
-                got=f'activations "selective" for {part.name}',
+                got=f'activations "{selected}" for {part.name}',
                 need='"keep" or "recompute"',
                 try_='another plan, or memory.executor = "standard"',
                 where="memory.executor",

@@ -1,6 +1,6 @@
-"""Activation checkpointing of a layer: keep everything, keep the expensive results, or recompute it whole.
+"""Activation checkpointing of a layer: keep everything, keep expensive results, or recompute it whole.
 
-The three modes give bitwise the same loss and gradients on a CPU; they trade memory for recomputation. With inputs kept
+The four modes give bitwise the same loss and gradients on a CPU; they trade memory for recomputation. With inputs kept
 in 8 bits (`run_from_codes`) the loss stays exact and gradients do not: the layer is recomputed from the rounded input.
 Called by `decoder.Block` and `hf`. Not the saving of runs to disk (`training.checkpoint`).
 
@@ -22,31 +22,41 @@ from tilewright.ops.inductor import layer_options
 from tilewright.ops.kernels import Kernels
 
 _aten = torch.ops.aten
-KEPT_OPS = (
+_ATTENTION_OPS = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+_PRODUCT_OPS = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
     _aten._scaled_mm.default,
     _aten._scaled_mm_v2.default,
     _aten.convolution.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
 )
-"""What `selective` keeps: the outputs of matrix products and attention. The rest is cheap to compute again."""
-
-_PRODUCTS = ("_gemm", "_fprop", "_attention")
-"""How the names of tilewright's own products and attention end."""
+_OWN_ATTENTION, _OWN_PRODUCTS = ("_attention",), ("_gemm", "_fprop")
+"""How the names of tilewright's own end."""
 
 
-def _keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    own = op.namespace == "tilewright" and op._opname.endswith(_PRODUCTS)
-    return CheckpointPolicy.MUST_SAVE if own or op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(kept: Sequence[Any], endings: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+    """Keeps the outputs of these operations and of our own with these endings; the rest is computed again."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        own = op.namespace == "tilewright" and op._opname.endswith(endings)
+        return CheckpointPolicy.MUST_SAVE if own or op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
 
 
-selective_contexts = functools.partial(create_selective_checkpoint_contexts, _keep)
-"""`context_fn` of torch.utils.checkpoint for `selective`."""
+_POLICIES = {
+    "selective": _policy(_ATTENTION_OPS + _PRODUCT_OPS, _OWN_ATTENTION + _OWN_PRODUCTS),
+    "attention": _policy(_ATTENTION_OPS, _OWN_ATTENTION),
+}
+CONTEXTS = {mode: functools.partial(create_selective_checkpoint_contexts, kept) for mode, kept in _POLICIES.items()}
+"""`context_fn` of torch.utils.checkpoint, by the modes that keep some results and not others. One object each, so that
+compiled layers share their graph."""
 
 EXACT_INPUTS = (
     "Mixture-of-experts layers keep their exact inputs for recomputation, not 8-bit ones: rounded rows could be sent "
@@ -63,7 +73,8 @@ def check_modes(modes: Sequence[ActivationCheckpoint], num_layers: int) -> None:
     """
     for mode in modes:
         if mode not in get_args(ActivationCheckpoint):
-            raise ValueError(f"activation_checkpoint is none, selective or full, not {mode!r}")
+            names = ", ".join(get_args(ActivationCheckpoint))
+            raise ValueError(f"activation_checkpoint is one of {names}, not {mode!r}")
     if len(modes) != num_layers:
         raise ValueError(f"need a mode for each of {num_layers} layers, got {len(modes)}")
 
@@ -92,7 +103,7 @@ def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *
         return function(*args)
     if mode == "full":
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=selective_contexts)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=CONTEXTS[mode])
 
 
 def run_from_codes(

@@ -71,9 +71,10 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
     """Bytes a token that layer number `layer` keeps for backward, its input included.
 
     Example:
+        >>> from typing import get_args
         >>> from tilewright.models.presets import PRESETS
-        >>> [layer_bytes(PRESETS["cpu_50m"], 0, mode, Storage()) for mode in ("none", "selective", "full")]
-        [16680, 11808, 1024]
+        >>> [layer_bytes(PRESETS["cpu_50m"], 0, mode, Storage()) for mode in get_args(ActivationCheckpoint)]
+        [16680, 11808, 2080, 1024]
     """
     entry = config.dim * storage.stream
     moe = config.is_moe(layer)
@@ -85,6 +86,8 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
             seen = config.num_experts_per_token * (2 * config.expert_dim + config.dim) if storage.grouped else 0
             return entry + FP32 * config.num_experts + storage.product * seen
         return entry + _products_kept(config, moe, storage)
+    if mode == "attention":
+        return entry + (0 if moe and storage.compiled else _attention_kept(config, storage))
     return _attention_none(config, storage) + (_moe_none if moe else _dense_none)(config, storage)
 
 
@@ -215,15 +218,20 @@ def _products_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
     else:
         expanded = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
         projections = config.q_lora_rank + heads + _latent(config) + expanded
-    elements = projections + heads + config.dim  # attention's output is as wide as its queries
-    statistics = FP32 * config.num_heads
+    elements = projections + config.dim
+    attention = _attention_kept(config, storage)
     if moe:
         shared = 2 * config.num_shared_experts * config.expert_dim + (config.dim if config.num_shared_experts else 0)
         elements += config.num_experts_per_token * (2 * config.expert_dim + config.dim) + shared
-        return storage.product * elements + statistics + FP32 * config.num_experts
+        return storage.product * elements + attention + FP32 * config.num_experts
     # A compiled layer sees that nobody needs the last product's output in backward.
     elements += 2 * config.ffn_dim + (0 if storage.compiled else config.dim)
-    return storage.product * elements + statistics
+    return storage.product * elements + attention
+
+
+def _attention_kept(config: DecoderConfig, storage: Storage) -> int:
+    """Attention's output, which is as wide as its queries, and its log-sum-exp."""
+    return storage.product * config.num_heads * config.qk_head_dim + FP32 * config.num_heads
 
 
 def _norm_none(config: DecoderConfig, storage: Storage, *readers: str) -> int:

@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewright.models.activation import EXACT_INPUTS, check_modes, common_mode, run_checkpointed, run_from_codes
+from tilewright.models.activation import (
+    CONTEXTS,
+    EXACT_INPUTS,
+    check_modes,
+    common_mode,
+    run_checkpointed,
+    run_from_codes,
+)
 from tilewright.models.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.config import ActivationCheckpoint, CheckpointInputs, DecoderConfig
 from tilewright.models.contract import LossOutput
@@ -323,10 +330,10 @@ class Decoder(nn.Module):
         return x_BSD, loads
 
     def _note_opaque_parts(self) -> None:
-        if self._compiled and "selective" in self.checkpointing and self.config.num_experts:
+        if self._compiled and CONTEXTS.keys() & set(self.checkpointing) and self.config.num_experts:
             note = (
-                "Compiled mixture-of-experts layers are recomputed whole: selective checkpointing cannot see into "
-                "their compiled parts."
+                "Compiled mixture-of-experts layers are recomputed whole: checkpointing that keeps selected results "
+                "cannot see into their compiled parts."
             )
             if note not in self.notes:
                 self.notes.append(note)

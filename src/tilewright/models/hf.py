@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats.store import CODE_DTYPE
-from tilewright.models.activation import EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode, selective_contexts
+from tilewright.models.activation import CONTEXTS, EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode
 from tilewright.models.config import ActivationCheckpoint, CheckpointInputs
 from tilewright.models.contract import LossOutput
 from tilewright.models.fp8_io import encode_folder
@@ -277,7 +277,7 @@ class HFModel(nn.Module):
 def _checkpoint_options(mode: ActivationCheckpoint) -> dict[str, Any]:
     """Arguments of torch's checkpoint function."""
     options: dict[str, Any] = {"use_reentrant": False}
-    return options | {"context_fn": selective_contexts} if mode == "selective" else options
+    return options | {"context_fn": CONTEXTS[mode]} if mode in CONTEXTS else options
 
 
 @functools.cache

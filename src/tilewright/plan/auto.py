@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewright.core.config import Recipe
+from tilewright.core.placement import KIND_OF
 from tilewright.core.units import format_bytes
 from tilewright.plan.fixed import BESIDE, KEPT, Activations, Fixed, same_bits
 from tilewright.plan.footprint import written_beside
@@ -19,7 +20,6 @@ from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan
 
 FORMATS = frozenset(("optim.moments", "optim.master"))
-_KINDS: dict[str, Activations] = {"none": "keep", "selective": "selective", "full": "recompute"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def written(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
     memory, standard = recipe.memory, recipe.memory.executor == "standard"
     kept: Activations | None = None
     if standard and "train.activation_checkpoint" in explicit:
-        kept = _KINDS[recipe.train.activation_checkpoint]
+        kept = KIND_OF[recipe.train.activation_checkpoint]
     elif not standard and "memory.executor" in explicit:
         kept = "recompute"
     return Fixed(
@@ -123,7 +123,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
         attention_block=memory.attention_block,
     )
     if memory.executor == "standard":
-        kinds = same_bits(recipe, fused, _KINDS[train.activation_checkpoint]) & (now.activations or KEPT)
+        kinds = same_bits(recipe, fused, KIND_OF[train.activation_checkpoint]) & (now.activations or KEPT)
         now = replace(now, activations=None if kinds == KEPT else kinds)
     seen: list[Stage] = []
 

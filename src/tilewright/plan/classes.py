@@ -216,6 +216,7 @@ def _foreign_shape(
                 active_parameters=min(num_parameters, active + experts),
                 kept=kept,
                 kept_selective=Line.through(one.kept_selective, two.kept_selective),
+                kept_attention=Line.through(one.kept_attention, two.kept_attention),
                 input=Line(0, one.input),
                 work=_foreign_work(machine, pages.work, kept, Line.through(one.work, two.work)),
                 moved=Line.through(one.moved, two.moved),
@@ -225,6 +226,7 @@ def _foreign_shape(
                 mask=0.0,
                 products=products,
                 product_flops=flops,
+                last_flops=one.last_products,
                 mlp_flops=one.mlp_products,
                 attention_flops=one.attention / 2,
                 largest_weight=_largest((p.numel() for p in first[place].parameters()), machine),
@@ -326,7 +328,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         index, moe = indices[0], short.config.is_moe(place)
         kept = {
             name: Line.through(*(_kept(work, short.config, place, storages, name, policy, rows) for rows in (1, 2)))
-            for name in ("none", "selective")
+            for name in ("none", "selective", "attention")
         }
         share = _work_share(config, policy, machine, pages, kept["none"].per_row / recipe.data.seq_len)
         mlp = _mlp_share(short.config, place, storages[place])
@@ -347,6 +349,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 active_parameters=wide - inactive * 3 * config.dim * config.expert_dim,
                 kept=everything,
                 kept_selective=kept["selective"],
+                kept_attention=kept["attention"],
                 input=Line(0, recipe.data.seq_len * config.dim * BYTES[policy.stream]),
                 work=Line(0, share * kept["none"].per_row),
                 moved=Line(0, element_passes(fused) * walked),
@@ -356,6 +359,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 mask=mask,
                 products=products,
                 product_flops=float(flops.layers[index] * recipe.data.seq_len),
+                last_flops=float(flops.last[index] * recipe.data.seq_len),
                 mlp_flops=2.0 * mlp_weights(config, index) * recipe.data.seq_len
                 - 2.0 * inactive * 3 * config.dim * config.expert_dim * recipe.data.seq_len,
                 attention_flops=flops.attention * recipe.data.seq_len,

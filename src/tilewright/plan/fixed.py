@@ -12,11 +12,12 @@ from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 
 Place = Literal["device", "host", "disk"]
-Activations = Literal["keep", "selective", "recompute", "offload", "spill"]
+Activations = Literal["keep", "selective", "attention", "recompute", "offload", "spill"]
 """`offload`: recompute, and keep the layer's input on the host; `spill`: on the disk."""
 INPUTS_OF: dict[Activations, Place] = {
     "keep": "device",
     "selective": "device",
+    "attention": "device",
     "recompute": "device",
     "offload": "host",
     "spill": "disk",
@@ -80,7 +81,9 @@ def _rebuilds(fixed: Fixed, kind: Activations) -> bool:
     return kind in ("offload", "spill") and fixed.activations is not None and "recompute" in fixed.activations
 
 
-KEPT: frozenset[Activations] = frozenset(("keep", "selective", "recompute"))
+SELECTED: frozenset[Activations] = frozenset(("selective", "attention"))
+"""They keep some results of a layer, which only the standard executor does."""
+KEPT: frozenset[Activations] = frozenset(("keep", "recompute")) | SELECTED
 
 
 def fuses(compiled: bool, machine: Machine) -> bool:
@@ -91,8 +94,8 @@ def fuses(compiled: bool, machine: Machine) -> bool:
 
 def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activations]:
     """What else a layer may keep without a change of a bit: not where it is recomputed from rounded inputs, and where
-    the compiler fuses what it finds into other roundings (`fuses`) no other kind with 8-bit products, and `selective`
-    with none.
+    the compiler fuses what it finds into other roundings (`fuses`) no other kind with 8-bit products, and none of
+    `SELECTED`.
 
     Example:
         >>> sorted(same_bits(Recipe(), True, "keep"))
@@ -106,4 +109,4 @@ def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activ
         return frozenset([kind])
     if not fused:
         return KEPT
-    return frozenset([kind]) if kind == "selective" else KEPT - {"selective"}
+    return frozenset([kind]) if kind in SELECTED else KEPT - SELECTED

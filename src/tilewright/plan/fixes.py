@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.config import Recipe
+from tilewright.core.placement import KIND_OF
 from tilewright.core.units import format_bytes, format_seconds
 
 NUM_FIXES = 3
@@ -66,14 +67,11 @@ def _other_tiers(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
 def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
     for size in _halves(min(recipe.train.micro_batch, recipe.train.batch_size), 1):
         yield {"train.micro_batch": size}, True
-    for mode in ("selective", "full"):
-        if recipe.train.activation_checkpoint == "none" or (mode, recipe.train.activation_checkpoint) == (
-            "full",
-            "selective",
-        ):
-            yield {"train.activation_checkpoint": mode}, True
-            if recipe.train.micro_batch > 1:
-                yield {"train.activation_checkpoint": mode, "train.micro_batch": 1}, True
+    modes = list(KIND_OF)
+    for mode in modes[modes.index(recipe.train.activation_checkpoint) + 1 :]:
+        yield {"train.activation_checkpoint": mode}, True
+        if recipe.train.micro_batch > 1:
+            yield {"train.activation_checkpoint": mode, "train.micro_batch": 1}, True
     if recipe.train.checkpoint_inputs == "exact":
         yield {"train.activation_checkpoint": "full", "train.checkpoint_inputs": "fp8"}, False
         yield {**_SPARING, "train.checkpoint_inputs": "fp8"}, False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.core.placement import KIND_OF, LayerPlacement, Placement
 from tilewright.plan.fixed import INPUTS_OF
 from tilewright.plan.moments import Base, journal_bytes
 from tilewright.plan.options import Choice, Links, Setting, state_bytes
@@ -134,8 +134,8 @@ class JointPlan:
         if not self.recipe.precision.eval_fp32:
             found["precision.eval_fp32"] = False
         kinds = {row.choice.activations for row in self.rows if row.indices}
-        names = {"keep": "none", "selective": "selective", "recompute": "full"}
-        found["train.activation_checkpoint"] = names[kinds.pop()] if standard and len(kinds) == 1 else "none"
+        modes = {kind: mode for mode, kind in KIND_OF.items()}
+        found["train.activation_checkpoint"] = modes[kinds.pop()] if standard and len(kinds) == 1 else "none"
         if not standard:
             found |= self._tiers()
         return found

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilewright.models.activation import selective_contexts
+from tilewright.models.activation import CONTEXTS
 from tilewright.plan.live_bytes import ATTENTION, COUNTED, LiveBytes
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
@@ -32,21 +32,24 @@ _GROUPED = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped
 class TracedLayer:
     """One layer and one micro-batch, in bytes and in FLOPs of a forward pass.
 
-    `kept`, `kept_selective`: from forward to backward, its input among them, its output not. `input`: of its input.
+    `kept`, `kept_selective`, `kept_attention`: from forward to backward, its input among them, its output not; with all
+    kept, with results of products and attention, of attention alone. `input`: of its input.
     `work`: most that backward has alive beyond `kept`, gradients of weights left out. `moved`: read and written by
     what is neither product nor attention, forward and backward. `mlp_kept`, `mlp_work`: kept and needed by its
-    token-wise part alone; 0 where none was found. `products`, `mlp_products`: matrix products. `attention`:
-    fused attention, all pairs of positions.
+    token-wise part alone; 0 where none was found. `products`, `mlp_products`: matrix products. `last_products`: of them
+    those at its end that recomputation does not run again. `attention`: fused attention, all pairs of positions.
     """
 
     kept: int
     kept_selective: int
+    kept_attention: int
     input: int
     work: int
     moved: int
     mlp_kept: int
     mlp_work: int
     products: float
+    last_products: float
     mlp_products: float
     attention: float
 
@@ -92,25 +95,46 @@ class _FusedOnCpu(TorchFunctionMode):
 def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
     mlp, call = _mlp_call(layer, args, kwargs)
     kept, work, moved = _kept_and_work(layer, args, kwargs)
-    selective, _, _ = _kept_and_work(_Selective(layer), args, kwargs, backward=False)
+    kept_selective, kept_attention = (
+        _kept_and_work(_Checkpointed(layer, CONTEXTS[mode]), args, kwargs, backward=False)[0]
+        for mode in ("selective", "attention")
+    )
     products, attention = _flops(layer, args, kwargs)
+    again = _trained_flops(_Checkpointed(layer), args, kwargs) - _trained_flops(layer, args, kwargs)
     mlp_kept, mlp_work, mlp_products = 0, 0, 0.0
     if mlp is not None:
         mlp_kept, mlp_work, _ = _kept_and_work(mlp, *call)
         mlp_kept = max(0, mlp_kept - _first(call[0]).nbytes)  # its output leaves; its input is the norm's
         mlp_products, _ = _flops(mlp, *call)
-    input_bytes = _first((args, kwargs)).nbytes
-    return TracedLayer(kept, selective, input_bytes, work, moved, mlp_kept, mlp_work, products, mlp_products, attention)
+    return TracedLayer(
+        kept=kept,
+        kept_selective=kept_selective,
+        kept_attention=kept_attention,
+        input=_first((args, kwargs)).nbytes,
+        work=work,
+        moved=moved,
+        mlp_kept=mlp_kept,
+        mlp_work=mlp_work,
+        products=products,
+        last_products=max(0.0, products + attention - again),
+        mlp_products=mlp_products,
+        attention=attention,
+    )
 
 
-class _Selective:
-    """A layer under selective checkpointing."""
+class _Checkpointed:
+    """A layer that is recomputed, but for what a `context_fn` keeps of it."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, context_fn: Callable[[], Any] = noop_context_fn) -> None:
         self.layer = layer
+        self.context_fn = context_fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.layer, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
+        return checkpoint(self._run, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with _FusedOnCpu():  # inside of a backward pass the one around is not at work
+            return self.layer(*args, **kwargs)
 
 
 def _mlp_call(layer: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module | None, tuple[Any, Any]]:
@@ -149,6 +173,20 @@ def _flops(run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[float, floa
     counts = counter.get_flop_counts().get("Global", {})
     attention = sum(count for op, count in counts.items() if op in ATTENTION)
     return counter.get_total_flops() - attention, attention
+
+
+@torch.enable_grad()
+def _trained_flops(run: Callable[..., Any], args: Any, kwargs: Any) -> float:
+    """FLOPs of a forward pass, and of a backward pass to the layer's input."""
+    first = _first((args, kwargs))
+    edge = first.detach().requires_grad_()
+    args, kwargs = _replaced((args, kwargs), first, edge)
+    torch.clear_autocast_cache()  # copies of weights that are there already are not made, and then missed in backward
+    counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+    with counter:
+        out = _first(run(*args, **kwargs))
+        out.backward(torch.empty_like(out), inputs=[edge])
+    return float(counter.get_total_flops())
 
 
 def _first(tree: Any) -> Tensor:

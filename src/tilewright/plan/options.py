@@ -18,7 +18,7 @@ from tilewright.core.config import Recipe
 from tilewright.formats.squares import num_blocks
 from tilewright.models.activation_bytes import FP32, TILE
 from tilewright.plan.ceilings import Ceilings
-from tilewright.plan.fixed import BLOCK_ROWS, INPUTS_OF, Activations, Fixed, Place
+from tilewright.plan.fixed import BLOCK_ROWS, INPUTS_OF, SELECTED, Activations, Fixed, Place
 from tilewright.plan.roofline import FORWARD_SHARE, calls_s
 from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Cost
@@ -115,7 +115,10 @@ def choices(
     exact = recipe.train.checkpoint_inputs == "exact"  # else a layer that is recomputed differs from one that is kept
     if setting.executor == "standard":
         tiles, block = fixed.mlp_tiles or 1, fixed.attention_block or 0
-        for kind in fixed.kinds(("keep", "selective", "recompute") if exact else ("recompute",)):
+        there: tuple[Activations, ...] = ("keep", "selective", "attention", "recompute") if exact else ("recompute",)
+        # Nothing can be selected inside the compiled pieces of a layer with experts: it would be recomputed whole.
+        opaque = shape.compiled and found.called_experts
+        for kind in fixed.kinds([kind for kind in there if not (opaque and kind in SELECTED)]):
             yield Choice(activations=kind, mlp_tiles=tiles, attention_block=block)
         return
     places: list[Place] = ["device"]
@@ -193,7 +196,8 @@ class _Layer:
         if self.choice.mlp_tiles > 1:  # the token-wise part keeps its input and is computed again, tile by tile
             mlp = found.mlp_kept(self.rows) - found.mlp_kept(self.rows) / self.choice.mlp_tiles
             mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_tiles
-        lines = {"keep": kept - mlp, "selective": found.kept_selective(self.rows), "recompute": self.input}
+        lines = {"keep": kept - mlp, "recompute": self.input}
+        lines |= {"selective": found.kept_selective(self.rows), "attention": found.kept_attention(self.rows)}
         rebuilt = max(0.0, kept - mlp - lines[kind])
         counted = self.shape.rebuilt * rebuilt
         micro_batch = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
@@ -295,7 +299,10 @@ class _Layer:
             return 0.0
         if kind == "selective":
             return FORWARD_SHARE * self.elementwise_s()
-        return self.forward_s()
+        again = self.forward_s() - (self.attention_s() if kind == "attention" else 0.0)
+        if self.setting.executor == "standard" and self.found.product_flops:
+            again -= self.products_s("fprop") * self.found.last_flops / self.found.product_flops
+        return again
 
     def tiles_s(self) -> float:
         """A tiled token-wise part is computed once more inside its backward."""
@@ -388,10 +395,13 @@ def end_class(name: str, num_parameters: int, shape: ModelShape) -> LayerClass:
         indices=(-1,),
         num_parameters=num_parameters,
         active_parameters=num_parameters,
-        **dict.fromkeys(("kept", "kept_selective", "input", "work", "moved", "mlp_kept", "mlp_work"), nothing),
+        **dict.fromkeys(
+            ("kept", "kept_selective", "kept_attention", "input", "work", "moved", "mlp_kept", "mlp_work"), nothing
+        ),
         mask=0.0,
         products=(),
         product_flops=0.0,
+        last_flops=0.0,
         mlp_flops=0.0,
         attention_flops=0.0,
         largest_weight=num_parameters if first.largest_weight else 0,

@@ -6,9 +6,10 @@ evaluations and checkpoints are not in it. Of the precision modes that a run pas
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from tilewright.core.hardware import Machine
-from tilewright.models.activation_bytes import shared_input
+from tilewright.models.activation_bytes import role, shared_input
 from tilewright.models.count import count_flops
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.fixes import changed
@@ -35,6 +36,9 @@ _PIECES_BESIDE_EXPERTS = 4
 _CALLS_A_PIECE = 9
 """To enter a compiled piece, forward and backward, takes as long as so many eager linear layers on next to nothing
 (profiled: 0.7 ms and 0.08)."""
+
+_LAST = ("down_proj", "shared_experts.down_proj")
+"""Nobody needs their results in backward."""
 
 _TWO_PASSES = {"matmul": 1.75, "attention": 1.78, "head": 2.0, "loss": 2.0, "calls": 1.7}
 """Exact clipping slice by slice takes a second backward pass: of 2 + 2 + 4 operations a product the last 6 again."""
@@ -80,9 +84,10 @@ def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
     return parts
 
 
-def recomputes(work: Workload) -> bool:
-    """Whether backward computes the layers' forward pass again."""
-    return work.recipe.train.activation_checkpoint == "full" or work.recipe.memory.executor == "layer_major"
+def recomputes(work: Workload, what: Literal["products", "attention"] = "products") -> bool:
+    """Whether backward computes the layers' products, or their attention, again."""
+    modes = {"products": ("full", "attention"), "attention": ("full",)}[what]
+    return work.recipe.train.activation_checkpoint in modes or work.recipe.memory.executor == "layer_major"
 
 
 def _all_fp8(gemms: Gemms) -> bool:
@@ -90,9 +95,11 @@ def _all_fp8(gemms: Gemms) -> bool:
 
 
 def _matmul_s(work: Workload, product: Product, flops: float, rates: Ceilings) -> float:
-    """Seconds of the products of a linear layer, `flops` each; forward runs twice where layers are recomputed."""
+    """Seconds of the products of a linear layer, `flops` each; forward runs twice where layers are recomputed, up to
+    their last product, or whole by the layer-major executor."""
     gemms = product.gemms
-    again = (gemms.fprop,) if recomputes(work) else ()
+    last = role(product.fqn) in _LAST and work.config is not None and work.recipe.memory.executor == "standard"
+    again = (gemms.fprop,) if recomputes(work) and not last else ()
     wgrad = () if product.frozen else (gemms.wgrad,)
     formats = (gemms.fprop, gemms.dgrad, *wgrad, *again)
     width = product.num_weights**0.5
@@ -182,7 +189,7 @@ def _loss_rate(work: Workload, fmt: str, rates: Ceilings) -> float:
 
 def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> dict[str, float]:
     """Seconds of a micro-batch in products, attention and loss."""
-    full = recomputes(work)
+    full = recomputes(work, "attention")
     num_tokens = work.num_tokens
     parts = {"matmul": 0.0, "attention": 0.0, "head": 0.0, "loss": 0.0, "calls": 0.0}
     head = head_shape(work)
@@ -202,7 +209,7 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
         parts["matmul"] += _matmul_s(work, product, 2 * num_tokens * product.share * product.num_weights, rates)
     assert work.config is not None
     if work.compiled:
-        again = 1 + FORWARD_SHARE * full
+        again = 1 + FORWARD_SHARE * recomputes(work)
         for i in range(work.config.num_layers):
             parts["calls"] += again * calls_s(work.config.num_experts if work.config.is_moe(i) else 0, rates)
     flops = count_flops(work.config, work.seq_len).attention * work.config.num_layers * num_tokens

@@ -38,6 +38,8 @@ class LayerClass:
     kept: Line
     """From forward to backward with everything kept, the input among it."""
     kept_selective: Line
+    kept_attention: Line
+    """The same with results of products and attention kept, and of attention alone."""
     input: Line
     """The layer's input: all that a recomputed layer keeps."""
     work: Line
@@ -53,6 +55,8 @@ class LayerClass:
     products: tuple[Product, ...]
     """Linear layers and the formats of their products."""
     product_flops: float
+    last_flops: float
+    """Of them those of products at the end that a recomputed layer need not run again."""
     mlp_flops: float
     attention_flops: float
     """Pairs that a causal mask leaves."""

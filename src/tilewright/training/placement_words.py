@@ -7,8 +7,9 @@ from dataclasses import replace
 from tilewright.core.placement import Activations, LayerPlacement, Placement
 
 _TIGHTER: dict[Activations, tuple[Activations, ...]] = {
-    "keep": ("selective", "recompute"),
-    "selective": ("recompute",),
+    "keep": ("selective", "attention", "recompute"),
+    "selective": ("attention", "recompute"),
+    "attention": ("recompute",),
     "recompute": (),
 }
 
@@ -48,7 +49,7 @@ def tighter(placement: Placement, modes: Collection[str] = tuple(_TIGHTER)) -> I
 
     Example:
         >>> [words(found) for found in tighter(Placement.uniform(2))]
-        ['2 selective', '2 recompute']
+        ['2 selective', '2 attention', '2 recompute']
     """
     present = {layer.activations for layer in placement.layers}
     loosest = next((mode for mode in _TIGHTER if mode in present), "recompute")

@@ -11,19 +11,16 @@ shares `cut_layers`. Called by `assemble` and `step`.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tilewright.core.errors import ConfigError
-from tilewright.core.placement import Activations, Placement
+from tilewright.core.placement import KIND_OF, Activations, Placement
 from tilewright.memory.places import other_layers, refuse_other_numbers
 from tilewright.memory.tiled import tile_layers, tile_mlps
-from tilewright.models.config import ActivationCheckpoint
 from tilewright.models.contract import Model
 from tilewright.models.decoder import Decoder
 
-ACTIVATIONS: dict[ActivationCheckpoint, Activations] = {"none": "keep", "selective": "selective", "full": "recompute"}
-"""A recipe's words for what is kept of a layer, and a plan's."""
-_MODES: dict[Activations, ActivationCheckpoint] = {kind: mode for mode, kind in ACTIVATIONS.items()}
+_MODES: dict[Activations, Any] = {kind: mode for mode, kind in KIND_OF.items()}
 Item = TypeVar("Item")
 
 
@@ -121,7 +118,7 @@ class ModelPlaces:
         modes = self._model.checkpointing
         modes = modes if self._model.layers else modes * len(self._asked.layers)
         rows = zip(self._asked.layers, modes, strict=True)
-        layers = tuple(replace(layer, activations=ACTIVATIONS[mode]) for layer, mode in rows)
+        layers = tuple(replace(layer, activations=KIND_OF[mode]) for layer, mode in rows)
         return replace(self._asked, layers=layers)
 
     def change(self, placement: Placement) -> None:

@@ -126,7 +126,7 @@ class Regroup:
         tell: Callable[..., None],
         state_bytes: Callable[[], int] = lambda: 0,
         steps: int = 10**9,
-        ladder: Collection[str] = ("selective", "recompute"),
+        ladder: Collection[str] = ("selective", "attention", "recompute"),
         give_back: Callable[[], None] | None = None,
         watch: bool = True,
         known: Expected | None = None,

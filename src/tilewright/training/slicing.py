@@ -14,7 +14,7 @@ from torch import nn
 
 from tilewright.core.config import Recipe, Tier
 from tilewright.core.errors import ConfigError
-from tilewright.core.placement import Placement
+from tilewright.core.placement import KIND_OF, Placement
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
 from tilewright.memory.layer_major import LayerMajor
@@ -31,7 +31,6 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.layer_major_step import LayerMajorExecutor
-from tilewright.training.placing import ACTIVATIONS
 
 
 def placed(recipe: Recipe, num_layers: int) -> Placement:
@@ -39,7 +38,7 @@ def placed(recipe: Recipe, num_layers: int) -> Placement:
     memory = recipe.memory
     sizes = {"mlp_tiles": memory.mlp_tiles, "attention_block": memory.attention_block}
     if not comes_in_slices(recipe):
-        return Placement.uniform(num_layers, activations=ACTIVATIONS[recipe.train.activation_checkpoint], **sizes)
+        return Placement.uniform(num_layers, activations=KIND_OF[recipe.train.activation_checkpoint], **sizes)
     return Placement.uniform(
         num_layers,
         parameters=memory.parameters,
