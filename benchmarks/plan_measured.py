@@ -10,7 +10,8 @@ Models: the default decoder, recipe tiny_moe (mixture of experts, latent attenti
 Each runs in a process of its own, regrouping as `tilewright train` does: a few steps, an evaluation, and a checkpoint
 with a step beside it. `before` is what the plan said of the whole run, against its highest whole-process peak;
 `before_steps` the same of the steps alone; `after` what the run expected of a step once the first one had been
-measured; step time is the median after the first. A first pass, not counted, prepares data, kernels and ceilings.
+measured; step time is the median after the first. The machine's ceilings are measured anew for each case. A first
+pass, not counted, prepares data and kernels.
 
 python -m benchmarks.plan_measured [--steps 6] [--only MODEL ...]
 """
@@ -24,10 +25,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import machine_kind, write_result
 from benchmarks.plan_accuracy import LLAMA
 from tilewright.core.env import tune_cpu_runtime
+from tilewright.core.hardware import detect_machine
 from tilewright.core.load import load_recipe
+from tilewright.plan import ceilings
 from tilewright.training.assemble import Parts, Setup, build, set_up
 from tilewright.training.checkpoint import CheckpointStore
 from tilewright.training.evaluate import evaluate
@@ -51,7 +56,11 @@ ERRORS = ("error_before", "error_before_steps", "error_after", "step_error")
 
 def worker(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
     """Train a few steps; what was planned, expected and measured."""
-    setup = set_up(load_recipe(recipe, settings, environ={}))
+    loaded = load_recipe(recipe, settings, environ={})
+    # A shared machine has slow minutes: rates of the minute in which the steps are taken.
+    torch.set_num_threads(loaded.recipe.run.threads or detect_machine("cpu").physical_cores)
+    ceilings.measure(detect_machine("cpu"), refresh=True)
+    setup = set_up(loaded)
     parts = build(setup, fresh=True)
     events: list[str] = []
     regroup = regroup_for(setup, parts, Telling(events))

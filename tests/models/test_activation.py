@@ -154,14 +154,14 @@ def test_compiled_layers_have_the_same_bits_whatever_they_keep(mode):
         model.compile_blocks()
         outs = {"no_grad": model.layer(0, x, context)[0]}
     upstream, grads = torch.randn_like(x), {}
-    for kept in ("none", "full", "selective"):
+    for kept in ("none", "full", "attention", "selective"):
         model.activation_checkpoint = kept
         start = x.detach().requires_grad_()
         outs[kept] = model.layer(0, start, context)[0]
         grads[kept] = torch.autograd.grad(outs[kept], [start, *model.blocks.parameters()], upstream)
     assert {name: torch.equal(out, eager) for name, out in outs.items()} == dict.fromkeys(outs, True)
     names = ["x", *(name for name, _ in model.blocks.named_parameters())]
-    for kept in ("full", "selective"):
+    for kept in ("full", "attention", "selective"):
         different = [n for n, a, b in zip(names, grads[kept], grads["none"], strict=True) if not torch.equal(a, b)]
         assert different == [], kept
 

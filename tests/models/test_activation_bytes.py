@@ -109,7 +109,7 @@ FAST = ("gqa", "none", "bf16_mixed")
 COMPILED = [
     (name, mode, policy)
     for name in ("gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek")
-    for mode in ("none", "selective")
+    for mode in ("none", "selective", "attention")
     for policy in ("fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules")
     # What an eager selective checkpoint around compiled parts caches, hooks do not see. With copies handed from module
     # to module (`precision.fused`) torch 2.13 compiles such layers in parts, too.

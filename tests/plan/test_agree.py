@@ -25,6 +25,7 @@ LOW = {"optim": {"moments": "8bit", "master": "stochastic", "clip": "lagged"}}
 RUNS = {
     "none": {"train": {"activation_checkpoint": "none"}},
     "selective": {"train": {"activation_checkpoint": "selective"}},
+    "attention": {"train": {"activation_checkpoint": "attention"}},
     "full": {"train": {"activation_checkpoint": "full", "micro_batch": 16}},
     "no_accumulation": {"train": {"micro_batch": 16}, "save": {"background": False}},
     "fp8": {"precision": {"mode": "fp8_tile"}},

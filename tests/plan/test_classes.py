@@ -68,7 +68,8 @@ def test_foreign_classes_add_up_to_the_trace_of_the_whole_model(tmp_path):
     assert 3 * 2 * layer.product_flops == work.trace.flops
     assert 3 * 2 * layer.attention_flops == work.trace.attention_flops / 2
     assert layer.input(2) == 2 * 128 * 128 * 2
-    assert layer.input(1) < layer.kept_selective(1) < layer.kept(1)
+    assert layer.input(1) < layer.kept_attention(1) < layer.kept_selective(1) < layer.kept(1)
+    assert layer.last_flops == 2 * 128 * 128 * 320  # of the MLP, whose result backward does not read
     assert 0 < layer.mlp_kept(1) < layer.kept(1)
 
 
@@ -90,7 +91,8 @@ def test_well_known_models_take_seconds_and_no_memory(tmp_path, config, paramete
     forward = sum(found.count * found.product_flops for found in shape.classes)
     assert forward == pytest.approx(2 * 1024 * active, rel=0.01)
     for found in shape.classes:
-        assert found.input(1) < found.kept_selective(1) < found.kept(1), found.name
+        assert found.input(1) < found.kept_attention(1) < found.kept_selective(1) < found.kept(1), found.name
+        assert 0 <= found.last_flops < 0.4 * found.product_flops, found.name
     assert took < 60, f"{took:.1f} s"
 
 

@@ -239,7 +239,7 @@ def test_backward_makes_again_what_a_layer_did_not_keep():
     shape, setting = finder.shape(recipe), Setting.of(recipe)
     costs = {
         kind: layer_cost(shape.classes[0], Choice(activations=kind), setting, shape, recipe, make_rates(), LINKS)
-        for kind in ("keep", "selective", "recompute")
+        for kind in ("keep", "selective", "attention", "recompute")
     }
     lines = {"keep": shape.classes[0].kept, "selective": shape.classes[0].kept_selective}
     lines["attention"] = shape.classes[0].kept_attention

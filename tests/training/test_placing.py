@@ -141,7 +141,7 @@ def test_compiled_layers_of_a_mode_share_a_graph():
     """Four layers: one graph a mode, none more when modes move about, and the numbers of uncompiled modes."""
     shape = DecoderConfig.of(vocab_size=61, dim=64, num_heads=4, num_layers=4)
     want, made = None, steps(2)
-    for kinds in (("keep",) * 4, ("keep", "recompute", "keep", "selective")):
+    for kinds in (("keep",) * 4, ("keep", "recompute", "attention", "selective")):
         torch._dynamo.reset()
         model = Decoder(shape, KERNELS)
         init_weights(model, 0)

@@ -65,7 +65,8 @@ def layer_major_footprint(work: Workload) -> standard.Footprint:
         "forward": held | {"activations": inputs, "other": base + kept},
         "backward": held | {"gradients": gradients} | max(layers, loss, key=lambda owners: sum(owners.values())),
         "update": held | {"gradients": gradients, "activations": inputs, "other": base + kept},
-        "evaluate": held | {"other": base + kept + standard.evaluated_loss_work(work)},
+        # On a CPU the pages of the inputs stay, too.
+        "evaluate": held | {"other": base + kept + (inputs if cpu else 0) + standard.evaluated_loss_work(work)},
     }
     if memory.parameters == memory.states == "device":
         phases["checkpoint"] = standard.checkpoint_phase(work, phases, held["parameters"] + held["optimizer"])

@@ -141,7 +141,7 @@ def _layer_major(
         Phase("forward", process + base.stream, layers, transient="backward" if cpu else "forward"),
         Phase("loss", loss, layers, transient=pages),
         Phase("backward", process + 2 * base.stream + shared, layers, transient="backward"),
-        Phase("evaluate", process + base.evaluated_loss, transient=pages),
+        Phase("evaluate", process + base.evaluated_loss, layers if cpu else frozenset(), transient=pages),
     ]
     alone = Phase(CHECKPOINT, process, layers if cpu else frozenset(), transient=pages)
     return [*found, *_checkpoints(found, copy, alone)]

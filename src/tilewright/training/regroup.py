@@ -3,9 +3,9 @@
     regroup = Regroup(executor, replanner=..., budget=..., peaks=ledger.take_peaks, tell=...)
     result = regroup.step(number, microbatches, lr)          # instead of executor.step
 
-The first step says how far the plan is off: measured over planned bytes, which every later plan is corrected by. Then a
-new plan is made where one of four things happens, and is taken where it must be (the old one does not fit) or where it
-is faster by enough to pay for the change:
+The first two steps say how far the plan is off: measured over planned bytes, which every later plan is corrected by. A new
+plan is made where one of four things happens, and is taken where it must be (the old one does not fit) or where it is
+faster by enough to pay for the change:
 
     shape           the rows of a batch have another length
     budget          free memory, or what the run may use, changed by more than 10 %
@@ -242,13 +242,14 @@ class Regroup:
         if not peaks or not self._is_expected():
             return
         before = {name: size + (states_made if name != "update" else 0) for name, size in peaks.items()}
-        self._measured = max(self._measured, *before.values())
+        # The first step of a placement compiles, and what the optimizer then makes is added to it by guess.
+        settled = self._under == 2
+        self._measured = max(0.0 if settled else self._measured, *before.values())
         expected = self._peak_bytes
         error = self._measured / expected - 1
-        fresh = self._under == 1
         if error > self.rules.error and self._relievable():
             self._relieve(expected, error)
-        elif error > self.rules.error or (fresh and abs(error) > self.rules.error):
+        elif error > self.rules.error or (self._under <= 2 and abs(error) > self.rules.error):
             self.memory_factor *= 1 + error
             kind = "prediction" if self._calibrated else "calibration"
             text = (
@@ -260,8 +261,10 @@ class Regroup:
         elif not self._calibrated:
             text = f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%}"
             self._tell("calibration", f"{text}, within {self.rules.error:.0%}", error=error, threshold=self.rules.error)
+        elif settled:
+            self.memory_factor *= 1 + error
         self._calibrated = True
-        if self._under == 2:  # the first step of a placement compiles
+        if settled:
             self.time_factor *= seconds / self._step_s
 
     def _relievable(self) -> bool:
