@@ -3,9 +3,9 @@
     regroup = Regroup(executor, replanner=..., budget=..., peaks=ledger.take_peaks, tell=...)
     result = regroup.step(number, microbatches, lr)          # instead of executor.step
 
-The first two steps say how far the plan is off: measured over planned bytes, which every later plan is corrected by. A new
-plan is made where one of four things happens, and is taken where it must be (the old one does not fit) or where it is
-faster by enough to pay for the change:
+The first two steps say how far the plan is off: measured over planned bytes, which every later plan is corrected by. A
+new plan is made where one of four things happens, and is taken where it must be (the old one does not fit) or where it
+is faster by enough to pay for the change:
 
     shape           the rows of a batch have another length
     budget          free memory, or what the run may use, changed by more than 10 %
