@@ -11,7 +11,7 @@ from tests.ops.cases import AttentionCase
 from tests.ops.compare import LargestTensor
 from tests.ops.test_ops import NATIVE_ATTENTION, grads_of
 from tilewright.core.hardware import detect_machine
-from tilewright.models.activation import selective_contexts
+from tilewright.models.activation import CONTEXTS
 from tilewright.ops.cpu import attention as amx
 from tilewright.ops.dispatch import Case
 
@@ -159,7 +159,7 @@ def test_selective_checkpointing_keeps_its_result():
             return func(*args, **(kwargs or {}))
 
     *tensors, _ = AttentionCase(1, 2, 2, 40, 32, 32).tensors(torch.bfloat16)
-    for contexts, times in ((selective_contexts, 1), (noop_context_fn, 2)):
+    for contexts, times in (*((found, 1) for found in CONTEXTS.values()), (noop_context_fn, 2)):
         with Count() as count:
             out = checkpoint(
                 lambda q, k, v: amx.attention(q * 1, k, v), *tensors, use_reentrant=False, context_fn=contexts
