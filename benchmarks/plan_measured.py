@@ -56,11 +56,7 @@ ERRORS = ("error_before", "error_before_steps", "error_after", "step_error")
 
 def worker(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
     """Train a few steps; what was planned, expected and measured."""
-    loaded = load_recipe(recipe, settings, environ={})
-    # A shared machine has slow minutes: rates of the minute in which the steps are taken.
-    torch.set_num_threads(loaded.recipe.run.threads or detect_machine("cpu").physical_cores)
-    ceilings.measure(detect_machine("cpu"), refresh=True)
-    setup = set_up(loaded)
+    setup = set_up(load_recipe(recipe, settings, environ={}))
     parts = build(setup, fresh=True)
     events: list[str] = []
     regroup = regroup_for(setup, parts, Telling(events))
@@ -119,6 +115,9 @@ def run(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
 
 def measure(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
     """A case, and its errors."""
+    # A shared machine has slow minutes: rates of the minute in which the steps are taken. Measured here, because what
+    # that leaves in a process is not a run's.
+    ceilings.measure(detect_machine("cpu"), refresh=True)
     found = run(recipe, settings, steps)
     peak = max(found["peaks"][1:])
     whole = max(peak, *(sum(owners.values()) for owners in found["measured"].values()))
@@ -141,6 +140,7 @@ def main() -> None:
         print(json.dumps(worker(*args.worker, args.steps)))
         return
     tune_cpu_runtime()  # as `tilewright train` does for itself
+    torch.set_num_threads(detect_machine("cpu").physical_cores)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
