@@ -8,13 +8,14 @@ from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
 from tests.plan.shapes import DENSE_42B
 from tests.plan.test_cost import MOE
 from tilewright.core.errors import ConfigError
+from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
 from tilewright.plan.footprint import footprint
 from tilewright.plan.joint import JointPlanner, largest
 from tilewright.plan.joint_plan import Budget
 from tilewright.plan.joint_words import cheapest_changes, timeline, verdict, why
 from tilewright.plan.moments import FRAGMENTS, stages
-from tilewright.plan.options import Choice, Links, Setting, layer_cost, layer_seconds
+from tilewright.plan.options import Choice, Links, Setting, choices, layer_cost, layer_seconds
 from tilewright.plan.plan_file import is_plan_file, read_plan, to_toml
 from tilewright.plan.published import find_published
 from tilewright.plan.workload import Planner
@@ -248,3 +249,23 @@ def test_backward_makes_again_what_a_layer_did_not_keep():
     for kind, cost in costs.items():
         again = cost.backward - costs["keep"].backward
         assert again == pytest.approx(lines["keep"](rows) - lines[kind](rows)), kind
+
+
+def test_compiled_layers_with_experts_keep_nothing_selected_unless_somebody_says_so():
+    """Nobody sees into their pieces, so they would be recomputed whole."""
+    recipe = make_recipe(model={"num_experts": 4, "num_experts_per_token": 2, "expert_dim": 32, "num_dense_layers": 0})
+    planner = JointPlanner(recipe, 512, make_machine(64 * GIB, compiler="g++"), make_rates())
+    shape, setting = planner.shape(recipe), Setting.of(recipe)
+    (found,) = shape.classes
+    assert shape.compiled
+
+    def kinds(fixed):
+        return {choice.activations for choice in choices(found, setting, shape, recipe, LINKS, fixed)}
+
+    assert kinds(Fixed()) == {"keep", "recompute"}
+    assert kinds(Fixed(activations=frozenset(["selective"]))) == {"selective"}
+    seconds = {
+        kind: layer_cost(found, Choice(activations=kind), setting, shape, recipe, make_rates(), LINKS).seconds
+        for kind in ("keep", "selective", "attention", "recompute")
+    }
+    assert seconds["keep"] < seconds["recompute"] <= seconds["selective"] == seconds["attention"]

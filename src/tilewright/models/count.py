@@ -122,7 +122,7 @@ class FlopCount:
         "full" runs each layer up to its last product once more, "attention" the same without attention, "selective" no
         product."""
         attention = len(self.layers) * self.attention
-        again = {"full": 1, "attention": 1}.get(activation_checkpoint, 0) * (sum(self.layers) - sum(self.last))
+        again = sum(self.layers) - sum(self.last) if activation_checkpoint in ("full", "attention") else 0
         again += attention if activation_checkpoint == "full" else 0
         return self.forward + self.backward + 0.5 * attention + again
 

@@ -108,6 +108,11 @@ def state_bytes(num_parameters: int, setting: Setting, stored: float) -> float:
     return 2 * (MOMENT_BYTES[setting.moments] * num_parameters + scales) + beside * num_parameters
 
 
+def opaque(found: LayerClass, shape: ModelShape) -> bool:
+    """Whether nothing can be selected in a layer: experts are compiled pieces into which nobody sees."""
+    return shape.compiled and found.called_experts > 0
+
+
 def choices(
     found: LayerClass, setting: Setting, shape: ModelShape, recipe: Recipe, links: Links, fixed: Fixed = NOTHING_FIXED
 ) -> Iterator[Choice]:
@@ -116,9 +121,10 @@ def choices(
     if setting.executor == "standard":
         tiles, block = fixed.mlp_tiles or 1, fixed.attention_block or 0
         there: tuple[Activations, ...] = ("keep", "selective", "attention", "recompute") if exact else ("recompute",)
-        # Nothing can be selected inside the compiled pieces of a layer with experts: it would be recomputed whole.
-        opaque = shape.compiled and found.called_experts
-        for kind in fixed.kinds([kind for kind in there if not (opaque and kind in SELECTED)]):
+        allowed = fixed.kinds(there)
+        if opaque(found, shape):  # what is asked for stays, and recomputes the layer whole
+            allowed = [kind for kind in allowed if kind not in SELECTED] or allowed
+        for kind in allowed:
             yield Choice(activations=kind, mlp_tiles=tiles, attention_block=block)
         return
     places: list[Place] = ["device"]
@@ -297,6 +303,8 @@ class _Layer:
         kind = self.choice.activations
         if kind == "keep":
             return 0.0
+        if kind in SELECTED and opaque(self.found, self.shape):
+            return self.forward_s()
         if kind == "selective":
             return FORWARD_SHARE * self.elementwise_s()
         again = self.forward_s() - (self.attention_s() if kind == "attention" else 0.0)
