@@ -264,8 +264,12 @@ def test_compiled_layers_with_experts_keep_nothing_selected_unless_somebody_says
 
     assert kinds(Fixed()) == {"keep", "recompute"}
     assert kinds(Fixed(activations=frozenset(["selective"]))) == {"selective"}
+    planner = planner.with_fixed(Fixed(activations=frozenset(["selective"])))  # which layer_major cannot do
+    budget = Budget(64 * GIB, 64 * GIB, LINKS)
+    assert planner.plan(budget).setting.executor == planner.smallest(budget).setting.executor == "standard"
+    kinds_of_all = ("keep", "selective", "attention", "recompute")
     seconds = {
         kind: layer_cost(found, Choice(activations=kind), setting, shape, recipe, make_rates(), LINKS).seconds
-        for kind in ("keep", "selective", "attention", "recompute")
+        for kind in kinds_of_all
     }
     assert seconds["keep"] < seconds["recompute"] <= seconds["selective"] == seconds["attention"]

@@ -129,6 +129,8 @@ class JointPlanner:
                 if best is not None and setting.loss_tile < best[1].setting.loss_tile:
                     break  # smaller tiles come last: they save memory and no time
                 table = self._table(recipe, shape, setting, budget)
+                if not all(table.options):  # what is fixed is nothing that this executor does
+                    continue
                 head = sum(self._head_seconds(shape, setting).values())
                 if best is not None and head + least_seconds(table.problem) >= best[0]:
                     continue
@@ -168,6 +170,8 @@ class JointPlanner:
                 if setting.micro_batch > fewest:
                     continue
                 table = self._table(recipe, shape, setting, budget)
+                if not all(table.options):
+                    continue
                 counts = solve(table.problem, smallest=True, gap=GAP)
                 if counts is None:
                     continue

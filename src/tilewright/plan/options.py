@@ -121,7 +121,7 @@ def choices(
     if setting.executor == "standard":
         tiles, block = fixed.mlp_tiles or 1, fixed.attention_block or 0
         there: tuple[Activations, ...] = ("keep", "selective", "attention", "recompute") if exact else ("recompute",)
-        allowed = fixed.kinds(there)
+        allowed: list[Activations] = fixed.kinds(there)
         if opaque(found, shape):  # what is asked for stays, and recomputes the layer whole
             allowed = [kind for kind in allowed if kind not in SELECTED] or allowed
         for kind in allowed:
