@@ -342,6 +342,19 @@ def test_the_second_step_settles_what_is_expected(factor):
     assert play.triggers() == ["calibration"]
 
 
+def test_a_second_step_that_makes_the_run_go_over_to_another_placement():
+    # Two factors are settled by the step after which a new placement is taken, of which nothing is known yet.
+    play = Play(PlayedExecutor(factor=1.0), budget=620)
+    play.step()
+    play.executor.factor = 1.1
+    play.step()
+    assert play.executor.placement != KEEP
+    assert play.regroup.time_factor == pytest.approx(2.0)
+    assert play.regroup.memory_factor == pytest.approx(1.1)
+    play.step()
+    assert play.regroup.expected_bytes <= 620
+
+
 def test_a_model_that_nobody_can_plan_keeps_less_and_less():
     play = Play(PlayedExecutor(), planner=None)
     play.step(2048)

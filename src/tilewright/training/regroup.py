@@ -245,6 +245,8 @@ class Regroup:
         # The first step of a placement compiles, and what the optimizer then makes is added to it by guess.
         settled = self._under == 2
         self._measured = max(0.0 if settled else self._measured, *before.values())
+        if settled:  # before anything below goes over to a placement of which nothing is known yet
+            self.time_factor *= seconds / self._step_s
         expected = self._peak_bytes
         error = self._measured / expected - 1
         if error > self.rules.error and self._relievable():
@@ -264,8 +266,6 @@ class Regroup:
         elif settled:
             self.memory_factor *= 1 + error
         self._calibrated = True
-        if settled:
-            self.time_factor *= seconds / self._step_s
 
     def _relievable(self) -> bool:
         """Whether free blocks may be what is too much: they pile up slowly, and were not given back just now."""
