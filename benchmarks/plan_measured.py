@@ -7,13 +7,17 @@ Models: the default decoder, recipe tiny_moe (mixture of experts, latent attenti
   recomputed     `train.activation_checkpoint = "full"`
   layer_major    the layer-major executor, 8-bit moments on disk
 
-Each runs in a process of its own, regrouping as `tilewright train` does: a few steps, an evaluation, and a checkpoint
-with a step beside it. `before` is what the plan said of the whole run, against its highest whole-process peak;
-`before_steps` the same of the steps alone; `after` what the run expected of a step once the first one had been
-measured; step time is the median after the first. The machine's ceilings are measured anew for each case. A first
-pass, not counted, prepares data and kernels.
+Each runs in a process of its own, regrouping as `tilewright train` does: steps, an evaluation, and a checkpoint with a
+step beside it. `before` is what the plan said of the whole run, against its highest whole-process peak; `before_steps`
+the same of the steps alone; `after` what the run expected of a step once the first ones had been measured.
 
-python -m benchmarks.plan_measured [--steps 6] [--only MODEL ...]
+Seconds of a shared machine change by the minute, by a half and more, and seconds planned in a fast minute say nothing
+of steps taken in a slow one. So the four runs of a model take their steps in turns, and between the turns the machine's
+ceilings are measured again and again. `step_error` is what the planner says of a step with the middle one of all these
+rates, over the median step after a placement's first; `step_error_before` what it said when the run began, with rates
+measured just before. A first pass, not counted, prepares data and kernels.
+
+python -m benchmarks.plan_measured [--rounds 4] [--only MODEL ...]
 """
 
 import argparse
@@ -22,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +37,13 @@ from benchmarks.plan_accuracy import LLAMA
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
 from tilewright.core.load import load_recipe
+from tilewright.core.placement import Placement
 from tilewright.plan import ceilings
+from tilewright.plan.options import Setting
 from tilewright.training.assemble import Parts, Setup, build, set_up
 from tilewright.training.checkpoint import CheckpointStore
 from tilewright.training.evaluate import evaluate
+from tilewright.training.planned import plan_run
 from tilewright.training.regroup_run import regroup_for
 
 CLAIM = "planned peak within 10 % of the measured one before the first step and 5 % after it; step time within 15 %"
@@ -51,31 +59,57 @@ PLANS: dict[str, dict[str, str]] = {
     "layer_major": {"memory.executor": "layer_major", "optim.moments": "8bit", "memory.states": "disk"},
 }
 SHARE = 0.85
-ERRORS = ("error_before", "error_before_steps", "error_after", "step_error")
+STEPS = 2
+"""Of each run between two measurements of the ceilings."""
+ERRORS = ("error_before", "error_before_steps", "error_after", "step_error", "step_error_before")
 
 
-def worker(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
-    """Train a few steps; what was planned, expected and measured."""
+def worker(recipe: str, settings: dict[str, str]) -> None:
+    """A step for each line on stdin; the last line is the machine's rates. What was planned, expected and measured."""
     setup = set_up(load_recipe(recipe, settings, environ={}))
     parts = build(setup, fresh=True)
     events: list[str] = []
     regroup = regroup_for(setup, parts, Telling(events))
     found: dict[str, Any] = {"before_bytes": setup.plan.peak_bytes + setup.plan.reserve_bytes}
     found["before_steps_bytes"] = setup.plan.phase_bytes(setup.plan.step_phase) + setup.plan.reserve_bytes
-    found |= {"before_step_s": setup.plan.step_s, "peaks": [], "step_s": []}
+    found |= {"before_step_s": setup.plan.step_s, "peaks": [], "step_s": [], "regrouped": []}
     found["planned"] = {name: dict(owners) for name, owners in setup.plan.phases.items()}
-    for number in range(1, steps + 1):
-        if number == steps and regroup.expected_bytes is not None:
-            found["after_bytes"] = regroup.expected_bytes
+    began = placement = parts.executor.placement
+    answer({})
+    for number, line in enumerate(sys.stdin, 1):
+        if not line.startswith("step"):
+            break
         result = regroup.step(number, parts.stream.next_step(), parts.schedule.lr_at(number - 1))
         memory = parts.ledger.snapshot(parts.model, parts.optimizer)
         found["peaks"].append(max(size for name, size in memory["phases"].items() if name != "load"))
         found["step_s"].append(result.seconds)
-    found["measured"] = beyond_steps(setup, parts) | memory["known_phases"]
+        if parts.executor.placement != placement:
+            placement = parts.executor.placement
+            found["regrouped"].append(number)
+        answer({})
+    if regroup.expected_bytes is not None:
+        found["after_bytes"] = regroup.expected_bytes
+    found["step_s_planned"] = step_s(setup, None if placement == began else placement, json.loads(line))
+    found["measured"] = beyond_steps(setup, parts) | parts.ledger.snapshot(parts.model, parts.optimizer)["known_phases"]
     found |= {"factor": regroup.memory_factor, "events": events}
-    found["placement"] = sorted({str(layer) for layer in parts.executor.placement.layers})
+    found["placement"] = sorted({str(layer) for layer in placement.layers})
     parts.close()
-    return found
+    answer(found)
+
+
+def step_s(setup: Setup, placement: Placement | None, rates: dict[str, Any]) -> float:
+    """Seconds of a step that the planner says, with these rates; of another placement than the run began with."""
+    site = replace(setup.planned.site, rates=ceilings.Ceilings.from_json(rates))
+    if setup.planned.joint is None and placement is None:
+        return plan_run(setup.planned.loaded, site).plan.step_s
+    where = placement or setup.planned.placement
+    assert where is not None
+    return site.planner(setup.recipe).priced(Setting.of(setup.recipe), where, site.budget(setup.recipe)).step_s
+
+
+def answer(found: dict[str, Any]) -> None:
+    """To the parent."""
+    print(json.dumps(found), flush=True)
 
 
 def beyond_steps(setup: Setup, parts: Parts) -> dict[str, dict[str, int]]:
@@ -104,40 +138,87 @@ class Telling:
         self._events.append(f"step {step}: {text}")
 
 
-def run(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
-    """A case in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.plan_measured", "--worker", json.dumps([recipe, settings])]
-    done = subprocess.run([*command, "--steps", str(steps)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{recipe} {settings}: exit {done.returncode}\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+class Case:
+    """A run in a process of its own, ready for its first step."""
+
+    def __init__(self, recipe: str, settings: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.plan_measured", "--worker", json.dumps([recipe, settings])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answer()
+
+    def step(self) -> None:
+        """Take one."""
+        self._tell("step")
+
+    def end(self, rates: ceilings.Ceilings) -> dict[str, Any]:
+        """What was found, with the machine's rates while it ran."""
+        return self._tell(json.dumps(rates.to_json()))
+
+    def _tell(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"a case ended with code {self._process.wait()}")
 
 
-def measure(recipe: str, settings: dict[str, str], steps: int) -> dict[str, Any]:
-    """A case, and its errors."""
-    # A shared machine has slow minutes: rates of the minute in which the steps are taken. Measured here, because what
-    # that leaves in a process is not a run's.
-    ceilings.measure(detect_machine("cpu"), refresh=True)
-    found = run(recipe, settings, steps)
+def measure(recipe: str, settings: dict[str, str], rounds: int) -> dict[str, dict[str, Any]]:
+    """The plans of a model in turns, and their errors."""
+    machine = detect_machine("cpu")
+    # Measured here and not in a case's process, because what that leaves there is not a run's.
+    rates = [ceilings.measure(machine, refresh=True)]
+    cases: dict[str, Case] = {}
+    whole = 0.0
+    for plan, more in PLANS.items():
+        if plan == "budget":
+            more = {"plan.device_budget": str(int(SHARE * whole))}
+        cases[plan] = Case(recipe, settings | more)
+        cases[plan].step()  # compiles
+        if plan == "as it stands":
+            whole = planned_bytes(recipe, settings)
+    for _ in range(rounds):
+        for case in list(cases.values()) * STEPS:
+            case.step()
+        rates.append(ceilings.measure(machine, refresh=True))
+    middle = ceilings.middle(rates)
+    return {plan: errors(case.end(middle)) for plan, case in cases.items()}
+
+
+def planned_bytes(recipe: str, settings: dict[str, str]) -> float:
+    """What the whole run is planned to take as it stands."""
+    plan = set_up(load_recipe(recipe, settings, environ={})).plan
+    return plan.peak_bytes + plan.reserve_bytes
+
+
+def errors(found: dict[str, Any]) -> dict[str, Any]:
+    """A case with what was planned and expected over what was measured."""
     peak = max(found["peaks"][1:])
     whole = max(peak, *(sum(owners.values()) for owners in found["measured"].values()))
     found |= {"measured_bytes": whole, "error_before": found["before_bytes"] / whole - 1}
     found |= {"measured_steps_bytes": peak, "error_before_steps": found["before_steps_bytes"] / peak - 1}
     if "after_bytes" in found:
         found["error_after"] = found["after_bytes"] / peak - 1
-    seconds = statistics.median(found["step_s"][1:])
-    return found | {"measured_step_s": seconds, "step_error": found["before_step_s"] / seconds - 1}
+    # The first step under a placement compiles; a regrouping comes after its step.
+    seconds = statistics.median(found["step_s"][1 + max(found["regrouped"], default=0) :])
+    found |= {"measured_step_s": seconds, "step_error": found["step_s_planned"] / seconds - 1}
+    return found | {"step_error_before": found["before_step_s"] / seconds - 1}
 
 
 def main() -> None:
-    """All cases, written as they end."""
+    """All cases, written as a model's end."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", nargs="*", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--worker", type=json.loads)
     args = parser.parse_args()
     if args.worker is not None:
-        print(json.dumps(worker(*args.worker, args.steps)))
+        worker(*args.worker)
         return
     tune_cpu_runtime()  # as `tilewright train` does for itself
     torch.set_num_threads(detect_machine("cpu").physical_cores)
@@ -149,18 +230,13 @@ def main() -> None:
         for model in args.only:
             recipe, settings = MODELS[model]
             settings = common | settings | ({"model.path": folder} if model == "llama" else {})
-            run(recipe, settings, 1)
-            for plan, more in PLANS.items():
-                if plan == "budget":
-                    whole = results[f"{model}, as it stands"]["before_bytes"]
-                    more = {"plan.device_budget": str(int(SHARE * whole))}
-                case = results[f"{model}, {plan}"] = measure(recipe, settings | more, args.steps)
-                errors = [
-                    f"{case[name]:+.1%}" for name in ("error_before", "error_after", "step_error") if name in case
-                ]
-                print(f"{model}, {plan}: {case['measured_bytes'] / 2**20:.0f} MiB, {' '.join(errors)}", flush=True)
-                worst = {name: max(abs(row.get(name, 0.0)) for row in results.values()) for name in ERRORS}
-                write_result(f"plan_measured_{machine_kind()}", CLAIM, {"cases": results, "worst": worst})
+            planned_bytes(recipe, settings)  # prepares the data
+            for plan, case in measure(recipe, settings, args.rounds).items():
+                results[f"{model}, {plan}"] = case
+                found = ", ".join(f"{name} {case[name]:+.1%}" for name in ERRORS if name in case)
+                print(f"{model}, {plan}: {case['measured_bytes'] / 2**20:.0f} MiB, {found}", flush=True)
+            worst = {name: max(abs(row.get(name, 0.0)) for row in results.values()) for name in ERRORS}
+            write_result(f"plan_measured_{machine_kind()}", CLAIM, {"cases": results, "worst": worst})
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
 
 
 @pytest.mark.parametrize("policy", ["fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules"])
-@pytest.mark.parametrize("mode", ["none", "selective", "attention", "full"])
+@pytest.mark.parametrize("mode", ["none", "selective", "products", "attention", "full"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek"])
 def test_eager_layer(name, mode, policy):
     _, block, layer, (leaf, *rest) = make_block(name, mode, policy)
@@ -109,7 +109,7 @@ FAST = ("gqa", "none", "bf16_mixed")
 COMPILED = [
     (name, mode, policy)
     for name in ("gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek")
-    for mode in ("none", "selective", "attention")
+    for mode in ("none", "selective", "products", "attention")
     for policy in ("fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules")
     # What an eager selective checkpoint around compiled parts caches, hooks do not see. With copies handed from module
     # to module (`precision.fused`) torch 2.13 compiles such layers in parts, too.

@@ -51,7 +51,7 @@ def test_packed_documents_are_as_if_alone(name):
         start += length
 
 
-@pytest.mark.parametrize("mode", ["selective", "attention", "full"])
+@pytest.mark.parametrize("mode", ["selective", "products", "attention", "full"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_activation_checkpointing_is_exact(name, mode):
     model, batch = make_decoder(name), make_batch(rows=3)
@@ -64,7 +64,7 @@ def test_activation_checkpointing_is_exact(name, mode):
 
 
 def test_activation_checkpoint_must_be_a_mode():
-    with pytest.raises(ValueError, match="one of none, selective, attention, full"):
+    with pytest.raises(ValueError, match="one of none, selective, products, attention, full"):
         make_decoder("gqa").activation_checkpoint = "half"
 
 

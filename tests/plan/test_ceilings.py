@@ -95,11 +95,19 @@ def test_a_busy_machine_is_told(machine, tmp_path, monkeypatch):
     assert "2.5x" in lines[-1]
 
 
-def test_the_clock_takes_the_fastest_and_remembers_the_rest():
+def test_the_clock_takes_the_middle_and_remembers_the_fastest():
     seconds = iter([0.0, 0.03, 0.01])  # the first is the warm-up
     clock = probe.Clock(torch.device("cpu"))
-    assert clock(lambda: time.sleep(next(seconds)), budget_s=0.0) == pytest.approx(0.01, abs=0.004)
+    assert clock(lambda: time.sleep(next(seconds)), budget_s=0.0) == pytest.approx(0.02, abs=0.004)
     assert clock.ratios[0] == pytest.approx(2.0, abs=0.5)
+
+
+def test_the_middle_of_several_measurements():
+    several = [make_rates(), replace(make_rates(), bandwidth=1e9), replace(make_rates(), bandwidth=2e9)]
+    several[1].matmul["bf16"].update({width: 1.0 for width in several[1].matmul["bf16"]})
+    found = ceilings.middle(several)
+    assert found.bandwidth == 2e9
+    assert found == replace(make_rates(), bandwidth=2e9)
 
 
 def test_json_round_trip(measured):

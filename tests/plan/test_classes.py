@@ -35,14 +35,15 @@ def folder(tmp_path, config):
 
 
 @pytest.mark.parametrize("model", [{}, MOE, MLA | MOE], ids=["dense", "moe", "mla_moe"])
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "attention", "full"])
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "products", "attention", "full"])
 def test_decoder_classes_add_up_to_the_whole_model(model, checkpoint):
     recipe = make_recipe(model=model, train={"micro_batch": 3, "activation_checkpoint": checkpoint})
     shape = ShapeFinder(512, CPU).find(recipe)
     work = Planner(512, CPU).workload(recipe)
     assert shape.num_parameters == work.num_parameters
     assert sorted(i for found in shape.classes for i in found.indices) == [0, 1, 2]
-    lines = {"none": "kept", "selective": "kept_selective", "attention": "kept_attention", "full": "input"}
+    lines = {"none": "kept", "selective": "kept_selective", "products": "kept_products"}
+    lines |= {"attention": "kept_attention", "full": "input"}
     ours = sum(found.count * getattr(found, lines[checkpoint])(3) for found in shape.classes)
     whole = activation_bytes(work, "bf16_mixed")
     whole -= head_bytes(work.config, work.num_tokens, storage(work, "bf16_mixed"))
@@ -68,7 +69,7 @@ def test_foreign_classes_add_up_to_the_trace_of_the_whole_model(tmp_path):
     assert 3 * 2 * layer.product_flops == work.trace.flops
     assert 3 * 2 * layer.attention_flops == work.trace.attention_flops / 2
     assert layer.input(2) == 2 * 128 * 128 * 2
-    assert layer.input(1) < layer.kept_attention(1) < layer.kept_selective(1) < layer.kept(1)
+    assert layer.input(1) < layer.kept_attention(1) < layer.kept_products(1) < layer.kept_selective(1) < layer.kept(1)
     assert layer.last_flops == 2 * 128 * 128 * 320  # of the MLP, whose result backward does not read
     assert 0 < layer.mlp_kept(1) < layer.kept(1)
 
@@ -91,7 +92,9 @@ def test_well_known_models_take_seconds_and_no_memory(tmp_path, config, paramete
     forward = sum(found.count * found.product_flops for found in shape.classes)
     assert forward == pytest.approx(2 * 1024 * active, rel=0.01)
     for found in shape.classes:
-        assert found.input(1) < found.kept_attention(1) < found.kept_selective(1) < found.kept(1), found.name
+        assert (
+            found.input(1) < found.kept_attention(1) < found.kept_products(1) < found.kept_selective(1) < found.kept(1)
+        ), found.name
         assert 0 <= found.last_flops < 0.4 * found.product_flops, found.name
     assert took < 60, f"{took:.1f} s"
 

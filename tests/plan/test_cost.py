@@ -112,7 +112,7 @@ def measured_activations(recipe, vocab_size=512) -> int:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "hybrid", "fp8_tile"])
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "attention", "full", "full_fp8"])
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "products", "attention", "full", "full_fp8"])
 @pytest.mark.parametrize("model", [{}, MLA | MOE], ids=["dense", "mla_moe"])
 def test_activations_equal_those_of_a_real_forward_pass(model, mode, checkpoint):
     checkpoint, _, inputs = checkpoint.partition("_")
@@ -203,16 +203,16 @@ def test_experts_count_by_the_share_of_tokens_that_pass_them():
 
 
 def test_recomputation_trades_seconds_for_bytes():
-    modes = ("none", "selective", "attention", "full")
+    modes = ("none", "selective", "products", "attention", "full")
     plans = {mode: plan_of(make_recipe(train={"activation_checkpoint": mode})) for mode in modes}
     kept = [plans[mode].phases["forward"]["activations"] for mode in modes]
     assert kept == sorted(kept, reverse=True)
     products, attention = ([plans[mode].seconds[part] for mode in modes] for part in ("matmul", "attention"))
     last = 2 * 16 * 128 * 3 * 64 * 192 / 1e12  # the last product of a layer is not made again
-    assert products[0] == products[1]
-    assert products[2] == products[3] == pytest.approx(4 / 3 * products[0] - last)
-    assert attention[0] == attention[1] == attention[2]
-    assert attention[3] == pytest.approx(4.5 / 3.5 * attention[0])
+    assert products[0] == products[1] == products[2]
+    assert products[3] == products[4] == pytest.approx(4 / 3 * products[0] - last)
+    assert attention[0] == attention[1] == attention[3]
+    assert attention[2] == attention[4] == pytest.approx(4.5 / 3.5 * attention[0])
 
 
 def test_eight_bit_inputs_of_recomputed_layers_save_bytes_and_no_seconds():

@@ -240,10 +240,10 @@ def test_backward_makes_again_what_a_layer_did_not_keep():
     shape, setting = finder.shape(recipe), Setting.of(recipe)
     costs = {
         kind: layer_cost(shape.classes[0], Choice(activations=kind), setting, shape, recipe, make_rates(), LINKS)
-        for kind in ("keep", "selective", "attention", "recompute")
+        for kind in ("keep", "selective", "products", "attention", "recompute")
     }
     lines = {"keep": shape.classes[0].kept, "selective": shape.classes[0].kept_selective}
-    lines["attention"] = shape.classes[0].kept_attention
+    lines |= {"products": shape.classes[0].kept_products, "attention": shape.classes[0].kept_attention}
     lines["recompute"] = shape.classes[0].input
     rows = setting.micro_batch
     for kind, cost in costs.items():
@@ -267,7 +267,7 @@ def test_compiled_layers_with_experts_keep_nothing_selected_unless_somebody_says
     planner = planner.with_fixed(Fixed(activations=frozenset(["selective"])))  # which layer_major cannot do
     budget = Budget(64 * GIB, 64 * GIB, LINKS)
     assert planner.plan(budget).setting.executor == planner.smallest(budget).setting.executor == "standard"
-    kinds_of_all = ("keep", "selective", "attention", "recompute")
+    kinds_of_all = ("keep", "selective", "products", "attention", "recompute")
     seconds = {
         kind: layer_cost(found, Choice(activations=kind), setting, shape, recipe, make_rates(), LINKS).seconds
         for kind in kinds_of_all

@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
 from tests.plan.test_joint import LINKS, deep_recipe, on_h200
-from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.core.placement import KIND_OF, LayerPlacement, Placement
 from tilewright.plan.fixed import Fixed, fuses, same_bits
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint import JointPlanner
@@ -196,7 +196,7 @@ def test_layers_that_may_keep_different_things_when_fused(deep):
     placement = Placement(layers=tuple(LayerPlacement(activations=kind) for kind in kinds))
     again = Replanner(planner, Setting.of(recipe), placement, Budget(64 * GIB, 64 * GIB, LINKS))
     for found, other in ((again.plan(64 * GIB), "keep"), (again.smallest(), "recompute")):
-        expected = [kind if kind in ("selective", "attention") else other for kind in kinds]
+        expected = [kind if kind in ("selective", "products", "attention") else other for kind in kinds]
         assert [layer.activations for layer in found.placement.layers] == expected
 
 
@@ -213,11 +213,11 @@ def test_formats_that_scale_the_loss_stay_with_the_standard_executor():
 @pytest.mark.parametrize(
     ("sections", "fused", "kind", "same"),
     [
-        ({}, False, "keep", {"keep", "selective", "attention", "recompute"}),
+        ({}, False, "keep", set(KIND_OF.values())),
         ({}, True, "keep", {"keep", "recompute"}),
         ({}, True, "selective", {"selective"}),
         ({"precision": {"mode": "fp8_tile"}}, True, "keep", {"keep"}),
-        ({"precision": {"mode": "fp8_tile"}}, False, "keep", {"keep", "selective", "attention", "recompute"}),
+        ({"precision": {"mode": "fp8_tile"}}, False, "keep", set(KIND_OF.values())),
         ({"train": {"checkpoint_inputs": "fp8"}}, False, "recompute", {"recompute"}),
     ],
 )

@@ -28,7 +28,7 @@ from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_laye
 from tilewright.training.slicing import placed
 from tilewright.training.step import StandardExecutor
 
-KINDS = ("keep", "selective", "attention", "recompute")
+KINDS = ("keep", "selective", "products", "attention", "recompute")
 LR = 1e-3
 
 
@@ -235,7 +235,7 @@ def test_modes_by_layer_are_checked():
         _ = model.activation_checkpoint
     with pytest.raises(ValueError, match="2 layers, got 1"):
         model.checkpointing = ("none",)
-    with pytest.raises(ValueError, match="one of none, selective, attention, full"):
+    with pytest.raises(ValueError, match="one of none, selective, products, attention, full"):
         model.checkpointing = ("none", "all")
     assert model.checkpointing == ("none", "full")
 
@@ -264,7 +264,8 @@ def test_a_run_is_built_as_its_placement_says(executor, tmp_path):
 
 def test_a_recipe_without_a_plan_is_a_uniform_placement(tmp_path):
     write_text(tmp_path / "text")
-    kinds = {"none": "keep", "selective": "selective", "attention": "attention", "full": "recompute"}
+    kinds = {"none": "keep", "selective": "selective", "products": "products", "attention": "attention"}
+    kinds["full"] = "recompute"
     for mode, kind in kinds.items():
         recipe = tiny(tmp_path, tmp_path, train__activation_checkpoint=mode, memory__mlp_tiles=2).recipe
         assert placed(recipe, 3) == Placement.uniform(3, activations=kind, mlp_tiles=2)

@@ -278,9 +278,9 @@ class TrainSection(Section):
     """Rows (sequences or images) in one optimizer step, over all ranks."""
     micro_batch: int = Field(default=8, ge=1)
     """Rows in one forward pass; the rest is gradient accumulation."""
-    activation_checkpoint: Literal["none", "selective", "attention", "full"] = "none"
+    activation_checkpoint: Literal["none", "selective", "products", "attention", "full"] = "none"
     """What a layer keeps for backward: all activations; results of products and of attention, so that only the cheap
-    rest is recomputed; of attention alone; or only its input, so that it is recomputed whole."""
+    rest is recomputed; of products alone; of attention alone; or only its input, so that it is recomputed whole."""
     checkpoint_inputs: Literal["exact", "fp8"] = "exact"
     """With `activation_checkpoint = "full"`: keep each layer's input as it is, or in E4M3 with a scale for each 1x128
     tile, one byte an element. The loss stays exact; the layer is then recomputed from the rounded input, so gradients

@@ -10,12 +10,13 @@ from typing import Literal, get_args
 
 from tilewright.core.config import Tier
 
-Activations = Literal["keep", "selective", "attention", "recompute"]
-"""keep: everything that backward needs; selective: the outputs of products and attention; attention: the outputs of
-attention alone; recompute: a layer's input, which waits in the layer's `inputs` tier."""
+Activations = Literal["keep", "selective", "products", "attention", "recompute"]
+"""keep: everything that backward needs; selective: the outputs of products and attention; products, attention: the
+outputs of one of them; recompute: a layer's input, which waits in the layer's `inputs` tier."""
 KIND_OF: dict[str, Activations] = {
     "none": "keep",
     "selective": "selective",
+    "products": "products",
     "attention": "attention",
     "full": "recompute",
 }

@@ -1,6 +1,6 @@
 """Activation checkpointing of a layer: keep everything, keep expensive results, or recompute it whole.
 
-The four modes give bitwise the same loss and gradients on a CPU; they trade memory for recomputation. With inputs kept
+The five modes give bitwise the same loss and gradients on a CPU; they trade memory for recomputation. With inputs kept
 in 8 bits (`run_from_codes`) the loss stays exact and gradients do not: the layer is recomputed from the rounded input.
 Called by `decoder.Block` and `hf`. Not the saving of runs to disk (`training.checkpoint`).
 
@@ -52,6 +52,7 @@ def _policy(kept: Sequence[Any], endings: tuple[str, ...]) -> Callable[..., Chec
 
 _POLICIES = {
     "selective": _policy(_ATTENTION_OPS + _PRODUCT_OPS, _OWN_ATTENTION + _OWN_PRODUCTS),
+    "products": _policy(_PRODUCT_OPS, _OWN_PRODUCTS),
     "attention": _policy(_ATTENTION_OPS, _OWN_ATTENTION),
 }
 CONTEXTS = {mode: functools.partial(create_selective_checkpoint_contexts, kept) for mode, kept in _POLICIES.items()}

@@ -74,18 +74,19 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
         >>> from typing import get_args
         >>> from tilewright.models.presets import PRESETS
         >>> [layer_bytes(PRESETS["cpu_50m"], 0, mode, Storage()) for mode in get_args(ActivationCheckpoint)]
-        [16680, 11808, 2080, 1024]
+        [16680, 11808, 10752, 2080, 1024]
     """
     entry = config.dim * storage.stream
     moe = config.is_moe(layer)
     if mode == "full":
         exact = storage.inputs == "exact" or moe
         return entry if exact else config.dim + FP32 * -(-config.dim // TILE)
-    if mode == "selective":
+    if mode in ("selective", "products"):
         if moe and storage.compiled:  # compiled parts are opaque to the eager checkpoint around them
             seen = config.num_experts_per_token * (2 * config.expert_dim + config.dim) if storage.grouped else 0
             return entry + FP32 * config.num_experts + storage.product * seen
-        return entry + _products_kept(config, moe, storage)
+        attention = _attention_kept(config, storage) if mode == "selective" else 0
+        return entry + _products_kept(config, moe, storage) + attention
     if mode == "attention":
         return entry + (0 if moe and storage.compiled else _attention_kept(config, storage))
     return _attention_none(config, storage) + (_moe_none if moe else _dense_none)(config, storage)
@@ -112,7 +113,7 @@ def tile_bytes(
     padding = rows - chosen if moe and storage.grouped else 0
     products = storage.product * 2 * config.expert_dim
     if mode != "none":
-        return padding * (products + storage.product * config.dim) if mode == "selective" else 0
+        return padding * (products + storage.product * config.dim) if mode in ("selective", "products") else 0
     shapes = _linears(config, layer)
     widths = (shapes[roles[0]][0] for roles in _readers(config, layer) if storage.codes.intersection(roles))
     scales = -(-num_tokens // TILE) * sum(widths)
@@ -219,14 +220,13 @@ def _products_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
         expanded = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
         projections = config.q_lora_rank + heads + _latent(config) + expanded
     elements = projections + config.dim
-    attention = _attention_kept(config, storage)
     if moe:
         shared = 2 * config.num_shared_experts * config.expert_dim + (config.dim if config.num_shared_experts else 0)
         elements += config.num_experts_per_token * (2 * config.expert_dim + config.dim) + shared
-        return storage.product * elements + attention + FP32 * config.num_experts
+        return storage.product * elements + FP32 * config.num_experts
     # A compiled layer sees that nobody needs the last product's output in backward.
     elements += 2 * config.ffn_dim + (0 if storage.compiled else config.dim)
-    return storage.product * elements + attention
+    return storage.product * elements
 
 
 def _attention_kept(config: DecoderConfig, storage: Storage) -> int:

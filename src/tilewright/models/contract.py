@@ -59,9 +59,9 @@ class Model(TrainableModel, Protocol):
     """What the model could not do as asked, in plain words. Grows by the first batch; shown and recorded."""
 
     activation_checkpoint: ActivationCheckpoint
-    """Settable. none: keep all activations; selective: keep outputs of matmuls and attention; attention:
-    of attention alone; full: recompute
-    each layer. Never changes a loss or a gradient. Read only where all layers do the same."""
+    """Settable. none: keep all activations; selective: keep outputs of products and attention; products, attention: of
+    one of them; full: recompute each layer. Never changes a loss or a gradient. Read only where all layers do the
+    same."""
 
     checkpointing: tuple[ActivationCheckpoint, ...]
     """Settable. The same for each of `layers`; of a model whose layers were not found, one mode for all of it."""

@@ -1,12 +1,12 @@
 """What this machine reaches: measured once in a few seconds, cached, the ceilings of every plan's roofline.
 
 Every rate is measured through `ops`, forward and backward together, at a few sizes, in three rounds some seconds apart:
-the fastest timing of a round, because other programs only make it slower, and of the rounds the middle one, because a
-shared machine has slow seconds, and some in which it runs faster than it can keep up. Nothing is compiled for it,
-because compiling takes longer than all of this: what compiled loops reach is bounded by `bandwidth` and `exp`. The
-cache file is keyed by machine, torch, kernels and thread count; pass `refresh` to measure again. `busy` tells how far
-the medians were from the fastest: on a busy machine even the fastest is slow. Called by the command line (`plan`,
-`bench`), `training` and `benchmarks/`.
+the middle timing of a round, because a step of a second meets the machine's slow moments as well as its fast ones
+(steps were planned 10 % too short by the fastest), and of the rounds the middle one, because a shared machine has slow
+seconds, and some in which it runs faster than it can keep up. Nothing is compiled for it, because compiling takes
+longer than all of this: what compiled loops reach is bounded by `bandwidth` and `exp`. The cache file is keyed by
+machine, torch, kernels and thread count; pass `refresh` to measure again. `busy` tells how far the middle timings were
+from the fastest. Called by the command line (`plan`, `bench`), `training` and `benchmarks/`.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from tilewright.core.log import get_logger
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.probe import Probe, Timed
 
-_FORMAT = 9
+_FORMAT = 10
 """Raise when the meaning of a field changes, so that old cache files are not read."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROUNDS = 3
@@ -212,6 +212,13 @@ def _measure_all(machine: Machine, key: str, progress: Callable[[str], None]) ->
             f"  other programs are running (timings vary {ceilings.busy:.1f}x); predicted seconds will be too long"
         )
     return ceilings
+
+
+def middle(several: Sequence[Ceilings]) -> Ceilings:
+    """Of several measurements of one machine, the middle one of each rate."""
+    same = {"format": _FORMAT, "key": several[0].key, "threads": several[0].threads}
+    facts = [{name: value for name, value in one.to_json().items() if name not in same} for one in several]
+    return Ceilings.from_json(same | _middle(facts))
 
 
 def _middle(rounds: Sequence[Any]) -> Any:

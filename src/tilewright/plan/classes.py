@@ -216,6 +216,7 @@ def _foreign_shape(
                 active_parameters=min(num_parameters, active + experts),
                 kept=kept,
                 kept_selective=Line.through(one.kept_selective, two.kept_selective),
+                kept_products=Line.through(one.kept_products, two.kept_products),
                 kept_attention=Line.through(one.kept_attention, two.kept_attention),
                 input=Line(0, one.input),
                 work=_foreign_work(machine, pages.work, kept, Line.through(one.work, two.work)),
@@ -328,7 +329,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         index, moe = indices[0], short.config.is_moe(place)
         kept = {
             name: Line.through(*(_kept(work, short.config, place, storages, name, policy, rows) for rows in (1, 2)))
-            for name in ("none", "selective", "attention")
+            for name in ("none", "selective", "products", "attention")
         }
         share = _work_share(config, policy, machine, pages, kept["none"].per_row / recipe.data.seq_len)
         mlp = _mlp_share(short.config, place, storages[place])
@@ -349,6 +350,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 active_parameters=wide - inactive * 3 * config.dim * config.expert_dim,
                 kept=everything,
                 kept_selective=kept["selective"],
+                kept_products=kept["products"],
                 kept_attention=kept["attention"],
                 input=Line(0, recipe.data.seq_len * config.dim * BYTES[policy.stream]),
                 work=Line(0, share * kept["none"].per_row),

@@ -12,11 +12,12 @@ from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 
 Place = Literal["device", "host", "disk"]
-Activations = Literal["keep", "selective", "attention", "recompute", "offload", "spill"]
+Activations = Literal["keep", "selective", "products", "attention", "recompute", "offload", "spill"]
 """`offload`: recompute, and keep the layer's input on the host; `spill`: on the disk."""
 INPUTS_OF: dict[Activations, Place] = {
     "keep": "device",
     "selective": "device",
+    "products": "device",
     "attention": "device",
     "recompute": "device",
     "offload": "host",
@@ -81,7 +82,7 @@ def _rebuilds(fixed: Fixed, kind: Activations) -> bool:
     return kind in ("offload", "spill") and fixed.activations is not None and "recompute" in fixed.activations
 
 
-SELECTED: frozenset[Activations] = frozenset(("selective", "attention"))
+SELECTED: frozenset[Activations] = frozenset(("selective", "products", "attention"))
 """They keep some results of a layer, which only the standard executor does."""
 KEPT: frozenset[Activations] = frozenset(("keep", "recompute")) | SELECTED
 

@@ -32,8 +32,8 @@ _GROUPED = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped
 class TracedLayer:
     """One layer and one micro-batch, in bytes and in FLOPs of a forward pass.
 
-    `kept`, `kept_selective`, `kept_attention`: from forward to backward, its input among them, its output not; with all
-    kept, with results of products and attention, of attention alone. `input`: of its input.
+    `kept`, `kept_selective`, `kept_products`, `kept_attention`: from forward to backward, its input among them, its
+    output not; with all kept, with results of products and attention, of one of them alone. `input`: of its input.
     `work`: most that backward has alive beyond `kept`, gradients of weights left out. `moved`: read and written by
     what is neither product nor attention, forward and backward. `mlp_kept`, `mlp_work`: kept and needed by its
     token-wise part alone; 0 where none was found. `products`, `mlp_products`: matrix products. `last_products`: of them
@@ -42,6 +42,7 @@ class TracedLayer:
 
     kept: int
     kept_selective: int
+    kept_products: int
     kept_attention: int
     input: int
     work: int
@@ -95,9 +96,9 @@ class _FusedOnCpu(TorchFunctionMode):
 def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
     mlp, call = _mlp_call(layer, args, kwargs)
     kept, work, moved = _kept_and_work(layer, args, kwargs)
-    kept_selective, kept_attention = (
+    kept_selective, kept_products, kept_attention = (
         _kept_and_work(_Checkpointed(layer, CONTEXTS[mode]), args, kwargs, backward=False)[0]
-        for mode in ("selective", "attention")
+        for mode in ("selective", "products", "attention")
     )
     products, attention = _flops(layer, args, kwargs)
     again = _trained_flops(_Checkpointed(layer), args, kwargs) - _trained_flops(layer, args, kwargs)
@@ -109,6 +110,7 @@ def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
     return TracedLayer(
         kept=kept,
         kept_selective=kept_selective,
+        kept_products=kept_products,
         kept_attention=kept_attention,
         input=_first((args, kwargs)).nbytes,
         work=work,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tilewright.core.config import Recipe
+from tilewright.core.placement import KIND_OF
 from tilewright.formats.squares import num_blocks
 from tilewright.models.activation_bytes import FP32, TILE
 from tilewright.plan.ceilings import Ceilings
@@ -120,7 +121,7 @@ def choices(
     exact = recipe.train.checkpoint_inputs == "exact"  # else a layer that is recomputed differs from one that is kept
     if setting.executor == "standard":
         tiles, block = fixed.mlp_tiles or 1, fixed.attention_block or 0
-        there: tuple[Activations, ...] = ("keep", "selective", "attention", "recompute") if exact else ("recompute",)
+        there: tuple[Activations, ...] = tuple(KIND_OF.values()) if exact else ("recompute",)
         allowed: list[Activations] = fixed.kinds(there)
         if opaque(found, shape):  # what is asked for stays, and recomputes the layer whole
             allowed = [kind for kind in allowed if kind not in SELECTED] or allowed
@@ -203,7 +204,8 @@ class _Layer:
             mlp = found.mlp_kept(self.rows) - found.mlp_kept(self.rows) / self.choice.mlp_tiles
             mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_tiles
         lines = {"keep": kept - mlp, "recompute": self.input}
-        lines |= {"selective": found.kept_selective(self.rows), "attention": found.kept_attention(self.rows)}
+        lines |= {"selective": found.kept_selective(self.rows), "products": found.kept_products(self.rows)}
+        lines |= {"attention": found.kept_attention(self.rows)}
         rebuilt = max(0.0, kept - mlp - lines[kind])
         counted = self.shape.rebuilt * rebuilt
         micro_batch = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
@@ -305,8 +307,8 @@ class _Layer:
             return 0.0
         if kind in SELECTED and opaque(self.found, self.shape):
             return self.forward_s()
-        if kind == "selective":
-            return FORWARD_SHARE * self.elementwise_s()
+        if kind in ("selective", "products"):
+            return FORWARD_SHARE * self.elementwise_s() + (self.attention_s() if kind == "products" else 0.0)
         again = self.forward_s() - (self.attention_s() if kind == "attention" else 0.0)
         if self.setting.executor == "standard" and self.found.product_flops:
             again -= self.products_s("fprop") * self.found.last_flops / self.found.product_flops
@@ -404,7 +406,18 @@ def end_class(name: str, num_parameters: int, shape: ModelShape) -> LayerClass:
         num_parameters=num_parameters,
         active_parameters=num_parameters,
         **dict.fromkeys(
-            ("kept", "kept_selective", "kept_attention", "input", "work", "moved", "mlp_kept", "mlp_work"), nothing
+            (
+                "kept",
+                "kept_selective",
+                "kept_products",
+                "kept_attention",
+                "input",
+                "work",
+                "moved",
+                "mlp_kept",
+                "mlp_work",
+            ),
+            nothing,
         ),
         mask=0.0,
         products=(),

@@ -62,7 +62,7 @@ class Clock:
         self.ratios: list[float] = []
 
     def __call__(self, work: Callable[[], object], budget_s: float = _BUDGET_S) -> float:
-        """Fewest seconds of one call: one warm-up, then 2 calls at least and about `budget_s` of them."""
+        """Seconds of one call, the middle one: one warm-up, then 2 calls at least and about `budget_s` of them."""
         work()
         times: list[float] = []
         while len(times) < _FEWEST or (sum(times) < budget_s and len(times) < _MOST):
@@ -72,7 +72,7 @@ class Clock:
             self._wait()
             times.append(time.perf_counter() - start)
         self.ratios.append(statistics.median(times) / min(times))
-        return min(times)
+        return statistics.median(times)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

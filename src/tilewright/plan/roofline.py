@@ -86,7 +86,7 @@ def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
 
 def recomputes(work: Workload, what: Literal["products", "attention"] = "products") -> bool:
     """Whether backward computes the layers' products, or their attention, again."""
-    modes = {"products": ("full", "attention"), "attention": ("full",)}[what]
+    modes = {"products": ("full", "attention"), "attention": ("full", "products")}[what]
     return work.recipe.train.activation_checkpoint in modes or work.recipe.memory.executor == "layer_major"
 
 

@@ -38,8 +38,9 @@ class LayerClass:
     kept: Line
     """From forward to backward with everything kept, the input among it."""
     kept_selective: Line
+    kept_products: Line
     kept_attention: Line
-    """The same with results of products and attention kept, and of attention alone."""
+    """The same with results of products and attention kept, of products alone, and of attention alone."""
     input: Line
     """The layer's input: all that a recomputed layer keeps."""
     work: Line

@@ -9,6 +9,7 @@ from tilewright.core.placement import Activations, LayerPlacement, Placement
 _TIGHTER: dict[Activations, tuple[Activations, ...]] = {
     "keep": ("selective", "attention", "recompute"),
     "selective": ("attention", "recompute"),
+    "products": ("attention", "recompute"),  # not a step of its own: little less than `selective`
     "attention": ("recompute",),
     "recompute": (),
 }
