@@ -185,6 +185,25 @@ def test_free_blocks_that_pile_up_are_given_back_and_change_no_plan():
     assert "so the allocator's free blocks are given back" in play.events[1][1]
 
 
+@pytest.mark.parametrize(("budget", "given"), [(1e6, [7, 18, 29]), (640, [7, 13, 19, 25])])
+def test_free_blocks_that_pile_up_fast(budget, given):
+    """They pass the threshold before they may be given back again: the plan learns nothing of it. Where they pass what
+    the run may use, they are given back at once."""
+    play, when = Play(PlayedExecutor(), budget=budget), []
+
+    def give_back():
+        when.append(play.number)
+        play.executor.factor = 1.0
+
+    play = Play(play.executor, budget=budget, give_back=give_back)
+    for _ in range(30):
+        play.step()
+        play.executor.factor += 0.012
+    assert when == given
+    assert play.regroup.memory_factor == pytest.approx(1.012)  # of the second step
+    assert play.executor.placement == KEEP
+
+
 def test_what_is_needed_and_not_free_corrects_the_plan_after_all():
     given = []
     play = Play(PlayedExecutor(), give_back=lambda: given.append(play.number))

@@ -270,12 +270,12 @@ def set_up(loaded: Loaded, *, running: PlanFile | None = None, goes_on: bool = F
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     prepared = prepare_data(recipe)
-    give_back_free_pages()  # what the preparation used; a plan is of the run
     rates = ceilings.measure(machine, progress=say)
     run = recipe.run
     tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
     site = Site(prepared.vocab_size, machine, rates, tier_dir)
     planned = plan_run(loaded, site, running=running, goes_on=goes_on)
+    give_back_free_pages()  # what all of this used; a plan is of the run
     settings = planned.loaded.recipe
     return Setup(machine, Kernels.from_sections(machine, settings.ops, settings.memory), prepared, planned)
 

@@ -49,7 +49,7 @@ class Rules:
     cut: float = 0.10
     """Less than what was expected of the placement that found no memory."""
     relief: int = 10
-    """Steps before free blocks are given back, and between two times: the next step fetches its pages anew."""
+    """Steps between two times that free blocks are given back: the next step fetches its pages anew."""
     gain: float = 0.02
     """Share of the step time that a change must save where it need not be made."""
 
@@ -251,6 +251,8 @@ class Regroup:
         error = self._measured / expected - 1
         if error > self.rules.error and self._relievable():
             self._relieve(expected, error)
+        elif error > self.rules.error and self._piles_up():
+            pass
         elif error > self.rules.error or (self._under <= 2 and abs(error) > self.rules.error):
             self.memory_factor *= 1 + error
             kind = "prediction" if self._calibrated else "calibration"
@@ -268,8 +270,16 @@ class Regroup:
         self._calibrated = True
 
     def _relievable(self) -> bool:
-        """Whether free blocks may be what is too much: they pile up slowly, and were not given back just now."""
-        return self._give_back is not None and self._under > self._relieved_at + self.rules.relief
+        """Whether free blocks may be what is too much, and were not given back just now: every so many steps, or every
+        other step where the run may not use what they take."""
+        pause = 1 if self._measured > self._allowed() else self.rules.relief
+        rested = not self._relieved_at or self._under > self._relieved_at + pause
+        return self._give_back is not None and self._under > 2 and rested
+
+    def _piles_up(self) -> bool:
+        """Whether what is too much is not what the plan must learn: only the first step after free blocks were given
+        back shows what is needed."""
+        return self._relieved_at > 0 and self._under > self._relieved_at + 1
 
     def _relieve(self, expected: float, error: float) -> None:
         """Give free blocks back; only what is measured from now on counts."""
