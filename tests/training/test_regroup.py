@@ -200,7 +200,7 @@ def test_free_blocks_that_pile_up_fast(budget, given):
         play.step()
         play.executor.factor += 0.012
     assert when == given
-    assert play.regroup.memory_factor == pytest.approx(1.012)  # of the second step
+    assert play.regroup.memory_factor == pytest.approx(1.012, abs=1e-3)  # of the second step
     assert play.executor.placement == KEEP
 
 
