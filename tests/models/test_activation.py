@@ -1,6 +1,7 @@
 """Inputs of recomputed layers kept in 8 bits: the loss exact, gradients near, a byte an element."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.ops.compare import assert_snr, snr_db
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.models.activation import EXACT_INPUTS, run_from_codes
+from tilewright.models.activation import EXACT_INPUTS, hush_torch, run_from_codes
 from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
@@ -22,6 +23,17 @@ from tilewright.precision.convert import convert
 GRADIENT_DB = 20
 """E4M3 has 3 mantissa bits: rounding is uniform over 2^-4 of the value at most, an SNR of about 31 dB at the inputs. A
 layer is a smooth function of its input, whose derivative passes the noise on at the same order; 20 dB is 10 %."""
+
+
+def test_one_piece_of_advice_is_dropped_and_no_other_word_of_torch(caplog):
+    hush_torch()
+    hush_torch()
+    log = logging.getLogger("torch._higher_order_ops.wrap")
+    assert len(log.filters) == 1
+    with caplog.at_level(logging.WARNING, logger=log.name):
+        log.warning("Detected that context_fn is passed to torch.utils.checkpoint under torch.compile.")
+        log.warning("something else")
+    assert caplog.messages == ["something else"]
 
 
 def loss_and_grads(model, batch):

@@ -8,6 +8,7 @@ Legend: ... any leading dimensions  D width of the residual stream.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -58,6 +59,17 @@ _POLICIES = {
 CONTEXTS = {mode: functools.partial(create_selective_checkpoint_contexts, kept) for mode, kept in _POLICIES.items()}
 """`context_fn` of torch.utils.checkpoint, by the modes that keep some results and not others. One object each, so that
 compiled layers share their graph."""
+
+
+def hush_torch() -> None:
+    """Drop torch's advice, once a compiled layer keeps selected results, to have no in-place operation there: ours have
+    none, and nobody who trains could do anything about it."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice)  # one object: added once
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+
 
 EXACT_INPUTS = (
     "Mixture-of-experts layers keep their exact inputs for recomputation, not 8-bit ones: rounded rows could be sent "

@@ -24,6 +24,7 @@ from tilewright.models.activation import (
     EXACT_INPUTS,
     check_modes,
     common_mode,
+    hush_torch,
     run_checkpointed,
     run_from_codes,
 )
@@ -291,6 +292,7 @@ class Decoder(nn.Module):
         attention, norms, shared experts, and one graph of variable length for all routed experts. Layers that keep
         different things for backward have a graph for each way, made when it first runs.
         """
+        hush_torch()
         options, limit = layer_options(), graph_limit()
         for block in self.blocks:
             if self.checkpoint_inputs == "fp8" and not block.is_moe:

@@ -149,10 +149,13 @@ class HFModel(nn.Module):
                 try_='train.activation_checkpoint = "none" and a smaller train.micro_batch',
                 where="train.activation_checkpoint",
             )
+        # transformers 5.23 names them so, and warns of the older names.
+        renamed = hasattr(self.net, "activation_checkpointing_enable")
+        family = "activation_checkpointing" if renamed else "gradient_checkpointing"
         if not asked:
-            self.net.gradient_checkpointing_disable()
+            getattr(self.net, f"{family}_disable")()
         else:
-            self.net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint_options(asked[0]))
+            getattr(self.net, f"{family}_enable")(_checkpoint_options(asked[0]))
         if layers and asked:
             for layer, mode in zip(layers, modes, strict=True):
                 layer.gradient_checkpointing = mode != "none"
