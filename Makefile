@@ -43,9 +43,10 @@ bench: $(READY)
 	@$(BIN)/tilewright bench matmul
 	@$(BIN)/tilewright bench step cpu_50m
 
-# The pages in docs/reference that are made from the code.
+# The pages in docs/reference that are made from the code, and what commands print in other pages.
 reference: $(READY)
 	@$(BIN)/python tools/write_reference.py
+	@$(BIN)/python tools/write_outputs.py
 
 constraints: $(READY)
 	@$(BIN)/python tools/write_constraints.py

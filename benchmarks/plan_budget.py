@@ -12,10 +12,12 @@ which the partitioner holds to be free. The micro-batch is given, so the planner
 The C library keeps freed pages in all of them (`HELD`), so that steps are compared and not how often pages are fetched.
 Only steps are taken, so evaluation and checkpoints are set such that they take no more memory than a step: a plan
 counts them. Each setting is a process of its own that waits for its turn; all take steps in turns, so a busy moment of
-the machine hits all alike. At each peak of a plan the best setting of each way that stays within it is compared with
-it. A way of which nothing fits has no time. All processes stay until the end: 14 GiB or so.
+the machine hits all alike. At each peak of a plan the best setting of each way that stays within it is chosen. Then the
+two are measured once more, step by step beside each other, first one first and then the other: the best of several is
+partly the luckiest, so the turns in which it was chosen don't count. A way of which nothing fits has no time. All
+processes stay until the end: 14 GiB or so.
 
-OMP_NUM_THREADS=1 python -m benchmarks.plan_budget [--rounds 10] [--budgets 5] [--tiny]
+OMP_NUM_THREADS=1 python -m benchmarks.plan_budget [--rounds 6] [--pairs 12] [--budgets 5] [--tiny]
 """
 
 import argparse
@@ -133,13 +135,13 @@ class Setting:
         """Of a step."""
         return spread([step["step_s"] for step in self.steps])["median"]
 
-    def step(self) -> None:
-        """One more step."""
+    def step(self, *, counted: bool = True) -> None:
+        """One more step. `counted`: among those of the turns."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         self.last = self._answer()
-        self.steps.append(self.last)
+        self.steps += [self.last] if counted else []
 
     def end(self) -> None:
         """No more steps."""
@@ -184,9 +186,10 @@ def all_settings(num_budgets: int, tiny: bool) -> list[Setting]:
     return found
 
 
-def contest(mine: Setting, settings: list[Setting]) -> dict[str, Any]:
+def contest(mine: Setting, settings: list[Setting], num_pairs: int) -> dict[str, Any]:
     """A plan against the best of each way within the plan's peak. Keeping everything is an end of each way."""
-    found: dict[str, Any] = {"peak_bytes": mine.peak_bytes, "planned": mine.label, "step_s": mine.median_s}
+    found: dict[str, Any] = {"peak_bytes": mine.peak_bytes, "planned": mine.label}
+    ratios: dict[str, Any] = {}
     for way in WAYS[1:]:
         mode = (way,) if way == "full" else (way, "none")
         fitting = [s for s in settings if s.way in mode and s.peak_bytes <= mine.peak_bytes * TOLERANCE]
@@ -194,10 +197,20 @@ def contest(mine: Setting, settings: list[Setting]) -> dict[str, Any]:
             fitting += [s for s in settings if s.way == "full" and s.peak_bytes <= mine.peak_bytes * TOLERANCE]
         if fitting:
             best = min(fitting, key=lambda setting: setting.median_s)
-            pairs = zip(mine.steps, best.steps, strict=True)
-            ratios = [theirs["step_s"] / own["step_s"] for own, theirs in pairs]
-            found[way] = {"best": best.label, "step_s": best.median_s, "over planned": spread(ratios)}
+            if best.label not in ratios:
+                ratios[best.label] = spread(duel(mine, best, num_pairs))
+            found[way] = {"best": best.label, "peak_bytes": best.peak_bytes, "over planned": ratios[best.label]}
     return found
+
+
+def duel(mine: Setting, other: Setting, num_pairs: int) -> list[float]:
+    """The other's seconds over mine, in pairs of steps of which every second one is taken the other way round."""
+    ratios = []
+    for number in range(num_pairs):
+        for one in (mine, other) if number % 2 == 0 else (other, mine):
+            one.step(counted=False)
+        ratios.append(other.last["step_s"] / mine.last["step_s"])
+    return ratios
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
@@ -225,7 +238,8 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """All settings in turns, then what is compared at each plan's peak."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--budgets", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
     parser.add_argument("--worker", type=json.loads)
@@ -238,12 +252,14 @@ def main() -> None:
     for _ in range(args.rounds):
         for setting in settings:
             setting.step()
+    points = [setting.point() for setting in settings]
+    contests = []
+    for setting in settings:
+        if setting.way == "planned":
+            contests.append(contest(setting, settings, args.pairs))
+            print(json.dumps(contests[-1]), flush=True)
     for setting in settings:
         setting.end()
-    points = [setting.point() for setting in settings]
-    contests = [contest(setting, settings) for setting in settings if setting.way == "planned"]
-    for row in contests:
-        print(json.dumps(row), flush=True)
     results = {"unit": "seconds a step", "torch": torch.__version__, "curves": points, "budgets": contests}
     folder = write_result(f"plan_budget_{'tiny' if args.tiny else machine_kind()}", CLAIM, results).parent
     draw(points, PICTURE if folder == RESULTS and not args.tiny else folder / "plan_budget.svg")

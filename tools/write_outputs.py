@@ -43,7 +43,8 @@ def made(text: str) -> str:
 
     def block(found: re.Match[str]) -> str:
         command = found["command"]
-        return found[0].replace(found["shown"], f"$ tilewright {command}\n{printed(command)}")
+        head = found[0].removesuffix(f"{found['shown']}```\n")
+        return f"{head}$ tilewright {command}\n{printed(command)}```\n"
 
     return BLOCK.sub(block, text)
 

@@ -1,4 +1,4 @@
-"""The committed reference pages are what the code says."""
+"""The committed reference pages are what the code says, and what commands print is what pages show."""
 
 import importlib.util
 from pathlib import Path
@@ -6,14 +6,31 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("write_reference", ROOT / "tools" / "write_reference.py")
-assert _spec is not None
-assert _spec.loader is not None
-writer = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(writer)
+
+
+def tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+writer, outputs = tool("write_reference"), tool("write_outputs")
 
 
 @pytest.mark.parametrize("name", writer.PAGES)
 def test_page_is_up_to_date(name):
     committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
     assert committed == writer.PAGES[name](), "run `make reference`"
+
+
+def test_there_is_a_page_with_printed_output():
+    assert [path.name for path in outputs.pages()] == ["will-it-fit.md"]
+
+
+@pytest.mark.parametrize("path", list(outputs.pages()), ids=lambda path: path.name)
+def test_printed_output_is_up_to_date(path):
+    committed = path.read_text(encoding="utf-8")
+    assert committed == outputs.made(committed), "run `make reference`"
