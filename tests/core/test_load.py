@@ -286,3 +286,9 @@ def test_any_recipe_survives_writing(tmp_path_factory, name, lr, weights, ops, s
     )
     write_run_toml(type(base)(recipe, base.sources, "any"), folder / "run.toml")
     assert load_recipe(folder / "run.toml", environ={}).recipe == recipe
+
+
+def test_a_misspelt_word_is_suggested():
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("default", {"train.activation_checkpoint": "product"}, environ={})
+    assert caught.value.problems[0].try_ == 'activation_checkpoint = "products"'

@@ -1,6 +1,8 @@
 """What the loader says about a value: the schema library's findings and unknown names, in four parts each."""
 
+import difflib
 from collections.abc import Mapping
+from typing import get_args
 
 from pydantic import ValidationError
 
@@ -32,8 +34,10 @@ def schema_problems(
             what = f"unknown key {inner[-1]!r} in {path}"
         elif detail["type"] == "missing":
             what = f"{path} lacks {inner[-1]!r}"
-        default = item.info.default
-        try_ = "" if default in ((), {}, "") else f"{name} = {toml_text(default)}"
+        words = [word for word in get_args(item.info.annotation) if isinstance(word, str)]
+        near = difflib.get_close_matches(str(values[path]), words, n=1)
+        likely = near[0] if near else item.info.default
+        try_ = "" if likely in ((), {}, "") else f"{name} = {toml_text(likely)}"
         found[path] = Problem(what, toml_text(values[path]), item.wants, try_, places[path])
     return list(found.items())
 
