@@ -12,6 +12,7 @@ from typing import Any
 from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
+from tilewright.core.integer_program import PATIENCE_S
 from tilewright.core.placement import Placement
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.classes import ShapeFinder
@@ -21,7 +22,7 @@ from tilewright.plan.joint_plan import Budget, JointPlan, Row, bytes_of, chosen
 from tilewright.plan.moments import CHECKPOINT, FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
 from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices, end_class, layer_cost, layer_seconds
 from tilewright.plan.shape import LayerClass, ModelShape
-from tilewright.plan.solve import Cost, Counts, Group, Phase, Problem, least_seconds, seconds, solve
+from tilewright.plan.solve import Answer, Cost, Counts, Group, Phase, Problem, least_seconds, seconds, solve
 
 FORMATS = (
     {"optim.moments": "bf16"},
@@ -123,7 +124,7 @@ class JointPlanner:
     def plan(self, budget: Budget) -> JointPlan | None:
         """The fastest plan within a budget, `plan.margin` left free; None where nothing fits."""
         for recipe, narrowed in self._recipes():
-            best: tuple[float, _Table, Counts] | None = None
+            best: tuple[float, _Table, Answer] | None = None
             shape = self.shape(recipe)
             for setting in _settings(recipe, self.fixed):
                 if best is not None and setting.loss_tile < best[1].setting.loss_tile:
@@ -134,15 +135,18 @@ class JointPlanner:
                 head = sum(self._head_seconds(shape, setting).values())
                 if best is not None and head + least_seconds(table.problem) >= best[0]:
                     continue
-                counts = solve(table.problem, gap=GAP)
-                if counts is None:
+                answer = solve(table.problem, gap=GAP)
+                if answer is None:
                     continue
-                total = head + seconds(table.problem, counts)
+                total = head + seconds(table.problem, answer.counts)
                 if best is None or total < best[0] * (1 - 1e-9):
-                    best = (total, table, counts)
+                    best = (total, table, answer)
             if best is not None:
-                rows = tuple(_rows(*best[1:]))
-                found = self._settled(self._assembled(recipe, shape, budget, best[1], rows, narrowed), budget)
+                _, table, answer = best
+                rows = tuple(_rows(table, answer.counts))
+                stopped = _stopped(answer.gap, "faster")
+                found = self._assembled(recipe, shape, budget, table, rows, narrowed, stopped)
+                found = self._settled(found, budget)
                 if found is not None:
                     return found
         return None
@@ -172,10 +176,11 @@ class JointPlanner:
                 table = self._table(recipe, shape, setting, budget)
                 if not all(table.options):
                     continue
-                counts = solve(table.problem, smallest=True, gap=GAP)
-                if counts is None:
+                answer = solve(table.problem, smallest=True, gap=GAP)
+                if answer is None:
                     continue
-                found = self._assembled(recipe, shape, budget, table, tuple(_rows(table, counts)), narrowed)
+                rows = tuple(_rows(table, answer.counts))
+                found = self._assembled(recipe, shape, budget, table, rows, narrowed, _stopped(answer.gap, "smaller"))
                 if best is None or found.peak_bytes < best[0]:
                     best = (found.peak_bytes, found)
         return best[1] if best else None
@@ -277,6 +282,7 @@ class JointPlanner:
         table: _Table,
         rows: tuple[Row, ...],
         narrowed: Mapping[str, str],
+        more: tuple[str, ...] = (),
     ) -> JointPlan:
         setting = table.setting
         parts = dict(self._head_seconds(shape, setting))
@@ -304,7 +310,7 @@ class JointPlanner:
             host["inputs"] = max(0.0, inputs)
         return JointPlan(
             recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, narrowed,
-            (*shape.notes, *self.notes, *_guesses(setting, budget)),
+            (*shape.notes, *self.notes, *_guesses(setting, budget), *more),
         )  # fmt: skip
 
 
@@ -313,6 +319,13 @@ def _guesses(setting: Setting, budget: Budget) -> tuple[str, ...]:
     if budget.links.guessed and setting.executor == "layer_major":
         found.append(budget.links.guessed)
     return tuple(found)
+
+
+def _stopped(gap: float, better: str) -> tuple[str, ...]:
+    """What a plan says where the solver had no time to prove that it is the best."""
+    if gap <= 2 * GAP:
+        return ()
+    return (f"the solver was stopped after {PATIENCE_S:g} s: a plan up to {gap:.2%} {better} may exist",)
 
 
 def _settings(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:

@@ -1,14 +1,16 @@
 """How many layers of each group take which option, so that a step is fastest within the budgets at every phase.
 
-Pure arithmetic over bytes and seconds; what they stand for is `plan.options`. An integer count for each option of each
-group; HiGHS solves it through `scipy.optimize.milp`. Options that another one beats in everything are dropped before.
+Pure arithmetic over bytes and seconds; what they stand for is `plan.options`. A count for each option of each group, in
+a program of whole numbers (`core.integer_program`). Options that another one beats in everything are dropped before.
 The optimum equals that of brute force on every case small enough to enumerate (tests/plan/test_solve.py).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
+
+from tilewright.core.integer_program import Column, Row, minimise
 
 Transient = Literal["none", "forward", "backward"]
 _SLACK = 1e-7
@@ -77,6 +79,14 @@ Counts = tuple[tuple[int, ...], ...]
 """Layers by group and option."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Counts, and the share of their seconds (of their peak) that the best may be below them."""
+
+    counts: Counts
+    gap: float = 0.0
+
+
 def phase_bytes(problem: Problem, phase: Phase, counts: Counts) -> float:
     """Device bytes of a phase."""
     total, running = phase.base, 0.0
@@ -110,13 +120,16 @@ def least_seconds(problem: Problem) -> float:
     return sum(group.count * min(cost.seconds for cost in group.costs) for group in problem.groups)
 
 
-def solve(problem: Problem, *, smallest: bool = False, gap: float = 1e-9) -> Counts | None:
+def solve(problem: Problem, *, smallest: bool = False, gap: float = 1e-9) -> Answer | None:
     """The fastest counts within the budgets; None where nothing fits.
 
     Args:
         problem: groups, phases and budgets.
         smallest: minimise the device's peak instead, whatever the device's budget; those of host and disk still hold.
-        gap: share of the optimum by which the answer may miss it.
+        gap: share of the optimum by which the answer may miss it. It misses it by more where the solver takes too long.
+
+    Raises:
+        FitError: the solver took too long and found nothing.
     """
     if not smallest and _plainly_too_large(problem):
         return None
@@ -128,33 +141,16 @@ def solve(problem: Problem, *, smallest: bool = False, gap: float = 1e-9) -> Cou
             for group, chosen in zip(problem.groups, kept, strict=True)
         ),
     )
-    found = None if smallest else _all_fastest(thin)
-    found = found or _milp(thin, smallest, gap)
+    found = _integer_program(thin, smallest, gap)
     if found is None:
         return None
     counts = []
-    for group, chosen, row in zip(problem.groups, kept, found, strict=True):
+    for group, chosen, row in zip(problem.groups, kept, found.counts, strict=True):
         wide = [0] * len(group.costs)
         for i, count in zip(chosen, row, strict=True):
             wide[i] = count
         counts.append(tuple(wide))
-    return tuple(counts)
-
-
-def _all_fastest(problem: Problem) -> Counts | None:
-    """Every layer's fastest option, which nothing beats where it fits: most plans of a model that is small for its
-    machine, without the third of a second that loading the solver takes. None where it doesn't fit."""
-    rows = []
-    for group in problem.groups:
-        fastest = min(range(len(group.costs)), key=lambda i, group=group: group.costs[i].seconds)
-        rows.append(tuple(group.count if i == fastest else 0 for i in range(len(group.costs))))
-    counts, share = tuple(rows), 1.0 - _SLACK
-    fits = (
-        all(phase_bytes(problem, phase, counts) <= share * problem.device_budget for phase in problem.phases)
-        and host_bytes(problem, counts) <= share * problem.host_budget
-        and _total(problem, counts, "disk") <= share * problem.disk_budget
-    )
-    return counts if fits else None
+    return replace(found, counts=tuple(counts))
 
 
 def _plainly_too_large(problem: Problem) -> bool:
@@ -190,67 +186,36 @@ class _Columns:
         self.peak = self.size - 1
 
 
-def _milp(problem: Problem, smallest: bool, gap: float) -> Counts | None:
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
+def _integer_program(problem: Problem, smallest: bool, gap: float) -> Answer | None:
     columns = _Columns(problem.groups)
-    num = len(columns.options)
     unit = max(problem.device_budget, 1.0)
-    rows, lows, highs = _rows(problem, columns, unit, smallest)
-    objective = np.zeros(columns.size)
-    if smallest:
-        objective[columns.peak] = 1.0
-    else:
-        costs = [problem.groups[g].costs[o].seconds for g, o in columns.options]
-        scale = max(costs, default=0.0) or 1.0
-        objective[:num] = np.array(costs) / scale
-    upper: Any = np.full(columns.size, np.inf)
-    upper[:num] = [problem.groups[g].count for g, _ in columns.options]
-    upper[num : 2 * num] = 1
-    lower: Any = np.zeros(columns.size)
-    integrality = np.zeros(columns.size)
-    integrality[: 2 * num] = 1
-    least: Any = np.array(lows)
-    most: Any = np.array(highs)
-    result = milp(
-        objective,
-        constraints=LinearConstraint(np.array(rows), least, most),
-        bounds=Bounds(lower, upper),
-        integrality=integrality,
-        options={"mip_rel_gap": gap, "time_limit": 20.0},
-    )
-    if result.x is None:
+    costs = [problem.groups[g].costs[o].seconds for g, o in columns.options]
+    scale = max(costs, default=0.0) or 1.0
+    counts = [
+        Column(0.0 if smallest else cost / scale, upper=problem.groups[g].count, whole=True)
+        for cost, (g, _) in zip(costs, columns.options, strict=True)
+    ]
+    used = [Column(upper=1, whole=True)] * len(counts)
+    peak = Column(1.0 if smallest else 0.0)
+    found = minimise([*counts, *used, Column(), Column(), peak], _rows(problem, columns, unit, smallest), gap=gap)
+    if found is None:
         return None
-    values = iter(round(float(value)) for value in result.x[:num])
-    return tuple(tuple(next(values) for _ in group.costs) for group in problem.groups)
+    values = iter(round(value) for value in found.values[: len(counts)])
+    return Answer(tuple(tuple(next(values) for _ in group.costs) for group in problem.groups), found.gap)
 
 
-def _rows(
-    problem: Problem, columns: _Columns, unit: float, smallest: bool
-) -> tuple[list[list[float]], list[float], list[float]]:
-    """Constraints as rows with a lower and an upper end; bytes in units of the device's budget."""
+def _rows(problem: Problem, columns: _Columns, unit: float, smallest: bool) -> list[Row]:
+    """Constraints; bytes in units of the device's budget."""
     num = len(columns.options)
-    rows: list[list[float]] = []
-    lows: list[float] = []
-    highs: list[float] = []
-
-    def add(entries: Mapping[int, float], low: float, high: float) -> None:
-        row = [0.0] * columns.size
-        for place, value in entries.items():
-            row[place] = value
-        rows.append(row)
-        lows.append(low)
-        highs.append(high)
-
+    rows: list[Row] = []
     for g, group in enumerate(problem.groups):
         mine = [i for i, (owner, _) in enumerate(columns.options) if owner == g]
-        add(dict.fromkeys(mine, 1.0), group.count, group.count)
+        rows.append(Row(dict.fromkeys(mine, 1.0), group.count, group.count))
     for i, (g, o) in enumerate(columns.options):
         group = problem.groups[g]
-        add({i: 1.0, num + i: -float(group.count)}, -math.inf, 0.0)  # a count means that it is used
+        rows.append(Row({i: 1.0, num + i: -float(group.count)}, upper=0.0))  # a count means that it is used
         for name, place in columns.running.items():
-            add({place: 1.0, num + i: -getattr(group.costs[o], name) / unit}, 0.0, math.inf)
+            rows.append(Row({place: 1.0, num + i: -getattr(group.costs[o], name) / unit}, lower=0.0))
     room = (1.0 - _SLACK) * problem.device_budget / unit
     for phase in problem.phases:
         entries: dict[int, float] = {}
@@ -262,10 +227,10 @@ def _rows(
             entries[columns.running[phase.transient]] = 1.0
         if smallest:
             entries[columns.peak] = -1.0
-        add(entries, -math.inf, (0.0 if smallest else room) - phase.base / unit)
+        rows.append(Row(entries, upper=(0.0 if smallest else room) - phase.base / unit))
     limits = (("host", problem.host_budget, problem.host_base), ("disk", problem.disk_budget, 0.0))
     for name, limit, base in limits:
         if math.isfinite(limit):
             entries = {i: getattr(problem.groups[g].costs[o], name) / unit for i, (g, o) in enumerate(columns.options)}
-            add(entries, -math.inf, (limit * (1.0 - _SLACK) - base) / unit)
-    return rows, lows, highs
+            rows.append(Row(entries, upper=(limit * (1.0 - _SLACK) - base) / unit))
+    return rows

@@ -1,8 +1,8 @@
 """The fastest policy inside an error budget: which products of which layers compute in FP8, solved exactly.
 
 A mixed-integer program, because quantisation is shared: an input is quantised once for all layers that read it, so the
-second of them is cheaper than the first. HiGHS solves it through `scipy.optimize.milp`. Costs come from `budget`,
-seconds from `gemm_time`. Only fp8_tile and BF16 are chosen between. Read `SearchSpace`, then `fastest`.
+second of them is cheaper than the first (`core.integer_program`). Costs come from `budget`, seconds from `gemm_time`.
+Only fp8_tile and BF16 are chosen between. Read `SearchSpace`, then `fastest`.
 """
 
 import math
@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tilewright.core.errors import ConfigError, FitError
+from tilewright.core.errors import FitError
+from tilewright.core.integer_program import Column, Row, minimise
 from tilewright.precision.budget import Prediction, Product, percent
 from tilewright.precision.gemm_time import UnitTime
 from tilewright.precision.gemms import GEMM_NAMES, Gemms
@@ -116,7 +117,6 @@ def fastest(space: SearchSpace, budget: float, name: str = "chosen") -> Candidat
 
     Raises:
         FitError: no policy is within the budget; the best possible is said.
-        ConfigError: scipy is not installed.
     """
     least = space.candidate("best possible", frozenset())
     if not least.predicted.change <= budget:
@@ -165,50 +165,24 @@ def landmarks(space: SearchSpace) -> list[Candidate]:
 
 def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
     """Minimise seconds. A variable of 0 or 1 for each product in FP8, and one for each quantisation that they need."""
-    try:
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_matrix
-    except ImportError as error:
-        raise ConfigError(
-            "The search needs a solver that is not installed.",
-            got=str(error),
-            need="scipy",
-            try_="pip install scipy",
-        ) from error
     products = space.products()
     index = {product: i for i, product in enumerate(products)}
     gains, needs = _objective(space, index)
     scale = max(map(abs, gains), default=0.0) or 1.0
     costs = [cost if math.isfinite(cost := space.model.costs[product]) else 0.0 for product in products]
     cost_scale = max(costs, default=0.0) or 1.0
-    size, rows, columns, values = len(gains), [], [], []
-    for row, (product, quantisation) in enumerate(needs):  # quantisation - product >= 0
-        rows += [row, row]
-        columns += [quantisation, product]
-        values += [1.0, -1.0]
-    limit = len(needs)
-    for product, cost in enumerate(costs):
-        rows.append(limit)
-        columns.append(product)
-        values.append(cost / cost_scale)
-    matrix = csr_matrix((values, (rows, columns)), shape=(limit + 1, size))
-    low, high = np.zeros(size), np.ones(size)
     required = space.required()
-    for product, i in index.items():
-        low[i], high[i] = float(product in required), float(space.may_be_fp8(product))
-    result = milp(
-        np.array(gains) / scale,
-        constraints=LinearConstraint(
-            matrix, [*[0.0] * limit, -np.inf], [*[np.inf] * limit, budget / cost_scale + 1e-12]
-        ),
-        bounds=Bounds(low, high),
-        integrality=[*[1] * len(products), *[0] * (size - len(products))],
-        options={"mip_rel_gap": GAP},
-    )
-    if result.x is None:
-        raise AssertionError(f"the solver found nothing within a budget that is possible: {result.message}")
-    return frozenset(product for product, i in index.items() if result.x[i] > 0.5)
+    columns = [
+        Column(gains[i] / scale, float(product in required), float(space.may_be_fp8(product)), whole=True)
+        for product, i in index.items()
+    ]
+    columns += [Column(gain / scale, upper=1.0) for gain in gains[len(products) :]]
+    rows = [Row({quantisation: 1.0, product: -1.0}, lower=0.0) for product, quantisation in needs]
+    rows.append(Row({i: cost / cost_scale for i, cost in enumerate(costs)}, upper=budget / cost_scale + 1e-12))
+    found = minimise(columns, rows, gap=GAP, patience_s=math.inf)
+    if found is None:
+        raise AssertionError("the solver found nothing within a budget that is possible")
+    return frozenset(product for product, i in index.items() if found.values[i] > 0.5)
 
 
 def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[float], list[tuple[int, int]]]:

@@ -1,0 +1,68 @@
+"""Whole-number programs against enumeration, and what is said where there is no time."""
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.core.errors import FitError
+from tilewright.core.integer_program import Column, Row, minimise
+
+SMALL = st.integers(-5, 5)
+
+
+@st.composite
+def programs(draw):
+    columns = [
+        Column(draw(SMALL), lower, lower + draw(st.integers(0, 3)), whole=True)
+        for lower in draw(st.lists(st.integers(-2, 2), min_size=1, max_size=3))
+    ]
+    rows = []
+    for _ in range(draw(st.integers(0, 3))):
+        entries = dict(enumerate(draw(st.lists(SMALL, min_size=len(columns), max_size=len(columns)))))
+        lower = draw(st.one_of(st.just(-math.inf), st.integers(-10, 10)))
+        rows.append(Row(entries, lower, draw(st.one_of(st.just(math.inf), st.integers(-10, 10)))))
+    return columns, rows
+
+
+@settings(max_examples=100, deadline=None)
+@given(programs())
+def test_the_cheapest_of_all_that_hold(program):
+    columns, rows = program
+    possible = []
+    for values in itertools.product(*(range(int(c.lower), int(c.upper) + 1) for c in columns)):
+        sums = [sum(values[i] * value for i, value in row.entries.items()) for row in rows]
+        if all(row.lower <= total <= row.upper for row, total in zip(rows, sums, strict=True)):
+            possible.append(sum(c.cost * value for c, value in zip(columns, values, strict=True)))
+    found = minimise(columns, rows, gap=0.0)
+    assert (found is None) == (not possible)
+    if found is not None:
+        cost = sum(c.cost * value for c, value in zip(columns, found.values, strict=True))
+        assert cost == pytest.approx(min(possible), abs=1e-6)
+        assert found.gap == 0.0
+
+
+def market_split(size):
+    """Few equations over many zeros and ones: known to be out of a solver's reach at 40 and more."""
+    draw = random.Random(0)
+    values = [[draw.randrange(100) for _ in range(size)] for _ in range(5)]
+    rows = [Row(dict(enumerate(row)), sum(row) // 2, sum(row) // 2) for row in values]
+    return [Column(whole=True, upper=1) for _ in range(size)], rows
+
+
+def test_no_answer_in_time_is_no_answer_that_nothing_fits():
+    with pytest.raises(FitError, match="could not tell"):
+        minimise(*market_split(50), gap=0.0, patience_s=0.3)
+
+
+def test_an_answer_in_time_says_how_far_it_may_be_from_the_best():
+    size = 60
+    weights = [(i * 7919) % 997 + 1000 for i in range(size)]
+    columns = [Column(-(weight + i * 31 % 17), upper=1, whole=True) for i, weight in enumerate(weights)]
+    knapsacks = [Row({i: weights[(i * k) % size] for i in range(size)}, upper=20000) for k in (1, 7, 11, 13)]
+    found = minimise(columns, knapsacks, gap=0.0, patience_s=0.3)
+    assert found is not None
+    assert found.gap > 0
