@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
-from torch.utils.flop_counter import FlopCounterMode
 
 from tilewright.models.activation import CONTEXTS
-from tilewright.plan.live_bytes import ATTENTION, COUNTED, LiveBytes
+from tilewright.plan.live_bytes import ATTENTION, LiveBytes, flop_counter
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 """What the part of a layer is called that looks at each token for itself."""
@@ -169,7 +168,7 @@ def _kept_and_work(run: Callable[..., Any], args: Any, kwargs: Any, *, backward:
 
 def _flops(run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[float, float]:
     """FLOPs of a forward pass: in products, and in fused attention."""
-    counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+    counter = flop_counter()
     with torch.no_grad(), counter:
         run(*args, **kwargs)
     counts = counter.get_flop_counts().get("Global", {})
@@ -184,7 +183,7 @@ def _trained_flops(run: Callable[..., Any], args: Any, kwargs: Any) -> float:
     edge = first.detach().requires_grad_()
     args, kwargs = _replaced((args, kwargs), first, edge)
     torch.clear_autocast_cache()  # copies of weights that are there already are not made, and then missed in backward
-    counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+    counter = flop_counter()
     with counter:
         out = _first(run(*args, **kwargs))
         out.backward(torch.empty_like(out), inputs=[edge])

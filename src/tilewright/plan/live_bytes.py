@@ -1,24 +1,28 @@
 """What operations keep, move and compute, counted as they run: on real tensors or on fake ones.
 
-`LiveBytes` counts bytes; `COUNTED` gives torch's `FlopCounterMode` the operations that it does not know. Used by the
+`LiveBytes` counts bytes; `flop_counter` counts FLOPs, also of operations that torch does not know. Used by the
 traces of a plan and by `plan.probe`, so that bytes moved and bytes/s are counted alike.
 """
 
 import weakref
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from tilewright.ops.native import dequant_gemm  # noqa: F401  these register operators that are counted here
 from tilewright.precision import tile_products  # noqa: F401
 
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
 
 def _flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
     return sdpa_flop_count(query, key, value)
 
 
@@ -54,8 +58,18 @@ ATTENTION = (
 )
 
 
+def flop_counter() -> "FlopCounterMode":
+    """torch's counter of FLOPs, with our operations. Imported here: it loads triton, and that a fifth of a second,
+    which plans of our own decoder need not wait for."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False, custom_mapping=COUNTED)
+
+
 def _moves(func: Any) -> bool:
     """Whether an operation walks over its tensors: not a view, and no product, whose operations are what it costs."""
+    from torch.utils.flop_counter import flop_registry  # here, as above
+
     packet = func.overloadpacket
     if packet in flop_registry or packet in COUNTED or packet in _WALKS_NOWHERE:
         return False

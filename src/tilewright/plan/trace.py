@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.utils.flop_counter import FlopCounterMode
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
@@ -29,7 +28,7 @@ from tilewright.models.build import build_model
 from tilewright.models.hf import HFModel
 from tilewright.models.hf_packing import forward_arguments
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.live_bytes import ATTENTION, COUNTED, LiveBytes
+from tilewright.plan.live_bytes import ATTENTION, LiveBytes, flop_counter
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
@@ -116,7 +115,7 @@ def to_fake(model: nn.Module, device: torch.device) -> None:
 
 
 def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Trace:
-    live, flops = LiveBytes(), FlopCounterMode(display=False, custom_mapping=COUNTED)
+    live, flops = LiveBytes(), flop_counter()
     net: Any = model.net
     head = None
     if recipe.model.task == "image_classification":
