@@ -44,13 +44,15 @@ DEEPSEEK_V3 = {
 CHILD = """
 import json, sys, time
 start, cpu = time.perf_counter(), time.process_time()
-from tilewright.core.config import Recipe
-from tilewright.core.hardware import detect_machine
-from tilewright.plan.joint import JointPlanner
-from tilewright.plan.joint_plan import Budget
-from tilewright.plan.joint_words import cheapest_changes, verdict
-from tilewright.plan.options import Links
-from tilewright.plan.published import LINK_SHARE, find_published
+from tilewright.core.env import quick_imports
+with quick_imports():
+    from tilewright.core.config import Recipe
+    from tilewright.core.hardware import detect_machine
+    from tilewright.plan.joint import JointPlanner
+    from tilewright.plan.joint_plan import Budget
+    from tilewright.plan.joint_words import cheapest_changes, verdict
+    from tilewright.plan.options import Links
+    from tilewright.plan.published import LINK_SHARE, find_published
 case = json.loads(sys.argv[1])
 row = find_published("h200")
 machine = row.machine(detect_machine("cpu"), case["host"])

@@ -11,6 +11,7 @@ import click
 from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, recipe_argument, verbosity
 from tilewright.cli.plan_joint import JointOptions, joint_plan
 from tilewright.core.config import Recipe
+from tilewright.core.env import quick_imports
 from tilewright.core.load import load_recipe
 from tilewright.core.log import say
 
@@ -43,15 +44,16 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     if asked.asked:
         joint_plan(loaded, overrides(ctx), asked, _vocab_size, as_json)
         return
-    from tilewright.core.hardware import detect_machine
-    from tilewright.plan.ceilings import measure
-    from tilewright.plan.cost import make_plan
-    from tilewright.training.planned import does_not_fit
+    with quick_imports():
+        import torch
+
+        from tilewright.core.hardware import detect_machine
+        from tilewright.plan.ceilings import measure
+        from tilewright.plan.cost import make_plan
+        from tilewright.training.planned import does_not_fit
 
     settings = loaded.recipe
     machine = detect_machine(settings.run.device)
-    import torch
-
     torch.set_num_threads(settings.run.threads or machine.physical_cores)
     rates = measure(machine, progress=None if as_json else say)
     found = make_plan(settings, _vocab_size(settings), machine, rates)

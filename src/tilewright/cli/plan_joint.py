@@ -13,6 +13,7 @@ import click
 
 from tilewright.cli.common import print_json, show_table
 from tilewright.core.config import Recipe
+from tilewright.core.env import quick_imports
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.load import CLI, Loaded, load_recipe
 from tilewright.core.log import say
@@ -63,8 +64,9 @@ def joint_plan(
         ConfigError: an option that makes no sense.
         FitError: nothing fits.
     """
-    from tilewright.plan.joint import largest, pareto
-    from tilewright.plan.joint_words import no_plan
+    with quick_imports():
+        from tilewright.plan.joint import largest, pareto
+        from tilewright.plan.joint_words import no_plan
 
     planner, budget = _planner(loaded, options, vocab_size(loaded.recipe), as_json)
     found = largest(planner, budget) if options.largest else planner.plan(budget)

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from tilewright.cli.common import RecipeCommand, overrides, recipe_argument, verbosity
+from tilewright.core.env import quick_imports
 from tilewright.core.errors import TilewrightError
 from tilewright.core.load import Loaded, load_recipe
 from tilewright.core.log import say
@@ -23,7 +24,8 @@ def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
     loaded = load_recipe(recipe, overrides(ctx))
     for note in loaded.notes:
         say(f"note: {note}")
-    from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
+    with quick_imports():
+        from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
 
     try:
         run_training(loaded, dry_run=dry_run)
