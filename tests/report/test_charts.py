@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from tilewright.report.charts import Mark, Series, bar_chart, histogram, line_chart, stacked_area
 from tilewright.report.fits import fit_log_normal, smooth
@@ -106,7 +107,6 @@ def test_histogram_counts_every_value():
 
 
 def test_log_normal_fit_against_scipy():
-    stats = pytest.importorskip("scipy.stats")
     values = stats.lognorm(s=0.4, scale=0.7).rvs(500, random_state=1).tolist()
     fit = fit_log_normal(values)
     logs = [math.log(v) for v in values]
