@@ -10,14 +10,16 @@ All train the same FP32 decoder through the standard executor with compiled laye
 own, and its partitioner knows what it costs. Where a CPU multiplies BF16 in FP32 the product is an operation of ours,
 which the partitioner holds to be free. The micro-batch is given, so the planner does not make it smaller.
 The C library keeps freed pages in all of them (`HELD`), so that steps are compared and not how often pages are fetched.
+Each setting's graphs are compiled in a process before: what compiling takes is in nobody's peak then.
 Only steps are taken, so evaluation and checkpoints are set such that they take no more memory than a step: a plan
 counts them. Each setting is a process of its own that waits for its turn; all take steps in turns, so a busy moment of
 the machine hits all alike. At each peak of a plan the two best settings of each way that stay within it are chosen.
-Then each is measured once more beside the plan, step by step, first one first and then the other: the best of several
-is partly the luckiest, so the turns in which they were chosen don't count. Of the two the one that does better then is
-the way's. A way of which nothing fits has no time. All processes stay until the end: 14 GiB or so.
+Then each is measured once more beside the plan, step by step, first one first and then the other, until it is clear
+which is faster: the best of several is partly the luckiest, so the turns in which they were chosen don't count. Of the
+two the one that does better then is the way's. A way of which nothing fits has no time. All processes stay until the
+end: 14 GiB or so.
 
-OMP_NUM_THREADS=1 python -m benchmarks.plan_budget [--rounds 6] [--pairs 12] [--budgets 5] [--tiny]
+OMP_NUM_THREADS=1 python -m benchmarks.plan_budget [--rounds 6] [--pairs 32] [--budgets 5] [--tiny]
 """
 
 import argparse
@@ -29,6 +31,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -59,6 +62,9 @@ HELD = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**4
 """glibc maps blocks above the first, at most 32 MiB, and gives back what is free at the end above the second."""
 TOLERANCE = 1.01
 """Peaks of the same setting differ by so much from process to process."""
+FEWEST_PAIRS = 8
+CLEAR = 4.0
+"""Standard errors that the mean ratio of a duel must lie from 1 for it to end early."""
 FINALISTS = 2
 """Settings of a way that are measured beside a plan."""
 WAYS = ("planned", "torch", "every_k", "full")
@@ -112,15 +118,13 @@ class Setting:
     def __init__(self, way: str, label: str, setting: dict[str, Any], tiny: bool) -> None:
         self.way, self.label, self.setting = way, label, setting
         command = [sys.executable, "-m", "benchmarks.plan_budget", "--worker", json.dumps(setting)]
+        command += ["--tiny"] * tiny
         # A compiler cache of its own: graphs made under another memory budget must not be met here.
-        folder = Path(tempfile.gettempdir()) / f"plan_budget_{setting.get('torch_budget', 'none')}"
-        self.process = subprocess.Popen(
-            command + ["--tiny"] * tiny,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | HELD | {"TORCHINDUCTOR_CACHE_DIR": str(folder)},
-        )
+        folder = Path(tempfile.gettempdir()) / f"plan_budget_{label}{'_tiny' * tiny}"
+        env = os.environ | HELD | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+        if not folder.exists():
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, check=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.about = self._answer()
         self.steps: list[dict[str, float]] = []
         for _ in range(WARMUP):
@@ -207,13 +211,16 @@ def contest(mine: Setting, settings: list[Setting], num_pairs: int) -> dict[str,
     return found
 
 
-def duel(mine: Setting, other: Setting, num_pairs: int) -> list[float]:
-    """The other's seconds over mine, in pairs of steps of which every second one is taken the other way round."""
-    ratios = []
-    for number in range(num_pairs):
+def duel(mine: Setting, other: Setting, most_pairs: int) -> list[float]:
+    """The other's seconds over mine, in pairs of steps of which every second one is taken the other way round: until it
+    is clear which is faster, or `most_pairs`."""
+    ratios: list[float] = []
+    for number in range(most_pairs):
         for one in (mine, other) if number % 2 == 0 else (other, mine):
             one.step(counted=False)
         ratios.append(other.last["step_s"] / mine.last["step_s"])
+        if len(ratios) >= FEWEST_PAIRS and abs(mean(ratios) - 1) > CLEAR * stdev(ratios) / len(ratios) ** 0.5:
+            break
     return ratios
 
 
@@ -243,7 +250,7 @@ def main() -> None:
     """All settings in turns, then what is compared at each plan's peak."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--pairs", type=int, default=32, help="at most, where it is not clear before")
     parser.add_argument("--budgets", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
     parser.add_argument("--worker", type=json.loads)
