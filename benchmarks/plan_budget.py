@@ -1,7 +1,8 @@
 """The planner's choices beside other ways to fit a step into a budget of memory: same model, same rows, same budgets.
 
-  planned     `memory.plan = "auto"` with `plan.device_budget`: keep, selective or recompute, layer by layer. A plan
-              leaves `plan.margin` free and errs by some percent, so others are held to the peak that it then had
+  planned     `memory.plan = "auto"` with `plan.device_budget`: what is kept, layer by layer, regrouped after the
+              first steps, as `tilewright train` does. A plan leaves `plan.margin` free, so others are held to the peak
+              that it then had
   torch       torch's `activation_memory_budget` (the partitioner of compiled layers), the fastest value that fits
   every_k     every k-th layer recomputed, the fastest k that fits (torchtitan's selective checkpointing by layers)
   full        every layer recomputed
@@ -57,7 +58,8 @@ TINY = {"model.dim": "64", "model.num_layers": "4", "model.num_heads": "2", "mod
 }  # fmt: skip
 TORCH_BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7)
 EVERY = (2, 3, 4)
-WARMUP = 2
+WARMUP = 4
+"""Steps. A plan is settled by what its first two measured."""
 HELD = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """glibc maps blocks above the first, at most 32 MiB, and gives back what is free at the end above the second."""
 TOLERANCE = 1.01
@@ -80,6 +82,7 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
 
     from tilewright.core.load import load_recipe
     from tilewright.training.assemble import build, set_up
+    from tilewright.training.regroup_run import regroup_for
 
     if "torch_budget" in setting:
         functorch.activation_memory_budget = setting["torch_budget"]
@@ -91,18 +94,36 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
         recomputed = LayerPlacement(activations="recompute")
         layers = [recomputed if i % setting["every"] == 0 else LayerPlacement() for i in range(number)]
         parts.executor.place(Placement(layers=tuple(layers)))
-    parts.executor.ledger = None  # its phases reset the system's mark of the largest resident set
-    kept = [layer.activations for layer in parts.executor.placement.layers]
-    print(json.dumps({"kept": kept, "predicted_bytes": ready.plan.peak_bytes}), flush=True)
+    regroup = regroup_for(ready, parts, Telling()) if given["memory.plan"] else None
+    if regroup is None:
+        parts.executor.ledger = None  # its phases reset the system's mark of the largest resident set
+    print(json.dumps({"predicted_bytes": ready.plan.peak_bytes}), flush=True)
+    peak = 0
     for count in range(10**9):
         if count >= WARMUP and not sys.stdin.readline():
             break
         start, busy = time.perf_counter(), time.process_time()
-        parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(count))
+        batches, rate = parts.stream.next_step(), parts.schedule.lr_at(count)
+        if regroup is None:
+            parts.executor.step(batches, rate)
+        else:
+            regroup.step(count + 1, batches, rate)
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"step_s": seconds, "cpu_s": busy, "peak_bytes": peak}), flush=True)
+        peak = max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        if regroup is not None:
+            phases = parts.ledger.snapshot(parts.model, parts.optimizer)["phases"]
+            peak = max(peak, *(size for name, size in phases.items() if name != "load"))
+        kept = [layer.activations for layer in parts.executor.placement.layers]
+        print(json.dumps({"step_s": seconds, "cpu_s": busy, "peak_bytes": peak, "kept": kept}), flush=True)
     parts.close()
+
+
+class Telling:
+    """Takes the events of a run: to stderr, for people."""
+
+    def event(self, step: int, kind: str, text: str, **numbers: object) -> None:
+        """As `Recorder.event`."""
+        print(f"step {step}: {text}", file=sys.stderr, flush=True)
 
 
 class Setting:
@@ -126,7 +147,7 @@ class Setting:
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, check=True)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.about = self._answer()
-        self.steps: list[dict[str, float]] = []
+        self.steps: list[dict[str, Any]] = []
         for _ in range(WARMUP):
             self.last = self._answer()
         print(f"{label}: {self.peak_bytes / 2**20:.0f} MiB, {self.last['step_s']:.2f} s", flush=True)
@@ -158,7 +179,8 @@ class Setting:
     def point(self) -> dict[str, Any]:
         """For the result."""
         times = {name: spread([step[name] for step in self.steps]) for name in ("step_s", "cpu_s")}
-        return {"way": self.way, "label": self.label, **self.about, "peak_bytes": self.peak_bytes, **times}
+        about = self.about | {"kept": self.last["kept"], "peak_bytes": self.peak_bytes}
+        return {"way": self.way, "label": self.label, **about, **times}
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None

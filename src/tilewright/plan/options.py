@@ -20,7 +20,7 @@ from tilewright.formats.squares import num_blocks
 from tilewright.models.activation_bytes import FP32, TILE
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.fixed import BLOCK_ROWS, INPUTS_OF, SELECTED, Activations, Fixed, Place
-from tilewright.plan.roofline import FORWARD_SHARE, calls_s
+from tilewright.plan.roofline import FORWARD_SHARE, calls_s, remade_share
 from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Cost
 from tilewright.precision.gemms import FP8_FORMATS
@@ -308,7 +308,8 @@ class _Layer:
         if kind in SELECTED and opaque(self.found, self.shape):
             return self.forward_s()
         if kind in ("selective", "products"):
-            return FORWARD_SHARE * self.elementwise_s() + (self.attention_s() if kind == "products" else 0.0)
+            share = FORWARD_SHARE * remade_share(self.found.fused, self.shape.product_bytes)
+            return share * self.elementwise_s() + (self.attention_s() if kind == "products" else 0.0)
         again = self.forward_s() - (self.attention_s() if kind == "attention" else 0.0)
         if self.setting.executor == "standard" and self.found.product_flops:
             again -= self.products_s("fprop") * self.found.last_flops / self.found.product_flops

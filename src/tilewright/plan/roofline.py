@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Literal
 
 from tilewright.core.hardware import Machine
-from tilewright.models.activation_bytes import role, shared_input
+from tilewright.models.activation_bytes import FP32, role, shared_input
 from tilewright.models.count import count_flops
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.fixes import changed
-from tilewright.plan.footprint import activation_bytes, head_shape
+from tilewright.plan.footprint import activation_bytes, head_shape, product_bytes
 from tilewright.plan.workload import BYTES, Product, Workload, fp8_unit
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 
@@ -158,6 +158,16 @@ def element_passes(fused: bool) -> float:
     return _COMPILED_PASSES if fused else _EAGER_PASSES
 
 
+def remade_share(fused: bool, operand_bytes: float) -> float:
+    """Of the time of forward's loops, what backward takes longer where products are kept and the rest is made again.
+
+    Compiled FP32 loops wait for memory, and making a result again costs no more than loading one that was kept: 0.1 to
+    0.2 % of a layer at three widths on a CPU with AMX, where BF16 took what forward takes (rounding between operations
+    is arithmetic; docs/log.md, 2026-11-22).
+    """
+    return 0.05 if fused and operand_bytes == FP32 else 1.0
+
+
 def _fused(work: Workload) -> bool:
     """Whether element-wise work is compiled into loops. Layers with experts are compiled in pieces; most of theirs, the
     tokens' way to experts and back, lies between."""
@@ -167,7 +177,10 @@ def _fused(work: Workload) -> bool:
 def _moved_bytes(work: Workload, mode: str) -> float:
     """Read and written in a micro-batch by all but products and attention."""
     sliced = work.recipe.memory.executor == "layer_major"
-    again = FORWARD_SHARE if sliced or work.recipe.train.activation_checkpoint != "none" else 0.0
+    kind = work.recipe.train.activation_checkpoint
+    again = FORWARD_SHARE if sliced or kind != "none" else 0.0
+    if kind in ("selective", "products") and not sliced:
+        again *= remade_share(_fused(work), product_bytes(work))
     if work.trace is not None:
         return (1 + again) * work.trace.moved_bytes / FORWARD_SHARE
     recipe = changed(work.recipe, {"train.activation_checkpoint": "none"})
