@@ -246,8 +246,8 @@ def duel(mine: Setting, other: Setting, most_pairs: int) -> list[float]:
     return ratios
 
 
-def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """Peak against seconds of a step, a line for each way."""
+def draw(contests: list[dict[str, Any]], path: Path) -> None:
+    """Seconds of each way's best over those of the plan, at the plan's peaks; medians of pairs."""
     from tilewright.report.charts import Series, line_chart, standalone
 
     names = {
@@ -255,16 +255,15 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
         "torch": "torch's activation_memory_budget",
         "every_k": "every k-th layer recomputed",
         "full": "every layer recomputed",
-        "none": "everything kept",
     }
     series = []
     for colour, (way, name) in enumerate(names.items()):
-        mine = sorted(
-            (point["peak_bytes"] / 2**20, point["step_s"]["median"]) for point in points if way == point["way"]
-        )
-        series.append(Series(name, [x for x, _ in mine], [y for _, y in mine], colour, "line" if mine[1:] else "dots"))
-    size, title = (760, 420), "Seconds of a step against the peak of its memory"
-    chart = line_chart(series, label=title, y_label="seconds a step", x_label="peak of the process, MiB", size=size)
+        there = [found for found in contests if way == "planned" or way in found]
+        ratios = [1.0 if way == "planned" else found[way]["over planned"]["median"] for found in there]
+        series.append(Series(name, [found["peak_bytes"] / 2**20 for found in there], ratios, colour, "line"))
+    size, title = (760, 420), "Seconds of a step over those of the plan, at the peak that it has"
+    x_label = "peak of the plan's process, MiB"
+    chart = line_chart(series, label=title, y_label="seconds over the plan's", x_label=x_label, size=size)
     path.write_text(standalone(chart, title, list(names.values()), size), encoding="utf-8")
 
 
@@ -295,7 +294,7 @@ def main() -> None:
         setting.end()
     results = {"unit": "seconds a step", "torch": torch.__version__, "curves": points, "budgets": contests}
     folder = write_result(f"plan_budget_{'tiny' if args.tiny else machine_kind()}", CLAIM, results).parent
-    draw(points, PICTURE if folder == RESULTS and not args.tiny else folder / "plan_budget.svg")
+    draw(contests, PICTURE if folder == RESULTS and not args.tiny else folder / "plan_budget.svg")
 
 
 if __name__ == "__main__":
