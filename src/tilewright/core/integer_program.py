@@ -82,10 +82,14 @@ def minimise(
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
         whole = any(column.whole for column in columns)
         return Solution(tuple(solver.getSolution().col_value), info.mip_gap if whole else 0.0)
-    if solver.getModelStatus() == highspy.HighsModelStatus.kTimeLimit:
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kTimeLimit:
         raise FitError(
             "The solver found no choice that fits, and could not tell that there is none.",
             got=f"{patience_s:g} s, {len(columns)} variables, {len(rows)} constraints",
+            need="a budget with more room",
             try_="a larger budget, or fix some of what is open in the recipe",
         )
+    if status not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        raise AssertionError(f"HiGHS ended with {solver.modelStatusToString(status)}")
     return None
