@@ -36,6 +36,13 @@ def load(folder, tmp_path, **options):
     )
 
 
+def test_a_process_of_its_own_makes_the_same(folder, tmp_path):
+    here = load(folder, tmp_path / "here")
+    apart = load(folder, tmp_path / "apart", own_process=True)
+    assert apart.fingerprint == here.fingerprint
+    assert apart.rejects() == here.rejects()
+
+
 def test_prepare_and_stream(folder, tmp_path):
     prepared = load(folder, tmp_path, holdout=0.2)
     assert prepared.classes == ("ant", "bee", "cat")

@@ -154,6 +154,30 @@ def test_a_killed_preparation_leaves_nothing_that_hurts(corpus_folder, tmp_path)
     assert not part.exists()
 
 
+def test_a_process_of_its_own_makes_the_same(corpus_folder, tmp_path):
+    here = prepare(str(corpus_folder), cache_dir=str(tmp_path / "here"), **OPTIONS)
+    code = f"""
+from tilewright.data.prepare import prepare
+made = prepare({str(corpus_folder)!r}, cache_dir={str(tmp_path / "apart")!r}, own_process=True, **{OPTIONS!r})
+print(made.fingerprint, sorted(made.summary["seconds"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{here.fingerprint} {sorted(here.summary['seconds'])}"
+    assert files_of(tmp_path / "apart") == files_of(tmp_path / "here")
+
+
+def test_what_a_process_of_its_own_raises_is_told_as_ever(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("x")
+    told = []
+    for own_process in (False, True):
+        with pytest.raises(DataError) as caught:
+            prepare(str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), own_process=own_process)
+        told.append(caught.value.problems)
+    assert told[0] == told[1]
+    assert not list((tmp_path / "cache" / "data").glob("*/"))
+
+
 def _prepare_in_process(source, cache, queue):
     prepared = prepare(source, cache_dir=cache, **OPTIONS)
     queue.put((prepared.fingerprint, list(prepared.summary["seconds"])))

@@ -10,6 +10,7 @@ import torch
 
 from tests.plan.rates import make_rates
 from tilewright.core.hardware import detect_machine
+from tilewright.core.log import say
 from tilewright.plan import ceilings, probe
 from tilewright.plan.ceilings import Ceilings, measure
 
@@ -42,6 +43,20 @@ def test_every_rate_is_positive_and_sane(measured):
             assert all(1e4 < value < 1e16 for value in rates), (name, fmt, rate)
     assert 1e8 < measured.bandwidth < 1e13
     assert measured.threads == torch.get_num_threads()
+
+
+def measured_for(machine, key, threads, progress):
+    """In the place of `_measure_all`."""
+    progress("measuring")
+    return replace(make_rates(), key=key, threads=threads)
+
+
+def test_measured_in_a_process_of_its_own(machine, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(ceilings, "_measure_all", measured_for)
+    there = measure(machine, tmp_path, progress=say, own_process=True)
+    assert capfd.readouterr().out == "measuring\n"
+    assert there.threads == torch.get_num_threads()
+    assert measure(machine, tmp_path) == there, "from the cache"
 
 
 def test_second_call_reads_the_cache(machine, tmp_path, monkeypatch):

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 import xxhash
 
+from tilewright.core.apart import apart, here
 from tilewright.core.errors import DataError
 from tilewright.data.cache import cached, file_digest
 from tilewright.data.mix import Picks, permute
-from tilewright.data.progress import Progress
+from tilewright.data.progress import Progress, timed
 from tilewright.data.rows import IGNORE
 
 DOMAIN = "images"
@@ -79,11 +80,14 @@ class PreparedImages:
         return [json.loads(line) for line in lines]
 
 
-def prepare_images(source: str, root: Path, *, image_size: int, holdout: float, seed: int) -> PreparedImages:
+def prepare_images(
+    source: str, root: Path, *, image_size: int, holdout: float, seed: int, own_process: bool = False
+) -> PreparedImages:
     """Prepare a folder of images. Arguments as in `prepare`; `root` is the cache folder.
 
     Raises:
         DataError: no such folder, fewer than two classes with images, or Pillow is missing.
+        HardwareError: the process of its own was ended from outside.
     """
     _need_pillow()
     files = _list_images(Path(source).expanduser())
@@ -91,9 +95,11 @@ def prepare_images(source: str, root: Path, *, image_size: int, holdout: float, 
     for name, path in files:
         status = path.stat()
         digest.update(f"{path.resolve()}\0{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    with Progress("preparing images") as progress:
-        key = f"images-{digest.hexdigest()}"
-        folder, _ = cached(root, key, lambda f: _build(f, source, files, image_size, holdout, seed, progress))
+    run = apart if own_process else here
+    arguments = (source, files, image_size, holdout, seed)
+    folder, _ = cached(
+        root, f"images-{digest.hexdigest()}", lambda f: run(timed, "preparing images", build_images, f, *arguments)
+    )
     return PreparedImages(folder)
 
 
@@ -121,15 +127,21 @@ def _list_images(root: Path) -> list[tuple[str, Path]]:
     return [(f"{c.name}/{f.name}", f) for c in classes for f in sorted(c.iterdir()) if f.is_file()]
 
 
-def _build(
+def build_images(
     folder: Path,
     source: str,
     files: list[tuple[str, Path]],
     image_size: int,
     holdout: float,
     seed: int,
+    *,
     progress: Progress,
 ) -> None:
+    """Fill `folder` with the files of the entry. Arguments as in `prepare`; `files`: names and paths of the images.
+
+    Raises:
+        DataError: fewer than two classes, or none with two images that can be read.
+    """
     progress.phase("decoding", len(files))
     names, pixels, labels, rejects, seen = [], [], [], [], {}
     for name, path in files:

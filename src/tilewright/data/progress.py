@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 log = logging.getLogger(__name__)
@@ -51,3 +52,10 @@ class Progress:
         self._finish()
         if self._bar:
             self._bar.stop()
+
+
+def timed(title: str, build: Callable[..., None], *args: object, **kwargs: object) -> dict[str, float]:
+    """`build` under a bar of its own, passed to it as `progress`; the seconds of its phases."""
+    with Progress(title) as progress:
+        build(*args, progress=progress, **kwargs)
+    return progress.seconds

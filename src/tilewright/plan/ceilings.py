@@ -23,6 +23,7 @@ import platformdirs
 import torch
 
 from tilewright import __version__
+from tilewright.core.apart import apart, here
 from tilewright.core.hardware import Machine
 from tilewright.core.log import get_logger
 from tilewright.ops.kernels import Kernels
@@ -128,6 +129,7 @@ def measure(
     *,
     refresh: bool = False,
     progress: Callable[[str], None] | None = None,
+    own_process: bool = False,
 ) -> Ceilings:
     """The ceilings of this machine, from the cache where it has them.
 
@@ -135,7 +137,12 @@ def measure(
         machine: facts about this machine; its device is the one measured.
         cache_dir: folder of the cache; the user's cache folder by default.
         refresh: measure again.
-        progress: called with a line of text before each measurement.
+        progress: called with a line of text before each measurement; in a process of its own, a function that pickle
+            can carry.
+        own_process: measure in a process of its own, so that pages which this leaves are not in the one that goes on.
+
+    Raises:
+        HardwareError: the process of its own was ended from outside.
 
     A cache folder that cannot be written is told by a warning, and the measurement is used all the same.
     """
@@ -144,7 +151,8 @@ def measure(
     path = folder / "ceilings" / f"{key}.json"
     if not refresh and (cached := _read(path)) is not None:
         return cached
-    ceilings = _measure_all(machine, key, progress or (lambda line: None))
+    run = apart if own_process else here
+    ceilings = run(_measure_all, machine, key, torch.get_num_threads(), progress or _in_silence)
     _write(path, ceilings)
     return ceilings
 
@@ -190,7 +198,12 @@ def _write(path: Path, ceilings: Ceilings) -> None:
         _log.warning("ceilings: not cached, %s cannot be written (%s)", path, error.strerror)
 
 
-def _measure_all(machine: Machine, key: str, progress: Callable[[str], None]) -> Ceilings:
+def _in_silence(line: str) -> None:
+    """Progress that nobody asked for."""
+
+
+def _measure_all(machine: Machine, key: str, threads: int, progress: Callable[[str], None]) -> Ceilings:
+    torch.set_num_threads(threads)
     probe = Probe(_kernels(machine), torch.device(machine.device))
     began = time.perf_counter()
     progress(f"measuring this machine once: {machine.device_name}")

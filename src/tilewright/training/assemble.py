@@ -270,7 +270,7 @@ def set_up(loaded: Loaded, *, running: PlanFile | None = None, goes_on: bool = F
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     prepared = prepare_data(recipe)
-    rates = ceilings.measure(machine, progress=say)
+    rates = ceilings.measure(machine, progress=say, own_process=True)
     run = recipe.run
     tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
     site = Site(prepared.vocab_size, machine, rates, tier_dir)
@@ -451,4 +451,5 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
         text_field=data.text_field,
         image_size=data.image_size,
         cache_dir=data.cache_dir,
+        own_process=True,
     )
