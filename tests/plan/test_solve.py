@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tilewright.plan.solve import Cost, Group, Phase, Problem, host_bytes, phase_bytes, seconds, solve
 
 NUMBERS = st.integers(0, 20)
-COST = st.builds(Cost, st.integers(1, 50), *[NUMBERS] * 7)
+COST = st.builds(Cost, st.integers(1, 50), *[NUMBERS] * 8)
 
 
 @st.composite
@@ -55,6 +55,8 @@ def every(problem):
         peaks = []
         for phase in problem.phases:
             size = phase.base + sum(cost.held for _, cost in layers)
+            for group, row in zip(problem.groups, counts, strict=True):
+                size += sum(cost.once for cost, count in zip(group.costs, row, strict=True) if count)
             size += sum(cost.kept for name, cost in layers if name in phase.kept)
             size += sum(cost.gradient for name, cost in layers if name in phase.gradients)
             running = {

@@ -30,7 +30,7 @@ from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
 from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.footprint import Pages, layer_storages, process_bytes, process_size
+from tilewright.plan.footprint import KIND_BYTES, Pages, layer_storages, process_bytes, process_size
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
 from tilewright.plan.roofline import element_passes, expert_rows
 from tilewright.plan.shape import LayerClass, Line, ModelShape
@@ -386,6 +386,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         compiled=work.compiled,
         loss_compiled=work.loss_compiled,
         process_bytes=process_bytes(work),
+        kind_bytes=KIND_BYTES if work.compiled and machine.device == "cpu" else 0,
         expert_rows=expert_rows(machine),
         gaps=pages.gaps,
         rebuilt=pages.rebuilt,

@@ -30,6 +30,8 @@ PROCESS_BYTES = 415 * MIB
 """Resident set with torch and this package imported and the data open, before the model (measured, CPU build)."""
 COMPILER_BYTES = 105 * MIB
 """Added by torch.compile: its own modules, and the code it made (measured)."""
+KIND_BYTES = 8 * MIB
+"""Of those, graphs and code for one way of treating layers; each further way adds as much (measured: 5, 8 and 10)."""
 TRANSFORMERS_BYTES = 65 * MIB
 """Added by transformers where the model is one of its own (measured)."""
 TRITON_BYTES = 70 * MIB
@@ -70,7 +72,9 @@ class Pages:
             return cls(3.3, 1.0, 0.0)
         if _widened(machine, operand_bytes):
             return cls(3.3, 1.0, 0.0 if compiled else 0.47)
-        return cls(2.5, 0.0, 0.1) if compiled else cls(2.0, 0.0, 0.4)
+        if not compiled:
+            return cls(2.0, 0.0, 0.4)
+        return cls(2.5, 0.0, 0.1) if operand_bytes < 4 else cls(0.7, 1.0, 0.15)
 
 
 @dataclass(frozen=True)

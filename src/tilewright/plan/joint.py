@@ -385,6 +385,7 @@ def _owners(
     """Device bytes of a phase by owner; `work` is what lives only while something runs, and the journal."""
     found = {"parameters": 0.0, "optimizer": 0.0, "gradients": 0.0, "activations": 0.0, "buffers": 0.0}
     total, running = phase.base, 0.0
+    process += sum(row.cost.once for row in rows)
     for row in rows:
         cost, held = row.cost, 0.0
         for owner, (place, size) in zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True):
@@ -400,7 +401,7 @@ def _owners(
         gaps = kept * shape.gaps / (1 + shape.gaps) if setting.executor == "standard" else 0.0  # counts as work
         found["activations"] += kept - gaps + max(0.0, row.count * cost.held - held)  # inputs in a CPU's host tier
         found["gradients"] += gradients
-        total += row.count * cost.held + kept + gradients
+        total += row.count * cost.held + cost.once + kept + gradients
         running = max(running, cost.for_phase(phase.transient))
     work = total + running - sum(found.values()) - process
     found["work"] = work if work >= 1 else 0.0

@@ -184,6 +184,7 @@ def _bytes(row: Row) -> str:
     cost = row.cost
     parts = [("held on the device", cost.held), ("kept for backward", cost.kept), ("on the host", cost.host)]
     parts += [("on the disk", cost.disk), ("while it runs", max(cost.forward, cost.backward))]
+    parts += [("once for all layers like it", cost.once)]
     return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts if size)
 
 

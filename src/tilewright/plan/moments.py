@@ -165,13 +165,14 @@ def _standard(
 ) -> list[Phase]:
     """On a CPU the pages of activations and of backward's work stay with the process, so they are in all phases."""
     cpu, everything = machine.device == "cpu", layers | ends
-    copy, process = base.state if cpu and written_beside(recipe) else 0.0, base.process
+    copy = base.state if cpu and written_beside(recipe) else 0.0
+    process = base.process - len(shape.classes) * shape.kind_bytes  # counted for each way there is (`Cost.once`)
     held = everything if setting.num_micro > 1 else frozenset[str]()
     of_head = base.head_kept + base.head_gradient
     top = process + of_head
     pages: Transient = "backward" if cpu else "none"
     found = [
-        Phase("load", base.process),
+        Phase("load", process),
         Phase("forward", process, layers, held, "backward" if cpu else "forward"),
         Phase("loss", top + base.loss_work, layers, held, pages),
         Phase("backward", top + base.stream, layers, held, "backward"),

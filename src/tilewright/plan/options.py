@@ -216,6 +216,7 @@ class _Layer:
             gradient=4.0 * found.num_parameters,
             forward=rebuilt,
             backward=counted + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
+            once=self.shape.kind_bytes if found.products else 0.0,  # embedding and head have none
         )
 
     def _layer_major(self) -> Cost:

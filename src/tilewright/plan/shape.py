@@ -96,7 +96,9 @@ class ModelShape:
     compiled: bool
     loss_compiled: bool
     process_bytes: float
-    """Of a process on a CPU, besides the model."""
+    """Of a process on a CPU, besides the model; the code for one way of treating each class of layers included."""
+    kind_bytes: float = 0.0
+    """That code, in the standard executor (`footprint.KIND_BYTES`)."""
     expert_rows: float = 1.0
     """Rows that an expert multiplies over rows that it was given (`roofline.expert_rows`)."""
     gaps: float = 0.0

@@ -23,7 +23,8 @@ class Cost:
 
     `seconds`: of a step. `held`: bytes on the device all the time. `kept`: bytes on the device from forward to
     backward. `gradient`: bytes of gradients that stay until the update. `host`, `disk`: bytes there. `forward`,
-    `backward`: bytes on the device while this layer runs, one layer at a time.
+    `backward`: bytes on the device while this layer runs, one layer at a time. `once`: bytes on the device all the
+    time where any layer of the group takes the option, however many do: code that was compiled for it.
     """
 
     seconds: float
@@ -34,6 +35,7 @@ class Cost:
     disk: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
+    once: float = 0.0
 
     def for_phase(self, transient: Transient) -> float:
         """Bytes on the device while this layer runs."""
@@ -96,6 +98,7 @@ def phase_bytes(problem: Problem, phase: Phase, counts: Counts) -> float:
             total += count * cost.kept if group.name in phase.kept else 0.0
             total += count * cost.gradient if group.name in phase.gradients else 0.0
             if count:
+                total += cost.once
                 running = max(running, cost.for_phase(phase.transient))
     return total + running
 
@@ -223,6 +226,7 @@ def _rows(problem: Problem, columns: _Columns, unit: float, smallest: bool) -> l
             group, cost = problem.groups[g], problem.groups[g].costs[o]
             size = cost.held + (cost.kept if group.name in phase.kept else 0.0)
             entries[i] = (size + (cost.gradient if group.name in phase.gradients else 0.0)) / unit
+            entries[num + i] = cost.once / unit
         if phase.transient != "none":
             entries[columns.running[phase.transient]] = 1.0
         if smallest:
