@@ -26,6 +26,7 @@ OMP_NUM_THREADS=1 python -m benchmarks.plan_budget [--rounds 6] [--pairs 32] [--
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -141,7 +142,8 @@ class Setting:
         command = [sys.executable, "-m", "benchmarks.plan_budget", "--worker", json.dumps(setting)]
         command += ["--tiny"] * tiny
         # A compiler cache of its own: graphs made under another memory budget must not be met here.
-        folder = Path(tempfile.gettempdir()) / f"plan_budget_{label}{'_tiny' * tiny}"
+        words = re.findall(r"[\w.]+", f"plan_budget {label} {'tiny' * tiny}")  # g++ is not told of spaces in paths
+        folder = Path(tempfile.gettempdir()) / "_".join(words)
         env = os.environ | HELD | {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
         if not folder.exists():
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env, check=True)
