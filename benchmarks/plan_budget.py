@@ -12,8 +12,8 @@ own, and its partitioner knows what it costs. Where a CPU multiplies BF16 in FP3
 which the partitioner holds to be free. The micro-batch is given, so the planner does not make it smaller.
 The C library keeps freed pages in all of them (`HELD`), so that steps are compared and not how often pages are fetched.
 Each setting's graphs are compiled in a process before: what compiling takes is in nobody's peak then.
-Only steps are taken, so evaluation and checkpoints are set such that they take no more memory than a step: a plan
-counts them. Each setting is a process of its own that waits for its turn; all take steps in turns, so a busy moment of
+The run is a long one, in which a change of plan pays. Only steps of it are taken, so evaluation and checkpoints are set
+such that they take no more memory than a step: a plan counts them. Each setting is a process of its own that waits for its turn; all take steps in turns, so a busy moment of
 the machine hits all alike. At each peak of a plan the two best settings of each way that stay within it are chosen.
 Then each is measured once more beside the plan, step by step, first one first and then the other, until it is clear
 which is faster: the best of several is partly the luckiest, so the turns in which they were chosen don't count. Of the
@@ -51,7 +51,7 @@ SHAPE = {
     "model.dim": "384", "model.num_layers": "8", "model.num_heads": "6", "model.num_kv_heads": "6",
     "model.ffn_dim": "1024", "data.vocab_size": "4096", "data.max_bytes": "8MB", "train.batch_size": "4",
     "train.micro_batch": "4", "train.eval_batches": "1", "run.device": "cpu", "plan.enforce": "false",
-    "plan.margin": str(MARGIN), "precision.mode": "fp32", "save.background": "false", "precision.eval_fp32": "false",
+    "train.steps": "10000", "plan.margin": str(MARGIN), "precision.mode": "fp32", "save.background": "false", "precision.eval_fp32": "false",
 }  # fmt: skip
 TINY = {"model.dim": "64", "model.num_layers": "4", "model.num_heads": "2", "model.num_kv_heads": "2"} | {
     "model.ffn_dim": "128", "data.vocab_size": "512", "data.max_bytes": "2MB", "data.seq_len": "512",
