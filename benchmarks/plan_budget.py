@@ -13,12 +13,12 @@ which the partitioner holds to be free. The micro-batch is given, so the planner
 The C library keeps freed pages in all of them (`HELD`), so that steps are compared and not how often pages are fetched.
 Each setting's graphs are compiled in a process before: what compiling takes is in nobody's peak then.
 The run is a long one, in which a change of plan pays. Only steps of it are taken, so evaluation and checkpoints are set
-such that they take no more memory than a step: a plan counts them. Each setting is a process of its own that waits for its turn; all take steps in turns, so a busy moment of
-the machine hits all alike. At each peak of a plan the two best settings of each way that stay within it are chosen.
-Then each is measured once more beside the plan, step by step, first one first and then the other, until it is clear
-which is faster: the best of several is partly the luckiest, so the turns in which they were chosen don't count. Of the
-two the one that does better then is the way's. A way of which nothing fits has no time. All processes stay until the
-end: 14 GiB or so.
+such that they take no more memory than a step: a plan counts them. Each setting is a process of its own that waits for
+its turn; all take steps in turns, so a busy moment of the machine hits all alike. At each peak of a plan the two best
+settings of each way that stay within it are chosen. Then each is measured once more beside the plan, step by step,
+first one first and then the other, until it is clear which is faster: the best of several is partly the luckiest, so
+the turns in which they were chosen don't count. Of the two the one that does better then is the way's. A way of which
+nothing fits has no time. All processes stay until the end: 14 GiB or so.
 
 OMP_NUM_THREADS=1 python -m benchmarks.plan_budget [--rounds 6] [--pairs 32] [--budgets 5] [--tiny]
 """
@@ -51,7 +51,8 @@ SHAPE = {
     "model.dim": "384", "model.num_layers": "8", "model.num_heads": "6", "model.num_kv_heads": "6",
     "model.ffn_dim": "1024", "data.vocab_size": "4096", "data.max_bytes": "8MB", "train.batch_size": "4",
     "train.micro_batch": "4", "train.eval_batches": "1", "run.device": "cpu", "plan.enforce": "false",
-    "train.steps": "10000", "plan.margin": str(MARGIN), "precision.mode": "fp32", "save.background": "false", "precision.eval_fp32": "false",
+    "train.steps": "10000", "plan.margin": str(MARGIN), "precision.mode": "fp32", "save.background": "false",
+    "precision.eval_fp32": "false",
 }  # fmt: skip
 TINY = {"model.dim": "64", "model.num_layers": "4", "model.num_heads": "2", "model.num_kv_heads": "2"} | {
     "model.ffn_dim": "128", "data.vocab_size": "512", "data.max_bytes": "2MB", "data.seq_len": "512",

@@ -8,9 +8,11 @@ from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
 from tests.plan.shapes import DENSE_42B
 from tests.plan.test_cost import MOE
 from tilewright.core.errors import ConfigError
+from tilewright.core.integer_program import OutOfTime
+from tilewright.core.placement import LayerPlacement, Placement
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
-from tilewright.plan.footprint import footprint
+from tilewright.plan.footprint import KIND_BYTES, footprint
 from tilewright.plan.joint import JointPlanner, largest
 from tilewright.plan.joint_plan import Budget
 from tilewright.plan.joint_words import cheapest_changes, timeline, verdict, why
@@ -18,6 +20,7 @@ from tilewright.plan.moments import FRAGMENTS, stages
 from tilewright.plan.options import Choice, Links, Setting, choices, layer_cost, layer_seconds
 from tilewright.plan.plan_file import is_plan_file, read_plan, to_toml
 from tilewright.plan.published import find_published
+from tilewright.plan.solve import solve
 from tilewright.plan.workload import Planner
 
 H200 = find_published("h200")
@@ -186,6 +189,60 @@ def test_a_plan_on_a_cpu_uses_no_host_tier():
     plan = planner.plan(Budget(8 * GIB, 0, Links(None, None)))
     assert plan.host == {}
     assert {row.choice.states for row in plan.rows} == {"device"}
+
+
+def test_each_way_of_treating_compiled_layers_costs_its_code():
+    budget, machine = Budget(8 * GIB, 0, Links(None, None)), make_machine(8 * GIB, compiler="g++")
+    planner = JointPlanner(deep_recipe(), 4096, machine, make_rates())
+    setting, num_layers = Setting.of(planner.recipe), DEEP["num_layers"]
+
+    def process(*kinds):
+        layers = tuple(LayerPlacement(activations=kinds[i % len(kinds)]) for i in range(num_layers))
+        found = planner.priced(setting, Placement(layers=layers), budget)
+        assert found.phase_bytes("forward") == pytest.approx(sum(found.phases["forward"].values()))
+        return {owners["process"] for owners in found.phases.values()}
+
+    one = footprint(Planner(4096, machine).workload(planner.recipe)).other_parts["process"]
+    for number in (1, 2, 3):
+        assert process(*("keep", "attention", "recompute")[:number]) == {one + (number - 1) * KIND_BYTES}
+    eager = JointPlanner(deep_recipe(compile="off"), 4096, machine, make_rates())
+    assert eager.shape(eager.recipe).kind_bytes == 0
+
+
+def test_a_setting_that_takes_the_solver_too_long_is_left_out(deep, monkeypatch):
+    """And a plan that may be there is not taken for one that is not."""
+    budget = Budget(4 * GIB, 64 * GIB, LINKS)
+    best = deep.plan(budget)
+    assert not [note for note in best.notes if "left out" in note]
+
+    def late_with(*late):
+        def solved(problem, **options):
+            if problem in late or not late:
+                raise OutOfTime("too long")
+            return solve(problem, **options)
+
+        monkeypatch.setattr("tilewright.plan.joint.solve", solved)
+
+    tables = []
+    monkeypatch.setattr("tilewright.plan.joint.solve", lambda problem, **_: tables.append(problem))
+    assert deep.plan(budget) is None
+    mine = next(i for i, problem in enumerate(tables) if _is_of(problem, best))
+    late_with(tables[mine])
+    other = deep.plan(budget)
+    assert other.setting != best.setting
+    assert other.step_s >= best.step_s
+    assert [note for note in other.notes if "1 of the settings" in note]
+    late_with()
+    with pytest.raises(OutOfTime):
+        deep.plan(budget)
+    with pytest.raises(OutOfTime):
+        deep.smallest(budget)
+
+
+def _is_of(problem, plan):
+    """Whether a solver's problem is that of a plan's setting: its groups price the plan's rows."""
+    costs = {(group.name, cost) for group in problem.groups for cost in group.costs}
+    return all((row.name, row.cost) in costs for row in plan.rows)
 
 
 def test_plan_files_are_read_back(tmp_path, plans):

@@ -14,6 +14,10 @@ PATIENCE_S = 20.0
 """Seconds after which the best that was found counts."""
 
 
+class OutOfTime(FitError):
+    """Nothing was found in time, nor that there is nothing."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A variable: what one of it costs, where it lies, and whether it is a whole number."""
@@ -53,7 +57,7 @@ def minimise(
         patience_s: seconds after which the best that was found counts, with the gap that is known then.
 
     Raises:
-        FitError: nothing was found in that time, nor that there is nothing.
+        OutOfTime: nothing was found in that time, nor that there is nothing.
 
     Example:
         >>> coins = [Column(1, whole=True), Column(1, whole=True)]  # of 5 and of 3, as few as possible
@@ -84,7 +88,7 @@ def minimise(
         return Solution(tuple(solver.getSolution().col_value), info.mip_gap if whole else 0.0)
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kTimeLimit:
-        raise FitError(
+        raise OutOfTime(
             "The solver found no choice that fits, and could not tell that there is none.",
             got=f"{patience_s:g} s, {len(columns)} variables, {len(rows)} constraints",
             need="a budget with more room",

@@ -12,7 +12,7 @@ from typing import Any
 from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.integer_program import PATIENCE_S
+from tilewright.core.integer_program import PATIENCE_S, OutOfTime
 from tilewright.core.placement import Placement
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.classes import ShapeFinder
@@ -122,9 +122,14 @@ class JointPlanner:
         return _split(found, self.fixed) if self.fixed.layers else found
 
     def plan(self, budget: Budget) -> JointPlan | None:
-        """The fastest plan within a budget, `plan.margin` left free; None where nothing fits."""
+        """The fastest plan within a budget, `plan.margin` left free; None where nothing fits.
+
+        Raises:
+            OutOfTime: the solver found nothing in its time, and where it had an end, nothing fits.
+        """
         for recipe, narrowed in self._recipes():
             best: tuple[float, _Table, Answer] | None = None
+            late: list[OutOfTime] = []
             shape = self.shape(recipe)
             for setting in _settings(recipe, self.fixed):
                 if best is not None and setting.loss_tile < best[1].setting.loss_tile:
@@ -135,7 +140,11 @@ class JointPlanner:
                 head = sum(self._head_seconds(shape, setting).values())
                 if best is not None and head + least_seconds(table.problem) >= best[0]:
                     continue
-                answer = solve(table.problem, gap=GAP)
+                try:
+                    answer = solve(table.problem, gap=GAP)
+                except OutOfTime as error:
+                    late.append(error)
+                    continue
                 if answer is None:
                     continue
                 total = head + seconds(table.problem, answer.counts)
@@ -144,11 +153,13 @@ class JointPlanner:
             if best is not None:
                 _, table, answer = best
                 rows = tuple(_rows(table, answer.counts))
-                stopped = _stopped(answer.gap, "faster")
-                found = self._assembled(recipe, shape, budget, table, rows, narrowed, stopped)
+                notes = (*_stopped(answer.gap, "faster"), *_left_out(late))
+                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes)
                 found = self._settled(found, budget)
                 if found is not None:
                     return found
+            if late:  # something of these formats may fit
+                raise late[0]
         return None
 
     def _settled(self, found: JointPlan, budget: Budget) -> JointPlan | None:
@@ -164,8 +175,13 @@ class JointPlanner:
         return replace(real, narrowed=found.narrowed) if real.peak_bytes <= left * budget.device else None
 
     def smallest(self, budget: Budget) -> JointPlan | None:
-        """The plan with the least device memory within the host's budget; None where the host's is too small."""
+        """The plan with the least device memory within the host's budget; None where the host's is too small.
+
+        Raises:
+            OutOfTime: the solver found nothing in its time, and where it had an end, nothing fits.
+        """
         best: tuple[float, JointPlan] | None = None
+        late: list[OutOfTime] = []
         for recipe, narrowed in self._recipes():
             shape = self.shape(recipe)
             settings = list(_settings(recipe, self.fixed))
@@ -176,13 +192,20 @@ class JointPlanner:
                 table = self._table(recipe, shape, setting, budget)
                 if not all(table.options):
                     continue
-                answer = solve(table.problem, smallest=True, gap=GAP)
+                try:
+                    answer = solve(table.problem, smallest=True, gap=GAP)
+                except OutOfTime as error:
+                    late.append(error)
+                    continue
                 if answer is None:
                     continue
                 rows = tuple(_rows(table, answer.counts))
-                found = self._assembled(recipe, shape, budget, table, rows, narrowed, _stopped(answer.gap, "smaller"))
+                notes = (*_stopped(answer.gap, "smaller"), *_left_out(late))
+                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes)
                 if best is None or found.peak_bytes < best[0]:
                     best = (found.peak_bytes, found)
+        if best is None and late:
+            raise late[0]
         return best[1] if best else None
 
     def priced(self, setting: Setting, placement: Placement, budget: Budget) -> JointPlan:
@@ -326,6 +349,13 @@ def _stopped(gap: float, better: str) -> tuple[str, ...]:
     if gap <= 2 * GAP:
         return ()
     return (f"the solver was stopped after {PATIENCE_S:g} s: a plan up to {gap:.2%} {better} may exist",)
+
+
+def _left_out(late: Sequence[OutOfTime]) -> tuple[str, ...]:
+    """What a plan says where other settings than its own were not brought to an end."""
+    if not late:
+        return ()
+    return (f"the solver found nothing in {PATIENCE_S:g} s for {len(late)} of the settings, which are left out",)
 
 
 def _settings(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:

@@ -132,7 +132,7 @@ def solve(problem: Problem, *, smallest: bool = False, gap: float = 1e-9) -> Ans
         gap: share of the optimum by which the answer may miss it. It misses it by more where the solver takes too long.
 
     Raises:
-        FitError: the solver took too long and found nothing.
+        OutOfTime: the solver took too long and found nothing.
     """
     if not smallest and _plainly_too_large(problem):
         return None
