@@ -1,5 +1,8 @@
 """Environment variables: the DeepSeek names, the generic ones, and what is wrong with a value."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tilewright.core import env
@@ -64,3 +67,20 @@ def test_colour_and_compiler():
     assert env.no_color({"NO_COLOR": "1"})
     assert not env.no_color({})
     assert env.compiler({"CXX": " clang++ "}) == "clang++"
+
+
+def test_what_was_imported_is_never_searched_for_garbage():
+    code = """
+import gc
+from tilewright.core.env import quick_imports
+with quick_imports():
+    assert not gc.isenabled()
+    import torch
+assert gc.isenabled()
+frozen = gc.get_freeze_count()
+with quick_imports():
+    kept = [[] for _ in range(100)]
+print(frozen > 100_000, gc.get_freeze_count() == frozen)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
