@@ -10,8 +10,9 @@ is faster by enough to pay for the change:
 
     shape           the rows of a batch have another length
     budget          free memory, or what the run may use, changed by more than 10 %
-    prediction      a step took more than 5 % above what was expected, and again after the allocator's free blocks were
-                    given back: a C library's grow for hundreds of steps, where none of them needs more than the first
+    prediction      a step took more than 5 % above what was expected (1 % where it took more than the run may use),
+                    and again after the allocator's free blocks were given back: a C library's grow for hundreds of
+                    steps, where none of them needs more than the first
     out of memory   an allocator found none. The step has changed nothing (`whole`), and is computed again under a
                     tighter plan: the same batch, the same random numbers, the same result
 
@@ -45,6 +46,8 @@ class Rules:
 
     error: float = 0.05
     """Measured over expected bytes, less one."""
+    over: float = 0.01
+    """The same where a step takes more than the run may use."""
     budget: float = 0.10
     """Change in the bytes that the run may use."""
     cut: float = 0.10
@@ -250,19 +253,21 @@ class Regroup:
             self.time_factor *= seconds / self._step_s
         expected = self._peak_bytes
         error = self._measured / expected - 1
-        if error > self.rules.error and self._relievable():
-            self._relieve(expected, error)
-        elif error > self.rules.error and self._piles_up():
+        slightly = error <= self.rules.error and self._measured > self._allowed()
+        threshold = self.rules.over if slightly else self.rules.error
+        if error > threshold and self._relievable():
+            self._relieve(expected, error, threshold)
+        elif error > threshold and self._piles_up():
             pass
-        elif error > self.rules.error or (settled and error < -self.rules.error):
+        elif error > threshold or (settled and error < -self.rules.error):
             self.memory_factor *= 1 + error
             kind = "prediction" if self._calibrated else "calibration"
             text = (
                 f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%} "
-                f"(threshold {self.rules.error:.0%}), so plans are multiplied by {self.memory_factor:.3f}"
+                f"(threshold {threshold:.0%}), so plans are multiplied by {self.memory_factor:.3f}"
             )
             numbers = {"measured_bytes": self._measured, "expected_bytes": expected, "error": error}
-            self._plan_again(kind, text, threshold=self.rules.error, **numbers)
+            self._plan_again(kind, text, threshold=threshold, **numbers)
         elif not self._calibrated:
             text = f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%}"
             # Less than expected may be more in the next step: an allocator's blocks are not where they will be.
@@ -285,18 +290,18 @@ class Regroup:
         back shows what is needed."""
         return self._relieved_at > 0 and self._under > self._relieved_at + 1
 
-    def _relieve(self, expected: float, error: float) -> None:
+    def _relieve(self, expected: float, error: float, threshold: float) -> None:
         """Give free blocks back; only what is measured from now on counts."""
         assert self._give_back is not None
         self._give_back()
         if not self._relieved_at:
             text = (
                 f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%} (threshold "
-                f"{self.rules.error:.0%}), so the allocator's free blocks are given back; from now on without a word, "
+                f"{threshold:.0%}), so the allocator's free blocks are given back; from now on without a word, "
                 f"every {self.rules.relief} steps at most"
             )
             numbers = {"measured_bytes": self._measured, "expected_bytes": expected, "error": error}
-            self._tell("prediction", text, threshold=self.rules.error, **numbers)
+            self._tell("prediction", text, threshold=threshold, **numbers)
         self._measured, self._relieved_at = 0.0, self._under
 
     def _went_on(self) -> None:
