@@ -197,13 +197,13 @@ def test_free_blocks_that_pile_up_are_given_back_and_change_no_plan():
     for _ in range(40):
         play.step()
         play.executor.factor += 0.004
-    assert given == [15, 32]
-    assert play.regroup.memory_factor == pytest.approx(1.004, abs=2e-3)  # of the second step
+    assert given == [23]
+    assert play.regroup.memory_factor == pytest.approx(1.004 * 1.03, abs=2e-3)  # of the second step, and what follows
     assert play.triggers() == ["calibration", "prediction"]  # told once
     assert "so the allocator's free blocks are given back" in play.events[1][1]
 
 
-@pytest.mark.parametrize(("budget", "given"), [(1e6, [7, 18, 29]), (640, [7, 13, 19, 25])])
+@pytest.mark.parametrize(("budget", "given"), [(1e6, [9, 20]), (640, [7, 13, 19, 25])])
 def test_free_blocks_that_pile_up_fast(budget, given):
     """They pass the threshold before they may be given back again: the plan learns nothing of it. Where they pass what
     the run may use, they are given back at once."""
@@ -218,7 +218,7 @@ def test_free_blocks_that_pile_up_fast(budget, given):
         play.step()
         play.executor.factor += 0.012
     assert when == given
-    assert play.regroup.memory_factor == pytest.approx(1.012, abs=1e-3)  # of the second step
+    assert play.regroup.memory_factor == pytest.approx(1.012 * 1.03, abs=1e-3)  # of the second step, and what follows
     assert play.executor.placement == KEEP
 
 
