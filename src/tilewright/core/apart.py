@@ -78,6 +78,7 @@ def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         "A process that did part of the work was ended from outside.",
         got=f"signal {-code} ({signal.Signals(-code).name})",
         need="memory enough for it: Linux ends processes when there is none left",
+        try_="the same command again with more memory free",
         where=f"{function.__module__}.{getattr(function, '__qualname__', '')}",
     )
 

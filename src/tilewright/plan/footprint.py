@@ -66,7 +66,8 @@ class Pages:
         """The shares of a machine, the bytes of an operand of the products, and layers that are compiled or not.
 
         Measured with glibc on two kinds of CPU, 4 to 16 rows, 6 and 12 layers, a decoder and a Llama. One that
-        multiplies 16-bit operands in FP32 frees the FP32 result beside the rounded one that is kept.
+        multiplies 16-bit operands in FP32 frees the FP32 result beside the rounded one that is kept. Compiled FP32
+        layers: 4 to 12 of them, three widths (docs/log.md, 2026-11-22).
         """
         if machine.device != "cpu":
             return cls(3.3, 1.0, 0.0)
