@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,10 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
         answer({})
     if regroup.expected_bytes is not None:
         found["after_bytes"] = regroup.expected_bytes
-    found["step_s_planned"] = step_s(setup, None if placement == began else placement, json.loads(line))
+    several = [ceilings.Ceilings.from_json(rates) for rates in json.loads(line)]
+    now = None if placement == began else placement
+    found["step_s_planned"] = step_s(setup, now, ceilings.middle(several))
+    found["step_s_each"] = [step_s(setup, now, rates) for rates in several]
     found["measured"] = beyond_steps(setup, parts) | parts.ledger.snapshot(parts.model, parts.optimizer)["known_phases"]
     found |= {"factor": regroup.memory_factor, "events": events}
     found["placement"] = sorted({str(layer) for layer in placement.layers})
@@ -97,9 +101,9 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
     answer(found)
 
 
-def step_s(setup: Setup, placement: Placement | None, rates: dict[str, Any]) -> float:
+def step_s(setup: Setup, placement: Placement | None, rates: ceilings.Ceilings) -> float:
     """Seconds of a step that the planner says, with these rates; of another placement than the run began with."""
-    site = replace(setup.planned.site, rates=ceilings.Ceilings.from_json(rates))
+    site = replace(setup.planned.site, rates=rates)
     if setup.planned.joint is None and placement is None:
         return plan_run(setup.planned.loaded, site).plan.step_s
     where = placement or setup.planned.placement
@@ -150,9 +154,9 @@ class Case:
         """Take one."""
         self._tell("step")
 
-    def end(self, rates: ceilings.Ceilings) -> dict[str, Any]:
-        """What was found, with the machine's rates while it ran."""
-        return self._tell(json.dumps(rates.to_json()))
+    def end(self, rates: Sequence[ceilings.Ceilings]) -> dict[str, Any]:
+        """What was found, with the machine's rates each time they were measured."""
+        return self._tell(json.dumps([one.to_json() for one in rates]))
 
     def _tell(self, line: str) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -186,8 +190,7 @@ def measure(recipe: str, settings: dict[str, str], rounds: int) -> dict[str, dic
         for case in list(cases.values()) * STEPS:
             case.step()
         rates.append(ceilings.measure(machine, refresh=True))
-    middle = ceilings.middle(rates)
-    return {plan: errors(case.end(middle)) for plan, case in cases.items()}
+    return {plan: errors(case.end(rates)) for plan, case in cases.items()}
 
 
 def planned_bytes(recipe: str, settings: dict[str, str]) -> float:

@@ -11,8 +11,8 @@ is faster by enough to pay for the change:
     shape           the rows of a batch have another length
     budget          free memory, or what the run may use, changed by more than 10 %
     prediction      a step took more than 5 % above what was expected (1 % where it took more than the run may use),
-                    and again after the allocator's free blocks were given back: a C library's grow for hundreds of
-                    steps, where none of them needs more than the first
+                    and not because of the allocator's free blocks: a C library's grow for hundreds of steps, where
+                    none of them needs more than the first, and are given back at 2.5 %
     out of memory   an allocator found none. The step has changed nothing (`whole`), and is computed again under a
                     tighter plan: the same batch, the same random numbers, the same result
 
@@ -54,8 +54,10 @@ class Rules:
     """Less than what was expected of the placement that found no memory."""
     growth: float = 0.03
     """Of a step beyond the second, where the allocator keeps free blocks (measured in eight runs: 3 to 7 %)."""
-    relief: int = 10
-    """Steps between two times that free blocks are given back: the next step fetches its pages anew."""
+    drift: float = 0.025
+    """Measured over expected bytes, less one, at which free blocks are given back."""
+    relief: int = 5
+    """Steps between two times that they are: it takes 20 to 60 ms, and the next step fetches its pages anew."""
     gain: float = 0.02
     """Share of the step time that a change must save where it need not be made."""
 
@@ -258,8 +260,9 @@ class Regroup:
         later = (1 + error) * (1 + self.rules.growth * (self._give_back is not None))  # what the second step foretells
         slightly = error <= self.rules.error and self._measured > self._allowed()
         threshold = self.rules.over if slightly else self.rules.error
-        if error > threshold and self._relievable():
-            self._relieve(expected, error, threshold)
+        drift = min(threshold, self.rules.drift)
+        if error > drift and self._relievable():
+            self._relieve(expected, error, drift)
         elif error > threshold and self._piles_up():
             pass
         elif error > threshold or (settled and later < 1 - self.rules.error):
@@ -279,6 +282,8 @@ class Regroup:
             self._tell("calibration", f"{text}, {then}", error=error, threshold=self.rules.error)
         elif settled:
             self.memory_factor *= later
+        elif error > drift and self._under == self._relieved_at + 1:  # what was given back was not too much
+            self.memory_factor *= 1 + error
         self._calibrated = True
 
     def _relievable(self) -> bool:
