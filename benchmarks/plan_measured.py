@@ -17,7 +17,7 @@ ceilings are measured again and again. `step_error` is what the planner says of 
 rates, over the median step after a placement's first; `step_error_before` what it said when the run began, with rates
 measured just before. A first pass, not counted, prepares data and kernels.
 
-python -m benchmarks.plan_measured [--rounds 4] [--only MODEL ...]
+python -m benchmarks.plan_measured [--rounds 8] [--only MODEL ...]
 """
 
 import argparse
@@ -60,7 +60,7 @@ PLANS: dict[str, dict[str, str]] = {
     "layer_major": {"memory.executor": "layer_major", "optim.moments": "8bit", "memory.states": "disk"},
 }
 SHARE = 0.85
-STEPS = 2
+STEPS = 1
 """Of each run between two measurements of the ceilings."""
 ERRORS = ("error_before", "error_before_steps", "error_after", "step_error", "step_error_before")
 
@@ -216,7 +216,7 @@ def errors(found: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """All cases, written as a model's end."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", nargs="*", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--worker", type=json.loads)
     args = parser.parse_args()

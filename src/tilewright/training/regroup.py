@@ -270,7 +270,7 @@ class Regroup:
             kind = "prediction" if self._calibrated else "calibration"
             text = (
                 f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%} "
-                f"(threshold {threshold:.0%}), so plans are multiplied by {self.memory_factor:.3f}"
+                f"(threshold {100 * threshold:g}%), so plans are multiplied by {self.memory_factor:.3f}"
             )
             numbers = {"measured_bytes": self._measured, "expected_bytes": expected, "error": error}
             self._plan_again(kind, text, threshold=threshold, **numbers)
@@ -305,7 +305,7 @@ class Regroup:
         if not self._relieved_at:
             text = (
                 f"{format_bytes(self._measured)} measured, {format_bytes(expected)} expected: {error:+.1%} (threshold "
-                f"{threshold:.0%}), so the allocator's free blocks are given back; from now on without a word, "
+                f"{100 * threshold:g}%), so the allocator's free blocks are given back; from now on without a word, "
                 f"every {self.rules.relief} steps at most"
             )
             numbers = {"measured_bytes": self._measured, "expected_bytes": expected, "error": error}
