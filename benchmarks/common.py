@@ -7,10 +7,13 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy", "tilewright")
@@ -57,6 +60,29 @@ def spread(samples: Sequence[float]) -> dict[str, Any]:
         "max": max(samples),
         "samples": [float(f"{sample:.5g}") for sample in samples],
     }
+
+
+class Stolen:
+    """How much of the processors' time a hypervisor gave to other machines meanwhile.
+
+    with Stolen() as stolen:
+        work()
+    stolen.share  # 0.0 where nobody takes any, or nobody says so
+    """
+
+    share = 0.0
+
+    def __enter__(self) -> "Stolen":
+        self._began, self._before = time.perf_counter(), self._seconds()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall = time.perf_counter() - self._began
+        self.share = (self._seconds() - self._before) / (wall * (psutil.cpu_count() or 1))
+
+    @staticmethod
+    def _seconds() -> float:
+        return getattr(psutil.cpu_times(), "steal", 0.0)  # of Linux alone
 
 
 def write_result(name: str, claim: str, results: dict[str, Any]) -> Path:

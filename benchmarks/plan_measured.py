@@ -13,9 +13,12 @@ the same of the steps alone; `after` what the run expected of a step once the fi
 
 Seconds of a shared machine change by the minute, by a half and more, and seconds planned in a fast minute say nothing
 of steps taken in a slow one. So the four runs of a model take their steps in turns, and between the turns the machine's
-ceilings are measured again and again. `step_error` is what the planner says of a step with the middle one of all these
+ceilings are measured again and again; steps and measurements during which a hypervisor gave more than 3 % of the
+processors to other machines do not count, and turns go on until enough do (a case in which they never do has no
+`step_error`, and the result says so). `step_error` is what the planner says of a step with the middle one of all these
 rates, over the median step after a placement's first; `step_error_before` what it said when the run began, with rates
-measured just before. A first pass, not counted, prepares data and kernels.
+measured just before; `step_s_each` with each measurement alone, as the run's `step_s` are of each step. A first pass,
+not counted, prepares data and kernels.
 
 python -m benchmarks.plan_measured [--rounds 8] [--only MODEL ...]
 """
@@ -33,7 +36,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import machine_kind, write_result
+from benchmarks.common import Stolen, machine_kind, write_result
 from benchmarks.plan_accuracy import LLAMA
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
@@ -60,8 +63,12 @@ PLANS: dict[str, dict[str, str]] = {
     "layer_major": {"memory.executor": "layer_major", "optim.moments": "8bit", "memory.states": "disk"},
 }
 SHARE = 0.85
-STEPS = 1
-"""Of each run between two measurements of the ceilings."""
+STOLEN = 0.03
+"""Of the processors' time, above which seconds say more of other machines than of this one."""
+ENOUGH = 5
+"""Steps of each run, and measurements of the ceilings, that count."""
+PATIENCE = 4
+"""Times the rounds that were asked for, after which a run has the steps that it has."""
 ERRORS = ("error_before", "error_before_steps", "error_after", "step_error", "step_error_before")
 
 
@@ -73,26 +80,31 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
     regroup = regroup_for(setup, parts, Telling(events))
     found: dict[str, Any] = {"before_bytes": setup.plan.peak_bytes + setup.plan.reserve_bytes}
     found["before_steps_bytes"] = setup.plan.phase_bytes(setup.plan.step_phase) + setup.plan.reserve_bytes
-    found |= {"before_step_s": setup.plan.step_s, "peaks": [], "step_s": [], "regrouped": []}
+    found |= {"before_step_s": setup.plan.step_s, "peaks": [], "step_s": [], "stolen": [], "regrouped": []}
     found["planned"] = {name: dict(owners) for name, owners in setup.plan.phases.items()}
     began = placement = parts.executor.placement
     answer({})
     for number, line in enumerate(sys.stdin, 1):
         if not line.startswith("step"):
             break
-        result = regroup.step(number, parts.stream.next_step(), parts.schedule.lr_at(number - 1))
+        with Stolen() as stolen:
+            result = regroup.step(number, parts.stream.next_step(), parts.schedule.lr_at(number - 1))
         memory = parts.ledger.snapshot(parts.model, parts.optimizer)
         found["peaks"].append(max(size for name, size in memory["phases"].items() if name != "load"))
         found["step_s"].append(result.seconds)
+        found["stolen"].append(stolen.share)
         if parts.executor.placement != placement:
             placement = parts.executor.placement
             found["regrouped"].append(number)
-        answer({})
+        answer({"stolen": stolen.share})
     if regroup.expected_bytes is not None:
         found["after_bytes"] = regroup.expected_bytes
-    several = [ceilings.Ceilings.from_json(rates) for rates in json.loads(line)]
+    message = json.loads(line)
+    several = [ceilings.Ceilings.from_json(rates) for rates in message["rates"]]
+    counted = [rates for rates, share in zip(several, message["stolen"], strict=True) if share <= STOLEN]
     now = None if placement == began else placement
-    found["step_s_planned"] = step_s(setup, now, ceilings.middle(several))
+    found["rates_stolen"] = message["stolen"]
+    found["step_s_planned"] = step_s(setup, now, ceilings.middle(counted or several))
     found["step_s_each"] = [step_s(setup, now, rates) for rates in several]
     found["measured"] = beyond_steps(setup, parts) | parts.ledger.snapshot(parts.model, parts.optimizer)["known_phases"]
     found |= {"factor": regroup.memory_factor, "events": events}
@@ -150,13 +162,14 @@ class Case:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
 
-    def step(self) -> None:
-        """Take one."""
-        self._tell("step")
+    def step(self) -> bool:
+        """Take one; whether its seconds count."""
+        return self._tell("step")["stolen"] <= STOLEN
 
-    def end(self, rates: Sequence[ceilings.Ceilings]) -> dict[str, Any]:
-        """What was found, with the machine's rates each time they were measured."""
-        return self._tell(json.dumps([one.to_json() for one in rates]))
+    def end(self, rates: Sequence[tuple[ceilings.Ceilings, float]]) -> dict[str, Any]:
+        """What was found, with the machine's rates each time they were measured, and what was stolen meanwhile."""
+        message = {"rates": [one.to_json() for one, _ in rates], "stolen": [share for _, share in rates]}
+        return self._tell(json.dumps(message))
 
     def _tell(self, line: str) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -174,9 +187,8 @@ class Case:
 
 def measure(recipe: str, settings: dict[str, str], rounds: int) -> dict[str, dict[str, Any]]:
     """The plans of a model in turns, and their errors."""
-    machine = detect_machine("cpu")
     # Measured here and not in a case's process, because what that leaves there is not a run's.
-    rates = [ceilings.measure(machine, refresh=True)]
+    rates = [measured_rates()]
     cases: dict[str, Case] = {}
     whole = 0.0
     for plan, more in PLANS.items():
@@ -186,11 +198,22 @@ def measure(recipe: str, settings: dict[str, str], rounds: int) -> dict[str, dic
         cases[plan].step()  # compiles
         if plan == "as it stands":
             whole = planned_bytes(recipe, settings)
-    for _ in range(rounds):
-        for case in list(cases.values()) * STEPS:
-            case.step()
-        rates.append(ceilings.measure(machine, refresh=True))
+    counted = dict.fromkeys(cases, 0)
+    for turn in range(1, PATIENCE * rounds + 1):
+        for plan, case in cases.items():
+            counted[plan] += case.step()
+        rates.append(measured_rates())
+        enough = min(*counted.values(), sum(share <= STOLEN for _, share in rates)) >= ENOUGH
+        if enough and turn >= rounds:
+            break
     return {plan: errors(case.end(rates)) for plan, case in cases.items()}
+
+
+def measured_rates() -> tuple[ceilings.Ceilings, float]:
+    """The ceilings now, and what was stolen meanwhile."""
+    with Stolen() as stolen:
+        found = ceilings.measure(detect_machine("cpu"), refresh=True)
+    return found, stolen.share
 
 
 def planned_bytes(recipe: str, settings: dict[str, str]) -> float:
@@ -208,7 +231,12 @@ def errors(found: dict[str, Any]) -> dict[str, Any]:
     if "after_bytes" in found:
         found["error_after"] = found["after_bytes"] / peak - 1
     # The first step under a placement compiles; a regrouping comes after its step.
-    seconds = statistics.median(found["step_s"][1 + max(found["regrouped"], default=0) :])
+    steps = list(zip(found["step_s"], found["stolen"], strict=True))[1 + max(found["regrouped"], default=0) :]
+    counted = [seconds for seconds, share in steps if share <= STOLEN]
+    found |= {"counted_steps": len(counted), "counted_rates": sum(share <= STOLEN for share in found["rates_stolen"])}
+    if min(found["counted_steps"], found["counted_rates"]) < ENOUGH:
+        return found
+    seconds = statistics.median(counted)
     found |= {"measured_step_s": seconds, "step_error": found["step_s_planned"] / seconds - 1}
     return found | {"step_error_before": found["before_step_s"] / seconds - 1}
 
@@ -237,9 +265,14 @@ def main() -> None:
             for plan, case in measure(recipe, settings, args.rounds).items():
                 results[f"{model}, {plan}"] = case
                 found = ", ".join(f"{name} {case[name]:+.1%}" for name in ERRORS if name in case)
-                print(f"{model}, {plan}: {case['measured_bytes'] / 2**20:.0f} MiB, {found}", flush=True)
-            worst = {name: max(abs(row.get(name, 0.0)) for row in results.values()) for name in ERRORS}
-            write_result(f"plan_measured_{machine_kind()}", CLAIM, {"cases": results, "worst": worst})
+                seconds = "" if "step_error" in case else ", seconds of too few steps count"
+                print(f"{model}, {plan}: {case['measured_bytes'] / 2**20:.0f} MiB, {found}{seconds}", flush=True)
+            worst = {
+                name: max((abs(row[name]) for row in results.values() if name in row), default=None) for name in ERRORS
+            }
+            disturbed = [name for name, row in results.items() if "step_error" not in row]
+            found = {"cases": results, "worst": worst, "without_seconds": disturbed}
+            write_result(f"plan_measured_{machine_kind()}", CLAIM, found)
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def claims() -> list[str]:
         if all("step_s_planned" in case for case in cases):
             told.append(("step_error", "planned against measured seconds of a step, rates of the same minutes", 15))
         for key, what, most in told:
-            errors = [100 * case[key] for case in cases]
+            errors = [100 * case[key] for case in cases if key in case]
             text = f"{min(errors):+.1f} % to {max(errors):+.1f} % over {len(errors)} runs"
             rows.append((f"{what}, CPU {units}", f"within {most} %", text, record))
     lines = ["", "| | promised | measured | by |", "|---|---|---|---|"]
