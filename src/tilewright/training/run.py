@@ -16,6 +16,7 @@ import torch
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.formats.store import CODE_DTYPE
+from tilewright.memory.probe import give_back_free_pages
 from tilewright.memory.table import is_out_of_memory
 from tilewright.precision import audit_table
 from tilewright.precision.adapter_io import save_adapter
@@ -204,10 +205,17 @@ class Run:
             return
         started = time.perf_counter()
         fp32 = self.setup.recipe.precision.eval_fp32
+        self._give_back()
         with self.parts.passing():
             self.evals = evaluate(self.parts.model, self.parts.eval_batches, device=self.setup.device, fp32=fp32)
+        self._give_back()
         self._evaluated_step = self.step
         self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started)
+
+    def _give_back(self) -> None:
+        """What steps leave free has not the sizes that an evaluation asks for, and the other way round."""
+        if self.setup.device.type == "cpu":
+            give_back_free_pages()
 
     # ---- checkpoints ----
 
