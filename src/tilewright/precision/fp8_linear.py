@@ -20,6 +20,7 @@ from tilewright.formats.store import CODE_DTYPE, from_stored, to_stored
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import Cast, CastLinear
+from tilewright.precision.first_order import first_order_only
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 from tilewright.precision.input_share import InputCopies, InputShare
 from tilewright.precision.operands import gradient_spec
@@ -126,7 +127,7 @@ def freeze_in_fp8(module: nn.Linear, kernels: Kernels) -> None:
     """
     codes, scale_inv = to_stored(module.weight)
     if isinstance(module, TileLinear):
-        module.store_weight(None)
+        module.keep_weight(False)
     del module.weight
     module.register_buffer("weight", codes)
     module.register_buffer("weight_scale_inv", scale_inv)
@@ -185,4 +186,4 @@ class _FrozenProducts(torch.autograd.Function):
             else:
                 dtype = SPECS[ctx.dgrad].dtype
                 dx_NK = ctx.kernels.linear(dy_NM.to(dtype), weight.dequantize(dtype)).to(ctx.x_dtype)
-        return dx_NK, *[None] * 10
+        return *first_order_only(dx_NK), *[None] * 10

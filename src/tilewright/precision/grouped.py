@@ -15,10 +15,11 @@ from torch.nn import functional as F
 
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
+from tilewright.precision.first_order import first_order_only
 from tilewright.precision.fused import QuantizingSwiGLU
 from tilewright.precision.gemms import FP8_FORMATS
 from tilewright.precision.input_share import InputCopies
-from tilewright.precision.operands import gradient_spec, input_tile, quantize_copies, weight_tile
+from tilewright.precision.operands import gradient_spec, input_tile, quantize_copies
 from tilewright.precision.tile_linear import TileLinear, input_copies
 
 ROWS = 128
@@ -117,19 +118,18 @@ class _GroupedProducts(torch.autograd.Function):
     def forward(ctx, x_PK, row_codes, row_scale, column_codes, column_scale, counts, layers, *weights_MK):
         kernels = layers[0].kernels
         row = TiledTensor(row_codes, row_scale, input_tile(tensorwise=False), E4M3)
-        outs, kept = [], []
-        for layer, (start, end) in zip(layers, _spans(counts), strict=True):
-            weight = layer.stored_weight() or layer.quantized_weight()
-            kept += [weight.codes, weight.scale_inv]
+        outs = []
+        for layer, weight_MK, (start, end) in zip(layers, weights_MK, _spans(counts), strict=True):
+            weight = layer.quantized_weight(weight_MK)
             layer.note_executed("fprop")
             outs.append(kernels.tile_gemm(_rows_of(row, start, end), weight, out_dtype=layers[0].output_dtype))
-        ctx.save_for_backward(column_codes, column_scale, *kept)
+        ctx.save_for_backward(column_codes, column_scale, *weights_MK)
         ctx.counts, ctx.layers, ctx.x_dtype, ctx.gemms = counts, layers, x_PK.dtype, layers[0].gemms
         return torch.cat(outs)
 
     @staticmethod
     def backward(ctx, dy_PM):
-        column_codes, column_scale, *kept = ctx.saved_tensors
+        column_codes, column_scale, *weights_MK = ctx.saved_tensors
         first = ctx.layers[0]
         kernels, gemms = first.kernels, ctx.gemms
         x = TiledTensor(column_codes, column_scale, input_tile(tensorwise=False), E4M3)
@@ -140,9 +140,10 @@ class _GroupedProducts(torch.autograd.Function):
             _, column = quantize_copies(dy_PM, wgrad_spec, kernels, **how, row=False, column=True)
         dx_parts, dweights = [], []
         for index, (start, end) in enumerate(_spans(ctx.counts)):
-            weight = TiledTensor(kept[2 * index], kept[2 * index + 1], weight_tile(tensorwise=False), E4M3)
+            weight = ctx.layers[index].quantized_weight(weights_MK[index])
             ctx.layers[index].note_executed("dgrad", "wgrad")
             dx_parts.append(kernels.tile_gemm(_rows_of(row, start, end), weight.transposed(), out_dtype=ctx.x_dtype))
             dy, inputs = _columns_of(column, start, end), _columns_of(x, start, end)
             dweights.append(kernels.tile_gemm(dy, inputs, out_dtype=ctx.layers[index].weight.dtype))
-        return torch.cat(dx_parts), None, None, None, None, None, None, *dweights
+        dx, *dweights = first_order_only(torch.cat(dx_parts), *dweights)
+        return dx, None, None, None, None, None, None, *dweights

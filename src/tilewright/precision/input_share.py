@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from tilewright.formats.tiled import TiledTensor
+from tilewright.precision.weight_store import fingerprint
 
 
 @dataclass(frozen=True)
 class InputCopies:
-    """An input [N, K] as its products want it; None where a product has no 8-bit operands.
+    """An input [N, K] as its GEMMs want it; None where a GEMM has no 8-bit operands.
 
     `row` is what fprop reads, [N, K]. `column` is what wgrad reads: the input transposed, [K, N].
     """
@@ -24,9 +25,12 @@ class InputCopies:
 class InputShare:
     """Where layers side by side find the copies of an input that one of them has made.
 
-    An input is the same if it is the same tensor object with the same version: nothing has written to it since. The
-    copies live as long as it does, or until `readers` layers have taken them: backward may keep the input for long.
-    Eager mode only: torch.compile finds the repeated quantisation by itself.
+    An input is the same if it is the same tensor object with the same bytes, by a hash of them: writes through numpy,
+    `.data` or under `inference_mode` leave no other sign. A hash on a GPU would have to be waited for, so nothing is
+    shared there in eager mode. Under torch.compile the compiler finds the repeated quantisation itself.
+
+    The copies live until `readers` layers have taken them, until `forget`, or until the input dies: backward may keep
+    an input for long. Copies and pickles of a share are empty.
 
     Args:
         readers: how many layers ask for the copies of one input; 0 where that is not known.
@@ -40,21 +44,34 @@ class InputShare:
         self._copies: InputCopies | None = None
 
     def copies_of(self, x: Tensor, key: tuple[object, ...], make: Callable[[], InputCopies]) -> InputCopies:
-        """The copies of `x` for layers with the settings `key`: those at hand, or new ones from `make`."""
-        if torch.compiler.is_compiling():
+        """The copies of `x` for layers with the settings `key`: those there are, or new ones from `make`."""
+        if torch.compiler.is_compiling() or not _has_bytes(x):
             return make()
-        key = (*key, None if x.is_inference() else x._version)  # an inference tensor has no version
+        key = (*key, fingerprint(x))
         if self._copies is None or self._source is None or self._source() is not x or self._key != key:
             self._copies = make()
             self._key = key
-            self._source = weakref.ref(x, self._forget)
+            self._source = weakref.ref(x, self._source_died)
             self._left = self._readers
         copies = self._copies
         self._left -= 1
         if self._left == 0:
-            self._source = self._copies = None
+            self.forget()
         return copies
 
-    def _forget(self, source: "weakref.ref[Tensor]") -> None:
+    def forget(self) -> None:
+        """Drop the copies."""
+        self._source = self._copies = None
+
+    def _source_died(self, source: "weakref.ref[Tensor]") -> None:
         if source is self._source:
-            self._source = self._copies = None
+            self.forget()
+
+    def __reduce__(self) -> tuple[type["InputShare"], tuple[int]]:
+        return InputShare, (self._readers,)
+
+
+def _has_bytes(x: Tensor) -> bool:
+    """Whether the bytes of a tensor can be hashed here: no GPU's, no fake tensor's, none of a torch.func transform."""
+    plain = type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return plain and x.device.type == "cpu" and x.is_contiguous()

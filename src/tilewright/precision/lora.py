@@ -31,7 +31,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import CastLinear
 from tilewright.precision.convert import set_mode
 from tilewright.precision.fp8_linear import Fp8Linear, freeze_in_fp8, thaw
-from tilewright.precision.input_share import InputShare
+from tilewright.precision.sharing import share_inputs
 from tilewright.precision.sites import find_sites
 from tilewright.precision.tile_linear import TileLinear
 
@@ -81,11 +81,7 @@ def add_lora(
         if base == "fp8" and not isinstance(module, Fp8Linear):
             freeze_in_fp8(module, kernels)
         _attach(module, rank, alpha)
-    for parent in model.modules():
-        share = InputShare()
-        for child in parent.children():
-            if isinstance(child, Fp8Linear):
-                child.share = share
+    share_inputs(model)
     _convert_again(model)
     init_lora(model, seed)
     return names

@@ -1,5 +1,8 @@
-"""Who shares the 8-bit copies of an input, and who makes them along with the input. Called by `convert`."""
+"""Who shares the 8-bit copies of an input, and who makes them along with the input."""
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from tilewright.precision.fp8_linear import Fp8Linear
@@ -23,15 +26,26 @@ def share_inputs(model: nn.Module) -> None:
             if isinstance(child, TileLinear | Fp8Linear)
         ]
         # Elsewhere not all of the layers side by side read one input.
-        share = InputShare(len(layers) if known else 0)
+        share = InputShare(len(layers) if known else 0) if len(layers) > 1 else None
         for layer in layers:
             layer.share = share
+        if share is not None and not known and _end_sharing not in parent._forward_hooks.values():
+            parent.register_forward_hook(_end_sharing, always_call=True)
     for module in model.modules():
         for maker, fused, readers in module.quantized_readers() if hasattr(module, "quantized_readers") else ():
             maker.quantizing = None
             if all(isinstance(reader, TileLinear) and _reads_both(reader, readers[0]) for reader in readers):
                 kind = QuantizingNorm if fused == "norm" else QuantizingSwiGLU
                 maker.quantizing = kind(readers[0].kernels, readers[0].power_of_two)
+
+
+def _end_sharing(module: nn.Module, args: Any, output: Any) -> None:
+    """Drop the copies at the end of the parent's forward, whether or not all of its layers took them."""
+    if torch.compiler.is_compiling():
+        return
+    for child in module.children():
+        if isinstance(child, TileLinear | Fp8Linear) and child.share is not None:
+            child.share.forget()
 
 
 def _reads_both(reader: TileLinear, first: TileLinear) -> bool:

@@ -2,14 +2,17 @@
 
 What it keeps for backward is one byte an element, the column-wise copy of its input that the weight's gradient reads;
 or the input itself, where the weight's gradient is in 16 or 32 bit or may be moved there at run time.
-An input is quantised once for the layers that share it. A weight is quantised once an optimizer step where `weights`
-manages it, else in each pass; the input's gradient reads the same codes transposed.
-Read `TileLinear` first, then `tile_products`. Called by models through `convert`.
+An input is quantised once for the layers that share it. A weight is quantised when it has changed where `weights`
+manages it, else in each pass; the input's gradient reads the same FP8 data transposed.
+Read `TileLinear` first, then `tile_products`.
 
 See: DeepSeek-V3 report, section 3.3 (fine-grained quantisation; FP8 copies of inputs cached for backward).
 
 Legend: N tokens  K input features  M output features. TiledTensors carry their own shapes.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +25,9 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import Cast
 from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
 from tilewright.precision.input_share import InputCopies, InputShare
-from tilewright.precision.operands import quantize_copies, quantize_weight, weight_tile
+from tilewright.precision.operands import quantize_copies, quantize_weight
 from tilewright.precision.tile_products import Fixed, Switch, products
+from tilewright.precision.weight_store import new_store, stored_weight
 
 
 class TileLinear(Cast, nn.Linear):
@@ -51,9 +55,10 @@ class TileLinear(Cast, nn.Linear):
     kernels: Kernels | None = None
     share: InputShare | None = None
     """Where layers side by side find each other's copies of the input. Set by `convert`."""
-    weight_codes: Tensor | None
-    """Codes [M, K] of the weight, where `weights.QuantizedWeights` keeps them; None: quantised in each pass."""
-    weight_scale_inv: Tensor | None
+    keeps_weight: bool = False
+    """FP8 data of the weight are kept between passes, where that is worth it; see `keep_weight`."""
+    weight_store: Tensor | None
+    """A buffer with these data, see `weight_store.new_store`; None: the weight is quantised in each pass."""
 
     def settle(self, gemms: Gemms, *, power_of_two: bool, keep: str = "codes", strict: bool = False) -> None:
         """Set the formats, and for them what compiled code and producers of the input depend on.
@@ -65,9 +70,10 @@ class TileLinear(Cast, nn.Linear):
             strict: see `strict`.
         """
         settings = (gemms.tensorwise, power_of_two)
-        if "weight_codes" not in self._buffers or settings != (self.tensorwise, self.power_of_two):
-            self.store_weight(None)  # other codes are needed
+        changed = settings != (self.tensorwise, self.power_of_two)
         self.tensorwise, self.power_of_two = settings
+        if changed or "weight_store" not in self._buffers:
+            self.keep_weight(self.keeps_weight)  # a store belongs to one kind of scale
         self.keep_value = keep == "value" or gemms.wgrad not in FP8_FORMATS
         self.row_copy = keep == "value" or gemms.fprop in FP8_FORMATS
         self.strict = strict
@@ -130,11 +136,24 @@ class TileLinear(Cast, nn.Linear):
         """Count from zero."""
         self.counts.zero_()
 
-    def store_weight(self, tiled: TiledTensor | None) -> None:
-        """Keep these codes of the weight for the products to read, or none."""
-        codes, scale_inv = (None, None) if tiled is None else (tiled.codes, tiled.scale_inv)
-        self.register_buffer("weight_codes", codes, persistent=False)
-        self.register_buffer("weight_scale_inv", scale_inv, persistent=False)
+    def keep_weight(self, keep: bool) -> None:
+        """Keep FP8 data of the weight from one pass to the next, 1 byte per element, or forget them.
+
+        They are checked against the weight in each use (`weight_store`). A copy of the layer starts without.
+        """
+        self.keeps_weight = keep
+        store = new_store(self.weight, tensorwise=self.tensorwise) if keep else None
+        self.register_buffer("weight_store", store, persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which are other models and quantise their weights in each pass."""
+        return {**vars(self), "keeps_weight": False, "_buffers": {**self._buffers, "weight_store": None}}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        super()._apply(fn, recurse)
+        if self.keeps_weight:
+            self.keep_weight(True)  # the weight may be elsewhere now
+        return self
 
     def forward(self, x: Tensor | WithCopies) -> Tensor:
         if isinstance(x, WithCopies):
@@ -155,7 +174,7 @@ class TileLinear(Cast, nn.Linear):
             copies = make() if self.share is None else self.share.copies_of(x, key, make)
         switch = Switch(self.formats, self.counts)
         fixed = Fixed(self.keep_value, *kind, kernels.spec, self.output_dtype)
-        out_NM = products(x_NK, self.weight, self.bias, copies, self.stored_weight(), switch, fixed)
+        out_NM = products(x_NK, self.weight, self.bias, copies, self.weight_store, switch, fixed)
         return out_NM.view(*x.shape[:-1], self.out_features)
 
     def _kernels(self) -> Kernels:
@@ -163,16 +182,16 @@ class TileLinear(Cast, nn.Linear):
             raise AssertionError("convert gives each TileLinear its kernels")
         return self.kernels
 
-    def stored_weight(self) -> TiledTensor | None:
-        """The quantised weight that `weights.QuantizedWeights` keeps; None without it."""
-        if self.weight_codes is None or self.weight_scale_inv is None:
-            return None
-        return TiledTensor(self.weight_codes, self.weight_scale_inv, weight_tile(self.tensorwise), E4M3)
+    def quantized_weight(self, weight_MK: Tensor | None = None) -> TiledTensor:
+        """The weight (or another in its place, as a backward has saved it) as the GEMMs read it.
 
-    def quantized_weight(self) -> TiledTensor:
-        """The weight as the products read it, quantised now."""
+        Where the layer keeps FP8 data, these, checked: the next call may write to them.
+        """
         how = {"tensorwise": self.tensorwise, "power_of_two": self.power_of_two}
-        return quantize_weight(self.weight.detach(), self._kernels(), **how)
+        weight_MK, kernels = (self.weight if weight_MK is None else weight_MK).detach(), self._kernels()
+        if self.weight_store is None:
+            return quantize_weight(weight_MK, kernels, **how)
+        return stored_weight(self.weight_store, weight_MK, kernels, **how)
 
     def extra_repr(self) -> str:
         """nn.Linear's own text and the formats."""
@@ -218,7 +237,6 @@ def tile_linear(
     kernels: Kernels,
     copies: InputCopies | None = None,
     *,
-    stored: TiledTensor | None = None,
     power_of_two: bool = True,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
@@ -231,7 +249,6 @@ def tile_linear(
         gemms: formats of the products.
         kernels: implementations.
         copies: 8-bit copies of x that another layer has made; None makes them here.
-        stored: the quantised weight, [M, K]; None quantises `weight_MK` where it is needed.
         power_of_two: scales are powers of two.
         out_dtype: dtype of the result.
 
@@ -251,4 +268,4 @@ def tile_linear(
         column = not keep_value and weight_MK.requires_grad and torch.is_grad_enabled()
         copies = input_copies(x_NK, kernels, *kind, row=gemms.fprop in FP8_FORMATS, column=column)
     fixed = Fixed(keep_value, *kind, kernels.spec, out_dtype)
-    return products(x_NK, weight_MK, bias_M, copies, stored, new_switch(gemms), fixed)
+    return products(x_NK, weight_MK, bias_M, copies, None, new_switch(gemms), fixed)

@@ -1,10 +1,14 @@
 """The three products of a linear layer, in formats that are read when they run, and counted as they ran.
 
-torch.compile sees two operators and does not look inside, so a change of formats compiles nothing anew. `formats` [3]
-and `counts` [3, formats] are int64 tensors on the host: index into `GEMM_FORMATS` by product, and calls by product and
-format. 8-bit copies that somebody made ahead come as arguments; what is missing is quantised here. Operators take no
-Python objects, so implementations come as the text of `Kernels.spec`.
-Read `products` first. Called by `tile_linear`.
+torch.compile sees two operators and does not look inside, so a change of formats compiles nothing again. `formats` [3]
+and `counts` [3, formats] are int64 tensors on the host: index into `GEMM_FORMATS` by GEMM, and calls by GEMM and
+format. 8-bit copies of the input that were made before come as arguments; what is missing is quantised here. Operators
+take no Python objects, so implementations come as the text of `Kernels.spec`.
+
+The operators write to `counts` and to a weight's store (`weight_store`) and do not declare it: neither changes a
+result. Declared, torch.compile orders and copies graphs by them, and a compiled layer that runs twice before its
+backward fails (torch 2.13: "modified by an inplace operation").
+Read `products` first.
 
 Legend: N tokens  K input features  M output features.
 """
@@ -20,9 +24,11 @@ from tilewright.formats.scaling import Tile
 from tilewright.formats.spec import E4M3, SPECS
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels, kernels_of
+from tilewright.precision.first_order import first_order_only
 from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES
 from tilewright.precision.input_share import InputCopies
-from tilewright.precision.operands import gradient_spec, input_tile, quantize_copies, quantize_weight, weight_tile
+from tilewright.precision.operands import gradient_spec, input_tile, quantize_copies, quantize_weight
+from tilewright.precision.weight_store import stored_weight
 
 FPROP, DGRAD, WGRAD = range(3)
 """Rows of `formats` and `counts`, as in `GEMM_NAMES`."""
@@ -63,7 +69,7 @@ def products(
     weight_MK: Tensor,
     bias_M: Tensor | None,
     copies: InputCopies,
-    stored: TiledTensor | None,
+    store: Tensor | None,
     switch: Switch,
     fixed: Fixed,
 ) -> Tensor:
@@ -74,7 +80,7 @@ def products(
         weight_MK: [M, K], any float dtype.
         bias_M: [M] or None.
         copies: 8-bit copies of x that were made ahead; `column` must be there where codes are kept for backward.
-        stored: the quantised weight, [M, K]; None quantises it where it is needed.
+        store: of `weight_store.new_store`, in which the quantised weight is kept; None quantises it in each pass.
         switch: formats and counts.
         fixed: everything else.
 
@@ -82,9 +88,8 @@ def products(
         [N, M] `fixed.out_dtype`.
     """
     row, column = _pair(copies.row), _pair(copies.column)
-    weight = _pair(stored)
     return _Products.apply(
-        x_NK, weight_MK, bias_M, *row, *column, *weight, switch.formats, switch.counts,
+        x_NK, weight_MK, bias_M, *row, *column, store, switch.formats, switch.counts,
         fixed.keep_value, fixed.tensorwise, fixed.power_of_two, fixed.out_dtype, fixed.kernels,
     )  # fmt: skip
 
@@ -96,56 +101,64 @@ def _pair(tiled: TiledTensor | None) -> tuple[Tensor | None, Tensor | None]:
 class _Products(torch.autograd.Function):
     """Tensors of TiledTensors are passed one by one, as autograd and the compiler want them."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx, x_NK, weight_MK, bias_M, row_codes, row_scale, column_codes, column_scale, weight_codes, weight_scale,
+        x_NK, weight_MK, bias_M, row_codes, row_scale, column_codes, column_scale, store,
         formats, counts, keep_value, tensorwise, power_of_two, out_dtype, kernels,
     ):  # fmt: skip
+        return _fprop(
+            x_NK, weight_MK, bias_M, row_codes, row_scale, store, formats, counts,
+            tensorwise, power_of_two, out_dtype, kernels,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        (
+            x_NK, weight_MK, bias_M, _, _, column_codes, column_scale, store,
+            formats, counts, keep_value, tensorwise, power_of_two, _, kernels,
+        ) = inputs  # fmt: skip
         wants_dw = ctx.needs_input_grad[1]
         keeps_codes = wants_dw and not keep_value
         ctx.save_for_backward(
             x_NK if wants_dw and keep_value else None,
             column_codes if keeps_codes else None, column_scale if keeps_codes else None,
-            weight_MK, weight_codes, weight_scale,
+            weight_MK, store,
         )  # fmt: skip
-        # Not saved tensors: counting writes to them, which autograd would take for a lost value.
+        # No saved tensors: a change of formats between forward and backward is no lost value.
         ctx.formats, ctx.counts = formats, counts
         ctx.tensorwise, ctx.power_of_two, ctx.kernels = tensorwise, power_of_two, kernels
         ctx.x_dtype = x_NK.dtype
         ctx.bias_dtype = None if bias_M is None else bias_M.dtype
-        return _fprop(
-            x_NK, weight_MK, bias_M, row_codes, row_scale, weight_codes, weight_scale, formats, counts,
-            tensorwise, power_of_two, out_dtype, kernels,
-        )  # fmt: skip
 
     @staticmethod
     def backward(ctx, dy_NM):
-        x_NK, column_codes, column_scale, weight_MK, weight_codes, weight_scale = ctx.saved_tensors
+        x_NK, column_codes, column_scale, weight_MK, store = ctx.saved_tensors
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
-        if wants_dx or wants_dw:
-            dx, dw = _bprop(
-                dy_NM, x_NK, column_codes, column_scale, weight_MK, weight_codes, weight_scale,
-                ctx.formats, ctx.counts, ctx.tensorwise, ctx.power_of_two, ctx.x_dtype, wants_dx, wants_dw, ctx.kernels,
-            )  # fmt: skip
-        if ctx.bias_dtype is not None and wants_db:
-            db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx if wants_dx else None, dw if wants_dw else None, db, *[None] * 13
+        with torch.no_grad():
+            if wants_dx or wants_dw:
+                dx, dw = _bprop(
+                    dy_NM, x_NK, column_codes, column_scale, weight_MK, store, ctx.formats, ctx.counts,
+                    ctx.tensorwise, ctx.power_of_two, ctx.x_dtype, wants_dx, wants_dw, ctx.kernels,
+                )  # fmt: skip
+            if ctx.bias_dtype is not None and wants_db:
+                db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        grads = first_order_only(dx if wants_dx else None, dw if wants_dw else None, db)
+        return *grads, *[None] * 12
 
 
 def _operator(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as an operator that writes to its argument `counts`.
-
-    Not by `torch.library.custom_op`, which took 0.1 ms a call for operators that write to an argument (torch 2.13).
-    """
-    torch.library.define(f"tilewright::{name}", torch.library.infer_schema(run, mutates_args=("counts",)))
+    """`run` as an operator: a function of the values of its arguments, `counts` and `store` left out."""
+    torch.library.define(f"tilewright::{name}", torch.library.infer_schema(run, mutates_args=()))
     torch.library.impl(f"tilewright::{name}", "CompositeExplicitAutograd")(run)
     return getattr(torch.ops.tilewright, name).default
 
 
 def _run_fprop(
     x: Tensor, weight: Tensor, bias: Tensor | None, row_codes: Tensor | None, row_scale: Tensor | None,
-    weight_codes: Tensor | None, weight_scale: Tensor | None, formats: Tensor, counts: Tensor,
+    store: Tensor | None, formats: Tensor, counts: Tensor,
     tensorwise: bool, power_of_two: bool, out_dtype: torch.dtype, kernels: str,
 ) -> Tensor:  # fmt: skip
     run = kernels_of(kernels)
@@ -157,7 +170,7 @@ def _run_fprop(
     row = _tiled(row_codes, row_scale, input_tile(tensorwise))
     if row is None:
         row = run.quantize(x, E4M3, input_tile(tensorwise), power_of_two=power_of_two)
-    operand = _weight(run, weight, weight_codes, weight_scale, tensorwise, power_of_two)
+    operand = _weight(run, weight, store, tensorwise, power_of_two)
     return run.tile_gemm(row, operand, bias, out_dtype=out_dtype)
 
 
@@ -166,7 +179,7 @@ _fprop = _operator("tile_fprop", _run_fprop)
 
 @torch.library.register_fake("tilewright::tile_fprop")
 def _(
-    x, weight, bias, row_codes, row_scale, weight_codes, weight_scale, formats, counts,
+    x, weight, bias, row_codes, row_scale, store, formats, counts,
     tensorwise, power_of_two, out_dtype, kernels,
 ):  # fmt: skip
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
@@ -174,7 +187,7 @@ def _(
 
 def _run_bprop(
     dy: Tensor, x: Tensor | None, column_codes: Tensor | None, column_scale: Tensor | None,
-    weight: Tensor, weight_codes: Tensor | None, weight_scale: Tensor | None, formats: Tensor, counts: Tensor,
+    weight: Tensor, store: Tensor | None, formats: Tensor, counts: Tensor,
     tensorwise: bool, power_of_two: bool, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, kernels: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     run = kernels_of(kernels)
@@ -183,7 +196,7 @@ def _run_bprop(
     row, column = _gradient_copies(run, dy, dgrad, wgrad, tensorwise, power_of_two)
     dx = dw = dy.new_empty(0)
     if row is not None:
-        operand = _weight(run, weight, weight_codes, weight_scale, tensorwise, power_of_two)
+        operand = _weight(run, weight, store, tensorwise, power_of_two)
         dx = run.tile_gemm(row, operand.transposed(), out_dtype=x_dtype)
     elif dgrad is not None:
         dtype = SPECS[dgrad].dtype
@@ -205,7 +218,7 @@ _bprop = _operator("tile_bprop", _run_bprop)
 
 @torch.library.register_fake("tilewright::tile_bprop")
 def _(
-    dy, x, column_codes, column_scale, weight, weight_codes, weight_scale, formats, counts,
+    dy, x, column_codes, column_scale, weight, store, formats, counts,
     tensorwise, power_of_two, x_dtype, wants_dx, wants_dw, kernels,
 ):  # fmt: skip
     dx = dy.new_empty((dy.shape[0], weight.shape[1]) if wants_dx else (0,), dtype=x_dtype if wants_dx else dy.dtype)
@@ -234,12 +247,10 @@ def _gradient_copies(
     return quantize_copies(dy, gradient_spec(name or ""), run, **how, row=dgrad8, column=wgrad8)
 
 
-def _weight(
-    run: Kernels, weight: Tensor, codes: Tensor | None, scale: Tensor | None, tensorwise: bool, power_of_two: bool
-) -> TiledTensor:
-    """The weight's codes: those at hand, or new ones."""
-    stored = _tiled(codes, scale, weight_tile(tensorwise))
-    return stored or quantize_weight(weight, run, tensorwise=tensorwise, power_of_two=power_of_two)
+def _weight(run: Kernels, weight: Tensor, store: Tensor | None, tensorwise: bool, power_of_two: bool) -> TiledTensor:
+    """The FP8 data of a weight as it is now."""
+    how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
+    return quantize_weight(weight, run, **how) if store is None else stored_weight(store, weight, run, **how)
 
 
 def _tiled(codes: Tensor | None, scale: Tensor | None, tile: Tile) -> TiledTensor | None:

@@ -1,8 +1,8 @@
 """Weights quantised once an optimizer step, instead of in every pass.
 
-A copy is safe only where someone says that the weights have changed: torch's fused AdamW writes them without moving
-their version counter. Here the optimizer's own step hook says it, and the model's after a state_dict was loaded; who
-writes weights otherwise calls `refresh`. Costs one byte a parameter. Used by `training`, or from a plain loop.
+The FP8 data know which values they were made from and are made again when these change, whatever wrote them (see
+`weight_store`). The optimizer's step hook only chooses the time: the update, not the next forward. Costs 1 byte per
+parameter and reads each weight once per pass. On a GPU nothing is kept: a check would cost what it saves.
 """
 
 from collections.abc import Iterable
@@ -16,12 +16,12 @@ from tilewright.precision.tile_linear import TileLinear
 
 
 class QuantizedWeights:
-    """Keeps the codes of all `TileLinear` weights of a model up to date.
+    """Keeps FP8 data of all `TileLinear` weights of a model.
 
     Args:
         model: converted before.
-        optimizer: its steps refresh the codes.
-        without: modules whose weights are elsewhere now: they have no codes until `keep`.
+        optimizer: its steps quantise what they changed at once.
+        without: modules whose weights are elsewhere now: nothing is kept of them until `keep`.
 
     Raises:
         ConfigError: weights are sharded (FSDP2): the codes of a whole weight would undo the sharding.
@@ -31,7 +31,7 @@ class QuantizedWeights:
         >>> model = nn.Sequential(nn.Linear(128, 128))
         >>> report = convert(model, "fp8_tile")
         >>> weights = QuantizedWeights(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> model[0].weight_codes.dtype, list(model.state_dict())
+        >>> model[0].quantized_weight().codes.dtype, list(model.state_dict())
         (torch.uint8, ['0.weight', '0.bias'])
     """
 
@@ -48,10 +48,7 @@ class QuantizedWeights:
                 need="whole weights on each rank",
                 try_="train without QuantizedWeights: each pass then quantises what it gathers",
             )
-        self._handles = [
-            optimizer.register_step_post_hook(lambda *_: self.refresh()),
-            model.register_load_state_dict_post_hook(lambda *_: self.refresh()),
-        ]
+        self._handle = optimizer.register_step_post_hook(lambda *_: self.refresh())
         self.refresh()
 
     def layers(self, among: Iterable[nn.Module] | None = None) -> list[TileLinear]:
@@ -61,29 +58,26 @@ class QuantizedWeights:
 
     @torch.no_grad()
     def refresh(self, among: Iterable[nn.Module] | None = None) -> None:
-        """Quantise every weight as it is now, or those of some modules."""
+        """Quantise what has changed now, of all weights or of those of some modules."""
         for layer in self.layers(among):
-            old, tiled = layer.stored_weight(), layer.quantized_weight()
-            if old is None:
-                layer.store_weight(tiled)
-            else:
-                old.codes.copy_(tiled.codes)  # the same tensors, so compiled code stays valid
-                old.scale_inv.copy_(tiled.scale_inv)
+            if not layer.keeps_weight:
+                layer.keep_weight(True)
+            if layer.weight_store is not None:
+                layer.quantized_weight()
 
     def leave(self, modules: Iterable[nn.Module]) -> None:
-        """These modules' weights go elsewhere: forget their codes, each pass makes them again."""
+        """These modules' weights go elsewhere: keep nothing of them, each pass quantises them."""
         for layer in self.layers(modules):
-            layer.store_weight(None)
+            layer.keep_weight(False)
         self._without.update(modules)
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
-        """These modules' weights are here again: make their codes."""
+        """These modules' weights are back."""
         self._without.difference_update(modules)
         self.refresh(modules)
 
     def close(self) -> None:
-        """Forget the codes: layers quantise in each pass again."""
-        for handle in self._handles:
-            handle.remove()
+        """Keep nothing: layers quantise in each pass again."""
+        self._handle.remove()
         for layer in self.layers():
-            layer.store_weight(None)
+            layer.keep_weight(False)
