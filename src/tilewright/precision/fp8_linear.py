@@ -20,7 +20,7 @@ from tilewright.formats.store import CODE_DTYPE, from_stored, to_stored
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import Cast, CastLinear
-from tilewright.precision.first_order import first_order_only
+from tilewright.precision.derivatives import NoForwardMode, first_order_only, in_func_transform
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 from tilewright.precision.input_share import InputCopies, InputShare
 from tilewright.precision.operands import gradient_spec
@@ -77,8 +77,10 @@ class Fp8Linear(Cast, nn.Linear):
         return self._no_autocast(self._run, x)
 
     def _run(self, x: Tensor) -> Tensor:
-        row = self._quantized_input(x) if self.fprop in FP8_FORMATS else None
-        out_NM = _FrozenProducts.apply(
+        # Inside of a torch.func transform the GEMM quantises what it reads: here tensors may have no memory.
+        row = self._quantized_input(x) if self.fprop in FP8_FORMATS and not in_func_transform() else None
+        products = _FrozenProducts if torch.compiler.is_compiling() else _EagerFrozenProducts
+        out_NM = products.apply(
             x.reshape(-1, x.shape[-1]), None if row is None else row.codes, None if row is None else row.scale_inv,
             self.weight, self.weight_scale_inv, self.bias,
             self.fprop, self.dgrad, self.power_of_two, self.kernels, self.output_dtype or x.dtype,
@@ -156,22 +158,31 @@ def thaw(module: Fp8Linear, weight_MK: Tensor) -> None:
 
 
 class _FrozenProducts(torch.autograd.Function):
-    """Forward product and input gradient. Codes and scales are the layer's own buffers, kept by reference."""
+    """Forward GEMM and input gradient. FP8 data and scales are the layer's own buffers, kept by reference."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        ctx, x_NK, row_codes, row_scale, codes_MK, scale_inv, bias_M,
+        x_NK, row_codes, row_scale, codes_MK, scale_inv, bias_M,
         fprop, dgrad, power_of_two, kernels, out_dtype,
     ):  # fmt: skip
-        ctx.save_for_backward(codes_MK, scale_inv)
-        ctx.dgrad, ctx.power_of_two, ctx.kernels, ctx.x_dtype = dgrad, power_of_two, kernels, x_NK.dtype
         weight = from_stored(codes_MK, scale_inv)
         if fprop in FP8_FORMATS:
-            row = TiledTensor(row_codes, row_scale, ROW_TILE, E4M3)
+            if row_codes is None:
+                row = kernels.quantize(x_NK, E4M3, ROW_TILE, power_of_two=power_of_two)
+            else:
+                row = TiledTensor(row_codes, row_scale, ROW_TILE, E4M3)
             return kernels.tile_gemm(row, weight, bias_M, out_dtype=out_dtype)
         dtype = SPECS[fprop].dtype
         bias = None if bias_M is None else bias_M.to(dtype)
         return kernels.linear(x_NK.to(dtype), weight.dequantize(dtype), bias).to(out_dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x_NK, _, _, codes_MK, scale_inv, _, _, dgrad, power_of_two, kernels, _ = inputs
+        ctx.save_for_backward(codes_MK, scale_inv)
+        ctx.dgrad, ctx.power_of_two, ctx.kernels, ctx.x_dtype = dgrad, power_of_two, kernels, x_NK.dtype
 
     @staticmethod
     def backward(ctx, dy_NM):
@@ -179,11 +190,15 @@ class _FrozenProducts(torch.autograd.Function):
         dx_NK = None
         if ctx.needs_input_grad[0]:
             weight = from_stored(codes_MK, scale_inv).transposed()
-            if ctx.dgrad in FP8_FORMATS:
-                spec = gradient_spec(ctx.dgrad)
-                dy = ctx.kernels.quantize(dy_NM, spec, ROW_TILE, power_of_two=ctx.power_of_two)
-                dx_NK = ctx.kernels.tile_gemm(dy, weight, out_dtype=ctx.x_dtype)
-            else:
-                dtype = SPECS[ctx.dgrad].dtype
-                dx_NK = ctx.kernels.linear(dy_NM.to(dtype), weight.dequantize(dtype)).to(ctx.x_dtype)
-        return *first_order_only(dx_NK), *[None] * 10
+            with torch.no_grad():
+                if ctx.dgrad in FP8_FORMATS:
+                    spec = gradient_spec(ctx.dgrad)
+                    dy = ctx.kernels.quantize(dy_NM, spec, ROW_TILE, power_of_two=ctx.power_of_two)
+                    dx_NK = ctx.kernels.tile_gemm(dy, weight, out_dtype=ctx.x_dtype)
+                else:
+                    dtype = SPECS[ctx.dgrad].dtype
+                    dx_NK = ctx.kernels.linear(dy_NM.to(dtype), weight.dequantize(dtype)).to(ctx.x_dtype)
+        return *first_order_only(dx_NK, of=(dy_NM,)), *[None] * 10
+
+
+class _EagerFrozenProducts(NoForwardMode, _FrozenProducts): ...

@@ -15,6 +15,7 @@ from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.ops.kernels import Kernels
+from tilewright.precision.derivatives import in_func_transform
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,10 @@ class QuantizingNorm:
     kernels: Kernels
     power_of_two: bool
 
-    def __call__(self, x: Tensor, weight_D: Tensor, eps: float) -> WithCopies:
-        """The norm of x [..., D], in x's dtype."""
+    def __call__(self, x: Tensor, weight_D: Tensor, eps: float) -> WithCopies | Tensor:
+        """The norm of x [..., D], in x's dtype; without copies inside of a torch.func transform."""
+        if in_func_transform():
+            return self.kernels.rms_norm(x, weight_D, eps)
         return _with_copies(*_NormQuantize.apply(x, weight_D, eps, self.kernels, self.power_of_two))
 
 

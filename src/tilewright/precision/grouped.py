@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
-from tilewright.precision.first_order import first_order_only
+from tilewright.precision.derivatives import first_order_only, in_func_transform
 from tilewright.precision.fused import QuantizingSwiGLU
 from tilewright.precision.gemms import FP8_FORMATS
 from tilewright.precision.input_share import InputCopies
@@ -45,8 +45,8 @@ class ExpertRunner:
     """down(silu(gate(x)) * up(x)) of all experts, each on its own rows."""
 
     def fits(self, experts: Sequence[nn.Module]) -> bool:
-        """Whether they agree now: a switch at run time may have set them apart."""
-        return groupable(experts)
+        """Whether they agree now, as a switch at run time may have set them apart, and tensors have memory to cut."""
+        return not in_func_transform() and groupable(experts)
 
     def __call__(self, rows: Sequence[Tensor], experts: Sequence[nn.Module]) -> list[Tensor]:
         """Rows of each expert [n, K] -> its result [n, K]."""
@@ -145,5 +145,5 @@ class _GroupedProducts(torch.autograd.Function):
             dx_parts.append(kernels.tile_gemm(_rows_of(row, start, end), weight.transposed(), out_dtype=ctx.x_dtype))
             dy, inputs = _columns_of(column, start, end), _columns_of(x, start, end)
             dweights.append(kernels.tile_gemm(dy, inputs, out_dtype=ctx.layers[index].weight.dtype))
-        dx, *dweights = first_order_only(torch.cat(dx_parts), *dweights)
+        dx, *dweights = first_order_only(torch.cat(dx_parts), *dweights, of=(dy_PM, *weights_MK))
         return dx, None, None, None, None, None, None, *dweights

@@ -72,6 +72,5 @@ class InputShare:
 
 
 def _has_bytes(x: Tensor) -> bool:
-    """Whether the bytes of a tensor can be hashed here: no GPU's, no fake tensor's, none of a torch.func transform."""
-    plain = type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return plain and x.device.type == "cpu" and x.is_contiguous()
+    """Whether the bytes of a tensor can be hashed here: no GPU's, no fake tensor's."""
+    return type(x) is Tensor and x.device.type == "cpu" and x.is_contiguous()

@@ -23,6 +23,7 @@ from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import Cast
+from tilewright.precision.derivatives import in_func_transform
 from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
 from tilewright.precision.input_share import InputCopies, InputShare
 from tilewright.precision.operands import quantize_copies, quantize_weight
@@ -163,17 +164,22 @@ class TileLinear(Cast, nn.Linear):
     def _run(self, x: Tensor, copies: InputCopies | None) -> Tensor:
         kernels = self._kernels()
         x_NK = x.reshape(-1, x.shape[-1])
-        column = not self.keep_value and self.weight.requires_grad and torch.is_grad_enabled()
+        # Inside of a torch.func transform only the operators may read values: they quantise the input, which is kept.
+        transformed = in_func_transform()
+        keep_value = self.keep_value or transformed
+        column = not keep_value and self.weight.requires_grad and torch.is_grad_enabled()
         kind = (self.tensorwise, self.power_of_two)
 
         def make() -> InputCopies:
             return input_copies(x_NK, kernels, *kind, row=self.row_copy, column=column)
 
-        if copies is None:
+        if transformed:
+            copies = InputCopies(None, None)
+        elif copies is None:
             key = (*kind, self.row_copy, column)
             copies = make() if self.share is None else self.share.copies_of(x, key, make)
         switch = Switch(self.formats, self.counts)
-        fixed = Fixed(self.keep_value, *kind, kernels.spec, self.output_dtype)
+        fixed = Fixed(keep_value, *kind, kernels.spec, self.output_dtype)
         out_NM = products(x_NK, self.weight, self.bias, copies, self.weight_store, switch, fixed)
         return out_NM.view(*x.shape[:-1], self.out_features)
 

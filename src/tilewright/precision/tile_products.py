@@ -24,7 +24,7 @@ from tilewright.formats.scaling import Tile
 from tilewright.formats.spec import E4M3, SPECS
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels, kernels_of
-from tilewright.precision.first_order import first_order_only
+from tilewright.precision.derivatives import NoForwardMode, first_order_only
 from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES
 from tilewright.precision.input_share import InputCopies
 from tilewright.precision.operands import gradient_spec, input_tile, quantize_copies, quantize_weight
@@ -88,7 +88,8 @@ def products(
         [N, M] `fixed.out_dtype`.
     """
     row, column = _pair(copies.row), _pair(copies.column)
-    return _Products.apply(
+    run = _Products if torch.compiler.is_compiling() else _EagerProducts
+    return run.apply(
         x_NK, weight_MK, bias_M, *row, *column, store, switch.formats, switch.counts,
         fixed.keep_value, fixed.tensorwise, fixed.power_of_two, fixed.out_dtype, fixed.kernels,
     )  # fmt: skip
@@ -145,8 +146,11 @@ class _Products(torch.autograd.Function):
                 )  # fmt: skip
             if ctx.bias_dtype is not None and wants_db:
                 db = dy_NM.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        grads = first_order_only(dx if wants_dx else None, dw if wants_dw else None, db)
+        grads = first_order_only(dx if wants_dx else None, dw if wants_dw else None, db, of=(dy_NM, x_NK, weight_MK))
         return *grads, *[None] * 12
+
+
+class _EagerProducts(NoForwardMode, _Products): ...
 
 
 def _operator(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,69 @@
+"""Which derivatives FP8 GEMMs have: first ones, in backward mode. Any other is refused in words.
+
+The gradient of a rounding is taken to be that of no rounding (straight-through). A second derivative of that would be a
+number without a meaning: zero where an operator has no derivative of its own.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.core.errors import ConfigError
+
+
+def in_func_transform() -> bool:
+    """Whether a `torch.func` transform (grad, vmap, ...) is at work: tensors may then have no memory to read."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def first_order_only(*grads: Tensor | None, of: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients as they are, of which no further derivative can be taken.
+
+    For the end of a `backward`. Differentiating the result (`create_graph=True`, then `backward`) raises ConfigError.
+    Compiled code needs none of it: torch.compile refuses second derivatives itself.
+
+    Args:
+        grads: results of the backward.
+        of: what they were computed from: a derivative with respect to these is what is refused.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return grads
+    return _Barrier.apply(len(grads), *grads, *of)
+
+
+class _Barrier(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count, *tensors):
+        return tuple(None if grad is None else grad.view_as(grad) for grad in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise ConfigError(
+            "FP8 layers have no second derivative",
+            got="a gradient of a gradient (create_graph=True, a gradient penalty, torch.func.hessian)",
+            need="layers in 16 or 32 bits where it is taken",
+            try_='tilewright.set_mode(model, "bf16_mixed"), or a rule for these layers with compute = "bf16"',
+            where="precision",
+        )
+
+
+class NoForwardMode:
+    """For an autograd.Function: Jacobian-vector products are refused.
+
+    Not for compiled code: Dynamo (torch 2.13) does not trace a Function that has a `jvp`.
+    """
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise ConfigError(
+            "FP8 layers have no forward-mode derivative",
+            got="torch.func.jvp, jacfwd, hessian, or torch.autograd.forward_ad",
+            need="backward mode, or layers in 16 or 32 bits",
+            try_='torch.func.vjp or jacrev; or tilewright.set_mode(model, "bf16_mixed")',
+            where="precision",
+        )
