@@ -13,6 +13,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.ops.cpu import wgrad
 from tilewright.ops.dispatch import Case
 from tilewright.ops.kernels import Kernels
+from tilewright.ops.native import wide_linear
 
 MACHINE = detect_machine("cpu")
 BF16 = Case("cpu", torch.bfloat16)
@@ -161,3 +162,12 @@ def test_who_runs_where():
     rows = [row for row in Kernels(bare).explain() if row["op"] == "linear" and row["case"] == "cpu bfloat16"]
     assert rows[0]["chosen"] != "amx"
     assert "no AMX" in dict(rows[0]["rejected"])["amx"]
+
+
+def test_widened_layers_do_not_round_it_either():
+    """`wide`, for CPUs without 16-bit units, runs on any machine."""
+    dy, x = operands(300, 40, 72)
+    weight = torch.randn(40, 72, requires_grad=True)
+    wide_linear.linear(x, weight).backward(dy)
+    assert weight.grad.dtype == torch.float32
+    assert_fp32_sums(weight.grad, dy, x)
