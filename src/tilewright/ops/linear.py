@@ -1,7 +1,8 @@
 """linear: out_NM = x_NK @ weight_MK.T + bias_M.
 
 Computes in x's dtype (weight and bias are cast to it) with FP32 accumulation; returns x's dtype. Gradients have the
-dtypes of what they are gradients of; on the way the weight's is rounded to x's dtype by `native`, which has no other GEMM; `amx` and `wide` do not round.
+dtypes of what they are gradients of; on the way the weight's is rounded
+to x's dtype by `native`, as torch has no other GEMM; `amx` and `wide` do not round it.
 """
 
 from torch import Tensor
