@@ -30,16 +30,15 @@ from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
 from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.footprint import KIND_BYTES, Pages, layer_storages, process_bytes, process_size
+from tilewright.plan.footprint import KIND_BYTES, Pages, held_codes, layer_storages, process_bytes, process_size
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
 from tilewright.plan.roofline import element_passes, expert_rows
 from tilewright.plan.shape import LayerClass, Line, ModelShape
 from tilewright.plan.trace import KERNELS, quiet, text_inputs, to_fake
-from tilewright.plan.workload import BYTES, DTYPES, Planner, Product, Workload, products_of
+from tilewright.plan.workload import BYTES, DTYPES, Planner, Workload, products_of
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
-from tilewright.precision.tile_products import SWITCH_BYTES
 
 WORK_GUESS = 0.6
 """Backward's need beyond what a layer keeps, as a share of it, where no trace can tell (experts of tilewright's own
@@ -231,7 +230,7 @@ def _foreign_shape(
                 mlp_flops=one.mlp_products,
                 attention_flops=one.attention / 2,
                 largest_weight=_largest((p.numel() for p in first[place].parameters()), machine),
-                codes=_codes(products, machine),
+                codes=float(held_codes(products, machine)),
             )
         )
     net: Any = model.net
@@ -367,7 +366,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 attention_flops=flops.attention * recipe.data.seq_len,
                 largest_weight=_largest((config.dim * width for width in widths), machine),
                 called_experts=config.num_experts if moe else 0,
-                codes=_codes(products, machine),
+                codes=float(held_codes(products, machine)),
             )
         )
     return ModelShape(
@@ -397,12 +396,6 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
 def _largest(sizes: Iterable[int], machine: Machine) -> int:
     """Elements of the largest weight on a GPU."""
     return 0 if machine.device == "cpu" else max(sizes, default=0)
-
-
-def _codes(products: Sequence[Product], machine: Machine) -> float:
-    """Bytes of the codes of a layer's weights, and on a CPU of what says their formats."""
-    switch = SWITCH_BYTES if machine.device == "cpu" else 0
-    return float(sum(product.code_bytes + switch for product in products if product.gemms.any_fp8))
 
 
 def _described(recipe: Recipe, config: DecoderConfig) -> Recipe:

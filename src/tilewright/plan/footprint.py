@@ -12,7 +12,7 @@ kept pages  what glibc's malloc does not give back after a free (CPU only). They
 The constants of the last two are measured; benchmarks/plan_accuracy.py holds the sums against real runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, role, tile_bytes, weight_copy_bytes
 from tilewright.ops.native.loss import chunk_rows
-from tilewright.plan.workload import BYTES, Workload, fp8_unit
+from tilewright.plan.workload import BYTES, Product, Workload, fp8_unit
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 from tilewright.precision.tile_products import SWITCH_BYTES
 
@@ -176,15 +176,18 @@ def optimizer_bytes(work: Workload) -> int:
 
 
 def buffer_bytes(work: Workload) -> int:
-    """Router biases, codes of weights and, on the host, what says their formats; the rest is made in the step."""
-    switch = SWITCH_BYTES if work.machine.device == "cpu" else 0
-    codes = max(
-        sum(product.code_bytes + switch for product in products if product.gemms.any_fp8)
-        for products in work.products.values()
-    )
+    """Router biases and, on a CPU, FP8 data of weights with what says their formats; the rest is made in the step."""
+    codes = max(held_codes(products, work.machine) for products in work.products.values())
     if work.config is None or not work.config.num_experts:
         return codes
     return codes + sum(4 * work.config.num_experts for i in range(work.config.num_layers) if work.config.is_moe(i))
+
+
+def held_codes(products: Sequence[Product], machine: Machine) -> int:
+    """Bytes kept of quantised weights, and of what says their formats; on a GPU nothing is kept."""
+    if machine.device != "cpu":
+        return 0
+    return sum(product.code_bytes + SWITCH_BYTES for product in products if product.gemms.any_fp8)
 
 
 def storage(work: Workload, mode: str) -> Storage:

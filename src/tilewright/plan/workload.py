@@ -5,7 +5,6 @@ Made once for each plan from a model on the meta device; `footprint` turns it in
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ from tilewright.precision.convert import explain
 from tilewright.precision.fp8_linear import Fp8Linear
 from tilewright.precision.gemms import Gemms
 from tilewright.precision.lora import add_lora
-from tilewright.precision.operands import weight_tile
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
+from tilewright.precision.weight_store import store_bytes
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,10 +52,10 @@ class Product:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the weight's codes and scales that are kept beside it; 0 without 8-bit products."""
+        """Bytes kept of the quantised weight between passes; 0 without 8-bit GEMMs, and on a GPU (`weight_store`)."""
         if self.frozen or not self.gemms.any_fp8:
             return 0
-        return self.num_weights + 4 * prod(weight_tile(self.gemms.tensorwise).grid((self.num_out, self.num_in)))
+        return store_bytes((self.num_out, self.num_in), tensorwise=self.gemms.tensorwise)
 
 
 @dataclass(frozen=True)

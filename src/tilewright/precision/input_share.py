@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewright.formats.tiled import TiledTensor
 from tilewright.precision.weight_store import fingerprint
@@ -45,9 +46,12 @@ class InputShare:
 
     def copies_of(self, x: Tensor, key: tuple[object, ...], make: Callable[[], InputCopies]) -> InputCopies:
         """The copies of `x` for layers with the settings `key`: those there are, or new ones from `make`."""
-        if torch.compiler.is_compiling() or not _has_bytes(x):
+        if torch.compiler.is_compiling():
             return make()
-        key = (*key, fingerprint(x))
+        if not isinstance(x, FakeTensor):  # these have no values that could change
+            if type(x) is not Tensor or x.device.type != "cpu" or not x.is_contiguous():
+                return make()
+            key = (*key, fingerprint(x))
         if self._copies is None or self._source is None or self._source() is not x or self._key != key:
             self._copies = make()
             self._key = key
@@ -69,8 +73,3 @@ class InputShare:
 
     def __reduce__(self) -> tuple[type["InputShare"], tuple[int]]:
         return InputShare, (self._readers,)
-
-
-def _has_bytes(x: Tensor) -> bool:
-    """Whether the bytes of a tensor can be hashed here: no GPU's, no fake tensor's."""
-    return type(x) is Tensor and x.device.type == "cpu" and x.is_contiguous()
