@@ -1,5 +1,7 @@
-"""The fixture `case`, refusals, and the record of what came out: `ZOO_RECORD=FILE pytest tests/zoo -m "slow or not slow"`
-puts the outcomes of the tests that ran into FILE, a JSON object of family -> check -> outcome."""
+"""The fixture `case`, refusals, and the record of what came out.
+
+With ZOO_RECORD=FILE the outcomes of the tests that ran are put into FILE, a JSON object of family -> check -> outcome.
+"""
 
 import json
 import os

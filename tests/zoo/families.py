@@ -1,7 +1,7 @@
 """The zoo: families of transformers' models, each as a tiny config with random weights, and short batches for them.
 
-Nothing is downloaded. All language models have one vocabulary, so that one tokenizer serves all. Weights are drawn with a
-standard deviation of 0.1: at the usual 0.02 a block of width 64 adds almost nothing to its stream, and an error in it
+Nothing is downloaded. All language models have one vocabulary, so that one tokenizer serves all. Weights are drawn with
+a standard deviation of 0.1: at the usual 0.02 a block of width 64 adds almost nothing to its stream, and an error in it
 would not be seen.
 """
 
@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tests.models.shapes import KERNELS
 from tilewright.models.hf import HFModel, Task
 from tilewright.models.hf_load import load_hf
-from tilewright.ops.kernels import Kernels
 
 Kind = Literal["causal", "masked", "vision", "audio", "experts", "state space", "encoder-decoder"]
 VOCAB = 320
@@ -55,10 +55,10 @@ class Family:
         return getattr(transformers, self.auto).from_config(self.config(), dtype=torch.float32).train(self.training)
 
     def model(self, seed: int = 0) -> HFModel:
-        """The model as a run has it."""
+        """The model as a run has it, in the mode in which `net` is."""
         torch.manual_seed(seed)
         assert self.task is not None
-        return load_hf(self.config(), self.task, kernels=KERNELS)
+        return load_hf(self.config(), self.task, kernels=KERNELS).train(self.training)
 
     def inputs(self, rows: int = 2, seed: int = 0) -> dict[str, Tensor]:
         """What transformers' model is called with, labels among it."""
@@ -79,9 +79,6 @@ class Family:
         if self.task == "causal_lm":
             batch["labels"] = torch.cat((batch["labels"][:, 1:], torch.full((rows, 1), -100)), dim=1)
         return batch
-
-
-KERNELS = Kernels.default()
 
 
 def _masked(name: str, sizes: Mapping[str, Any]) -> Family:
@@ -318,4 +315,4 @@ FAMILIES = (
         "AutoModelForSeq2SeqLM",
     ),
 )  # fmt: skip
-BY_NAME = {family.name: family for family in FAMILIES}
+TRAINED = tuple(family for family in FAMILIES if family.task is not None)

@@ -1,4 +1,4 @@
-"""Plain transformers models after `convert`, in six modes: right numbers, no stale copies, copies that are independent."""
+"""Plain transformers models after `convert`, in six modes: right numbers, nothing stale, independent copies."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ def converted(case):
 
 
 def bound(report):
-    """Error of the logits relative to their length: two operands of each matrix are rounded, errors add in quadrature."""
+    """Error of logits relative to their length: two operands of each matrix are rounded, errors add in quadrature."""
     unit = UNIT.get(report.policy.mode, 2.0**-4)
     return unit * math.sqrt(2 * sum(row.op in ROUNDED for row in report.rows))
 
