@@ -1,6 +1,7 @@
 """Runs of the command line on the zoo's families: data, a folder with a config, settings, and what a run leaves."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tilewright.data.tokenizer import train_tokenizer
 
 SETTINGS = {
     "run.device": "cpu", "run.threads": "1", "run.dir": "runs", "run.name": "zoo", "model.kind": "hf",
-    "model.path": "model", "data.cache_dir": "cache", "data.seq_len": "32", "data.image_size": str(IMAGE),
+    "model.path": "model", "data.seq_len": "32", "data.image_size": str(IMAGE),
     "data.prefetch": "0", "train.steps": "2", "train.batch_size": "4", "train.micro_batch": "2",
     "train.compile": "off", "train.eval_every": "0", "train.eval_batches": "1", "train.sample_tokens": "0",
     "optim.warmup_steps": "0", "save.every": "0", "save.export_hf": "true", "log.report": "false",
@@ -38,16 +39,25 @@ def write_data(folder: Path) -> None:
             Image.fromarray(pixels).save(folder / "images" / name / f"{number}.png")
 
 
+def settings(family: Family, data: Path, **changes: str) -> dict[str, str]:
+    """A run's settings, with `changes` as section__field=value."""
+    images = family.task == "image_classification"
+    source = {"data.source": str(data / ("images" if images else "texts")), "data.cache_dir": str(data / "cache")}
+    tokenizer = {} if images else {"data.tokenizer": str(data / "tokenizer")}
+    values = SETTINGS | source | tokenizer | {"model.task": str(family.task)}
+    return values | {name.replace("__", "."): value for name, value in changes.items()}
+
+
+def typed(values: Mapping[str, str]) -> list[str]:
+    """Settings as arguments of a command."""
+    return [part for name, value in values.items() for part in (f"--{name}", value)]
+
+
 def train(family: Family, data: Path, **changes: str) -> None:
     """`tilewright train` on a family in the present folder; an error is raised, not printed."""
     family.config().save_pretrained("model")
-    images = family.task == "image_classification"
-    source = {"data.source": str(data / "images")} if images else {"data.source": str(data / "texts")}
-    tokenizer = {} if images else {"data.tokenizer": str(data / "tokenizer")}
-    settings = SETTINGS | source | tokenizer | {"model.task": str(family.task)}
-    settings |= {name.replace("__", "."): value for name, value in changes.items()}
-    typed = [part for name, value in settings.items() for part in (f"--{name}", value)]
-    cli.main(["train", *typed], prog_name="tilewright", standalone_mode=False, obj=State())
+    arguments = typed(settings(family, data, **changes))
+    cli.main(["train", *arguments], prog_name="tilewright", standalone_mode=False, obj=State())
 
 
 def trained(family: Family) -> nn.Module:

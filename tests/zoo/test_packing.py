@@ -1,4 +1,4 @@
-"""Packed documents are as if alone: the loss of packed rows is the sum of their documents' losses in rows of their own."""
+"""Packed documents are as if alone: the loss of packed rows is the sum of the losses of their documents."""
 
 import pytest
 import torch
