@@ -1,6 +1,6 @@
 """The fixture `case`, refusals, and the record of what came out.
 
-With ZOO_RECORD=FILE the outcomes of the tests that ran are put into FILE, a JSON object of family -> check -> outcome.
+With ZOO_RECORD=FILE the outcomes of the tests that ran are put into FILE; those of other tests stay. `make support`.
 """
 
 import json
@@ -11,6 +11,7 @@ import pytest
 
 from tests.zoo.cases import Case, assert_in_words
 from tests.zoo.expected import refusal
+from tests.zoo.families import FAMILIES
 from tilewright.core.errors import TilewrightError
 
 _STATES = {"passed": "works", "skipped": "defect", "failed": "failed"}
@@ -70,9 +71,15 @@ def _outcome(case, report, properties):
 
 def pytest_sessionfinish(session):
     target = os.environ.get("ZOO_RECORD")
-    if target and session.config.zoo:
-        path = Path(target)
-        known = json.loads(path.read_text()) if path.exists() else {}
-        for family, checks in session.config.zoo.items():
-            known[family] = known.get(family, {}) | checks
-        path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    if not target or not session.config.zoo:
+        return
+    import transformers
+
+    path = Path(target)
+    known = json.loads(path.read_text())["families"] if path.exists() else {}
+    families = {}
+    for family in FAMILIES:
+        checks = known.get(family.name, {}).get("checks", {}) | session.config.zoo.get(family.name, {})
+        families[family.name] = {"kind": family.kind, "checks": checks}
+    record = {"transformers": transformers.__version__, "families": families}
+    path.write_text(json.dumps(record, indent=1) + "\n")

@@ -27,6 +27,7 @@ LARGE = {
     "ops.cross_entropy": "native", "save.export_hf": "false",
 }  # fmt: skip
 WITHIN = 0.15
+PLANNED = [family for family in TRAINED if family.name != "t5"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def widened(family):
     return family.config(**{name: wide(name, value) for name, value in family.sizes.items()})
 
 
-@pytest.mark.parametrize("case", cases("plan", families=TRAINED), indirect=True)
+@pytest.mark.parametrize("case", cases("plan", families=PLANNED), indirect=True)
 def test_planned_peak_is_the_measured_one(case, data, tmp_path, monkeypatch, remark):
     monkeypatch.chdir(tmp_path)
     widened(case.family).save_pretrained("model")
