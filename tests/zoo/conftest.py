@@ -81,5 +81,5 @@ def pytest_sessionfinish(session):
     for family in FAMILIES:
         checks = known.get(family.name, {}).get("checks", {}) | session.config.zoo.get(family.name, {})
         families[family.name] = {"kind": family.kind, "checks": checks}
-    record = {"transformers": transformers.__version__, "families": families}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(family)}" for name, family in families.items())
+    path.write_text(f'{{"transformers": "{transformers.__version__}", "families": {{\n{lines}\n}}}}\n')
