@@ -1,6 +1,7 @@
 """The planned peak against that of a dry run, in a process of its own: within 15 %, or said to be not known.
 
-Tiny models are all interpreter and libraries, so each family is widened eight times and sees 4096 tokens at once.
+Tiny models are all interpreter and libraries, so each family is made eight times as wide and three times as deep, and
+sees 2048 tokens at once.
 """
 
 import subprocess
@@ -21,9 +22,12 @@ WIDTHS = (
     "mamba_d_head", "mamba_headdim", "lru_width", "attention_hidden_size", "block_ff_dim", "d_kv", "d_ff",
     "query_pre_attn_scalar", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_layers")
+DEPTHS += ("layer_types", "layers_block_type")
+INDICES = ("hybrid_layer_ids", "attn_layer_indices", "full_attn_idxs")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "context_length")
 LARGE = {
-    "train.micro_batch": "16", "train.batch_size": "16", "data.seq_len": "256", "data.image_size": str(4 * IMAGE),
+    "train.micro_batch": "8", "train.batch_size": "8", "data.seq_len": "256", "data.image_size": str(4 * IMAGE),
     "ops.cross_entropy": "native", "save.export_hf": "false",
 }  # fmt: skip
 WITHIN = 0.15
@@ -38,13 +42,19 @@ def data(tmp_path_factory):
 
 
 def widened(family):
-    """The family's config, eight times as wide; heads, layers and experts as they are."""
+    """The family's config, eight times as wide and three times as deep; heads and experts as they are."""
 
     def wide(name, value):
         if name in POSITIONS:
             return 512
         if name == "image_size":
             return 4 * value
+        if name in DEPTHS:
+            return 3 * value  # lists of layers are repeated
+        if name == "depths":
+            return [3 * depth for depth in value]
+        if name in INDICES:
+            return [index + 2 * times for times in range(3) for index in value]
         if name in WIDTHS:
             return [8 * item for item in value] if isinstance(value, list) else 8 * value
         return value
