@@ -9,7 +9,7 @@ READY := .venv/.ready
 # Arguments for train, for example: make train ARGS="fp32 --train.steps 100"
 ARGS ?=
 
-.PHONY: help train test lint types unit fuzz docs bench reference constraints clean
+.PHONY: help train test lint types unit fuzz docs bench reference support constraints clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -47,6 +47,13 @@ bench: $(READY)
 reference: $(READY)
 	@$(BIN)/python tools/write_reference.py
 	@$(BIN)/python tools/write_outputs.py
+
+# Every check of every family of models, which takes long, and the page that is made of what came out.
+support: $(READY)
+	@ZOO_RECORD=tests/zoo/outcomes.json OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/zoo \
+	  --deselect tests/zoo/test_table.py || true
+	@$(BIN)/python tools/write_support.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/zoo/test_table.py
 
 constraints: $(READY)
 	@$(BIN)/python tools/write_constraints.py

@@ -1,0 +1,47 @@
+"""One check of one family as a parameter of a test, with its marks; what must be true of a refusal."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.zoo.expected import Expected, defect
+from tests.zoo.families import FAMILIES, Family
+from tilewright.core.errors import TilewrightError
+
+
+@dataclass(frozen=True)
+class Case:
+    """`check` is what is tested, with its variant behind a slash where it has several: numbers/fp8_tile."""
+
+    check: str
+    family: Family
+
+    @property
+    def variant(self) -> str:
+        """The part behind the slash: a precision mode."""
+        return self.check.partition("/")[2]
+
+
+def cases(
+    check: str, variants: Sequence[str] = (), families: Iterable[Family] = FAMILIES, sample: Sequence[str] = ()
+) -> list:
+    """Parameters for a check: all but the families of `sample` are slow, known defects are strict expected failures."""
+    names = [f"{check}/{variant}" for variant in variants] or [check]
+    return [_parameter(Case(name, family), sample) for family in families for name in names]
+
+
+def _parameter(case: Case, sample: Sequence[str]) -> object:
+    marks = [] if case.family.name in sample else [pytest.mark.slow]
+    known = defect(case.check, case.family.name)
+    if known is not None:
+        marks.append(pytest.mark.xfail(reason=known.why, strict=True))
+    return pytest.param(case, marks=marks, id=f"{case.family.name}-{case.check}")
+
+
+def assert_in_words(error: TilewrightError, expected: Expected) -> None:
+    """A refusal has four parts, and is about what it should be about."""
+    for problem in error.problems:
+        parts = {"what": problem.what, "got": problem.got, "need": problem.need, "try": problem.try_}
+        assert all(parts.values()), f"a part is missing: {parts}"
+    assert expected.match in str(error)
