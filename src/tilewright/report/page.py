@@ -1,8 +1,7 @@
 """report.html: one file that opens offline, made from the run folder alone.
 
 No scripts, fonts or pictures from elsewhere: charts are inline SVG, the style sheet is inlined. Text from the
-run (samples, paths, messages) is escaped by the template engine. Called by `training` at the end of a run and by
-the command line (`report`).
+run (samples, paths, messages) is escaped by the template engine.
 """
 
 import shlex
@@ -15,6 +14,9 @@ from markupsafe import Markup
 from tilewright.core.errors import DataError
 from tilewright.report import figures, precision_figures, regroup_table, summary, tables
 from tilewright.report.collect import RunData, collect
+from tilewright.report.measured import state
+from tilewright.report.verdict.judge import judge
+from tilewright.report.verdict.rule import State
 from tilewright.training.durable import write_whole
 
 _FIGURES = {
@@ -67,12 +69,16 @@ def render(run: RunData) -> str:
     package = resources.files("tilewright.report")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(package.joinpath("page.html").read_text(encoding="utf-8"))
+    judgement, learned = judge(run), summary.learned(run)
     return template.render(
         run=run,
+        judgement=judgement,
+        State=State,
+        headline=judgement.headline(learned),
+        learned=learned,
         css=Markup(package.joinpath("page.css").read_text(encoding="utf-8")),
         svg=Markup,
-        verdict=summary.verdict(run),
-        state=summary.state(run),
+        state=state(run),
         tiles=summary.tiles(run),
         figures={name: make(run) for name, make in _FIGURES.items()},
         memory=tables.memory_table(run),
