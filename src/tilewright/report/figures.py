@@ -28,6 +28,8 @@ from tilewright.report.scales import format_number, format_percent, from_log
 WIDE, LOW = (1080, 320), (1080, 210)
 WIDE_RANGE = 20.0
 """Largest over smallest loss from which the axis is logarithmic."""
+LARGEST_EXPONENT = 100.0
+"""Held-out loss above which the loss is drawn in place of the perplexity, 3e43."""
 OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "allocator", "other")
 MARKED = {
     "resume": 2,
@@ -93,16 +95,17 @@ def perplexity_figure(run: RunData) -> Figure | None:
     domains = {name: points for name, points in domain_losses(run).items() if points}
     if not domains:
         return None
-    series, legend, count, lost = [], [], 0, 0
-    for i, (domain, points) in enumerate(domains.items()):
-        drawn = [(step, perplexity(loss)) for step, loss in points if number(perplexity(loss)) is not None]
-        series.append(Series(domain, [step for step, _ in drawn], [ppl for _, ppl in drawn], i % 8))
-        legend.append((i % 8, domain, format_perplexity(points[-1][1])))
-        count, lost = count + len(points), lost + len(points) - len(drawn)
-    svg = line_chart(series, label="held-out perplexity by domain", y_label="perplexity", log_y=True)
+    drawable = max(loss for points in domains.values() for _, loss in points) <= LARGEST_EXPONENT
+    drawn = perplexity if drawable else float
+    series = [
+        Series(domain, [step for step, _ in points], [drawn(loss) for _, loss in points], i % 8)
+        for i, (domain, points) in enumerate(domains.items())
+    ]
+    legend = [(i % 8, domain, format_perplexity(points[-1][1])) for i, (domain, points) in enumerate(domains.items())]
+    y_label = "perplexity" if drawable else "nats per token (perplexity is e to their power)"
+    svg = line_chart(series, label="held-out perplexity by domain", y_label=y_label, log_y=True)
     reading = "A domain that rises while the others fall is being forgotten: more of its text (data.weights) helps."
-    note = f"{lost} of {count} perplexities are beyond what a number holds, and not drawn." if lost else ""
-    return Figure("Held-out perplexity by domain", svg, reading, legend, note)
+    return Figure("Held-out perplexity by domain", svg, reading, legend)
 
 
 def norm_figure(run: RunData) -> Figure | None:
@@ -249,11 +252,10 @@ def memory_bars_figure(run: RunData) -> Figure | None:
 
 def _smooth(steps: Sequence[float], values: Sequence[float], log: bool) -> Series:
     """The curve through a tenth of the records at a time; by their logarithms where all are positive and `log`."""
-    width = _window(values)
-    if not log:
-        return Series("smoothed", *smooth(steps, values, width))
-    xs, logs = smooth(steps, [math.log(value) for value in values], width)
-    return Series("smoothed", xs, [from_log(value) for value in logs])
+    xs, ys = smooth(steps, [math.log(value) for value in values] if log else values, _window(values))
+    ys = [from_log(y) for y in ys] if log else ys
+    low, high = min(values), max(values)  # a line through a jump goes beyond what was measured
+    return Series("smoothed", xs, [min(max(y, low), high) for y in ys])
 
 
 def _is_wide(values: Sequence[float]) -> bool:

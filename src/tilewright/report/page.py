@@ -19,7 +19,7 @@ from tilewright.report.verdict.judge import judge
 from tilewright.report.verdict.rule import State
 from tilewright.training.durable import write_whole
 
-_FIGURES = {
+FIGURES = {
     "loss": figures.loss_figure,
     "perplexity": figures.perplexity_figure,
     "norm": figures.norm_figure,
@@ -80,7 +80,7 @@ def render(run: RunData) -> str:
         svg=Markup,
         state=state(run),
         tiles=summary.tiles(run),
-        figures={name: make(run) for name, make in _FIGURES.items()},
+        figures={name: make(run) for name, make in FIGURES.items()},
         memory=tables.memory_table(run),
         tiers=tables.tier_rows(run),
         regrouped=regroup_table.decisions(run),

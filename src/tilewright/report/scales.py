@@ -24,6 +24,16 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.4g}"
 
 
+def format_tick(value: float) -> str:
+    """A number beside an axis, where there is room for seven characters.
+
+    Example:
+        >>> [format_tick(x) for x in (0.5, 20_000, 1e8)]
+        ['0.5', '20,000', '1e+08']
+    """
+    return format_number(value) if abs(value) < 1e6 else f"{value:.3g}"
+
+
 def format_percent(share: float) -> str:
     """A share of one as per cent.
 

@@ -83,8 +83,15 @@ def _loss(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 1000 else format_number(value)
 
 
+def _short(value: float) -> str:
+    """A loss for a tile, which has no room for many digits."""
+    if abs(value) < 1000:
+        return f"{value:.2f}"
+    return format_count(value) if abs(value) < 1e15 else f"{value:.2g}"
+
+
 def _span(span: LossSpan) -> str:
-    return f"{_loss(span.start)} \u2192 {'not finite' if span.end is None else _loss(span.end)}"
+    return f"{_short(span.start)} \u2192 {'not finite' if span.end is None else _short(span.end)}"
 
 
 def _loss_words(span: LossSpan) -> str:

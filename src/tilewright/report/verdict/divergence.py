@@ -53,7 +53,12 @@ def divergence(run: RunData) -> Verdict:
     rise = last.value - lowest.value
     sure = max(0.0, rise - SURE * difference_error(lowest, last, noise(losses[: lowest.end])))
     if DIVERGENCE.is_good(sure):
-        text = f"The loss ends at {num(last.value)} nats per token; its lowest level was {num(lowest.value)}."
+        text = f"The loss ends at its lowest level, {num(last.value)} nats per token."
+        if rise > 0:
+            place = "within its noise of" if not sure else f"{num(rise)} above"
+            text = (
+                f"The loss ends at {num(last.value)} nats per token, {place} its lowest level of {num(lowest.value)}."
+            )
         return DIVERGENCE.judge(sure, text)
     begins = "The run diverged" if sure >= DIVERGENCE.bad else "The loss rose at the end"
     text = (
@@ -74,11 +79,7 @@ def _stopped(run: RunData) -> str:
     if event.get("kind") != "stop" or event.get("cause") != "numerics":
         return ""
     why = (str(event.get("message", "")).splitlines() or [""])[0].rstrip(".")
-    text = f" and was stopped at step {event.get('step')}: {why[:1].lower()}{why[1:]}"
-    _, losses = run.column("loss")
-    if len(losses) > 1:
-        text += f"; the loss was {num(losses[0])} in the first step and {num(losses[-1])} in the last one recorded"
-    return text
+    return f" and was stopped at step {event.get('step')}: {why[:1].lower()}{why[1:]}"
 
 
 def _not_finite(run: RunData) -> str:

@@ -95,8 +95,8 @@ def clipping(run: RunData) -> Verdict:
         return CLIPPING.too_short(len(norms))
     count = sum(norm > bound for norm in norms)
     share = count / len(norms)
-    text = f"{count:,} of {len(norms):,} {which} ({format_percent(share)}) were clipped to {format_number(bound)}."
-    return CLIPPING.judge(share, text)
+    counted = f"{count:,} of {len(norms):,} {which} ({format_percent(share)})"
+    return CLIPPING.judge(share, f"{counted} were clipped to a norm of {format_number(bound)}.")
 
 
 def growth(run: RunData) -> Verdict:

@@ -20,11 +20,14 @@ RULES: Mapping[Rule, Callable[[RunData], Verdict]] = {
     resources.OFF_PLAN: resources.off_plan,
     resources.LEAK: resources.leak,
     resources.SLOWDOWN: resources.slowdown,
+    resources.OFF_SPEED: resources.off_speed,
     resources.WAIT: resources.wait,
 }
 """Rules and how each judges a run, the gravest first: of two in the same state, the one further up is the headline."""
 
-_ORDER = (State.BAD, State.LOOK, State.GOOD, State.NOT_MEASURED)
+MOOT = (learning.PLATEAU, learning.MEMORISING, learning.FORGETTING)
+"""Rules that say something only of a run that did not diverge: they compare losses with one another."""
+_WORDS = {State.BAD: "bad", State.LOOK: "worth a look", State.GOOD: "good", State.NOT_MEASURED: "not measured"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class Judgement:
 
     def tally(self) -> str:
         """How many rules found what, in words."""
-        found = [(state, len(self.in_state(state))) for state in _ORDER]
-        return ", ".join(f"{count} {state.value}" for state, count in found if count)
+        counts = [(len(self.in_state(state)), words) for state, words in _WORDS.items()]
+        return ", ".join(f"{count} {words}" for count, words in counts if count)
 
     def line(self, learned: str) -> str:
         """The verdict in one line of plain text, for a terminal."""
@@ -77,5 +80,12 @@ class Judgement:
 
 
 def judge(run: RunData) -> Judgement:
-    """Put a run to all rules."""
-    return Judgement([measure(run) for measure in RULES.values()])
+    """Put a run to all rules. Of a run that diverged nothing more is said about what it learned."""
+    verdicts = [measure(run) for measure in RULES.values()]
+    if verdicts[0].state is State.BAD:
+        verdicts = [_moot(one) if one.rule in MOOT else one for one in verdicts]
+    return Judgement(verdicts)
+
+
+def _moot(verdict: Verdict) -> Verdict:
+    return verdict.rule.not_measured("Not judged, as the run diverged.")

@@ -102,14 +102,14 @@ def plateau(run: RunData) -> Verdict:
 
 def memorising(run: RunData) -> Verdict:
     """Does the held-out loss rise while the training loss falls?"""
-    points = held_out_losses(run)
+    points, num_losses = held_out_losses(run), len(run.column("loss")[1])
     if len(points) < FEWEST_EVALS:
         return MEMORISING.not_measured(_few_evals(len(points)))
+    if num_losses < MIN_RECORDS:
+        return MEMORISING.too_short(num_losses)
     step, lowest = min(points, key=lambda point: point[1])
     last = points[-1][1]
     rise, trained = last - lowest, _training_change(run, step)
-    if trained is None:
-        return MEMORISING.not_measured("The training loss is not recorded.")
     if rise > 0 and trained >= FOLLOWS * rise:
         return MEMORISING.judge(0.0, "The held-out loss moves with the training loss.")
     if MEMORISING.is_good(rise):
@@ -129,6 +129,8 @@ def forgetting(run: RunData) -> Verdict:
     pooled = held_out_losses(run)
     if len(pooled) < FEWEST_EVALS or not domains:
         return FORGETTING.not_measured(_few_evals(len(pooled)))
+    if len(run.steps) < MIN_RECORDS:
+        return FORGETTING.too_short(len(run.steps))
     if len(domains) == 1:
         return FORGETTING.not_measured("Only one domain is held out.")
     rises = {name: points[-1][1] - min(loss for _, loss in points) for name, points in domains.items()}
@@ -137,7 +139,8 @@ def forgetting(run: RunData) -> Verdict:
     if rise > 0 and together >= FOLLOWS * rise:
         return FORGETTING.judge(0.0, "The domains move together.")
     if FORGETTING.is_good(rise):
-        text = f"All {len(domains)} domains end at their lowest held-out loss, or within {num(rise)} nats of it."
+        place = f"within {num(rise)} nats of" if rise else "at"
+        text = f"Each of {len(domains)} domains ends {place} its lowest held-out loss."
         return FORGETTING.judge(rise, text)
     text = f"The domain {worst} is being forgotten: its held-out loss rose by {num(rise)} nats."
     return FORGETTING.judge(rise, text)
@@ -169,11 +172,9 @@ def _progress(before: Level, after: Level, sigma: float) -> bool:
     return before.value - after.value > least
 
 
-def _training_change(run: RunData, step: float) -> float | None:
+def _training_change(run: RunData, step: float) -> float:
     """By how much the training loss changed from around that step to the end."""
     steps, losses = run.column("loss")
-    if not losses:
-        return None
     wide = width(losses)
     place = sum(one <= step for one in steps)
     first = min(max(0, place - wide // 2), max(0, len(losses) - wide))

@@ -92,14 +92,19 @@ class Verdict:
 
     @property
     def limit(self) -> str:
-        """The threshold that the number is beside, in words; empty where it was not the number that decided."""
-        if self.value is None:
+        """The threshold that the number has reached, in words; empty where it has reached none."""
+        if self.value is None or self.state is State.GOOD:
             return ""
         if self.state is State.BAD:
             return f"bad from {self.rule.amount(self.rule.bad)}"
-        return f"{'worth a look from' if self.state is State.LOOK else 'good below'} {self.rule.amount(self.rule.look)}"
+        return f"worth a look from {self.rule.amount(self.rule.look)}"
+
+    @property
+    def number(self) -> str:
+        """The number as text; empty where there is none."""
+        return "" if self.value is None else self.rule.amount(self.value)
 
     @property
     def sentence(self) -> str:
-        """The text with the threshold, as one sentence."""
+        """The text, with the threshold that was reached."""
         return f"{self.text.rstrip('.')} ({self.limit})." if self.limit else self.text
