@@ -111,6 +111,7 @@ def verbosity(function: Function) -> Function:
         "verbose",
         count=True,
         expose_value=False,
+        is_eager=True,  # before --quiet, which it would else take back where it is not given
         callback=loud,
         help="Print decisions; twice: details.",
     )(function)

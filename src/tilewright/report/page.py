@@ -36,11 +36,12 @@ FIGURES = {
 }
 
 
-def write_report(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path, run: RunData | None = None) -> Path:
     """Write `report.html` into a run folder, whole or not at all; a report that is there is replaced.
 
     Args:
         run_dir: folder of a run, finished or not. Parts that are missing are said to be.
+        run: what `collect` found there, if it has been read already.
 
     Returns:
         Path of the report.
@@ -50,7 +51,7 @@ def write_report(run_dir: str | Path) -> Path:
     """
     folder = Path(run_dir)
     try:
-        page = render(collect(folder))
+        page = render(run or collect(folder))
         path = folder / "report.html"
         write_whole(path, page)
     except OSError as error:

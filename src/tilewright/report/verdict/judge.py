@@ -20,7 +20,6 @@ RULES: Mapping[Rule, Callable[[RunData], Verdict]] = {
     resources.OFF_PLAN: resources.off_plan,
     resources.LEAK: resources.leak,
     resources.SLOWDOWN: resources.slowdown,
-    resources.OFF_SPEED: resources.off_speed,
     resources.WAIT: resources.wait,
 }
 """Rules and how each judges a run, the gravest first: of two in the same state, the one further up is the headline."""

@@ -45,18 +45,6 @@ WAIT = Rule(
     bad=0.25,
     why="Under 5 % is hard to tell from the scatter of steps; at 25 % the run would be a third faster without it.",
 )
-OFF_SPEED = Rule(
-    name="speed plan",
-    chart="throughput",
-    measures="planned over measured tokens per second (median of the run), or the inverse where that is larger",
-    unit="times",
-    look=2.0,
-    bad=10.0,
-    why=(
-        "Other programs on the machine and very small models put a plan out by less than a factor of 2. Ten times is "
-        "another kernel or device than the plan counted on."
-    ),
-)
 SLOWDOWN = Rule(
     name="slowdown",
     chart="throughput",
@@ -114,23 +102,6 @@ def wait(run: RunData) -> Verdict:
         return WAIT.not_measured("The time of the steps is not recorded.")
     text = f"{format_percent(waited / whole)} of the time of the steps was spent waiting for data."
     return WAIT.judge(waited / whole, text)
-
-
-def off_speed(run: RunData) -> Verdict:
-    """Is the speed the planned one?"""
-    _, speeds = run.column("tokens_per_s")
-    planned = run.planned("tokens_per_s")
-    if len(speeds) < MIN_RECORDS:
-        return OFF_SPEED.too_short(len(speeds))
-    measured = median(speeds)
-    if planned is None or planned <= 0 or measured <= 0:
-        return OFF_SPEED.not_measured("No speed was planned.")
-    times = max(planned / measured, measured / planned)
-    text = (
-        f"{format_number(measured)} tokens/s were measured and {format_number(planned)} planned, a factor of "
-        f"{format_number(times)}."
-    )
-    return OFF_SPEED.judge(times, text)
 
 
 def slowdown(run: RunData) -> Verdict:
