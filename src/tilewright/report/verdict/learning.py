@@ -28,7 +28,8 @@ PLATEAU = Rule(
     chart="loss",
     measures=(
         "share of the run, counted in quarters from its end, over which the loss did not fall by more than "
-        f"{format_percent(FLAT)} of itself and {FLAT_ERRORS:g} standard errors"
+        f"{format_percent(FLAT)} of itself: neither the held-out loss nor, beyond {FLAT_ERRORS:g} standard errors, the "
+        "training loss"
     ),
     unit="share",
     look=0.5,
@@ -81,16 +82,23 @@ SPIKES = Rule(
 
 def plateau(run: RunData) -> Verdict:
     """For how long has the loss not fallen?"""
-    _, losses = run.column("loss")
+    steps, losses = run.column("loss")
     if len(losses) < MIN_RECORDS:
         return PLATEAU.too_short(len(losses))
     sigma = noise(losses[len(losses) // 2 :])
     *before, last = [level(part, 0) for part in quarters(losses)]
-    flat = sum(1 for _ in takewhile(lambda part: not _progress(part, last, sigma), reversed(before)))
+    ends = [part[-1] for part in quarters(steps)]
+    progress = [_progress(part, last, sigma) for part in before]
+    fell = [_held_out_fall(run, end) for end in ends[:-1]]
+    flat = sum(1 for _ in takewhile(lambda i: not (progress[i] or fell[i]), reversed(range(len(before)))))
     now = f"{num(last.value)} nats per token"
-    if not flat:
+    if not flat and progress[-1]:
         gain = before[-1].value - last.value
         return PLATEAU.judge(0.0, f"The last quarter of the run brought {num(gain)} nats; the loss is {now}.")
+    if not flat:
+        return PLATEAU.judge(
+            0.0, f"The held-out loss fell by {num(fell[-1])} nats at the end; the training loss is {now}."
+        )
     start = level(losses[:3], 0)
     if flat == len(before) and not _progress(start, last, sigma):
         text = f"The run learned nothing: the loss began at {num(start.value)} and is {now} in the last quarter."
@@ -170,6 +178,16 @@ def _progress(before: Level, after: Level, sigma: float) -> bool:
     """Whether the loss fell from one level to the other by more than is nothing, and than noise."""
     least = max(FLAT * abs(after.value), FLAT_ERRORS * difference_error(before, after, sigma))
     return before.value - after.value > least
+
+
+def _held_out_fall(run: RunData, since: float) -> float:
+    """By how much the held-out loss fell between the last evaluation up to that step and the end; 0 if that is little."""
+    points = held_out_losses(run)
+    before = [loss for step, loss in points if step <= since]
+    if not before:
+        return 0.0
+    last = points[-1][1]
+    return before[-1] - last if before[-1] - last > FLAT * abs(last) else 0.0
 
 
 def _training_change(run: RunData, step: float) -> float:
