@@ -181,7 +181,7 @@ def _progress(before: Level, after: Level, sigma: float) -> bool:
 
 
 def _held_out_fall(run: RunData, since: float) -> float:
-    """By how much the held-out loss fell between the last evaluation up to that step and the end; 0 if that is little."""
+    """By how much the held-out loss fell from the last evaluation up to that step to the last one; 0 if little."""
     points = held_out_losses(run)
     before = [loss for step, loss in points if step <= since]
     if not before:
