@@ -1,6 +1,7 @@
 """Every rule on a run that has the illness, on a clean one, and at its thresholds; the headline names the worst."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +10,7 @@ from hypothesis import strategies as st
 from tests.report.synthetic import eval_rows, read, step_rows
 from tests.report.verdict_cases import BAD, CASES, CLEAN, COUNT, GOOD, LOOK, NOT_MEASURED, Case, falling, marked, rise
 from tilewright.report.collect import RunData
-from tilewright.report.figures import Figure
-from tilewright.report.page import FIGURES
+from tilewright.report.page import FIGURES, render
 from tilewright.report.summary import learned
 from tilewright.report.verdict.judge import RULES, Judgement, judge
 from tilewright.report.verdict.rule import MIN_RECORDS, Rule, State, Verdict
@@ -185,7 +185,19 @@ def test_a_stop_on_numerics_is_a_divergence_until_the_run_goes_on(tmp_path):
     assert judge(signal.read(tmp_path)).state is NOT_MEASURED
 
 
-def test_no_figure_says_that_it_is_healthy(tmp_path):
-    run = CLEAN.read(tmp_path)
-    made: list[Figure | None] = [make(run) for make in FIGURES.values()]
-    assert not any("healthy" in figure.reading.lower() for figure in made if figure)
+@pytest.mark.parametrize("case", [CLEAN, CASES["divergence"][0][1], Case([], evals={}, files={"plan": None})])
+def test_nothing_on_the_page_is_green_that_was_not_measured_to_be_good(tmp_path, case):
+    run = case.read(tmp_path)
+    found, page = judge(run), render(run)
+    assert "healthy" not in page.lower()
+    body = page[page.index("</style>") :]
+    shown = [chart for chart, make in FIGURES.items() if make(run)]
+    badges = re.findall(r'<h3>.*?<span class="badge (.*?)">(.*?)</span>', body, re.DOTALL)
+    assert len(badges) == len(shown), "a badge on every chart"
+    good = len(found.in_state(GOOD))
+    charts = [found.of_chart(chart) for chart in shown]
+    on_charts = sum(len(one.in_state(GOOD)) for one in charts) + sum(one.state is GOOD for one in charts)
+    assert body.count("state-good") == good + on_charts + (found.state is GOOD)
+    headline = re.search(r"<h1>(.*?)</h1>", body)
+    assert headline is not None
+    assert headline[1].replace("\u00a0", " ") == found.headline(learned(run))
