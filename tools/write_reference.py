@@ -1,4 +1,4 @@
-"""Writes the reference pages that are made from the code: settings, environment variables, commands.
+"""Writes the reference pages that are made from the code: settings, variables, commands, rules of the report.
 
 `make reference` after a change; a test holds the committed pages equal to what this writes.
 """
@@ -11,6 +11,8 @@ from tilewright.cli.app import COMMANDS, cli
 from tilewright.core import schema
 from tilewright.core.env import VARIABLES
 from tilewright.core.toml_file import toml_text
+from tilewright.report.verdict.judge import MOOT, RULES
+from tilewright.report.verdict.rule import MIN_RECORDS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
@@ -71,7 +73,38 @@ def commands() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"configuration.md": configuration, "environment.md": environment, "commands.md": commands}
+def verdict() -> str:
+    """The rules of the report, with their thresholds and where these come from."""
+    lines = [
+        "# The verdict of a report",
+        "",
+        "`tilewright report`, the end of `tilewright train` and the head of `report.html` judge a run by these rules,",
+        "from the files of the run folder alone. Each rule is a number beside two thresholds. By it a run is good,",
+        "worth a look or bad, or not measured: where the number is not recorded, or the run is so short that nothing",
+        f"can be said (most rules need {MIN_RECORDS} recorded steps). Nothing is good without a measurement.",
+        "",
+        "The headline of the report is the gravest of what is bad; else of what is worth a look; else what the run",
+        "learned. Of two in the same state the rule further up counts. Of a run that diverged, these are not judged:",
+        f"{', '.join(rule.name for rule in MOOT)}. A step that a resumed run repeats counts once.",
+        "",
+        "| rule | number | worth a look from | bad from |",
+        "|---|---|---|---|",
+    ]
+    for rule in RULES:
+        lines.append(f"| {rule.name} | {rule.measures} | {rule.amount(rule.look)} | {rule.amount(rule.bad)} |")
+    lines += ["", "## Why these thresholds", ""]
+    for rule in RULES:
+        besides = f" Bad whatever the number: {rule.besides}." if rule.besides else ""
+        lines.append(f"- **{rule.name}**: {rule.why}{besides}")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {
+    "configuration.md": configuration,
+    "environment.md": environment,
+    "commands.md": commands,
+    "verdict.md": verdict,
+}
 
 
 def main() -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from tests.report.conftest import write_run
 from tilewright.core.errors import DataError
-from tilewright.core.units import format_bytes
+from tilewright.core.units import format_bytes, format_perplexity
 from tilewright.report.collect import collect
-from tilewright.report.figures import memory_bars_figure, settled_norms
+from tilewright.report.figures import memory_bars_figure
+from tilewright.report.measured import settled_norms, total_tokens
 from tilewright.report.page import render, write_report
-from tilewright.report.summary import MISSING, tiles, total_tokens, verdict
+from tilewright.report.summary import MISSING, learned, tiles
 from tilewright.report.tables import event_rows, facts, kernel_rows, memory_table, precision_groups, tier_rows
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -98,8 +99,10 @@ def test_numbers_of_the_head_come_from_the_files(run_dir):
     assert by_label["Peak memory"].value == f"{peak / 2**20:.0f} MiB"
     assert "1000 MiB" in by_label["Peak memory"].detail
     losses = [rows[-1]["eval"][d]["loss"] for d in rows[-1]["eval"]]
-    assert by_label["Held-out perplexity"].value == f"{2.718281828459045 ** (sum(losses) / len(losses)):.1f}"
-    assert verdict(run).startswith(f"The loss fell from {steps[0]['loss']:.2f} to {end:.2f} nats a token in 400 steps")
+    assert by_label["Held-out perplexity"].value == format_perplexity(sum(losses) / len(losses))
+    assert learned(run).startswith(
+        f"The loss fell from {steps[0]['loss']:.2f} to {end:.2f} nats per token in 400 steps"
+    )
 
 
 def test_held_out_perplexity_weighs_domains_by_tokens(run_dir):
@@ -109,7 +112,7 @@ def test_held_out_perplexity_weighs_domains_by_tokens(run_dir):
         + json.dumps({"step": 1, "eval": {"a": {"loss": 0.0, "tokens": 3}, "b": {"loss": 4.0, "tokens": 1}}})
         + "\n"
     )
-    assert {t.label: t.value for t in tiles(collect(run_dir))}["Held-out perplexity"] == "2.7"
+    assert {t.label: t.value for t in tiles(collect(run_dir))}["Held-out perplexity"] == "2.718"
 
 
 def test_planned_memory_is_that_of_a_training_step(run_dir):

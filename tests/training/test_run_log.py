@@ -6,6 +6,7 @@ import sys
 import types
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,23 @@ def test_rows_are_there_at_once_and_not_finite_is_null(tmp_path):
     log.close()
     assert _rows(tmp_path / "events.jsonl")[0]["loss_scale"] == 2.0
     assert _rows(tmp_path / "samples.jsonl")[0]["text"] == "b\nc"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("wrap", [float, torch.tensor, lambda value: [1.0, value], lambda value: {"x": (value,)}])
+def test_no_value_stops_a_row_from_being_written_and_read(tmp_path, value, wrap):
+    log = RunLog(tmp_path)
+    log.metrics(1, loss=wrap(value), aux=2.0)
+    log.event(1, "skip", "bad", grad_norm=wrap(value))
+    log.precision(step=1, kind="sample", noise=wrap(value))
+    log.close()
+    for name in ("metrics", "events", "precision"):
+        text = (tmp_path / f"{name}.jsonl").read_text()
+        row = json.loads(text, parse_constant=pytest.fail)
+        assert row["step"] == 1
+    with RunFolder(tmp_path) as folder:
+        folder.write_json("plan.json", {"tokens_per_s": wrap(value)})
+        json.loads((tmp_path / "plan.json").read_text(), parse_constant=pytest.fail)
 
 
 @settings(max_examples=30, deadline=None)

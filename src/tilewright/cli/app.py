@@ -34,7 +34,7 @@ COMMANDS = {
     "eval": ("tilewright.cli.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
     "generate": ("tilewright.cli.generate:generate", "Continue a text with the model of a run."),
     "inspect": ("tilewright.cli.inspect:inspect_", "Look into a recipe, a run or a checkpoint."),
-    "report": ("tilewright.cli.report:report", "Write a run's report: one HTML file that opens offline."),
+    "report": ("tilewright.cli.report:report", "Judge a run and write its report: one HTML file that opens offline."),
     "bench": ("tilewright.cli.bench:bench", "Measure matmuls or a training step on this machine."),
 }
 

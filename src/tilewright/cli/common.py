@@ -1,7 +1,6 @@
 """What commands share: the recipe argument with `--section.field value`, verbosity, and JSON output."""
 
 import difflib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import click
 
 from tilewright.core import env, log
 from tilewright.core.errors import ConfigError
+from tilewright.core.json_text import to_json
 
 _OVERRIDES = "tilewright.overrides"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -111,6 +111,7 @@ def verbosity(function: Function) -> Function:
         "verbose",
         count=True,
         expose_value=False,
+        is_eager=True,  # before --quiet, which it would else take back where it is not given
         callback=loud,
         help="Print decisions; twice: details.",
     )(function)
@@ -127,8 +128,8 @@ def overrides(ctx: click.Context) -> list[str]:
 
 
 def print_json(value: object) -> None:
-    """JSON on standard output, whatever the verbosity."""
-    click.echo(json.dumps(value, indent=2))
+    """JSON on standard output, whatever the verbosity; numbers that are not finite are null."""
+    click.echo(to_json(value, indent=2))
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from tilewright.cli.common import json_option, print_json, run_argument, show_table, verbosity
+from tilewright.core.units import format_loss, format_perplexity
 
 
 @click.command("eval")
@@ -38,5 +39,5 @@ def eval_(run: Path, batches: int | None, as_json: bool) -> None:
     rows = [*results.items(), *([("all", whole)] if whole else [])]
     show_table(
         ("domain", "loss", "perplexity", "targets"),
-        [(name, f"{result.loss:.4f}", f"{result.ppl:.2f}", f"{result.tokens}") for name, result in rows],
+        [(name, format_loss(result.loss), format_perplexity(result.loss), f"{result.tokens}") for name, result in rows],
     )

@@ -1,14 +1,12 @@
 """`tilewright precision`: which products of which layers to compute in FP8, found before a run by measuring."""
 
-import json
-import math
 from pathlib import Path
-from typing import Any
 
 import click
 
 from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, recipe_argument, verbosity
 from tilewright.core.errors import ConfigError
+from tilewright.core.json_text import to_json
 from tilewright.core.load import load_recipe
 from tilewright.core.log import say
 
@@ -79,11 +77,11 @@ def search(
         found = search(loaded, settings, output.weights_of(run) if run else None)
         source = {"weights": run or f"{warmup} BF16 steps"}
         intro = output.intro_of(found, loaded.name, budget, source["weights"])
-    facts = _plain({"recipe": loaded.name, "budget": share} | source | found.to_json())
+    facts = {"recipe": loaded.name, "budget": share} | source | found.to_json()
     title = f"{loaded.name}: loss given up for speed"
     texts = {
         ".toml": output.policy_text(found, loaded, files[".toml"], intro),
-        ".json": json.dumps(facts, indent=1) + "\n",
+        ".json": to_json(facts, indent=1) + "\n",
         ".svg": tradeoff_svg(found, title),
     }
     _write(files, texts)
@@ -96,15 +94,6 @@ def search(
         output.show(found, budget)
     say(f"wrote {files['.toml']}, {files['.json'].name} and {files['.svg'].name}")
     say(f"next   tilewright train {files['.toml']}")
-
-
-def _plain(value: object) -> Any:
-    """Numbers that JSON does not have become null."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _refuse_files(files: dict[str, Path], recipe: Path | None, force: bool) -> None:

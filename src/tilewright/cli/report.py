@@ -1,4 +1,4 @@
-"""`tilewright report`: writes the report of a run folder, finished or still running."""
+"""`tilewright report`: judges a run, finished or still going, and writes its report."""
 
 import webbrowser
 from pathlib import Path
@@ -7,6 +7,7 @@ import click
 
 from tilewright.cli.common import run_argument, verbosity
 from tilewright.core.errors import ConfigError
+from tilewright.core.log import say
 
 
 @click.command()
@@ -14,13 +15,19 @@ from tilewright.core.errors import ConfigError
 @click.option("--open", "open_", is_flag=True, help="Open it in a browser.")
 @verbosity
 def report(run: Path, open_: bool) -> None:
-    """Write a run's report: one HTML file that opens offline.
+    """Judge a run and write its report: one HTML file that opens offline.
+
+    The verdict is printed in one line before the path of the report; --quiet leaves it out.
 
     RUN is a run folder or its name below `runs`; without it `runs/latest`.
     """
+    from tilewright.report.collect import collect
     from tilewright.report.page import write_report
+    from tilewright.report.summary import verdict_line
 
-    page = write_report(run).resolve()
+    data = collect(run)
+    page = write_report(run, data).resolve()
+    say(verdict_line(data))
     click.echo(page)
     if open_ and not webbrowser.open(page.as_uri()):
         raise ConfigError("no browser could be started here", got=str(page), need="a browser", try_="open it yourself")

@@ -1,4 +1,4 @@
-"""`tilewright train`: a recipe, settings from the command line, the training loop, and the report at the end."""
+"""`tilewright train`: a recipe, settings from the command line, the training loop, then verdict and report."""
 
 from pathlib import Path
 
@@ -30,16 +30,22 @@ def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
     try:
         run_training(loaded, dry_run=dry_run)
     except TilewrightError:
-        _write_report(loaded, dry_run)  # a run that stopped on bad numbers is the one to look at
+        _conclude(loaded, dry_run)  # a run that stopped on bad numbers is the one to look at
         raise
-    _write_report(loaded, dry_run)
+    _conclude(loaded, dry_run)
 
 
-def _write_report(loaded: Loaded, dry_run: bool) -> None:
-    """Write the report where the recipe wants one and the run has begun, and say where it is."""
+def _conclude(loaded: Loaded, dry_run: bool) -> None:
+    """Say the verdict on a run that has begun; where the recipe wants a report, write it and say where it is."""
+    from tilewright.report.collect import collect
     from tilewright.report.page import write_report
+    from tilewright.report.summary import verdict_line
 
     recipe = loaded.recipe
     folder = Path(recipe.run.dir) / (recipe.run.name or loaded.name)
-    if recipe.log.report and not dry_run and (folder / "metrics.jsonl").is_file():
-        say(f"report: {write_report(folder)}")
+    if dry_run or not (folder / "metrics.jsonl").is_file():
+        return
+    data = collect(folder)
+    say(verdict_line(data))
+    if recipe.log.report:
+        say(f"report: {write_report(folder, data)}")

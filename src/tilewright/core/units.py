@@ -1,5 +1,6 @@
 """Sizes and rates as people write them, and back. The one place where numbers are rounded for display."""
 
+import math
 import re
 from decimal import Decimal
 
@@ -37,6 +38,8 @@ def format_bytes(count: float) -> str:
         ('1.50 KiB', '1000 MiB')
     """
     size = float(count)
+    if not math.isfinite(size):
+        return f"{size:g} B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.0f} {unit}" if size >= 100 else f"{size:.2f} {unit}"
@@ -52,6 +55,8 @@ def format_count(count: float) -> str:
         ('46.9M', '512', '0.47')
     """
     size = float(count)
+    if not math.isfinite(size):
+        return f"{size:g}"
     for suffix in ("", "k", "M", "G", "T", "P"):
         if abs(size) < 1000:
             if suffix == "":
@@ -61,6 +66,44 @@ def format_count(count: float) -> str:
     return f"{size:.3g}E"
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss) of a loss in nats; infinite where that is more than a double holds, which is from a loss of 709.8.
+
+    Example:
+        >>> perplexity(0.0), perplexity(345_341.0), perplexity(float("nan"))
+        (1.0, inf, nan)
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def format_perplexity(loss: float) -> str:
+    """The perplexity of a loss in nats, as a power of e where a double does not hold it.
+
+    Example:
+        >>> format_perplexity(3.0), format_perplexity(345_341.0), format_perplexity(1e300)
+        ('20.09', 'e^345,341', 'e^1e+300')
+    """
+    value = perplexity(loss)
+    if math.isfinite(value) or not math.isfinite(loss):
+        return f"{value:.4g}"
+    return f"e^{loss:,.0f}" if loss < 1e9 else f"e^{loss:.3g}"
+
+
+def format_loss(loss: float) -> str:
+    """A loss with four decimals, or fewer where it is so large that they say nothing.
+
+    Example:
+        >>> format_loss(2.71828), format_loss(345_341.25), format_loss(1e300), format_loss(float("nan"))
+        ('2.7183', '345,341', '1e+300', 'nan')
+    """
+    if not abs(loss) >= 1000:
+        return f"{loss:.4f}"
+    return f"{loss:,.0f}" if abs(loss) < 1e9 else f"{loss:.3g}"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration as people say it.
 
@@ -68,6 +111,8 @@ def format_seconds(seconds: float) -> str:
         >>> format_seconds(0.0123), format_seconds(75), format_seconds(7400), format_seconds(4.2e-5)
         ('12.3 ms', '1m15s', '2h03m', '42 µs')
     """
+    if not math.isfinite(seconds):
+        return f"{seconds:g} s"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs" if seconds >= 1e-7 or not seconds else "under 0.1 µs"
     if seconds < 1:

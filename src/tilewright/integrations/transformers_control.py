@@ -4,7 +4,6 @@ The Trainer owns its steps, so two things are other than in a run of tilewright'
 that train, not from extra ones, and a bad step cannot be computed again. It is dropped, and the next one is looked at.
 """
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from tilewright.core.json_text import to_json
 from tilewright.precision.control import PrecisionController, grad_norm
 from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.evidence import Evidence
@@ -48,7 +48,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
             self.control.load_state_dict(self.saved)
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         table = kwargs["model"].precision_report.rows.to_json()
-        Path(args.output_dir, "precision.json").write_text(json.dumps(table, indent=1, default=str))
+        Path(args.output_dir, "precision.json").write_text(to_json(table, indent=1, default=str))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Formats of this step; hooks where it is looked at."""
@@ -77,7 +77,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
         rows = self._control().take_rows()
         if rows:
             with Path(args.output_dir, "precision.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(to_json(row) + "\n" for row in rows)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Share of the work above 8 bits, and dropped steps, beside the loss."""

@@ -69,10 +69,10 @@ class SpikeDetector:
             return Spike("not_finite", loss if not math.isfinite(loss) else grad_norm, math.inf)
         if len(self._losses) < self.warmup:
             return None
-        highest = _bound(self._losses, self.factor)
+        highest = upper_bound(self._losses, self.factor)
         if loss > highest:
             return Spike("loss", loss, highest)
-        highest = max(_bound(self._norms, self.norm_factor), self.norm_jump * median(self._norms))
+        highest = max(upper_bound(self._norms, self.norm_factor), self.norm_jump * median(self._norms))
         return Spike("grad_norm", grad_norm, highest) if grad_norm > highest else None
 
     def add(self, loss: float, grad_norm: float) -> None:
@@ -97,7 +97,8 @@ class SpikeDetector:
         self._norms.extend(state["norms"])
 
 
-def _bound(values: Sequence[float], factor: float) -> float:
+def upper_bound(values: Sequence[float], factor: float) -> float:
+    """The value that is `factor` spreads (1.4826 MAD, or 1 % of the median where that is more) above the median."""
     middle = median(values)
     spread = _SIGMA * median(abs(value - middle) for value in values)
     return middle + factor * max(spread, _LEAST_SPREAD * abs(middle))

@@ -3,7 +3,6 @@
 Each function returns one `<svg>` element as text, everything escaped. Colours, light and dark, come from
 the page's style sheet by class (`c0` ... `c7`), so the same picture serves both. Values show on hover
 without a script: a transparent strip over each point carries a `<title>` and uncovers a small box.
-Called by `report.sections`.
 """
 
 import math
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
-from tilewright.report.scales import FORMATS, Scale, format_number, make_scale
+from tilewright.report.scales import FORMATS, Scale, format_number, format_tick, from_log, make_scale
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 30.0, 34.0
 _LEGEND_LINE = 18
@@ -159,7 +158,7 @@ def histogram(
     for value in coords:
         counts[min(int((value - low) / step), num_bins - 1)] += 1
     edges = [low + i * step for i in range(num_bins + 1)]
-    back = math.exp if log_x else float
+    back = from_log if log_x else float
     grid = [low - step + (high - low + 2 * step) * i / 120 for i in range(121)]
     heights = [curve(g) * len(coords) * step for g in grid] if curve else [0.0]
     x = Scale(back(grid[0]), back(grid[-1]), _LEFT, width - _RIGHT, log_x)
@@ -208,12 +207,13 @@ def _axes(
     x: Scale, y: Scale, size: tuple[int, int], x_label: str, y_label: str, fmt: Callable[[float], str], binary: bool
 ) -> str:
     width, height = size
+    tick_of = format_tick if fmt is format_number else fmt
     parts = [f'<text class="unit" x="0" y="12">{escape(y_label)}</text>']
     for tick in y.ticks(5, binary):
         at = y(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(
-            f'<text class="tick" x="{_LEFT - 8}" y="{at + 3.5:.1f}" text-anchor="end">{escape(fmt(tick))}</text>'
+            f'<text class="tick" x="{_LEFT - 8}" y="{at + 3.5:.1f}" text-anchor="end">{escape(tick_of(tick))}</text>'
         )
     base = height - _BOTTOM
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{base}" y2="{base}"/>')
@@ -223,7 +223,7 @@ def _axes(
         at = x(tick)
         parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>')
         parts.append(
-            f'<text class="tick" x="{at:.1f}" y="{base + 16}" text-anchor="middle">{escape(format_number(tick))}</text>'
+            f'<text class="tick" x="{at:.1f}" y="{base + 16}" text-anchor="middle">{escape(format_tick(tick))}</text>'
         )
     parts.append(f'<text class="unit" x="{width - _RIGHT}" y="{height - 3}" text-anchor="end">{escape(x_label)}</text>')
     return "".join(parts)
@@ -291,7 +291,7 @@ def _hover(
         for a, b in zip(s.xs, s.ys, strict=True):
             values.setdefault(a, []).append((s, b))
     xs = sorted(values)
-    stride = -(-len(xs) // max(1, width // 6))
+    stride = -(-max(len(xs), 1) // max(1, width // 6))
     xs = xs[::stride]
     parts = []
     for i, a in enumerate(xs):

@@ -1,8 +1,8 @@
 """Everything the report needs, read from the run folder and from nowhere else.
 
 A part that is missing is None, or an empty list where a list is meant; a line of a .jsonl file that cannot be
-read is left out and counted. A run that was resumed may hold a step twice: the later row counts.
-Called by `report.page`.
+read is left out and counted. A number that is not finite is None (`clean`): a row that has a loss of None was a step
+whose loss was not finite. A run that was resumed may hold a step twice: the later row counts.
 """
 
 import json
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.precision.history import History, read_history
+from tilewright.report.clean import Row, clean, eval_row, number, plan_of, step_row
 
-Row = dict[str, Any]
-
+MOST_STEPS = 2**53
+"""Steps that a double counts; a row of a higher one is no row of a run."""
 _VALUE_LINE = re.compile(r"^([A-Za-z_][\w-]*)\s*=\s*(.*?)(?:\s+#\s*(.*))?$")
 
 
@@ -50,8 +51,16 @@ class RunData:
 
     def column(self, key: str) -> tuple[list[float], list[float]]:
         """Steps and values of a metric, where it was recorded as a number."""
-        rows = [(row["step"], row[key]) for row in self.steps if _is_number(row.get(key))]
-        return [float(step) for step, _ in rows], [float(value) for _, value in rows]
+        rows = [(float(row["step"]), value) for row in self.steps if (value := number(row.get(key))) is not None]
+        return [step for step, _ in rows], [value for _, value in rows]
+
+    def number_setting(self, section: str, name: str) -> float | None:
+        """A value of the resolved recipe as a number, None where it is not recorded or none."""
+        return number(self.setting(section, name))
+
+    def planned(self, key: str) -> float | None:
+        """A number of the plan, None where it is not recorded or not known."""
+        return number((self.plan or {}).get(key))
 
     def setting(self, section: str, name: str) -> Any:
         """A value of the resolved recipe, None where it is not recorded."""
@@ -78,12 +87,12 @@ def collect(run_dir: Path) -> RunData:
     return RunData(
         path=run_dir,
         name=run_dir.resolve().name,
-        steps=_latest_by_step([row for row in rows if "eval" not in row]),
-        evals=_latest_by_step([row for row in rows if isinstance(row.get("eval"), dict)]),
+        steps=_latest_by_step([step_row(row) for row in rows if "eval" not in row]),
+        evals=_latest_by_step([eval_row(row) for row in rows if "step" in row and isinstance(row.get("eval"), dict)]),
         events=_read_lines(run_dir / "events.jsonl", trouble),
-        samples=_read_lines(run_dir / "samples.jsonl", trouble),
+        samples=[_sample(row) for row in _read_lines(run_dir / "samples.jsonl", trouble)],
         machine=_as_dict(_read_json(run_dir / "machine.json", trouble)),
-        plan=_as_dict(_read_json(run_dir / "plan.json", trouble)),
+        plan=plan_of(_as_dict(_read_json(run_dir / "plan.json", trouble))),
         data=_as_dict(_read_json(run_dir / "data.json", trouble)),
         precision=_as_rows(precision),
         history=_read_history(run_dir, trouble),
@@ -93,8 +102,8 @@ def collect(run_dir: Path) -> RunData:
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _sample(row: Row) -> Row:
+    return {name: row.get(name, "") for name in ("step", "prompt", "text")}
 
 
 def _as_dict(value: object) -> Row | None:
@@ -123,7 +132,7 @@ def _read_json(path: Path, trouble: list[str]) -> Any:
     if text is None:
         return None
     try:
-        return json.loads(text)
+        return clean(json.loads(text))
     except ValueError as error:
         trouble.append(f"{path.name} is not JSON: {error}")
         return None
@@ -140,7 +149,7 @@ def _read_lines(path: Path, trouble: list[str]) -> list[Row]:
         except ValueError:
             row = None
         if isinstance(row, dict):
-            rows.append(row)
+            rows.append(clean(row))
         else:
             bad += 1
     if bad:
@@ -149,7 +158,7 @@ def _read_lines(path: Path, trouble: list[str]) -> list[Row]:
 
 
 def _latest_by_step(rows: Sequence[Row]) -> list[Row]:
-    by_step = {row["step"]: row for row in rows if _is_number(row.get("step"))}
+    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int) and abs(row["step"]) < MOST_STEPS}
     return [by_step[step] for step in sorted(by_step)]
 
 

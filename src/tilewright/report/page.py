@@ -1,8 +1,7 @@
 """report.html: one file that opens offline, made from the run folder alone.
 
 No scripts, fonts or pictures from elsewhere: charts are inline SVG, the style sheet is inlined. Text from the
-run (samples, paths, messages) is escaped by the template engine. Called by `training` at the end of a run and by
-the command line (`report`).
+run (samples, paths, messages) is escaped by the template engine.
 """
 
 import shlex
@@ -15,9 +14,12 @@ from markupsafe import Markup
 from tilewright.core.errors import DataError
 from tilewright.report import figures, precision_figures, regroup_table, summary, tables
 from tilewright.report.collect import RunData, collect
+from tilewright.report.measured import state
+from tilewright.report.verdict.judge import judge
+from tilewright.report.verdict.rule import State
 from tilewright.training.durable import write_whole
 
-_FIGURES = {
+FIGURES = {
     "loss": figures.loss_figure,
     "perplexity": figures.perplexity_figure,
     "norm": figures.norm_figure,
@@ -34,11 +36,12 @@ _FIGURES = {
 }
 
 
-def write_report(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path, run: RunData | None = None) -> Path:
     """Write `report.html` into a run folder, whole or not at all; a report that is there is replaced.
 
     Args:
         run_dir: folder of a run, finished or not. Parts that are missing are said to be.
+        run: what `collect` found there, if it has been read already.
 
     Returns:
         Path of the report.
@@ -48,7 +51,7 @@ def write_report(run_dir: str | Path) -> Path:
     """
     folder = Path(run_dir)
     try:
-        page = render(collect(folder))
+        page = render(run or collect(folder))
         path = folder / "report.html"
         write_whole(path, page)
     except OSError as error:
@@ -67,14 +70,18 @@ def render(run: RunData) -> str:
     package = resources.files("tilewright.report")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(package.joinpath("page.html").read_text(encoding="utf-8"))
+    judgement, learned = judge(run), summary.learned(run)
     return template.render(
         run=run,
+        judgement=judgement,
+        State=State,
+        headline=judgement.headline(learned),
+        learned=learned,
         css=Markup(package.joinpath("page.css").read_text(encoding="utf-8")),
         svg=Markup,
-        verdict=summary.verdict(run),
-        state=summary.state(run),
+        state=state(run),
         tiles=summary.tiles(run),
-        figures={name: make(run) for name, make in _FIGURES.items()},
+        figures={name: make(run) for name, make in FIGURES.items()},
         memory=tables.memory_table(run),
         tiers=tables.tier_rows(run),
         regrouped=regroup_table.decisions(run),

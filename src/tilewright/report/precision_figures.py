@@ -1,7 +1,6 @@
 """The report's pictures of a precision controller: formats by layer and step, what the evidence was, every move.
 
 Made from what `precision.history` reads of the run folder. Each function gives None where there was no controller.
-Called by `report.page`.
 """
 
 import math
@@ -38,12 +37,12 @@ def map_figure(run: RunData) -> Figure | None:
     note = f"{len(history.moves)} moves; {format_percent(history.samples[-1].above_8bit)} of the work above 8 bits."
     if history.refused:
         note += f" {len(history.refused)} moves were refused, because the compute budget did not allow them."
-    healthy = (
-        "Mostly the colour of fp8_tile, with the same few layers wider from early on. A layer that goes back and forth "
-        "needs a longer cool-down; one that is always wide deserves a rule."
+    reading = (
+        "Usually most of it has the colour of fp8_tile, and the same few layers are wider from early on. A layer that "
+        "goes back and forth needs a longer cool-down; one that is always wide deserves a rule."
     )
     svg = heat_map(rows, steps, label="formats of products by layer and step")
-    return Figure("Formats by layer: fprop, dgrad, wgrad from top to bottom", svg, healthy, legend, note)
+    return Figure("Formats by layer: fprop, dgrad, wgrad from top to bottom", svg, reading, legend, note)
 
 
 def underflow_figure(run: RunData) -> Figure | None:
@@ -56,11 +55,11 @@ def underflow_figure(run: RunData) -> Figure | None:
     def strength(share: float) -> float:
         return 1.0 if math.isnan(share) else min(1.0, max(0.0, 1 + math.log10(max(share, 1e-6)) / 5))
 
-    healthy = (
-        "Pale: under 0.1 % of the elements become zero. A strip that darkens is a layer whose range outgrows tiles."
+    reading = (
+        "Pale strips have under 0.1 % of zeroed elements. A strip that darkens is a layer whose range outgrows tiles."
     )
     text = "Underflow: share of the elements that became zero, worst of input, weight and gradient"
-    return _strips(run, text, healthy, worst, strength, lambda share, name: f"{name} {format_percent(share)}")
+    return _strips(run, text, reading, worst, strength, lambda share, name: f"{name} {format_percent(share)}")
 
 
 def sqnr_figure(run: RunData) -> Figure | None:
@@ -73,9 +72,9 @@ def sqnr_figure(run: RunData) -> Figure | None:
     def strength(sqnr: float) -> float:
         return 1.0 if math.isnan(sqnr) else min(1.0, max(0.0, (40 - sqnr) / 40))
 
-    healthy = "Even, at 25 to 35 dB. A dark strip is a layer whose products come out of FP8 as noise."
+    reading = "Usual layers have 25 to 35 dB. A dark strip is a layer whose GEMMs come out of FP8 as noise."
     text = "Signal to noise of the products in FP8, worst of the three"
-    return _strips(run, text, healthy, worst, strength, lambda sqnr, name: f"{name} {format_number(sqnr)} dB")
+    return _strips(run, text, reading, worst, strength, lambda sqnr, name: f"{name} {format_number(sqnr)} dB")
 
 
 def move_rows(run: RunData) -> list[tuple[str, ...]]:
@@ -102,7 +101,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 def _strips(
     run: RunData,
     title: str,
-    healthy: str,
+    reading: str,
     worst: Callable[[LayerEvidence], tuple[float, str] | None],
     strength: Callable[[float], float],
     text: Callable[[float, str], str],
@@ -127,7 +126,7 @@ def _strips(
     steps = [sample.step for sample in history.samples]
     note = f"Worst: {worst_of_all[1]}." if worst_of_all else ""
     svg = heat_map(rows, steps, label=title)
-    return Figure(title, svg, healthy, [(5, "the darker, the worse", "")], note)
+    return Figure(title, svg, reading, [(5, "the darker, the worse", "")], note)
 
 
 def _format_bar(gemm: str, name: str) -> Bar:

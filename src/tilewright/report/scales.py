@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from tilewright.core.units import format_bytes, format_count, format_seconds
 
+_LOG_LIMIT = 700.0
+"""Natural logarithm of the largest number on an axis, 1e304; its negative is that of the smallest above zero."""
+
 
 def format_number(value: float) -> str:
     """A number with at most four figures that matter, three where it needs an exponent.
@@ -21,6 +24,16 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.4g}"
 
 
+def format_tick(value: float) -> str:
+    """A number beside an axis, where there is room for seven characters.
+
+    Example:
+        >>> [format_tick(x) for x in (0.5, 20_000, 1e8)]
+        ['0.5', '20,000', '1e+08']
+    """
+    return format_number(value) if abs(value) < 1e6 else f"{value:.3g}"
+
+
 def format_percent(share: float) -> str:
     """A share of one as per cent.
 
@@ -29,6 +42,16 @@ def format_percent(share: float) -> str:
         ('1.23 %', '50 %')
     """
     return f"{share * 100:.3g} %"
+
+
+def from_log(value: float) -> float:
+    """exp(value), held between the smallest and the largest number that an axis shows.
+
+    Example:
+        >>> from_log(0.0), from_log(1e6) == from_log(1e9), from_log(-1e9) > 0
+        (1.0, True, True)
+    """
+    return math.exp(min(max(value, -_LOG_LIMIT), _LOG_LIMIT))
 
 
 FORMATS: dict[str, Callable[[float], str]] = {
@@ -83,7 +106,7 @@ def make_scale(values: Sequence[float], start: float, end: float, *, log: bool =
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low < 1e-9 * max(abs(high), abs(low), 1e-9):
-        pad = abs(high) * 0.1 or 0.5
+        pad = abs(high) * 0.1 if abs(high) > 1e-200 else 0.5  # what is smaller has no ticks
         low, high = (low if zero and low == 0 else low - pad), high + pad
     else:
         pad = 0.06 * (high - low)

@@ -1,17 +1,26 @@
-"""The first lines of the report: one sentence of verdict, and the figures that people ask for first.
+"""The first lines of the report: what the run learned in a sentence, and the figures that people ask for first.
 
-Every number comes from the run folder; what is missing is 'not recorded'. Called by `report.page`.
+Every number comes from the run folder; what is missing is 'not recorded'.
 """
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.core.units import format_bytes, format_count, format_perplexity, format_seconds
 from tilewright.report.collect import RunData
-from tilewright.report.figures import held_out, peak_memory_row
+from tilewright.report.measured import (
+    LossSpan,
+    held_out_losses,
+    loss_span,
+    peak_memory_row,
+    skipped_steps,
+    state,
+    total_seconds,
+    total_tokens,
+)
 from tilewright.report.scales import format_number, format_percent
+from tilewright.report.verdict.judge import judge
 
 MISSING = "not recorded"
 
@@ -25,81 +34,41 @@ class Tile:
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class LossSpan:
-    """First recorded loss, and the mean over the last `count` records, in nats a token."""
-
-    start: float
-    end: float
-    count: int
-
-
-def loss_span(run: RunData) -> LossSpan | None:
-    """Where the training loss began and ended; the end is a mean over the last twentieth of the records."""
-    _, losses = run.column("loss")
-    if not losses:
-        return None
-    count = max(1, len(losses) // 20)
-    return LossSpan(losses[0], statistics.fmean(losses[-count:]), count)
-
-
-def held_out_perplexity(run: RunData) -> list[float]:
-    """Perplexity over all domains at each evaluation, weighted by tokens."""
-    return [math.exp(point[0]) for row in run.evals if (point := held_out(row))]
-
-
-def total_tokens(run: RunData) -> float | None:
-    """Tokens trained on; the rows count from the start of the run."""
-    _, tokens = run.column("tokens")
-    return tokens[-1] if tokens else None
-
-
-def seconds(run: RunData) -> float | None:
-    """Seconds from start to the last row, time between a stop and a resume left out."""
-    times = [row["time_s"] for row in (*run.steps[-1:], *run.evals[-1:]) if "time_s" in row]
-    return max(times) if times else None
-
-
-def state(run: RunData) -> str:
-    """finished, stopped early, or not finished: read from the events."""
-    last = next(
-        (row["kind"] for row in reversed(run.events) if row.get("kind") in ("done", "stop", "start", "resume")), ""
-    )
-    return {"done": "finished", "stop": "stopped early"}.get(last, "not finished")
-
-
-def verdict(run: RunData) -> str:
-    """The run in one sentence or two."""
-    span, ppl, wall, tokens = loss_span(run), held_out_perplexity(run), seconds(run), total_tokens(run)
+def learned(run: RunData) -> str:
+    """What became of the loss, in a sentence or two with numbers. No verdict: that is of `verdict.judge`."""
+    span, held, wall, tokens = loss_span(run), held_out_losses(run), total_seconds(run), total_tokens(run)
     if span is None:
-        return "No training step has been recorded yet."
-    last_step = int(run.steps[-1]["step"])
-    change = "fell" if span.end < span.start else "did not fall: it went"
-    text = f"The loss {change} from {span.start:.2f} to {span.end:.2f} nats a token in {last_step:,} steps"
-    text += f", and held-out perplexity is {format_number(round(ppl[-1], 1))}" if ppl else ""
+        return "No loss that is a number has been recorded." if run.steps else "No training step has been recorded yet."
+    steps = int(run.steps[-1]["step"])
+    if span.end is None:
+        text = f"The loss was {_loss(span.start)} nats per token at first and is not finite at step {steps:,}"
+    else:
+        change = "fell" if span.end < span.start else "did not fall: it went"
+        text = f"The loss {change} from {_loss(span.start)} to {_loss(span.end)} nats per token in {steps:,} steps"
+    text += f", and held-out perplexity is {format_perplexity(held[-1][1])}" if held else ""
     if wall is not None and tokens is not None:
         text += f", after {format_count(tokens)} tokens in {format_seconds(wall)}"
     ending = {"finished": "", "stopped early": " It was stopped early."}.get(state(run), " It has not finished.")
     return f"{text}.{ending}"
 
 
+def verdict_line(run: RunData) -> str:
+    """The verdict on a run in one line, for a terminal."""
+    return judge(run).line(learned(run))
+
+
 def tiles(run: RunData) -> Sequence[Tile]:
     """The figures of the head, always the same ones in the same order."""
-    span, ppl = loss_span(run), held_out_perplexity(run)
+    span, held = loss_span(run), held_out_losses(run)
     _, speeds = run.column("tokens_per_s")
     _, waits = run.column("wait_share")
-    wall, tokens, peak = seconds(run), total_tokens(run), peak_memory_row(run)
-    planned = (run.plan or {}).get("peak_bytes")
+    wall, tokens, peak, planned = total_seconds(run), total_tokens(run), peak_memory_row(run), run.planned("peak_bytes")
     return [
-        Tile(
-            "Loss",
-            f"{span.start:.2f} \u2192 {span.end:.2f}" if span else MISSING,
-            _loss_words(span) if span else "",
-        ),
+        Tile("Loss", _span(span) if span else MISSING, _loss_words(span) if span else ""),
         Tile(
             "Held-out perplexity",
-            format_number(round(ppl[-1], 1)) if ppl else MISSING,
-            f"was {format_number(round(ppl[0], 1))} at the first evaluation" if len(ppl) > 1 else "",
+            format_perplexity(held[-1][1]) if held else MISSING,
+            f"was {format_perplexity(held[0][1])} at the first evaluation" if len(held) > 1 else "",
         ),
         Tile("Tokens", format_count(tokens) if tokens is not None else MISSING, _steps(run)),
         Tile(
@@ -116,12 +85,28 @@ def tiles(run: RunData) -> Sequence[Tile]:
     ]
 
 
+def _loss(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 1000 else format_number(value)
+
+
+def _short(value: float) -> str:
+    """A loss for a tile, which has no room for many digits."""
+    if abs(value) < 1000:
+        return f"{value:.2f}"
+    return format_count(value) if abs(value) < 1e15 else f"{value:.2g}"
+
+
+def _span(span: LossSpan) -> str:
+    return f"{_short(span.start)} \u2192 {'not finite' if span.end is None else _short(span.end)}"
+
+
 def _loss_words(span: LossSpan) -> str:
-    return f"nats a token, mean of the last {span.count} records" if span.count > 1 else "nats a token, first and last"
+    if span.end is None or span.count == 1:
+        return "nats per token, first and last"
+    return f"nats per token, mean of the last {span.count} records"
 
 
 def _steps(run: RunData) -> str:
     if not run.steps:
         return ""
-    skipped = len(run.kinds("overflow", "skip"))
-    return f"in {int(run.steps[-1]['step']):,} steps, {skipped or 'none'} skipped"
+    return f"in {int(run.steps[-1]['step']):,} steps, {skipped_steps(run) or 'none'} skipped"

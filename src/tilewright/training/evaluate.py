@@ -1,9 +1,8 @@
 """Loss and perplexity on held-out batches, by domain, weighted by targets and forced to FP32 where asked.
 
-The model is left as it was found: mode, precision, gradients and generators. Called by `loop` and by `tilewright eval`.
+The model is left as it was found: mode, precision, gradients and generators.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.core.units import perplexity
 from tilewright.models.contract import TrainableModel
 from tilewright.precision.convert import evaluating
 from tilewright.training.step import Batch, count_targets
@@ -18,7 +18,8 @@ from tilewright.training.step import Batch, count_targets
 
 @dataclass(frozen=True)
 class DomainLoss:
-    """Held-out result of one domain: mean loss in nats a target, its exponential, and the targets it is the mean of."""
+    """Held-out result of one domain: mean loss in nats a target, its exponential (infinite from a loss of
+    709.8), and the targets it is the mean of."""
 
     loss: float
     ppl: float
@@ -81,4 +82,4 @@ def _domain(model: TrainableModel, batches: Sequence[Batch], device: torch.devic
 
 def _result(loss_sum: float, tokens: int) -> DomainLoss:
     loss = loss_sum / tokens
-    return DomainLoss(loss, math.exp(loss) if loss < 700 else math.inf, tokens)
+    return DomainLoss(loss, perplexity(loss), tokens)

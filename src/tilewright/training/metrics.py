@@ -3,17 +3,17 @@ precision.jsonl.
 
 One JSON object a line, written at once, so a killed process loses at most the line it was writing. On resume that
 torn line is cut, and so are rows past the step resumed from, which will be written again: curves never double.
-Events of the process (start, stop, a rejected checkpoint) stay. Numbers that are not finite are null. Called by `loop`.
+Events of the process (start, stop, a rejected checkpoint) stay. Numbers that are not finite are null.
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilewright.core.json_text import to_json
 from tilewright.training.durable import write_whole
 
 # Events that a resumed run brings about again; the others tell of the process and stay.
@@ -44,7 +44,7 @@ class JsonLines:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write a row; it is with the operating system when this returns."""
-        self._file.write(json.dumps(_finite(row), allow_nan=False, default=float) + "\n")
+        self._file.write(to_json(row, default=float) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -147,11 +147,3 @@ def _parse(line: bytes) -> Row | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and "step" in row else None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return value

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from tilewright.core.log import ROOT, get_logger, say
-from tilewright.core.units import format_seconds
+from tilewright.core.units import format_loss, format_seconds
 
 _GIB = 2**30
 
@@ -82,7 +82,7 @@ def step_line(
     """
     parts = [
         f"step {row['step']}/{steps}",
-        f"loss {row['loss']:.4f}",
+        f"loss {format_loss(row['loss'])}",
         f"gnorm {row['grad_norm']:.3g}",
         f"lr {row['lr']:.1e}",
         f"scale {row['loss_scale']:g} ({num_skips} skips)" if scaled else f"{num_skips} skips",

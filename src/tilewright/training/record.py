@@ -1,13 +1,13 @@
 """One place that tells: the run's files, the progress line and the sinks, fed step by step.
 
 `metrics`, `progress` and `sinks` know how to write; this file knows what belongs into a row and when a line is due.
-Called by `loop`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.core.units import format_loss, format_perplexity
 from tilewright.training.counters import Counters
 from tilewright.training.evaluate import DomainLoss, pooled
 from tilewright.training.metrics import RunLog
@@ -100,9 +100,9 @@ class Recorder:
         """A row of evaluation, an event and a line on the screen."""
         row = self.log.metrics(step, eval={domain: result.to_json() for domain, result in results.items()})
         whole = pooled(results)
-        text = "no held-out targets" if whole is None else f"loss {whole.loss:.4f}, perplexity {whole.ppl:.4g}"
+        text = "no held-out targets" if whole is None else _held_out_words(whole)
         self.log.event(step, "eval", f"held-out {text}", seconds=seconds)
-        domains = ", ".join(f"{domain} {result.ppl:.4g}" for domain, result in results.items())
+        domains = ", ".join(f"{domain} {format_perplexity(result.loss)}" for domain, result in results.items())
         self._progress.note(f"eval {step}/{self._steps} | {text} | by domain: {domains}")
         for sink in self._sinks:
             sink.log(step, scalars_of(row))
@@ -151,3 +151,7 @@ class Recorder:
         self._progress.line(line)
         for sink in self._sinks:
             sink.log(counters.step, scalars_of(shown))
+
+
+def _held_out_words(result: DomainLoss) -> str:
+    return f"loss {format_loss(result.loss)}, perplexity {format_perplexity(result.loss)}"

@@ -281,7 +281,7 @@ class Run:
         if self.parts.sound():
             self._save(now=True)
             self._tell_saves()
-        self.recorder.event(self.step, "stop", str(error))
+        self.recorder.event(self.step, "stop", str(error), cause="numerics")
 
     def _out_of_memory(self, error: RuntimeError | MemoryError) -> FitError:
         """The error of a step that found no memory under any placement. The step has changed nothing, so the steps

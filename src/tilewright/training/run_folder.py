@@ -8,12 +8,12 @@ Who writes what into the files is the matter of `metrics`, `checkpoint` and `loo
 """
 
 import fcntl
-import json
 import os
 from pathlib import Path
 from typing import Any, TextIO
 
 from tilewright.core.errors import ConfigError
+from tilewright.core.json_text import to_json
 from tilewright.training.durable import write_whole
 
 
@@ -59,8 +59,8 @@ class RunFolder:
         return self.recipe.exists() or self.checkpoints.exists()
 
     def write_json(self, name: str, value: Any) -> None:
-        """Replace a JSON file of the folder, whole or not at all."""
-        write_whole(self.path / name, json.dumps(value, indent=1, default=str) + "\n")
+        """Replace a JSON file of the folder, whole or not at all; numbers that are not finite are null."""
+        write_whole(self.path / name, to_json(value, indent=1, default=str) + "\n")
 
     def link_latest(self) -> None:
         """Point `latest`, beside the folder, at it."""

@@ -1,0 +1,90 @@
+"""All rules, what they say about a run, and the one sentence that comes of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright.report.collect import RunData
+from tilewright.report.verdict import divergence, gradients, learning, resources
+from tilewright.report.verdict.rule import NOTHING, Rule, State, Verdict
+
+RULES: Mapping[Rule, Callable[[RunData], Verdict]] = {
+    divergence.DIVERGENCE: divergence.divergence,
+    learning.PLATEAU: learning.plateau,
+    gradients.SKIPS: gradients.skips,
+    learning.MEMORISING: learning.memorising,
+    learning.FORGETTING: learning.forgetting,
+    learning.SPIKES: learning.spikes,
+    gradients.GROWTH: gradients.growth,
+    gradients.TAIL: gradients.tail,
+    gradients.CLIPPING: gradients.clipping,
+    resources.OFF_PLAN: resources.off_plan,
+    resources.LEAK: resources.leak,
+    resources.SLOWDOWN: resources.slowdown,
+    resources.WAIT: resources.wait,
+}
+"""Rules and how each judges a run, the gravest first: of two in the same state, the one further up is the headline."""
+
+MOOT = (learning.PLATEAU, learning.MEMORISING, learning.FORGETTING)
+"""Rules that say something only of a run that did not diverge: they compare losses with one another."""
+_WORDS = {State.BAD: "bad", State.LOOK: "worth a look", State.GOOD: "good", State.NOT_MEASURED: "not measured"}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What rules say about a run, in the order of `RULES`."""
+
+    verdicts: Sequence[Verdict]
+
+    def of_chart(self, chart: str) -> "Judgement":
+        """The verdicts that belong to a chart."""
+        return Judgement([one for one in self.verdicts if one.rule.chart == chart])
+
+    def in_state(self, state: State) -> list[Verdict]:
+        """The verdicts in one state."""
+        return [one for one in self.verdicts if one.state is state]
+
+    @property
+    def worst(self) -> Verdict | None:
+        """The gravest verdict that is bad or worth a look; None where there is none."""
+        return next(iter(self.in_state(State.BAD) or self.in_state(State.LOOK)), None)
+
+    @property
+    def state(self) -> State:
+        """That of the gravest verdict. Good only where the first rule was measured, and no other is worse."""
+        if self.worst is not None:
+            return self.worst.state
+        return self.verdicts[0].state if self.verdicts else State.NOT_MEASURED
+
+    def headline(self, learned: str) -> str:
+        """The sentence at the head of the report.
+
+        Args:
+            learned: what the run learned, as sentences with numbers.
+        """
+        if self.worst is not None:
+            return self.worst.sentence
+        why = "" if self.state is State.GOOD else self.verdicts[0].text
+        return f"{learned} {why}" if why and why != NOTHING else learned
+
+    def tally(self) -> str:
+        """How many rules found what, in words."""
+        counts = [(len(self.in_state(state)), words) for state, words in _WORDS.items()]
+        return ", ".join(f"{count} {words}" for count, words in counts if count)
+
+    def line(self, learned: str) -> str:
+        """The verdict in one line of plain text, for a terminal."""
+        others = [one.rule.name for one in (*self.in_state(State.BAD), *self.in_state(State.LOOK)) if one != self.worst]
+        also = f" Besides: {', '.join(others)}." if others else ""
+        return f"verdict: {self.state.value}: {self.headline(learned)}{also} ({self.tally()})"
+
+
+def judge(run: RunData) -> Judgement:
+    """Put a run to all rules. Of a run that diverged nothing more is said about what it learned."""
+    verdicts = [measure(run) for measure in RULES.values()]
+    if verdicts[0].state is State.BAD:
+        verdicts = [_moot(one) if one.rule in MOOT else one for one in verdicts]
+    return Judgement(verdicts)
+
+
+def _moot(verdict: Verdict) -> Verdict:
+    return verdict.rule.not_measured("Not judged, as the run diverged.")

@@ -1,0 +1,119 @@
+"""Rules on memory and time: is the run as planned, does it grow, slow down, or wait?"""
+
+from statistics import median
+
+from tilewright.core.units import format_bytes
+from tilewright.report.clean import number
+from tilewright.report.collect import RunData
+from tilewright.report.measured import peak_memory_row, planned_owners, quarters
+from tilewright.report.scales import format_number, format_percent
+from tilewright.report.verdict.rule import MIN_RECORDS, Rule, Verdict
+
+FEWEST_PEAKS = 8
+"""Recorded peaks below which no growth is judged; only steps with a progress line have one."""
+
+OFF_PLAN = Rule(
+    name="memory plan",
+    chart="memory_bars",
+    measures="difference of planned and measured peak of a training step, over the measured one",
+    unit="share",
+    look=0.1,
+    bad=0.25,
+    why=(
+        "Plans of the shipped recipes are within 10 % of what was measured. With an error of a quarter a plan does not "
+        "say whether a run fits."
+    ),
+)
+LEAK = Rule(
+    name="memory growth",
+    chart="memory",
+    measures="median peak of the last quarter of the run over that of the second quarter, less one",
+    unit="share",
+    look=0.05,
+    bad=0.25,
+    why=(
+        "From the second quarter on a step takes what the one before took; 5 % more is a leak or an allocator that "
+        "fragments, and at 25 % in half a run memory may run out in a longer one."
+    ),
+)
+WAIT = Rule(
+    name="data wait",
+    chart="wait",
+    measures="share of the time of all steps but the first spent waiting for data",
+    unit="share",
+    look=0.05,
+    bad=0.25,
+    why="Under 5 % is hard to tell from the scatter of steps; at 25 % the run would be a third faster without it.",
+)
+SLOWDOWN = Rule(
+    name="slowdown",
+    chart="throughput",
+    measures="share by which the median speed of the last quarter of the run is below that of the fastest quarter",
+    unit="share",
+    look=0.1,
+    bad=0.3,
+    why="Steps of a run are alike, so a tenth is more than scatter: heat, other programs, memory that runs short.",
+)
+
+
+def off_plan(run: RunData) -> Verdict:
+    """Is the peak the planned one?"""
+    owners, row = planned_owners(run), peak_memory_row(run)
+    if row is None:
+        return OFF_PLAN.not_measured("The memory of the run is not recorded.")
+    planned, measured = sum(owners.values()), row["memory_bytes"]
+    if planned <= 0 or measured <= 0:
+        return OFF_PLAN.not_measured("No peak of a training step was planned.")
+    if any(event.get("after") for event in run.kinds("regroup")):
+        return OFF_PLAN.not_measured("The placement was planned again while the run went on; see its table.")
+    error = (planned - measured) / measured
+    side = "above" if error >= 0 else "below"
+    text = (
+        f"The plan was {format_percent(abs(error))} {side} the measured peak: {format_bytes(planned)} planned, "
+        f"{format_bytes(measured)} measured."
+    )
+    return OFF_PLAN.judge(abs(error), text)
+
+
+def leak(run: RunData) -> Verdict:
+    """Does the peak rise while the run goes on?"""
+    _, peaks = run.column("memory_bytes")
+    if len(peaks) < FEWEST_PEAKS:
+        return LEAK.too_short(len(peaks), FEWEST_PEAKS)
+    _, second, _, last = [median(part) for part in quarters(peaks)]
+    if second <= 0:
+        return LEAK.not_measured("The memory of the run is not recorded.")
+    rise = last / second - 1
+    if rise <= 0:
+        return LEAK.judge(rise, f"The peak does not rise: {format_bytes(last)} in the last quarter.")
+    text = f"The peak rose by {format_percent(rise)} from the second quarter to the last, to {format_bytes(last)}."
+    return LEAK.judge(rise, text)
+
+
+def wait(run: RunData) -> Verdict:
+    """How long do steps wait for data?"""
+    pairs = [(number(row.get("wait_s")), number(row.get("step_s"))) for row in run.steps[1:]]
+    times = [(waited, step) for waited, step in pairs if waited is not None and step is not None]
+    if len(times) < MIN_RECORDS:
+        return WAIT.too_short(len(times))
+    waited = sum(time for time, _ in times)
+    whole = waited + sum(step for _, step in times)
+    if whole <= 0:
+        return WAIT.not_measured("The time of the steps is not recorded.")
+    text = f"{format_percent(waited / whole)} of the time of the steps was spent waiting for data."
+    return WAIT.judge(waited / whole, text)
+
+
+def slowdown(run: RunData) -> Verdict:
+    """Do steps become slower?"""
+    _, speeds = run.column("tokens_per_s")
+    if len(speeds) < MIN_RECORDS:
+        return SLOWDOWN.too_short(len(speeds))
+    parts = [median(part) for part in quarters(speeds)]
+    if max(parts) <= 0:
+        return SLOWDOWN.not_measured("No speed is recorded.")
+    loss = 1 - parts[-1] / max(parts)
+    last = f"{format_number(parts[-1])} tokens/s in the last quarter of the run"
+    if loss <= 0:
+        return SLOWDOWN.judge(0.0, f"No quarter was faster than the last: {last}.")
+    return SLOWDOWN.judge(loss, f"{last}, {format_percent(loss)} below the fastest quarter.")

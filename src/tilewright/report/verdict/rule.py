@@ -1,0 +1,110 @@
+"""What a rule is, and what it says about a run: a number beside two thresholds, and one of four states."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tilewright.report.scales import format_number, format_percent
+
+MIN_RECORDS = 20
+"""Recorded steps below which nothing is called good: a quarter of them, which most rules compare, is then 5 steps, the
+fewest whose median stands against two outliers."""
+NOTHING = "Nothing is recorded."
+
+
+class State(Enum):
+    """What a rule says. There is no state that a run has by default: without a measurement it is `NOT_MEASURED`."""
+
+    GOOD = "good"
+    LOOK = "look at it"
+    BAD = "bad"
+    NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One number that is measured on every run, and from where on it is worth a look, or bad.
+
+    Args:
+        name: what is judged, a noun.
+        chart: the figure of the report that shows it.
+        measures: what the number is, in words.
+        unit: "nats" (a difference of losses per token), "share" or "times".
+        look: least number that is worth a look.
+        bad: least number that is bad.
+        why: where the thresholds come from.
+        besides: what is bad whatever the number; empty where nothing is.
+    """
+
+    name: str
+    chart: str
+    measures: str
+    unit: str
+    look: float
+    bad: float
+    why: str
+    besides: str = ""
+
+    def state(self, value: float) -> State:
+        """The state of a run with this number."""
+        return State.BAD if value >= self.bad else State.LOOK if value >= self.look else State.GOOD
+
+    def is_good(self, value: float) -> bool:
+        """Whether the number is below both thresholds."""
+        return self.state(value) is State.GOOD
+
+    def judge(self, value: float, text: str) -> "Verdict":
+        """The verdict on a number; `text` is a sentence that holds it."""
+        return Verdict(self, self.state(value), text, value)
+
+    def certain(self, text: str) -> "Verdict":
+        """Bad whatever the number: a fact that `besides` names."""
+        return Verdict(self, State.BAD, text, None)
+
+    def not_measured(self, why: str) -> "Verdict":
+        """No verdict, and why."""
+        return Verdict(self, State.NOT_MEASURED, why, None)
+
+    def too_short(self, count: int, least: int = MIN_RECORDS) -> "Verdict":
+        """No verdict: `count` values are recorded where `least` are needed."""
+        if not count:
+            return self.not_measured(NOTHING)
+        recorded = "1 value is recorded" if count == 1 else f"{count} values are recorded"
+        return self.not_measured(f"Too few to judge: {recorded}, {least} are needed.")
+
+    def amount(self, value: float) -> str:
+        """A number of this rule as text.
+
+        Example:
+            >>> [Rule("r", "", "", unit, 0.1, 0.5, "").amount(0.25) for unit in ("nats", "share", "times")]
+            ['0.25 nats', '25 %', '0.25 times']
+        """
+        return format_percent(value) if self.unit == "share" else f"{format_number(value)} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule says about a run: a state, a sentence with the number, and the number (None where there is none)."""
+
+    rule: Rule
+    state: State
+    text: str
+    value: float | None
+
+    @property
+    def limit(self) -> str:
+        """The threshold that the number has reached, in words; empty where it has reached none."""
+        if self.value is None or self.state is State.GOOD:
+            return ""
+        if self.state is State.BAD:
+            return f"bad from {self.rule.amount(self.rule.bad)}"
+        return f"worth a look from {self.rule.amount(self.rule.look)}"
+
+    @property
+    def number(self) -> str:
+        """The number as text; empty where there is none."""
+        return "" if self.value is None else self.rule.amount(self.value)
+
+    @property
+    def sentence(self) -> str:
+        """The text, with the threshold that was reached."""
+        return f"{self.text.rstrip('.')} ({self.limit})." if self.limit else self.text
