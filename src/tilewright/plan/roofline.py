@@ -181,8 +181,8 @@ def _moved_bytes(work: Workload, mode: str) -> float:
     again = FORWARD_SHARE if sliced or kind != "none" else 0.0
     if kind in ("selective", "products") and not sliced:
         again *= remade_share(_fused(work), product_bytes(work))
-    if work.trace is not None:
-        return (1 + again) * work.trace.moved_bytes / FORWARD_SHARE
+    if work.trace is not None:  # with what the standard executor recomputes
+        return (1 + again if sliced else 1) * work.trace.moved_bytes
     recipe = changed(work.recipe, {"train.activation_checkpoint": "none"})
     whole = replace(work, recipe=recipe, compiled=_fused(work))
     return (1 + again) * element_passes(whole.compiled) * activation_bytes(whole, mode)
