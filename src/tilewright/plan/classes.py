@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.core.config import ModelSection, Recipe
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import ConfigError, UnknownFitError
 from tilewright.core.hardware import Machine
 from tilewright.models.activation_bytes import layer_bytes, tile_bytes, weight_copy_bytes
 from tilewright.models.build import build_model, decoder_config
@@ -63,7 +63,8 @@ class ShapeFinder:
         """The shape of a recipe's model.
 
         Raises:
-            ConfigError: not a model that this planner knows, or one whose layer cannot be traced.
+            ConfigError: not a model that this planner knows.
+            UnknownFitError: one whose layer cannot be traced.
             CheckpointError: its folder cannot be read.
         """
         _refuse(recipe)
@@ -282,7 +283,7 @@ def _trace_foreign(
     raise AssertionError("a model has a style")
 
 
-def _untraceable(section: ModelSection, error: Exception, layers: Sequence[nn.Module]) -> ConfigError:
+def _untraceable(section: ModelSection, error: Exception, layers: Sequence[nn.Module]) -> UnknownFitError:
     """Which module stopped the trace, as far as the traceback tells, and what to do."""
     culprit, trace = type(layers[0]).__name__, error.__traceback__
     while trace is not None:
@@ -290,7 +291,7 @@ def _untraceable(section: ModelSection, error: Exception, layers: Sequence[nn.Mo
         if isinstance(module, nn.Module) and not type(module).__module__.startswith("torch."):
             culprit = type(module).__name__
         trace = trace.tb_next
-    return ConfigError(
+    return UnknownFitError(
         "A layer of this model cannot be traced without data.",
         got=f"module {culprit}: {str(error).splitlines()[0]}",
         need="a forward pass whose shapes do not depend on the values of tensors",
