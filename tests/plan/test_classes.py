@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.plan.rates import GIB, make_machine, make_recipe
 from tests.plan.shapes import DEEPSEEK_V3, DENSE_42B, LLAMA_8B, QWEN3_32B
 from tests.plan.test_cost import HF, MLA, MOE
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import ConfigError, UnknownFitError
 from tilewright.models.activation_bytes import head_bytes
 from tilewright.models.build import decoder_config
 from tilewright.models.count import count_flops, count_parameters
@@ -21,7 +21,7 @@ from tilewright.plan.classes import ShapeFinder, work_per_token
 from tilewright.plan.footprint import activation_bytes, storage
 from tilewright.plan.layer_trace import trace_layers
 from tilewright.plan.shape import Line, ranges
-from tilewright.plan.trace import KERNELS, quiet, to_fake
+from tilewright.plan.fake_model import KERNELS, quiet, to_fake
 from tilewright.plan.workload import BYTES, Planner
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
@@ -136,7 +136,7 @@ def test_a_module_that_cannot_be_traced_is_named(tmp_path, monkeypatch):
         return x * float(x.sum().item())
 
     monkeypatch.setattr(LlamaMLP, "forward", forward)
-    with pytest.raises(ConfigError, match="module LlamaMLP"):
+    with pytest.raises(UnknownFitError, match="module LlamaMLP"):
         ShapeFinder(512, CPU).find(make_recipe(model={"kind": "hf", "path": folder(tmp_path, HF)}))
 
 

@@ -35,7 +35,8 @@ from tilewright.core.log import say
 def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None:
     """Does a run fit, how fast will it be, what binds: before it runs.
 
-    RECIPE is a TOML file or the name of a shipped recipe. Exits with 3 where the run does not fit. With
+    RECIPE is a TOML file or the name of a shipped recipe. Exits with 3 where the run does not fit, with 6 where that is
+    not known. With
     --device-memory, --host-memory or --on, decides for each kind of layers what lies where and what is kept, so that a
     step is fastest.
     """
@@ -50,7 +51,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
         from tilewright.core.hardware import detect_machine
         from tilewright.plan.ceilings import measure
         from tilewright.plan.cost import make_plan
-        from tilewright.training.planned import does_not_fit
+        from tilewright.training.planned import does_not_fit, not_known
 
     settings = loaded.recipe
     machine = detect_machine(settings.run.device)
@@ -61,8 +62,10 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
         print_json(found.to_json())
     else:
         click.echo(found.table())
-    if not found.fits:
+    if found.state == "does not fit":
         raise does_not_fit(found)
+    if found.state == "not known":
+        raise not_known(found)
 
 
 def _vocab_size(recipe: Recipe) -> int:

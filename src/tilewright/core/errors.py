@@ -13,6 +13,7 @@ EXIT_INPUT = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_NUMERICS = 4
 EXIT_HARDWARE = 5
+EXIT_NOT_KNOWN = 6
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ class FitError(TilewrightError):
     """A run that cannot fit into the memory there is."""
 
     exit_code = EXIT_DOES_NOT_FIT
+
+
+class UnknownFitError(TilewrightError):
+    """A run of which the planner cannot say whether it fits, where that was asked."""
+
+    exit_code = EXIT_NOT_KNOWN
 
 
 class NumericsError(TilewrightError):

@@ -22,7 +22,7 @@ _LENGTH, _FIRST = 8, 4
 """Probe rows: eight tokens, of which the first four are a document of their own where rows are packed."""
 _LEAK = 1e-3
 """Influence below this share of the unmasked influence is rounding."""
-_REFUSALS = (ValueError, TypeError, RuntimeError, IndexError)
+REFUSALS = (ValueError, TypeError, RuntimeError, IndexError)
 """How models refuse arguments that they do not take, each in its own way."""
 
 Documents = Literal["positions", "blocks", "rows"]
@@ -105,7 +105,7 @@ class _Probe:
         plain = self._run(self.rows_BS)
         try:
             given = self._run(self.rows_BS, position_ids=self.counting_S.expand(2, -1))
-        except _REFUSALS:
+        except REFUSALS:
             return False
         return bool((plain - given).abs().max() <= _LEAK * plain.abs().max())
 
@@ -113,7 +113,7 @@ class _Probe:
         """Whether the first document changes nothing in the second when they are packed this way."""
         try:
             packed = self._run(self.rows_BS, **self._packed(documents, causal))
-        except _REFUSALS:
+        except REFUSALS:
             return False
         return _influence(packed) <= _LEAK * _influence(self._run(self.rows_BS))
 
@@ -125,7 +125,7 @@ class _Probe:
         arguments = forward_arguments(self.net) if documents == "rows" else self._packed(documents, causal=True)
         try:
             out = self.net.base_model(input_ids=self.rows_BS, **arguments)
-        except _REFUSALS:
+        except REFUSALS:
             return False
         hidden = getattr(out, "last_hidden_state", None)
         return hidden is not None and torch.equal(head(hidden).float(), self._run(self.rows_BS, **arguments))
@@ -136,7 +136,7 @@ class _Probe:
         alone = self._run(self.rows_BS[:, :_FIRST])
         try:
             padded = self._run(self.rows_BS, attention_mask=mask_BS)[:, :_FIRST]
-        except _REFUSALS:
+        except REFUSALS:
             return False
         return bool((alone - padded).abs().max() <= _LEAK * alone.abs().max())
 

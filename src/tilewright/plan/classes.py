@@ -13,14 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.core.config import ModelSection, Recipe
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import ConfigError, UnknownFitError
 from tilewright.core.hardware import Machine
 from tilewright.models.activation_bytes import layer_bytes, tile_bytes, weight_copy_bytes
 from tilewright.models.build import build_model, decoder_config
@@ -28,13 +24,16 @@ from tilewright.models.config import DecoderConfig
 from tilewright.models.count import count_flops, layer_parameters, mlp_weights
 from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
+from tilewright.models.hf_probe import REFUSALS
 from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
+from tilewright.plan.fake_model import KERNELS, document_styles, quiet, text_inputs, to_fake
+from tilewright.plan.fake_operations import GroupedGemms, fuse_attention
 from tilewright.plan.footprint import KIND_BYTES, Pages, held_codes, layer_storages, process_bytes, process_size
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
 from tilewright.plan.roofline import element_passes, expert_rows
 from tilewright.plan.shape import LayerClass, Line, ModelShape
-from tilewright.plan.trace import KERNELS, quiet, text_inputs, to_fake
+from tilewright.plan.stacks import find_stack, keep_layers
 from tilewright.plan.workload import BYTES, DTYPES, Planner, Workload, products_of
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
@@ -63,7 +62,8 @@ class ShapeFinder:
         """The shape of a recipe's model.
 
         Raises:
-            ConfigError: not a model that this planner knows, or one whose layer cannot be traced.
+            ConfigError: not a model that this planner knows.
+            UnknownFitError: one whose layer cannot be traced.
             CheckpointError: its folder cannot be read.
         """
         _refuse(recipe)
@@ -139,11 +139,7 @@ def _short_decoder(section: ModelSection, vocab_size: int) -> _Skeleton:
 
 def _foreign_skeleton(model: HFModel) -> _Skeleton:
     """Sort the layers of a foreign model by structure and keep one of each."""
-    stack_name, stack = max(
-        ((name, module) for name, module in model.net.named_modules() if isinstance(module, nn.ModuleList)),
-        key=lambda pair: sum(p.numel() for p in pair[1].parameters()),
-        default=("", None),
-    )
+    stack = find_stack(model)
     if stack is None:
         raise ConfigError(
             "The planner finds no layers in this model.",
@@ -152,32 +148,15 @@ def _foreign_skeleton(model: HFModel) -> _Skeleton:
             try_="tilewright plan without --device-memory, --host-memory and --on",
             where="model.path",
         )
-    groups: dict[object, list[int]] = {}
-    for index, layer in enumerate(stack):
-        groups.setdefault(_structure(layer), []).append(index)
-    layers = tuple(stack[indices[0]] for indices in groups.values())
-    inside = {id(p) for p in stack.parameters()}
+    layers = model.get_submodule(stack.name)
+    assert isinstance(layers, nn.ModuleList)
+    inside = {id(p) for p in layers.parameters()}
     net: Any = model.net
     embedding = sum(p.numel() for p in net.get_input_embeddings().parameters())
     total = sum(p.numel() for p in model.net.parameters() if id(p) not in inside)
-    owner_name, _, name = stack_name.rpartition(".")
-    model.net.get_submodule(owner_name)._modules[name] = nn.ModuleList(layers)
-    indices = tuple(tuple(found) for found in groups.values())
-    return _Skeleton(model, layers, indices, embedding, total - embedding, None)
-
-
-def _structure(layer: nn.Module) -> object:
-    """What makes two layers alike: modules, shapes and settings, the layer's own number left out."""
-    modules = []
-    for name, module in layer.named_modules():
-        tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in module.named_parameters(recurse=False))
-        plain = tuple(
-            (key, value)
-            for key, value in sorted(vars(module).items())
-            if isinstance(value, (int, float, str, type(None))) and key not in ("layer_idx", "layer_id")
-        )
-        modules.append((name, type(module).__qualname__, tensors, plain))
-    return tuple(modules)
+    first = tuple(layers[indices[0]] for indices in stack.kinds)
+    keep_layers(model, stack, [indices[0] for indices in stack.kinds])
+    return _Skeleton(model, first, stack.kinds, embedding, total - embedding, None)
 
 
 def _traced(skeleton: _Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> list[list[TracedLayer]]:
@@ -285,19 +264,25 @@ def _trace_foreign(
     assert isinstance(model, HFModel)
     device, on_cpu = torch.device("cpu"), replace(policy, device_type="cpu")  # the trace's device, whatever the run's
     section = recipe.model
-    with FakeTensorMode(), quiet():
+    with FakeTensorMode(), quiet(), GroupedGemms():
         to_fake(model, device)
+        layers = [model.get_submodule(name) for name in names]
+        if machine.device == "cuda":
+            fuse_attention(layers)
         convert(model, on_cpu, kernels=Kernels(machine, KERNELS, compile=False))
         net: Any = model.train().net
-        ids, arguments = text_inputs(model, rows, recipe.data.seq_len, device)
-        layers = [model.get_submodule(name) for name in names]
-        try:
-            return trace_layers(layers, lambda: net.base_model(input_ids=ids, **arguments))
-        except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException) as error:
-            raise _untraceable(section, error, layers) from error
+        styles = document_styles(model)
+        for style in styles:
+            ids, arguments = text_inputs(model, rows, recipe.data.seq_len, device, style)
+            try:
+                return trace_layers(layers, lambda ids=ids, more=arguments: net.base_model(input_ids=ids, **more))
+            except REFUSALS as error:
+                if style == styles[-1]:
+                    raise _untraceable(section, error, layers) from error
+    raise AssertionError("a model has a style")
 
 
-def _untraceable(section: ModelSection, error: Exception, layers: Sequence[nn.Module]) -> ConfigError:
+def _untraceable(section: ModelSection, error: Exception, layers: Sequence[nn.Module]) -> UnknownFitError:
     """Which module stopped the trace, as far as the traceback tells, and what to do."""
     culprit, trace = type(layers[0]).__name__, error.__traceback__
     while trace is not None:
@@ -305,7 +290,7 @@ def _untraceable(section: ModelSection, error: Exception, layers: Sequence[nn.Mo
         if isinstance(module, nn.Module) and not type(module).__module__.startswith("torch."):
             culprit = type(module).__name__
         trace = trace.tb_next
-    return ConfigError(
+    return UnknownFitError(
         "A layer of this model cannot be traced without data.",
         got=f"module {culprit}: {str(error).splitlines()[0]}",
         need="a forward pass whose shapes do not depend on the values of tensors",

@@ -6,7 +6,7 @@ called by `training` before a run, by the command line (`plan`), and by the benc
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
@@ -16,8 +16,10 @@ from tilewright.plan.fixes import Fix, changed, find_fixes
 from tilewright.plan.footprint import footprint
 from tilewright.plan.layer_major import layer_major_footprint
 from tilewright.plan.roofline import binding, step_seconds
+from tilewright.plan.traced import traced_footprint
 from tilewright.plan.workload import Planner, Workload
 
+State = Literal["fits", "does not fit", "not known"]
 STEP_PHASES = ("load", "forward", "backward", "update")
 """Phases that the memory ledger measures in every step."""
 
@@ -27,7 +29,8 @@ class Plan:
     """Predicted bytes and seconds of a run. Bytes are of the device; seconds of one optimizer step.
 
     `phases`: bytes by owner (as in `memory.ledger`) at load, forward, backward, update, evaluate and checkpoint.
-    `seconds`: of a step, by part. `bound_by`: compute or bandwidth, and the largest part under it.
+    `seconds`: of a step, by part. `bound_by`: compute or bandwidth, and the largest part under it. `unknown`: why the
+    activations of the layers and the seconds are not known, and the bytes are the least that the run takes; else empty.
     """
 
     device: str
@@ -41,6 +44,7 @@ class Plan:
     bound_by: tuple[str, str]
     notes: tuple[str, ...] = ()
     fixes: tuple[Fix, ...] = ()
+    unknown: str = ""
 
     @property
     def peak_phase(self) -> str:
@@ -62,9 +66,17 @@ class Plan:
         return sum(self.phases[phase].values())
 
     @property
+    def state(self) -> State:
+        """Whether the peak, and what the device holds besides, is within the budget. What is known of a run may be too
+        much already where the rest is not known."""
+        if self.peak_bytes + self.reserve_bytes > self.budget_bytes:
+            return "does not fit"
+        return "not known" if self.unknown else "fits"
+
+    @property
     def fits(self) -> bool:
-        """Whether the peak, and what the device holds besides, is within the budget."""
-        return self.peak_bytes + self.reserve_bytes <= self.budget_bytes
+        """Whether the run is known to fit."""
+        return self.state == "fits"
 
     @property
     def step_s(self) -> float:
@@ -86,9 +98,11 @@ class Plan:
         return plan_table(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain types for plan.json: the fields, and what follows from them."""
-        derived = ("peak_phase", "peak_bytes", "step_phase", "fits", "step_s", "tokens_per_s", "verdict")
-        return {name: getattr(self, name) for name in derived} | asdict(self) | {"bound_by": list(self.bound_by)}
+        """Plain types for plan.json: the fields, and what follows from them; None where that is not known."""
+        numbers = ("peak_phase", "peak_bytes", "step_phase", "step_s", "tokens_per_s")
+        found = {name: None if self.unknown else getattr(self, name) for name in numbers}
+        found |= {"state": self.state, "fits": self.fits, "verdict": self.verdict}
+        return found | asdict(self) | {"bound_by": list(self.bound_by)}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Plan":
@@ -114,7 +128,7 @@ def make_plan(recipe: Recipe, vocab_size: int, machine: Machine, rates: Ceilings
     """
     planner = Planner(vocab_size, machine)
     plan = _plan(planner.workload(recipe), rates)
-    if plan.fits:
+    if plan.fits or plan.unknown:
         return plan
 
     def fix(base: Recipe, settings: dict[str, Any], keeps_result: bool) -> Fix:
@@ -131,8 +145,11 @@ def _fields(plan: Plan) -> dict[str, Any]:
 
 
 def _plan(work: Workload, rates: Ceilings) -> Plan:
-    sliced = work.recipe.memory.executor == "layer_major"
-    seconds, bytes_ = step_seconds(work, rates), (layer_major_footprint if sliced else footprint)(work)
+    if work.recipe.memory.executor == "layer_major":
+        bytes_ = layer_major_footprint(work)
+    else:
+        bytes_ = traced_footprint(work) if work.trace is not None else footprint(work)
+    seconds = step_seconds(work, rates)
     budget = work.recipe.plan.device_budget or work.machine.device_memory_bytes
     return Plan(
         device=work.machine.device,
@@ -145,14 +162,15 @@ def _plan(work: Workload, rates: Ceilings) -> Plan:
         tokens_per_step=work.step_tokens,
         bound_by=binding(seconds),
         notes=_notes(work),
+        unknown=work.trace.trouble if work.trace is not None else "",
     )
 
 
 def _notes(work: Workload) -> tuple[str, ...]:
     """What the plan does not know."""
     notes = []
-    if work.trace is not None and work.trace.trouble:
-        notes.append(f"activations and products of the layers are not in the plan: {work.trace.trouble}")
+    if work.trace is not None:
+        notes += work.trace.notes
     if work.trace is not None and work.compiled:
         notes.append("activations are those of eager layers; compiled ones keep less")
     memory = work.recipe.memory

@@ -255,10 +255,10 @@ def layer_work(work: Workload, mode: str) -> int:
         everything = layer_bytes(work.config, i, "none", kept)
         rebuilt = max(0, everything - layer_bytes(work.config, i, checkpoint, kept))
         needs.append(share.work * everything + share.rebuilt * rebuilt)
-    return int(max(needs) * work.num_tokens) + _operand_work(work, mode)
+    return int(max(needs) * work.num_tokens) + operand_work(work, mode)
 
 
-def _operand_work(work: Workload, mode: str) -> int:
+def operand_work(work: Workload, mode: str) -> int:
     """Operands of the busiest 8-bit product: both copies of codes, and as decoded where no unit multiplies them."""
     size = 2 if fp8_unit(work.machine) else 4
     sizes = [

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -23,8 +21,6 @@ from tilewright.plan.live_bytes import ATTENTION, LiveBytes, flop_counter
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 """What the part of a layer is called that looks at each token for itself."""
-
-_GROUPED = [f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None]
 
 
 @dataclass(frozen=True)
@@ -67,29 +63,12 @@ def trace_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -> list
 
     handles = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in layers]
     try:
-        with torch.no_grad(), _FusedOnCpu():
+        with torch.no_grad():
             run()
     finally:
         for handle in handles:
             handle.remove()
     return [found[id(layer)] for layer in layers]
-
-
-class _FusedOnCpu(TorchFunctionMode):
-    """Lets a trace on a fake CPU take the fused operations that a GPU takes.
-
-    Values narrower than keys are padded for attention, and grouped products of FP32 operands run on BF16 copies.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and len(args) >= 3 and args[2].shape[-1] < args[1].shape[-1]:
-            query, key, value, *rest = args
-            padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
-            return func(query, key, padded, *rest, **(kwargs or {}))[..., : value.shape[-1]]
-        if func in _GROUPED and args[0].dtype != torch.bfloat16:
-            rows, weights, *rest = args
-            return func(rows.bfloat16(), weights.bfloat16(), *rest, **(kwargs or {})).to(rows.dtype)
-        return func(*args, **(kwargs or {}))
 
 
 def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
@@ -131,11 +110,7 @@ class _Checkpointed:
         self.context_fn = context_fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._run, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with _FusedOnCpu():  # inside of a backward pass the one around is not at work
-            return self.layer(*args, **kwargs)
+        return checkpoint(self.layer, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
 
 
 def _mlp_call(layer: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module | None, tuple[Any, Any]]:

@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+import torch
+
 from tilewright.core.hardware import Machine
 from tilewright.models.activation_bytes import FP32, role, shared_input
 from tilewright.models.count import count_flops
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.fixes import changed
 from tilewright.plan.footprint import activation_bytes, head_shape, product_bytes
+from tilewright.plan.trace import Trace
 from tilewright.plan.workload import BYTES, Product, Workload, fp8_unit
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 
@@ -42,6 +45,9 @@ _LAST = ("down_proj", "shared_experts.down_proj")
 
 _TWO_PASSES = {"matmul": 1.75, "attention": 1.78, "head": 2.0, "loss": 2.0, "calls": 1.7}
 """Exact clipping slice by slice takes a second backward pass: of 2 + 2 + 4 operations a product the last 6 again."""
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Formats by dtype; FP32 for all others."""
 
 BOUND_BY = {
     "matmul": "compute",
@@ -181,8 +187,8 @@ def _moved_bytes(work: Workload, mode: str) -> float:
     again = FORWARD_SHARE if sliced or kind != "none" else 0.0
     if kind in ("selective", "products") and not sliced:
         again *= remade_share(_fused(work), product_bytes(work))
-    if work.trace is not None:
-        return (1 + again) * work.trace.moved_bytes / FORWARD_SHARE
+    if work.trace is not None:  # with what the standard executor recomputes
+        return (1 + again if sliced else 1) * work.trace.moved_bytes
     recipe = changed(work.recipe, {"train.activation_checkpoint": "none"})
     whole = replace(work, recipe=recipe, compiled=_fused(work))
     return (1 + again) * element_passes(whole.compiled) * activation_bytes(whole, mode)
@@ -211,7 +217,7 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
         parts["head"] = 6 * tokens * dim * vocab_size / rates.matmul_rate(fmt, (dim * vocab_size) ** 0.5)
         parts["loss"] = tokens * vocab_size / _loss_rate(work, fmt, rates)
     if work.trace is not None:
-        parts["matmul"] = _traced_matmul_s(work, work.trace.flops, mode, rates)
+        parts["matmul"] = _traced_matmul_s(work, work.trace, mode, rates)
         causal = 0.5 if work.recipe.model.task == "causal_lm" else 1.0
         attention = (4.5 if full else 3.5) * causal * work.trace.attention_flops
         parts["attention"] = attention / rates.attention[fmt]
@@ -230,11 +236,20 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
     return parts
 
 
-def _traced_matmul_s(work: Workload, flops: float, mode: str, rates: Ceilings) -> float:
-    """Seconds of traced products: forward's FLOPs, shared out over the linear layers by the size of their weights."""
-    products = [product for product in work.products[mode] if not product.is_head]
-    weights = sum(product.num_weights for product in products)
-    return sum(_matmul_s(work, p, flops * p.num_weights / weights, rates) for p in products) if weights else 0.0
+def _traced_matmul_s(work: Workload, trace: Trace, mode: str, rates: Ceilings) -> float:
+    """Seconds of traced products: a linear layer's in its formats, all others (experts in one tensor, convolutions,
+    scores of eager attention) in the format that they ran in, forward once and backward twice."""
+    products = {product.fqn: product for product in work.products[mode]}
+    passes = 4 if recomputes(work) else 3
+    total = 0.0
+    for kind, (calls, flops) in trace.gemms.items():
+        product, number = products.get(kind.module), calls * kind.groups
+        if product is not None:
+            total += calls * _matmul_s(work, product, flops / calls, rates)
+        else:
+            name = _NAMES.get(kind.dtype, "fp32")
+            total += passes * number * rates.matmul_s(name, kind.width, flops / number)
+    return total
 
 
 def binding(parts: Mapping[str, float]) -> tuple[str, str]:

@@ -1,151 +1,253 @@
-"""What a Hugging Face model keeps for backward and computes, found by running its forward pass on fake tensors.
+"""What a Hugging Face model keeps, needs and computes in a micro-batch, found by running it on fake tensors.
 
-Fake tensors have shapes and dtypes but no data, so a model of any size is traced in about a second with no weights.
-Every tensor alive after forward that was not alive before it counts. Data-dependent choices (how documents of a row are
-kept apart, which labels count) are not made here: rows are taken as packed, with an attention mask where the model has
-one. Called by `plan.workload`.
+Its forward and backward pass run as they would, operation by operation, and every tensor alive that was not alive
+before counts. Data-dependent choices are not made: rows are taken as packed, experts as evenly used (a GEMM over the
+experts of one tensor takes the same memory and work however rows are spread). A model whose shapes depend on values
+(a loop over the experts that were hit) cannot be traced, and the plan then knows nothing of it.
+
+Legend: N tokens  D model width  V vocabulary.
 """
 
-import inspect
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.models.build import build_model
 from tilewright.models.hf import HFModel
-from tilewright.models.hf_packing import forward_arguments
+from tilewright.models.hf_probe import REFUSALS
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.live_bytes import ATTENTION, LiveBytes, flop_counter
+from tilewright.plan.fake_model import KERNELS, document_styles, quiet, text_inputs, to_fake
+from tilewright.plan.fake_operations import GroupedGemms, fuse_attention
+from tilewright.plan.live_bytes import GemmKind, LiveBytes, TooLong, is_view
+from tilewright.plan.stacks import Stack, find_stack, reduced
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 from tilewright.precision.schedule import ModeSchedule
 
 MASKED_SHARE = 0.15
 """Share of the tokens that a masked language model predicts."""
+_SHORT = 8
+"""Positions of a row that tells how a model makes its logits."""
+WHOLE = 10_000
+"""Operations of the forward pass of a whole model that is traced; beyond, layers are traced once for each kind of them.
+With backward about three times as many run, some 0.1 ms each."""
+REDUCED = 100_000
+"""The same of one of those traces; beyond, nothing is known."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One micro-batch of a Hugging Face model.
+    """One micro-batch of a Hugging Face model; bytes beside parameters. `head`: (tokens, width, vocabulary) where the
+    head's loss is `ops.loss`, and not in the other numbers. `trouble`: why nothing is known; empty where all is."""
 
-    `kept_bytes`: alive after forward, for backward. `peak_bytes`: most alive inside forward. `moved_bytes`: read and
-    written in forward by all but products and attention. `flops`: of forward's products. `attention_flops`: of its
-    fused attention, all pairs of positions counted. `head`: (tokens, width, vocabulary) where the head's loss is ours,
-    and not in the other numbers. `trouble`: why nothing is known; empty where all went well.
-    """
-
-    kept_bytes: int
-    peak_bytes: int
-    moved_bytes: int
-    flops: float
-    attention_flops: float
-    head: tuple[int, int, int] | None
+    kept_bytes: int = 0
+    """Alive after forward, for backward."""
+    peak_bytes: int = 0
+    """Most alive in forward."""
+    backward_bytes: int = 0
+    """Most alive in backward, gradients of parameters among them."""
+    passing_bytes: int = 0
+    """The same without gradients that are complete: of a micro-batch that adds to gradients that are there."""
+    moved_bytes: int = 0
+    """Read and written, forward and backward, by all but matrix products and attention."""
+    gemms: Mapping[GemmKind, tuple[int, float]] = field(default_factory=dict)
+    """Calls and FLOPs of forward's matrix products."""
+    attention_flops: float = 0.0
+    """Of forward's fused attention, all pairs of positions counted."""
+    operations: int = 0
+    """Calls of operations, forward and backward."""
+    head: tuple[int, int, int] | None = None
     trouble: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Of forward's matrix products."""
+        return sum(flops for _, flops in self.gemms.values())
 
 
-KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}
-"""What runs 8-bit products in a trace: operations that need no unit and no library, whatever the machine has."""
+def trace_model(model: HFModel, recipe: Recipe, machine: Machine, rows: int) -> Trace:
+    """Trace one micro-batch of `rows` rows through a model on the meta device, which stays as it is."""
+    try:
+        try:
+            return _traced(copy.deepcopy(model), recipe, machine, rows, WHOLE)
+        except TooLong:
+            return _by_layers(model, recipe, machine, rows)
+    except REFUSALS as error:
+        return Trace(trouble=f"the model cannot be traced without data ({_first_line(error)})")
+    except TooLong as error:
+        return Trace(trouble=f"a step is too long to be traced ({error} for two layers)")
 
 
-def trace_model(recipe: Recipe, vocab_size: int, machine: Machine, rows: int) -> Trace:
-    """Trace one micro-batch of `rows` rows.
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _by_layers(model: HFModel, recipe: Recipe, machine: Machine, rows: int) -> Trace:
+    """The trace of a model whose layers are many or long: of one layer of each kind, and what one more of each adds.
 
     Raises:
-        ConfigError, CheckpointError: the model cannot be built, or cannot do what the recipe asks.
+        TooLong: one layer alone has too many operations.
+    """
+    stack = find_stack(model)
+    if stack is None:
+        raise TooLong(f"more than {WHOLE:,} operations")
+
+    def of(kept: Sequence[int]) -> Trace:
+        found = _traced(reduced(model, stack, kept), recipe, machine, rows, REDUCED)
+        return replace(found, gemms=_renamed(found.gemms, stack, kept))
+
+    first = [indices[0] for indices in stack.kinds]
+    one = of(first)
+    found = one
+    for indices in stack.kinds:
+        if len(indices) > 1:
+            found = _plus(found, one, of(sorted([*first, indices[1]])), len(indices) - 1)
+    return found
+
+
+def _renamed(gemms: Mapping[GemmKind, Any], stack: Stack, kept: Sequence[int]) -> dict[GemmKind, Any]:
+    return {replace(kind, module=stack.full_name(kept, kind.module)): count for kind, count in gemms.items()}
+
+
+def _plus(total: Trace, one: Trace, two: Trace, times: int) -> Trace:
+    """`total` and `times` the difference of two traces."""
+    numbers = [name for name in (f.name for f in fields(Trace)) if isinstance(getattr(one, name), int | float)]
+    found = {name: getattr(total, name) + times * (getattr(two, name) - getattr(one, name)) for name in numbers}
+    gemms = dict(total.gemms)
+    for kind, (calls, flops) in two.gemms.items():
+        had_calls, had = one.gemms.get(kind, (0, 0.0))
+        now_calls, now = gemms.get(kind, (0, 0.0))
+        gemms[kind] = (now_calls + times * (calls - had_calls), now + times * (flops - had))
+    return replace(total, gemms=gemms, **found)
+
+
+def _traced(model: HFModel, recipe: Recipe, machine: Machine, rows: int, limit: int) -> Trace:
+    """Trace a meta model, which is used up.
+
+    Raises:
+        REFUSALS: the model cannot run so.
+        TooLong: more than `limit` operations.
     """
     mode = ModeSchedule.from_section(recipe.precision, recipe.train.steps).mode
-    policy = Policy.from_section(recipe.precision, machine.device).in_mode(mode)
-    section = recipe.model.model_copy(update={"weights": "random"})
-    model = build_model(section, vocab_size, device="meta")
-    assert isinstance(model, HFModel)
-    model.activation_checkpoint = recipe.train.activation_checkpoint
-    model.checkpoint_inputs = recipe.train.checkpoint_inputs
-    device = torch.device(machine.device)
-    with FakeTensorMode(), quiet():
-        to_fake(model, device)
+    policy = replace(Policy.from_section(recipe.precision, machine.device).in_mode(mode), device_type="cpu")
+    if recipe.memory.executor == "standard":
+        model.activation_checkpoint = recipe.train.activation_checkpoint
+        model.checkpoint_inputs = recipe.train.checkpoint_inputs
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(quiet())
+        stack.enter_context(GroupedGemms())
+        to_fake(model, torch.device("cpu"))
+        if machine.device == "cuda":
+            fuse_attention([model.net, *model.layers])
         convert(model, policy, kernels=Kernels(machine, KERNELS, compile=False))
-        try:
-            return _run(model.train(), recipe, rows, device)
-        except (RuntimeError, UnsupportedFakeTensorException, DataDependentOutputException) as error:
-            reason = str(error).splitlines()[0]
-            return Trace(0, 0, 0, 0.0, 0.0, None, f"the forward pass cannot be traced without data ({reason})")
+        model.train()
+        if model.task == "image_classification":
+            return _run_images(model, recipe, rows, limit)
+        styles = document_styles(model)
+        for style in styles[:-1]:
+            try:
+                return _run_text(model, recipe, rows, limit, style)
+            except REFUSALS:  # the run finds that out, too (`hf_probe`)
+                model.zero_grad()
+        return _run_text(model, recipe, rows, limit, styles[-1])
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """What fake tensors cannot do is told by `Trace.trouble`; torch would print a traceback besides."""
-    logger = logging.getLogger(fake_tensor.__name__)
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+def _run_images(model: HFModel, recipe: Recipe, rows: int, limit: int) -> Trace:
+    side, net = recipe.data.image_size, model.net
+    pixels = torch.empty(rows, 3, side, side)
+
+    def loss() -> Tensor:
+        logits = net(pixel_values=pixels).logits
+        return F.cross_entropy(logits.float(), torch.empty(rows, dtype=torch.int64), reduction="sum")
+
+    return _count(model, loss, limit)
 
 
-def to_fake(model: nn.Module, device: torch.device) -> None:
-    """Replace meta parameters and buffers by fake ones on `device`, ties kept."""
-    made: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Any:
-        if id(tensor) not in made:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            made[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-        return made[id(tensor)]
-
-    for module in model.modules():
-        groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for group in groups:
-            for name, tensor in group.items():
-                if tensor is not None:
-                    group[name] = fake(tensor)
-
-
-def _run(model: HFModel, recipe: Recipe, rows: int, device: torch.device) -> Trace:
-    live, flops = LiveBytes(), flop_counter()
+def _run_text(model: HFModel, recipe: Recipe, rows: int, limit: int, documents: Any) -> Trace:
     net: Any = model.net
-    head = None
-    if recipe.model.task == "image_classification":
-        side = recipe.data.image_size
-        pixels = torch.empty(rows, 3, side, side, device=device)
-        with flops, live:
-            out = net(pixel_values=pixels)  # held until the bytes are counted
-        kept, peak = live.live, live.peak
-    else:
-        ids, arguments = text_inputs(model, rows, recipe.data.seq_len, device)
-        layer = net.get_output_embeddings()
-        ours = recipe.model.task == "causal_lm" and isinstance(layer, nn.Linear) and layer.bias is None
-        with flops, live:
-            out = (net.base_model if ours else net)(input_ids=ids, **arguments)
-        kept, peak = live.live, live.peak
-        if ours:
-            head = (ids.numel(), layer.in_features, layer.out_features)
-        else:  # all logits are let go; of the predicted tokens the FP32 softmax stays, made from an FP32 copy
-            wanted = MASKED_SHARE if recipe.model.task == "masked_lm" else 1.0
-            rows_wide = int(wanted * ids.numel()) * out.logits.shape[-1] * 4
-            kept, peak = kept - out.logits.nbytes + rows_wide, peak + 3 * rows_wide
-    counts = flops.get_flop_counts().get("Global", {})
-    attention = sum(count for op, count in counts.items() if op in ATTENTION)
-    return Trace(kept, peak, live.moved, flops.get_total_flops() - attention, attention, head)
+    device = torch.device("cpu")
+    ids, arguments = text_inputs(model, rows, recipe.data.seq_len, device, documents)
+    if model.task == "causal_lm" and has_plain_head(net, *text_inputs(model, 1, _SHORT, device, documents)):
+        head = net.get_output_embeddings()
+        shape = (ids.numel(), head.in_features, head.out_features)
+        return replace(_count(model, lambda: net.base_model(input_ids=ids, **arguments)[0], limit), head=shape)
+    wanted = int(ids.numel() * (MASKED_SHARE if model.task == "masked_lm" else 1.0))
+
+    def loss() -> Tensor:
+        logits = net(input_ids=ids, **arguments).logits.flatten(0, 1)
+        chosen = logits[torch.empty(wanted, dtype=torch.int64)]
+        return F.cross_entropy(chosen.float(), torch.empty(wanted, dtype=torch.int64), reduction="sum")
+
+    return _count(model, loss, limit)
 
 
-def text_inputs(model: HFModel, rows: int, seq_len: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """Packed rows: with positions and a block mask where the model takes positions, else plain rows."""
-    ids = torch.zeros(rows, seq_len, dtype=torch.int64, device=device)
-    if "position_ids" not in inspect.signature(model.net.forward).parameters:
-        return ids, forward_arguments(model.net)
-    causal = model.task == "causal_lm"
-    return ids, forward_arguments(model.net, "blocks", causal, ids, torch.zeros_like(ids))
+def _count(model: HFModel, run: Callable[[], Tensor], limit: int) -> Trace:
+    """Count a forward pass, and the backward pass from what it returns."""
+    live = LiveBytes(limit)
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    live.watch(model, linear)
+    with live:
+        out = run()
+        kept, peak, gemms, attention = live.live, live.peak, dict(live.gemms), live.attention
+        live.peak = live.passing_peak = live.live
+        live.limit = 0
+        out.backward(torch.empty_like(out))
+    return Trace(
+        kept_bytes=kept,
+        peak_bytes=peak,
+        backward_bytes=live.peak,
+        passing_bytes=live.passing_peak,
+        moved_bytes=live.moved,
+        gemms=gemms,
+        attention_flops=attention,
+        operations=live.operations,
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+
+
+@torch.no_grad()
+def has_plain_head(net: Any, ids: Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Whether the logits are the base model's hidden states times the output embedding's weight, and nothing else is
+    computed behind the base model. The run compares bits (`hf_probe`)."""
+    head = net.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None or net.base_model is net:
+        return False
+    seen = _Behind()
+    hooks = [
+        net.base_model.register_forward_hook(lambda *_: setattr(seen, "on", True)),
+        head.register_forward_pre_hook(lambda *_: setattr(seen, "on", False)),
+        head.register_forward_hook(lambda *_: setattr(seen, "on", True)),
+    ]
+    with seen:
+        net(input_ids=ids, **arguments)
+    for hook in hooks:
+        hook.remove()
+    return not seen.computed
+
+
+class _Behind(TorchDispatchMode):
+    """Sees, while it is `on`, whether anything is computed: all but views and casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = self.computed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        harmless = func.namespace == "prim" or is_view(func) or func is torch.ops.aten._to_copy.default
+        self.computed |= self.on and not harmless
+        return func(*args, **(kwargs or {}))

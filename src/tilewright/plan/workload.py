@@ -16,6 +16,7 @@ from tilewright.formats.squares import num_blocks
 from tilewright.models.build import build_model
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
+from tilewright.models.hf import HFModel
 from tilewright.ops.inductor import why_no_compile
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.fixes import changed
@@ -69,7 +70,7 @@ class Workload:
     trace: Trace | None
     """What a Hugging Face model's forward pass keeps and computes."""
     layer_kept: int
-    """Bytes that a layer of it keeps of one micro-batch where nothing is recomputed; 0 for our own decoder."""
+    """Bytes that a layer of it keeps of one micro-batch where the executor is layer-major; else 0."""
     modes: tuple[str, ...]
     """Precision modes that the run passes through."""
     policies: Mapping[str, Policy]
@@ -148,12 +149,13 @@ class Planner:
         layers = list(model.blocks if isinstance(model, Decoder) else _longest_stack(model))
         stored = list(_stored(model, policies[modes[-1]]))
         whole = changed(recipe, {"train.activation_checkpoint": "none"})
+        sliced = isinstance(model, HFModel) and recipe.memory.executor == "layer_major"
         return Workload(
             recipe=recipe,
             machine=self.machine,
             config=config,
-            trace=None if config else self._trace(recipe, rows),
-            layer_kept=0 if config else self._trace(whole, rows).kept_bytes // max(len(layers), 1),
+            trace=self._trace(model, recipe, rows) if isinstance(model, HFModel) else None,
+            layer_kept=self._trace(model, whole, rows).kept_bytes // max(len(layers), 1) if sliced else 0,
             modes=modes,
             policies=policies,
             products={mode: products_of(model, policies[mode], config) for mode in modes},
@@ -183,11 +185,11 @@ class Planner:
             self._models[key] = model
         return self._models[key]
 
-    def _trace(self, recipe: Recipe, rows: int) -> Trace:
-        kept = (recipe.train.activation_checkpoint, recipe.train.checkpoint_inputs)
-        key = (recipe.model, recipe.precision, kept, recipe.data.model_dump_json(), rows)
+    def _trace(self, model: HFModel, recipe: Recipe, rows: int) -> Trace:
+        kept = (recipe.train.activation_checkpoint, recipe.train.checkpoint_inputs, recipe.memory.executor)
+        key = (recipe.model, recipe.lora, recipe.precision, kept, recipe.data.model_dump_json(), rows)
         if key not in self._traces:
-            self._traces[key] = trace_model(recipe, self.vocab_size, self.machine, rows)
+            self._traces[key] = trace_model(model, recipe, self.machine, rows)
         return self._traces[key]
 
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
-from tilewright.core.errors import ConfigError, FitError, Problem, TilewrightError
+from tilewright.core.errors import ConfigError, FitError, Problem, TilewrightError, UnknownFitError
 from tilewright.core.hardware import Machine
 from tilewright.core.load import CLI, DEFAULT, Loaded
 from tilewright.core.log import say
@@ -146,6 +146,7 @@ def plan_run(loaded: Loaded, site: Site, *, running: PlanFile | None = None, goe
         ConfigError: a plan file that cannot be read, or is for another model or machine, or that what was typed
             contradicts.
         FitError: nothing fits, and `plan.enforce` is set.
+        UnknownFitError: nothing is known, `plan.device_budget` and `plan.enforce` are set.
     """
     wanted = loaded.recipe.memory.plan
     if wanted not in (AUTO, NONE):
@@ -158,6 +159,8 @@ def plan_run(loaded: Loaded, site: Site, *, running: PlanFile | None = None, goe
             return found
     plan = make_plan(loaded.recipe, site.vocab_size, site.machine, site.rates)
     as_it_stands = Planned(loaded, plan, site, explicit=explicit)
+    if plan.state == "not known":
+        return _not_known(as_it_stands)
     within = (1 - loaded.recipe.plan.margin) * plan.budget_bytes
     if wanted == NONE or plan.peak_bytes + plan.reserve_bytes <= within:
         return _refused(as_it_stands) if not plan.fits else as_it_stands
@@ -171,6 +174,19 @@ def _beside(loaded: Loaded) -> PlanFile | None:
     return read_plan(loaded.path.parent / FILE)
 
 
+def _not_known(stands: Planned) -> Planned:
+    """A run as its recipe says, of which the plan does not know whether it fits.
+
+    Raises:
+        UnknownFitError: the recipe has a memory budget that is to be kept.
+    """
+    plan, section = stands.plan, stands.loaded.recipe.plan
+    if section.device_budget and section.enforce:
+        raise not_known(plan)
+    text = f"{plan.verdict} It runs as the recipe says."
+    return replace(stands, note=plan.unknown, events=((text, {"least_bytes": plan.peak_bytes}),))
+
+
 def _decided(stands: Planned, goes_on: bool) -> Planned:
     """What `plan.auto` finds for a recipe that does not fit as it stands."""
     recipe, site = stands.loaded.recipe, stands.site
@@ -178,7 +194,7 @@ def _decided(stands: Planned, goes_on: bool) -> Planned:
     planner = site.planner(recipe)
     try:
         shape = planner.shape(recipe) if not fault else None
-    except ConfigError as error:
+    except (ConfigError, UnknownFitError) as error:
         fault = str(error).splitlines()[0]
     if fault or shape is None:
         text = f"the recipe runs as it stands: {fault}"
@@ -220,6 +236,16 @@ def _refused(stands: Planned) -> Planned:
     if stands.plan.fits or not stands.loaded.recipe.plan.enforce:
         return stands
     raise does_not_fit(stands.plan)
+
+
+def not_known(plan: Plan) -> UnknownFitError:
+    """The error of a run of which it has to be known, and is not, whether it fits."""
+    return UnknownFitError(
+        "It is not known whether this run fits.",
+        got=plan.unknown,
+        need=f"a peak below {format_bytes(plan.budget_bytes)}; it is more than {format_bytes(plan.peak_bytes)}",
+        try_="tilewright train RECIPE --dry-run --plan.enforce false, which takes two steps and measures them",
+    )
 
 
 def does_not_fit(plan: Plan) -> FitError:

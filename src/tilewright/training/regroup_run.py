@@ -56,7 +56,7 @@ def regroup_for(
         ladder=_ladder(setup, parts.executor.placement),
         give_back=give_back_free_pages if setup.device.type == "cpu" else None,
         watch=planned,
-        known=_Known.of(setup, parts),
+        known=None if setup.plan.unknown else _Known.of(setup, parts),
     )
 
 
