@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.ops.compare import assert_snr, snr_db
+from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.rounding import join24
 from tilewright.ops.kernels import Kernels
@@ -120,11 +121,11 @@ def test_compiled_and_reference_draw_the_same_random_bits():
 def test_bad_hyperparameters_are_refused():
     with pytest.raises(ValueError, match="betas"):
         DeepSeekAdam(parameters(), betas=(1.0, 0.9))
-    with pytest.raises(ValueError, match="FP16"):
+    with pytest.raises(ConfigError, match="FP16"):
         DeepSeekAdam(parameters(torch.float16), master="stochastic")
     with pytest.raises(ValueError, match="needs moments"):
         DeepSeekAdam(parameters(torch.bfloat16), master="split24")
-    with pytest.raises(ValueError, match="FP64"):
+    with pytest.raises(ConfigError, match="FP64"):
         DeepSeekAdam(parameters(torch.float64), moments="8bit")
     with pytest.raises(ValueError, match="4bit"):
         DeepSeekAdam(parameters(), moments="4bit")

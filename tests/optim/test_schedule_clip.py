@@ -88,3 +88,19 @@ def test_only_matrices_decay():
     decay, rest = decay_groups(model, 0.3)
     assert [p.shape for p in decay["params"]] == [(4, 3)]
     assert [len(rest["params"]), decay["weight_decay"], rest["weight_decay"]] == [3, 0.3, 0.0]
+
+
+@pytest.mark.parametrize("elements", [0.0, 0.4])
+def test_a_sparse_gradient_is_clipped_as_a_dense_one(elements):
+    """Rows that were looked up twice count with their sum. The dense gradient beside it is clipped by the same norm."""
+    tables = [nn.Embedding(7, 3, sparse=sparse) for sparse in (True, False)]
+    norms = []
+    for table in tables:
+        nn.init.ones_(table.weight)
+        beside = nn.Parameter(torch.ones(2))
+        (table(torch.tensor([1, 1, 4])).sum() * beside.sum()).backward()
+        norms.append(GradClip(0.5, elements=elements)([table.weight, beside], inv_scale=0.25).norm)
+        norms.append(beside.grad.norm().item())
+    assert norms[:2] == pytest.approx(norms[2:], rel=1e-6)
+    torch.testing.assert_close(tables[0].weight.grad.to_dense(), tables[1].weight.grad)
+    assert tables[0].weight.grad.is_sparse

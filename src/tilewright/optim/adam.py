@@ -5,18 +5,25 @@ Named after the optimizer that the articles ask for; BF16 moments are what DeepS
 (section 3.3.3 of its report). With FP32 parameters and FP32 moments it is torch's AdamW.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from tilewright.formats.squares import num_blocks
+from tilewright.core.errors import ConfigError
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.native.adam import fused
 from tilewright.ops.ref.adam import AdamHyper
 from tilewright.ops.ref.low_bit_adam import LowBitTensors
+from tilewright.optim.refuse import refuse_param, refuse_replaced, refuse_update
+from tilewright.optim.states import Layout, Master, Moments, StateFormat, loadable, readable
+
+_OWN = ("kernels", "format", "seed", "num_updates")
+"""What a copy has besides torch's."""
 
 
 class DeepSeekAdam(torch.optim.Optimizer):
@@ -53,8 +60,8 @@ class DeepSeekAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
-        moments: Literal["fp32", "bf16", "8bit"] = "fp32",
-        master: Literal["fp32", "split24", "stochastic"] = "fp32",
+        moments: Moments = "fp32",
+        master: Master = "fp32",
         kernels: Kernels | None = None,
         seed: int = 0,
     ):
@@ -70,46 +77,57 @@ class DeepSeekAdam(torch.optim.Optimizer):
         if master == "split24" and moments != "8bit":
             raise ValueError(f"master='split24' needs moments='8bit'; got {moments=}")
         self.kernels = kernels or Kernels.default()
-        self.moments = moments
-        self.master = master
+        self.format = StateFormat(moments, master)
         self.seed = seed
         self.num_updates = 0
         """Calls of `step` that updated all they had to; hooks may have failed after that."""
-        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._places: dict[Tensor, _Place] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        dtypes = {param.dtype for param in self._places}
-        if master != "fp32" and torch.float16 in dtypes:
-            raise ValueError("stochastic rounding is defined for BF16 parameters; FP16 ones need master='fp32'")
-        if moments == "8bit" and torch.float64 in dtypes:
-            raise ValueError("8-bit moments are updated in FP32; FP64 parameters need moments='fp32'")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle; without hooks, as torch has it."""
+        return super().__getstate__() | {name: self.__dict__[name] for name in _OWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._places = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch. A parameter's place among all of them stands for it in the random streams of its rounding."""
+        """See torch.
+
+        Raises:
+            ConfigError: a parameter that cannot be updated with states of this format; the group is not added.
+        """
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            self._places[param] = (len(self.param_groups) - 1, len(self._places))
+        try:
+            for param in self.param_groups[-1]["params"]:
+                if param.requires_grad:
+                    refuse_param(param, self.format)
+        except ConfigError:
+            self.param_groups.pop()
+            raise
 
-    def state_layout(self, param: Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def _all_params(self) -> list[Tensor]:
+        return list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
+
+    def _place(self, param: Tensor) -> "_Place":
+        """Where a parameter stands in the groups, which other code may have changed."""
+        place = self._places.get(param)
+        if place is None or not place.holds(param, self.param_groups):
+            members = [(g, i, p) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])]
+            self._places = {p: _Place(g, i, number) for number, (g, i, p) in enumerate(members)}
+        if param not in self._places:
+            raise ConfigError(
+                "A parameter is not in this optimizer.",
+                got=f"a tensor of shape {tuple(param.shape)} and {param.dtype}",
+                need=f"one of the {len(self._places)} parameters in its groups",
+                try_='optimizer.add_param_group({"params": [param]})',
+            )
+        return self._places[param]
+
+    def state_layout(self, param: Tensor) -> Layout:
         """Shape and dtype of each state of a parameter but `step`, from its own shape and dtype (meta will do)."""
-        wide = torch.promote_types(param.dtype, torch.float32)
-        layout = self._moments_layout(param, wide)
-        if self.master == "fp32" and param.dtype != wide:
-            layout["master"] = (param.shape, wide)
-        if self.master == "split24" and param.dtype == torch.bfloat16:
-            layout["low"] = (param.shape, torch.int8)
-        return layout
-
-    def _moments_layout(self, param: Tensor, wide: torch.dtype) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        if self.moments != "8bit":
-            dtype = torch.bfloat16 if self.moments == "bf16" else wide
-            return {"exp_avg": (param.shape, dtype), "exp_avg_sq": (param.shape, dtype)}
-        scales = (torch.Size([num_blocks(param.numel())]), torch.float32)
-        return {
-            "exp_avg": (param.shape, torch.int8),
-            "exp_avg_scale": scales,
-            "exp_avg_sq": (param.shape, torch.uint8),
-            "exp_avg_sq_scale": scales,
-        }
+        return self.format.layout(param.shape, param.dtype)
 
     def _init_state(self, param: Tensor) -> dict[str, Any]:
         state = self.state[param]
@@ -128,28 +146,65 @@ class DeepSeekAdam(torch.optim.Optimizer):
     def init_states(self, params: Iterable[Tensor] | None = None) -> None:
         """Make the states of these parameters (of all, by default) now rather than at their first step, so that a
         checkpoint can be loaded into them."""
-        for param in self._places if params is None else params:
+        for param in self._all_params() if params is None else params:
             self._init_state(param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See torch, which casts the states to their parameter's dtype; here they keep their own."""
-        super().load_state_dict(state_dict)
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for param, number in zip(self._places, numbers, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                self.state[param][name] = value if name == "step" else value.to(param.device)
+        """See torch, which casts states to their parameter's dtype; here they have to be of this optimizer's formats.
+
+        States of torch.optim.AdamW are taken where the moments are those that are kept here (FP32 parameters with FP32
+        moments). All of it is loaded or, on an error, nothing.
+
+        Raises:
+            CheckpointError: the states are of other formats or shapes, or follow another law.
+            ValueError: other numbers of groups or parameters (torch's).
+        """
+        states: dict[Tensor, dict[str, Any]] = {}
+
+        def check(_: torch.optim.Optimizer, loading: dict[str, Any]) -> dict[str, Any]:
+            sizes = (
+                [len(group["params"]) for group in groups] for groups in (self.param_groups, loading["param_groups"])
+            )
+            if next(sizes) == next(sizes):  # else torch refuses
+                loading["param_groups"] = readable(loading["param_groups"])
+                params = [param for group in self.param_groups for param in group["params"]]
+                states.update(loadable(loading, params, self.format))
+            return {**loading, "state": {}}  # nothing for torch to cast
+
+        # The last hook before, so that it sees what others make of the states, and the first one after.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(lambda _: self.state.update(states), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """One update of every parameter that has a gradient. Returns the closure's loss, if one is given.
 
         Where memory runs out on the way, call it again: see `step_params`.
+
+        Raises:
+            ConfigError: a parameter, gradient or state that cannot be updated (`optim.refuse`). Nothing has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_params(list(self._places))
+        params = self._all_params()
+        refuse_replaced(params)
+        if not self.state and params and all(param.grad is None for param in params):
+            warnings.warn(
+                f"DeepSeekAdam.step changed nothing: none of its {len(params)} parameters has a gradient. "
+                "Either backward was not called, or the model has other parameters now: make the optimizer after all "
+                "that replaces them.",
+                stacklevel=2,
+            )
+        self.step_params(params)
         self.num_updates += 1
         return loss
 
@@ -164,14 +219,21 @@ class DeepSeekAdam(torch.optim.Optimizer):
         Args:
             params: parameters of this optimizer.
             grads: their gradients, FP32; by default what stands in `.grad`, and parameters without are left alone.
+
+        Raises:
+            ConfigError: see `step`.
         """
         if grads is None:
             params = [param for param in params if param.grad is not None]
             grads = [param.grad for param in params if param.grad is not None]
+        for param, grad in zip(params, grads, strict=True):
+            self._place(param)
+            refuse_update(param, grad, self.state.get(param, {}), self.format)
         self.init_states(params)
         done: list[Tensor] = []
         try:
-            for part in self._low_bit(params, grads) if self.moments == "8bit" else self._wide(params, grads):
+            low_bit = self.format.moments == "8bit"
+            for part in self._low_bit(params, grads) if low_bit else self._wide(params, grads):
                 for param in part:
                     self.state[param]["step"] += 1
                 done += part
@@ -188,9 +250,9 @@ class DeepSeekAdam(torch.optim.Optimizer):
             # Torch's kernel allocates nothing once it writes; of the others that is true of one tensor.
             for part in [batch] if update is fused else batch.singles():
                 update(part.targets, part.grads, part.exp_avgs, part.exp_avg_sqs, part.numbers, hyper)
-                for param, target in zip(part.params, part.targets, strict=True):
-                    if target.data_ptr() != param.data_ptr():
-                        param.copy_(target)
+                for param in part.params:
+                    if "master" in self.state[param]:
+                        param.copy_(self.state[param]["master"])
                 yield part.params
 
     def _low_bit(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -205,14 +267,13 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     def _step_low_bit(self, param: Tensor, grad: Tensor) -> None:
         """Contiguous tensors are updated in place, others by way of a copy."""
-        group_index, number = self._places[param]
-        state = self.state[param]
+        place, state = self._place(param), self.state[param]
         written = {"target": state.get("master", param.data), "low": state.get("low")}
-        written |= {name: state[name] for name in self._moments_layout(param, torch.float32)}
+        written |= {name: state[name] for name in self.state_layout(param) if name not in ("master", "low")}
         flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()}
         grad = grad if grad.dtype == torch.bfloat16 else grad.to(torch.float32)
-        tensors = LowBitTensors(**flat, grad=grad.contiguous(), number=number)
-        self.kernels.low_bit_adam(tensors, self._hyper(group_index, int(state["step"]) + 1))
+        tensors = LowBitTensors(**flat, grad=grad.contiguous(), number=place.number)
+        self.kernels.low_bit_adam(tensors, self._hyper(place.group, int(state["step"]) + 1))
         for name, tensor in written.items():
             if tensor is not None and flat[name] is not tensor:
                 tensor.copy_(flat[name])
@@ -225,22 +286,47 @@ class DeepSeekAdam(torch.optim.Optimizer):
         """Parameters by group, number of the update, device and narrowest dtype stored."""
         batches: dict[tuple[int, int, str, torch.dtype], _Batch] = {}
         for param, grad in zip(params, grads, strict=True):
-            group_index, number = self._places[param]
-            state = self.state[param]
+            place, state = self._place(param), self.state[param]
             # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
             target = state.get("master", param.data)
             narrowest = min(target.dtype, state["exp_avg"].dtype, key=lambda dtype: dtype.itemsize)
-            key = (group_index, int(state["step"]) + 1, param.device.type, narrowest)
+            key = (place.group, int(state["step"]) + 1, param.device.type, narrowest)
             batch = batches.setdefault(key, _Batch())
             batch.params.append(param)
-            batch.numbers.append(number)
-            batch.targets.append(target)
+            batch.numbers.append(place.number)
+            batch.targets.append(_shard(target))
             # A wide target needs a gradient of its own dtype; a BF16 one takes the FP32 gradient as it is.
             wide = target.dtype == torch.promote_types(target.dtype, torch.float32)
+            grad = _shard(grad, param)
             batch.grads.append(grad.to(target.dtype) if wide else grad)
-            batch.exp_avgs.append(state["exp_avg"])
-            batch.exp_avg_sqs.append(state["exp_avg_sq"])
+            batch.exp_avgs.append(_shard(state["exp_avg"]))
+            batch.exp_avg_sqs.append(_shard(state["exp_avg_sq"]))
         return batches
+
+
+def _shard(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """What this rank holds of a sharded tensor, sharded `like` another; a whole tensor as it is. AdamW treats elements
+    one by one, so shards are updated where they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if isinstance(like, DTensor):
+        tensor = tensor.redistribute(like.device_mesh, like.placements)
+    return tensor.to_local()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Group of a parameter, its index there, and its number among all, which stands for it in the random streams of
+    its rounding."""
+
+    group: int
+    index: int
+    number: int
+
+    def holds(self, param: Tensor, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the parameter stands there."""
+        members = groups[self.group]["params"] if self.group < len(groups) else ()
+        return self.index < len(members) and members[self.index] is param
 
 
 @dataclass

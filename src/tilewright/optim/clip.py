@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.optim.gradients import gradient_values, total_norm
+
 
 @dataclass(frozen=True)
 class ClipResult:
@@ -62,16 +64,18 @@ class GradClip:
 
         Raises nothing: trouble is told in the result's `skip`, and the gradients are then left as they were.
         """
-        grads = [param.grad for param in params if param.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(grads, foreach=True)) * inv_scale if grads else 0.0
-        if self.elements and grads and math.isfinite(norm):  # an overflow must stay one
-            torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
-            torch._foreach_clamp_max_(grads, self.elements / inv_scale)
-            norm = float(torch.nn.utils.get_total_norm(grads, foreach=True)) * inv_scale
+        lists = gradient_values(params)
+        norm = total_norm(lists) * inv_scale
+        if self.elements and math.isfinite(norm):  # an overflow must stay one
+            for grads in lists:
+                torch._foreach_clamp_min_(grads, -self.elements / inv_scale)
+                torch._foreach_clamp_max_(grads, self.elements / inv_scale)
+            norm = total_norm(lists) * inv_scale
         result = self.decide(norm)
         factor = inv_scale * result.factor
         if factor != 1.0 and result.skip is None:
-            torch._foreach_mul_(grads, factor)
+            for grads in lists:
+                torch._foreach_mul_(grads, factor)
         return result
 
     def decide(self, norm: float) -> ClipResult:

@@ -177,23 +177,29 @@ class PrecisionController:
                 second call starts with no gradients, and with the buffers that the first one found.
 
         Returns:
-            (why it was computed again, why it must not be applied), each None where it is not so.
+            (why it was computed again, why it must not be applied), each None where it is not so. Where it must not be
+            applied, buffers and notes of the model are as before.
         """
         if not self.active:
             compute()
             return None, None
         notes = Notes(self.model)
         verdict, spike = self.controller.observe(*compute())
-        if verdict != REDO:
-            return None, str(spike) if verdict == SKIP else None
+        if verdict == APPLY:
+            return None, None
+        notes.restore()
+        if verdict == SKIP:
+            return None, str(spike)
         if spike is None:
             raise AssertionError("a step is redone for a reason")
-        notes.restore()
         for param in self.model.parameters():
             param.grad = None
         with self.raised():
             verdict, still = self.controller.observe_again(*compute(), spike)
-        return str(spike), None if verdict == APPLY else f"{still}, also in wider formats"
+        if verdict == APPLY:
+            return str(spike), None
+        notes.restore()
+        return str(spike), f"{still}, also in wider formats"
 
     def check(self, loss: float, grad_norm: float) -> str | None:
         """For loops that cannot compute a step again: why its gradients must not be used; None where they may.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewright.core.errors import NumericsError
+from tilewright.optim.gradients import all_finite, gradient_values
 
 
 class ScaleFields(Protocol):
@@ -205,19 +206,11 @@ def found_inf(params: Iterable[nn.Parameter], group: dist.ProcessGroup | None = 
         tensor(True)
     """
     params = list(params)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for param in params:
-        if param.grad is not None and param.grad.numel():
-            by_device.setdefault(param.grad.device, []).append(param.grad)
-    if not by_device:
-        bad = torch.zeros((), dtype=torch.bool, device=params[0].device if params else "cpu")
+    finite = [all_finite(values) for values in gradient_values(params)]
+    if finite:
+        bad = ~torch.stack([flag.to(finite[0].device) for flag in finite]).all()
     else:
-        # The largest magnitude of a tensor is finite only if all of it is; the kernel takes all tensors at once.
-        flags = [
-            ~torch.stack([norm.float() for norm in torch._foreach_norm(grads, float("inf"))]).isfinite().all()
-            for grads in by_device.values()
-        ]
-        bad = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+        bad = torch.zeros((), dtype=torch.bool, device=params[0].device if params else "cpu")
     if group is not None:
         count = bad.to(torch.float32)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)

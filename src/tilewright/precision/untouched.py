@@ -1,11 +1,12 @@
 """A pass through a model that leaves nothing behind: gradients, buffers, generators and what modules note on the side.
 
-For passes that are looked at and not trained on (`monitor`), and for those that are taken back (`control`).
+For passes that are looked at and not trained on (`monitor`), and for steps that are skipped or computed again.
 """
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,32 +15,63 @@ from torch import Tensor, nn
 from tilewright.precision.fp8_linear import Fp8Linear
 from tilewright.precision.tile_linear import TileLinear
 
+_TORCHS = ("_is_full_backward_hook", "_compiled_call_impl")
+"""Attributes of every module that no pass changes."""
 
-class Notes:
-    """What the modules of a model hold besides parameters, as it was: buffers, and tensors noted as attributes.
+Slot = tuple[dict[str, Any], str]
+"""A dictionary of a module, and a name in it."""
+
+
+class Slots:
+    """Where the modules of models hold what a pass changes besides gradients; they are looked through once.
 
     Linear layers with 8-bit weights are left out: a pass changes nothing there but the counts of what was executed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers: list[tuple[Tensor, Tensor]] = []
-        self._attributes: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
-        for module in model.modules():
+    def __init__(self, *models: nn.Module) -> None:
+        self.buffers: list[Slot] = []
+        self.attributes: list[Slot] = []
+        for module in (module for model in models for module in model.modules()):
             if isinstance(module, TileLinear | Fp8Linear):
                 continue
-            self._buffers += [(b, b.clone()) for b in module.buffers(recurse=False) if b is not None]
-            held = {name: value for name, value in vars(module).items() if value is None or isinstance(value, Tensor)}
-            self._attributes.append((module, held))
+            self.buffers += [(module._buffers, name) for name in module._buffers]
+            held = vars(module)
+            names = [name for name, value in held.items() if value is None or isinstance(value, Tensor)]
+            self.attributes += [(held, name) for name in names if name not in _TORCHS]
+
+
+class Notes:
+    """What the modules of some models hold besides parameters, as it was when this was made: buffers, and tensors noted
+    as attributes.
+
+    Args:
+        models: modules.
+        slots: theirs, if they were looked through before.
+
+    Example: a step is not taken, and the running mean does not know of it.
+        >>> norm = nn.BatchNorm1d(2)
+        >>> notes = Notes(norm)
+        >>> out = norm(torch.full((3, 2), torch.inf)); norm.running_mean
+        tensor([inf, inf])
+        >>> notes.restore(); norm.running_mean
+        tensor([0., 0.])
+    """
+
+    @torch.no_grad()
+    def __init__(self, *models: nn.Module, slots: Slots | None = None) -> None:
+        slots = slots or Slots(*models)
+        self._attributes = [(held, name, held.get(name)) for held, name in slots.attributes]
+        self._buffers = [(held, name, held.get(name)) for held, name in slots.buffers]
+        self._values = [None if buffer is None else buffer.clone() for _, _, buffer in self._buffers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back."""
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
-        for module, held in self._attributes:
-            for name, value in held.items():
-                if vars(module).get(name) is not value:
-                    setattr(module, name, value)
+        """Put it back: the same tensors with the same values, where a pass wrote into them or put others there."""
+        for held, name, value in (*self._attributes, *self._buffers):
+            held[name] = value
+        for (_, _, buffer), value in zip(self._buffers, self._values, strict=True):
+            if buffer is not None:
+                buffer.copy_(value)
 
 
 @contextmanager

@@ -166,12 +166,14 @@ class LayerMajorExecutor:
         attempt = _Attempt(1.0 / num_targets)
         lagged = self.lagged.now() if self.lagged is not None else None
         try:
-            with self.whole.attempt(irrevocable=lambda: self._why_half(attempt)):
+            with self.whole.attempt(irrevocable=lambda: self._why_half(attempt)) as before:
                 batches = [
                     {k: v.to(self.device, non_blocking=True) for k, v in batch.items()} for batch in microbatches
                 ]
                 norm = self._lagged(batches, attempt) if self.lagged is not None else self._exact(batches, attempt)
                 self.run.end()
+                if attempt.skipped is not None:
+                    before.forget_pass(self.clip)
                 loss = attempt.loss_sum / num_targets
                 self._watch(loss, norm)
                 if attempt.skipped is None:

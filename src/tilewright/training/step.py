@@ -2,7 +2,8 @@
 
 The loss of a step is the mean over all its targets, whatever the micro-batches hold: targets are counted on the
 host before the first forward pass, each micro-batch adds `loss_sum / total`, so uneven micro-batches give the gradient
-of the whole batch. A step whose gradient is not finite or too large changes nothing but the loss scale, and says so.
+of the whole batch. A step whose gradient is not finite or too large changes nothing but the loss scale (and generators,
+which draw other numbers next time), and says so: buffers and notes of the model are as before.
 A step that finds no memory changes nothing at all, and can be called again (`whole`).
 Which data comes, which learning rate, and what is written down is the matter of `loop`, which calls this.
 """
@@ -184,7 +185,7 @@ class StandardExecutor:
         """
         started = time.perf_counter()
         progress = _Progress()
-        with self.whole.attempt(irrevocable=lambda: self._why_half(progress)):
+        with self.whole.attempt(irrevocable=lambda: self._why_half(progress)) as before:
             totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)])
             self._sum_over_ranks([totals])
             num_targets, num_tokens = totals.tolist()
@@ -192,6 +193,8 @@ class StandardExecutor:
             attempt, redone = self._attempt_twice(microbatches, num_targets, scale)
             told = {name: float(value) / len(microbatches) for name, value in attempt.aux.items()}
             with self._phase("update"):
+                if attempt.skipped is not None:
+                    before.forget_pass(self.clip)
                 self._watch(attempt.loss, attempt.norm)
                 if attempt.skipped is None:
                     self._apply(lr, progress)

@@ -29,10 +29,9 @@ from tilewright.memory.probe import give_back_free_pages
 from tilewright.memory.table import is_out_of_memory
 from tilewright.precision.fp8_linear import Fp8Linear
 from tilewright.precision.tile_linear import TileLinear
+from tilewright.precision.untouched import Notes, Slots
 
 Result = TypeVar("Result")
-_TORCHS = ("_is_full_backward_hook", "_compiled_call_impl")
-"""Attributes of every module that no pass changes."""
 TRIES = 3
 """Calls of a piece that finds no memory, what is free made free before each."""
 
@@ -49,6 +48,48 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Before:
+    """What a step changes before its update, as it was.
+
+    Args:
+        counted: modules that count what they executed.
+        slots: of the model.
+        device: whose generator the model draws from, besides those of the host.
+        parts: what else has a state.
+    """
+
+    def __init__(self, counted: Sequence[nn.Module], slots: Slots, device: torch.device, parts: Sequence[Stateful]):
+        self._device = device
+        self._parts = [(part, part.state_dict()) for part in parts]
+        self._notes = Notes(slots=slots)
+        counts = (vars(module).get("counts") for module in counted)
+        self._counts = [(count, count.clone()) for count in counts if count is not None]
+        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def forget_pass(self, *parts: Stateful) -> None:
+        """For a step that is skipped: what forward and backward left in the model is as it was, and in these parts.
+
+        Generators stay where they are, as data does: the next step draws other numbers.
+        """
+        self._notes.restore()
+        for part, state in self._parts:
+            if part in parts:
+                part.load_state_dict(state)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """For a step that is taken back, and computed again."""
+        self.forget_pass(*(part for part, _ in self._parts))
+        for count, value in self._counts:
+            count.copy_(value)
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
 class WholeStep:
     """What the steps of one executor share.
 
@@ -63,7 +104,8 @@ class WholeStep:
         self, model: nn.Module, params: Sequence[Tensor], device: torch.device, parts: Sequence[Stateful] = ()
     ) -> None:
         self._model = model
-        self._modules: _Modules | None = None
+        self._slots: Slots | None = None
+        self._counted: list[nn.Module] = []
         self._params = params
         self._device = device
         self._parts = parts
@@ -73,8 +115,10 @@ class WholeStep:
         """What the allocator said where a piece was called again, since somebody emptied this list."""
 
     @contextmanager
-    def attempt(self, *, irrevocable: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-        """Where an allocator finds no memory inside, everything is put back, and its error goes on.
+    def attempt(self, *, irrevocable: Callable[[], str | None] = lambda: None) -> Iterator[Before]:
+        """Where an allocator finds no memory inside, everything is put back, and its error is raised.
+
+        Gives what was before, for a step that turns out to be skipped.
 
         Args:
             irrevocable: why it cannot be put back, asked then; None where it can. It may do its own part of it.
@@ -82,10 +126,12 @@ class WholeStep:
         Raises:
             HalfUpdated: it cannot be put back.
         """
-        self._modules = self._modules or _Modules(self._model)
-        before = _Before(self._modules, self._device, self._parts)
+        if self._slots is None:
+            self._slots = Slots(self._model)
+            self._counted = [module for module in self._model.modules() if isinstance(module, TileLinear | Fp8Linear)]
+        before = Before(self._counted, self._slots, self._device, self._parts)
         try:
-            yield
+            yield before
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -127,54 +173,6 @@ class WholeStep:
         """The error's frames hold what was computed up to it."""
         traceback.clear_frames(error.__traceback__)
         free_memory(self._device)
-
-
-class _Modules:
-    """Where a model's modules hold what a pass changes besides gradients; they are looked through once.
-
-    Linear layers with 8-bit weights hold codes, which a pass does not change, and counts of what was executed.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.buffers: list[Tensor] = []
-        self.attributes: list[tuple[dict[str, Any], str]] = []
-        self.counted: list[nn.Module] = []
-        for module in model.modules():
-            if isinstance(module, TileLinear | Fp8Linear):
-                self.counted.append(module)
-                continue
-            self.buffers += [buffer for buffer in module.buffers(recurse=False) if buffer is not None]
-            held = vars(module)
-            names = [name for name, value in held.items() if value is None or isinstance(value, Tensor)]
-            self.attributes += [(held, name) for name in names if name not in _TORCHS]
-
-
-class _Before:
-    """What a step changes before its update, as it was."""
-
-    def __init__(self, modules: _Modules, device: torch.device, parts: Sequence[Stateful]) -> None:
-        self._device = device
-        self._parts = [(part, part.state_dict()) for part in parts]
-        self._buffers = [(buffer, buffer.clone()) for buffer in modules.buffers]
-        self._attributes = [(held, name, held.get(name)) for held, name in modules.attributes]
-        counts = (vars(module).get("counts") for module in modules.counted)
-        self._counts = [(count, count.clone()) for count in counts if count is not None]
-        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for part, state in self._parts:
-            part.load_state_dict(state)
-        for tensor, value in (*self._buffers, *self._counts):
-            tensor.copy_(value)
-        for held, name, value in self._attributes:
-            held[name] = value
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 def free_memory(device: torch.device) -> None:

@@ -20,13 +20,22 @@ def fused(
     hyper: AdamHyper,
 ) -> None:
     """torch's fused AdamW: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers` is
-    not read."""
-    steps = [torch.tensor(float(hyper.step - 1), device=param.device) for param in params]  # it counts up itself
+    not read.
+
+    The kernel goes through memory as it lies: tensors whose elements lie in different orders, or apart, take copies.
+    """
+    given = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
+    rows = [_alike(row) for row in given]
+    counted = float(hyper.step - 1)  # the kernel counts up itself
+    counts = {
+        device: torch.full((len(rows),), counted, device=device).unbind() for device in {p.device for p in params}
+    }
+    steps = [counts[param.device][place] for place, param in enumerate(params)]
     adamw(
-        list(params),
-        list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
+        [row[0] for row in rows],
+        [row[1] for row in rows],
+        [row[2] for row in rows],
+        [row[3] for row in rows],
         [],
         steps,
         fused=True,
@@ -38,6 +47,29 @@ def fused(
         eps=hyper.eps,
         maximize=False,
     )
+    for tensors, row in zip(given, rows, strict=True):
+        if row is not tensors:
+            for place in (0, 2, 3):
+                tensors[place].copy_(row[place])
+
+
+Row = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Parameter, gradient and moments."""
+
+
+def _alike(row: Row) -> Row:
+    """The same numbers, in memory without gaps and in one order."""
+    if all(tensor.is_contiguous() for tensor in row):
+        return row
+    if len({tensor.stride() for tensor in row}) == 1 and _is_dense(row[0]):
+        return row
+    param, grad, exp_avg, exp_avg_sq = (tensor.contiguous() for tensor in row)
+    return param, grad, exp_avg, exp_avg_sq
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether elements that do not overlap fill a stretch of memory."""
+    return 1 + sum(d * (size - 1) for d, size in zip(tensor.stride(), tensor.shape, strict=True)) == tensor.numel()
 
 
 @functools.cache

@@ -1,0 +1,61 @@
+"""Gradients as lists that torch's foreach kernels take: dense values, of one kind in a list."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+def gradient_values(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Values of the gradients that there are, each once: whole tensors of a device in one list, those sharded over a
+    mesh in another. To change them in place is to change the gradients.
+
+    Sparse gradients are coalesced, so that each element has one value. Sharded ones that are still to be summed over
+    ranks are summed: parts have neither the norm nor the infinities of their sum.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2)); weight.grad = torch.tensor([3.0, 4.0])
+        >>> gradient_values([weight, weight, torch.nn.Parameter(torch.ones(3))])
+        [[tensor([3., 4.])]]
+    """
+    lists: dict[torch.device | DeviceMesh, list[Tensor]] = {}
+    seen: set[int] = set()
+    for param in params:
+        grad = param.grad
+        if grad is None or id(grad) in seen:
+            continue
+        if grad.is_sparse and not grad.is_coalesced():
+            param.grad = grad = grad.coalesce()
+        elif isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+            param.grad = grad = grad.redistribute(placements=whole)
+        seen.add(id(grad))
+        kind = grad.device_mesh if isinstance(grad, DTensor) else grad.device
+        lists.setdefault(kind, []).append(grad._values() if grad.is_sparse else grad)
+    return list(lists.values())
+
+
+def total_norm(lists: list[list[Tensor]]) -> float:
+    """Euclidean norm of all values together, over all ranks where they are sharded."""
+    norms = [torch.nn.utils.get_total_norm(values, foreach=True) for values in lists]
+    norms = [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms]
+    return math.hypot(*norms)
+
+
+def all_finite(values: list[Tensor]) -> Tensor:
+    """Whether the values of one list are finite, a 0-dim boolean tensor; over all ranks where they are sharded.
+
+    Waits for no device. The largest magnitude of a tensor is finite only if all of it is, and one kernel takes all.
+    """
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    local = [value for value in local if value.numel()]
+    norms = [norm.float() for norm in torch._foreach_norm(local, float("inf"))] if local else []
+    device = local[0].device if local else values[0].device
+    finite = torch.stack(norms).isfinite().all() if norms else torch.ones((), dtype=torch.bool, device=device)
+    if not isinstance(values[0], DTensor):
+        return finite
+    mesh = values[0].device_mesh
+    return DTensor.from_local(finite.float(), mesh, [Partial("min")] * mesh.ndim).full_tensor() > 0

@@ -1,0 +1,143 @@
+"""What DeepSeekAdam cannot update, refused in words before anything changes.
+
+Its kernels read and write memory as it lies, so a tensor of another shape, dtype or device than they take for granted
+would end in a crash or in wrong numbers.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tilewright.core.errors import ConfigError
+from tilewright.optim.states import StateFormat, described, fits, of_layout
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def refuse_param(param: Tensor, format: StateFormat) -> None:
+    """Raise where a parameter cannot be updated with states of this format.
+
+    Raises:
+        ConfigError: its dtype, or its sharding.
+    """
+    if isinstance(param, DTensor):
+        _refuse_sharded(param, format)
+    if param.dtype not in _DTYPES:
+        numbers = " (for complex numbers: their torch.view_as_real)" if param.is_complex() else ""
+        raise _refused(param, f"a parameter of {param.dtype}", f"FP32, FP64, BF16 or FP16{numbers}")
+    if format.master != "fp32" and param.dtype == torch.float16:
+        need = "BF16 or FP32 parameters: stochastic rounding is defined for BF16"
+        raise _refused(param, f'an FP16 parameter with master="{format.master}"', need, 'master="fp32"')
+    if format.moments == "8bit" and param.dtype == torch.float64:
+        need = "FP32 or 16-bit parameters: 8-bit moments are updated in FP32"
+        raise _refused(param, "an FP64 parameter with 8-bit moments", need, 'moments="fp32"')
+
+
+def refuse_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: StateFormat) -> None:
+    """Raise where this gradient cannot be applied to this parameter.
+
+    Args:
+        param: a parameter of the optimizer.
+        grad: its gradient.
+        state: its states; empty where there are none yet.
+        format: of the states.
+
+    Raises:
+        ConfigError: see `refuse_param`; or the gradient is sparse or of another tensor, or the states are.
+    """
+    refuse_param(param, format)
+    if grad.layout != torch.strided:
+        need = "a dense gradient: AdamW moves all elements in each step"
+        raise _refused(param, f"a sparse gradient ({grad.layout})", need, "nn.Embedding(..., sparse=False)")
+    if (
+        grad.shape != param.shape
+        or grad.device != param.device
+        or isinstance(grad, DTensor) != isinstance(param, DTensor)
+    ):
+        need = f"a gradient of {_described(param)}"
+        raise _refused(param, f"a gradient of {_described(grad)}", need, "zero_grad() after the parameter was changed")
+    if not param.is_contiguous() and _overlaps(param):
+        got = f"a parameter with strides {param.stride()}, whose elements share memory"
+        raise _refused(
+            param, got, "memory of its own for each element", "param.data = param.data.clone(), not expanded"
+        )
+    layout = format.layout(param.shape, param.dtype)
+    if state and not (fits(state, layout) and _are_beside(state, layout, param)):
+        raise _refused(
+            param,
+            f"states from before the parameter was changed: {described(state)} on {_home(state['exp_avg'])}"
+            if "exp_avg" in state
+            else f"states with {described(state)}",
+            f"{of_layout(layout)} ({format}) on {_home(param)}",
+            "optimizer.state.pop(param), which begins its moments at zero; or change dtype, shape and device of the\n"
+            "model before the optimizer's first step",
+        )
+
+
+def refuse_replaced(params: Iterable[Tensor]) -> None:
+    """Raise where `fully_shard` has put another parameter into the model instead of one of these.
+
+    Raises:
+        ConfigError: these parameters will never have a gradient again.
+    """
+    # FSDP2 marks what it replaces; there is no public way to know.
+    replaced = [param for param in params if param.grad is None and hasattr(param, "_fsdp_orig_uid")]
+    if replaced:
+        raise ConfigError(
+            "The optimizer holds parameters that are no longer in the model.",
+            got=f"{len(replaced)} parameters that fully_shard replaced, the first of shape {tuple(replaced[0].shape)}",
+            need="the parameters that the model has now",
+            try_="make the optimizer after fully_shard",
+        )
+
+
+def _refuse_sharded(param: DTensor, format: StateFormat) -> None:
+    if param.dtype != torch.float32 or format.moments != "fp32":
+        got = f"a sharded parameter (DTensor, {_described(param)}) with {format}"
+        need = "FP32 parameters and FP32 moments where parameters are sharded"
+        raise _refused(param, got, need, 'FP32 parameters with moments="fp32", or an unsharded model')
+    if any(placement.is_partial() for placement in param.placements):
+        got = f"a sharded parameter with placements {param.placements}"
+        raise _refused(
+            param, got, "placements Shard or Replicate", "param.redistribute(...) before the optimizer is made"
+        )
+
+
+def _refused(
+    param: Tensor, got: str, need: str, try_: str = "leave this parameter to another optimizer"
+) -> ConfigError:
+    what = "DeepSeekAdam cannot update a parameter."
+    return ConfigError(what, got=f"{got}; shape {tuple(param.shape)}", need=need, try_=try_)
+
+
+def _described(tensor: Tensor) -> str:
+    kind = f"DTensor, {tensor.placements}, " if isinstance(tensor, DTensor) else ""
+    return f"{kind}shape {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _home(tensor: Tensor) -> str:
+    return f"{tensor.device}, {tensor.placements}" if isinstance(tensor, DTensor) else str(tensor.device)
+
+
+def _are_beside(state: Mapping[str, Any], names: Iterable[str], param: Tensor) -> bool:
+    """Whether the states of these names are where their parameter is."""
+    if not isinstance(param, DTensor):
+        device = param.device
+        return not any(state[name].device != device or isinstance(state[name], DTensor) for name in names)
+    where = param.device_mesh, param.placements
+    held = [state[name] for name in names]
+    return all(isinstance(value, DTensor) and (value.device_mesh, value.placements) == where for value in held)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two elements may share memory: a dimension is stepped through within the reach of finer ones."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False

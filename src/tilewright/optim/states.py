@@ -1,0 +1,148 @@
+"""What DeepSeekAdam keeps of each parameter, by format, and which saved states it can take.
+
+A saved state fits where its tensors have the names, shapes and dtypes of this optimizer's own: then it is loaded as it
+is, without a cast. torch.optim.AdamW's is such a state where its moments have the dtype that they have here. Any other
+is refused with both formats named; a silent cast would lose bits, or read codes as numbers.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tilewright.core.errors import CheckpointError
+from tilewright.formats.squares import num_blocks
+
+Moments = Literal["fp32", "bf16", "8bit"]
+Master = Literal["fp32", "split24", "stochastic"]
+Layout = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Shape and dtype of each state by name, without the count of steps."""
+
+_MOMENTS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "8bit"}
+_HYPER = ("lr", "betas", "eps", "weight_decay")
+_TORCHS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+"""Settings of torch's AdamW that are not read here."""
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """Storage of the moments, and what is kept of a 16-bit parameter besides. See `DeepSeekAdam`."""
+
+    moments: Moments
+    master: Master
+
+    def __str__(self) -> str:
+        return f'moments="{self.moments}", master="{self.master}"'
+
+    def layout(self, shape: torch.Size, dtype: torch.dtype) -> Layout:
+        """The states of a parameter of this shape and dtype."""
+        return _layout(self, shape, dtype)
+
+
+@functools.lru_cache(maxsize=4096)  # it is compared with the states of every parameter in every step
+def _layout(format: StateFormat, shape: torch.Size, dtype: torch.dtype) -> Layout:
+    wide = torch.promote_types(dtype, torch.float32)
+    layout: dict[str, tuple[torch.Size, torch.dtype]]
+    if format.moments == "8bit":
+        scales = (torch.Size([num_blocks(shape.numel())]), torch.float32)
+        layout = {
+            "exp_avg": (shape, torch.int8),
+            "exp_avg_scale": scales,
+            "exp_avg_sq": (shape, torch.uint8),
+            "exp_avg_sq_scale": scales,
+        }
+    else:
+        moment = torch.bfloat16 if format.moments == "bf16" else wide
+        layout = {"exp_avg": (shape, moment), "exp_avg_sq": (shape, moment)}
+    if format.master == "fp32" and dtype != wide:
+        layout["master"] = (shape, wide)
+    if format.master == "split24" and dtype == torch.bfloat16:
+        layout["low"] = (shape, torch.int8)
+    return layout
+
+
+def fits(state: Mapping[str, Any], layout: Layout) -> bool:
+    """Whether a state has the tensors of this layout, and a count of steps, and nothing else."""
+    if len(state) != len(layout) + 1 or "step" not in state:
+        return False
+    for name, (shape, dtype) in layout.items():
+        value = state.get(name)
+        if not isinstance(value, Tensor) or value.dtype != dtype or value.shape != shape:
+            return False
+    return True
+
+
+def described(state: Mapping[str, Any]) -> str:
+    """A state in words.
+
+    Example:
+        >>> described({"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)})
+        'fp32 moments of shape (3,), no masters'
+    """
+    moment = state.get("exp_avg")
+    if not isinstance(moment, Tensor) or "exp_avg_sq" not in state:
+        return f"tensors named {', '.join(map(str, state)) or 'nothing'}"
+    moments = f"{_MOMENTS.get(moment.dtype, str(moment.dtype))} moments of shape {tuple(moment.shape)}"
+    more = {"exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "step", "master", "low"}
+    master = "FP32 masters" if "master" in state else "the last 8 of 24 bits" if "low" in state else "no masters"
+    return ", ".join([moments, master, *sorted(map(str, state.keys() - more))])
+
+
+def of_layout(layout: Layout) -> str:
+    """A layout in the same words."""
+    return described({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in layout.items()})
+
+
+def loadable(saved: Mapping[str, Any], params: Sequence[Tensor], format: StateFormat) -> dict[Tensor, dict[str, Any]]:
+    """The states of a `state_dict` by parameter, each on its parameter's device; nothing is changed.
+
+    Args:
+        saved: of DeepSeekAdam, or of torch's AdamW.
+        params: in the order of the groups; as many as are saved.
+        format: that the states must have.
+
+    Raises:
+        CheckpointError: a state has another format or shape.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    states: dict[Tensor, dict[str, Any]] = {}
+    for param, number in zip(params, numbers, strict=True):
+        state = saved["state"].get(number)
+        if not state:
+            continue
+        layout = format.layout(param.shape, param.dtype)
+        if not fits(state, layout):
+            raise CheckpointError(
+                "The saved optimizer states have another format.",
+                got=f"parameter {number}: {described(state)}",
+                need=f"{of_layout(layout)} ({format})",
+                try_="DeepSeekAdam(..., moments=..., master=...) as the states were saved; or do not load them, which\n"
+                "begins the moments at zero",
+            )
+        step = torch.tensor(int(state["step"]), dtype=torch.int64)  # torch's is FP32
+        states[param] = {"step": step, **{name: state[name].to(param.device) for name in layout}}
+    return states
+
+
+def readable(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Saved parameter groups without the settings of torch's AdamW that are not read here.
+
+    Raises:
+        CheckpointError: the groups are of another law than AdamW's.
+    """
+    for number, group in enumerate(groups):
+        missing = [name for name in _HYPER if name not in group]
+        coupled = group.get("decoupled_weight_decay") is False and group["weight_decay"] if not missing else False
+        other = [name for name in ("amsgrad", "maximize") if group.get(name)]
+        if missing or coupled or other:
+            raise CheckpointError(
+                "The saved optimizer state follows another law than AdamW's.",
+                got=f"group {number}: "
+                + (f"no {', '.join(missing)}" if missing else f"{other[0]}=True" if other else "coupled weight decay"),
+                need=f"groups with {', '.join(_HYPER)}; decoupled decay, neither amsgrad nor maximize",
+                try_="begin the optimizer's states at zero: do not load them",
+            )
+    return [{name: value for name, value in group.items() if name not in _TORCHS} for group in groups]
