@@ -1,4 +1,4 @@
-"""Every mixture of experts in the installed transformers, tiny and with random weights: for tests that must hold for all.
+"""Every mixture of experts in the installed transformers, tiny, with random weights: for what must hold for all.
 
 A family's config is its default with the sizes made small by name; a few families need a key or two more. Widths, ranks
 and numbers of experts all differ, so that nothing matches by accident. Nothing is downloaded.
@@ -60,7 +60,11 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     },
     "glm5_next": {"qk_rope_head_dim": 0, "head_dim": 0, "index_topk": 8, "index_kpool": 2},
     "glm_moe_dsa": {"index_topk": 8},
-    "granitemoehybrid": {"mamba_d_head": 24, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {
+        "mamba_d_head": 24,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -105,20 +109,22 @@ def build(family: str, **changes: Any) -> nn.Module:
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         modeling_auto.MODEL_MAPPING,
     )
-    model_class = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
+    model_class: Any = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
     if model_class is None:  # the text part of a model for several kinds of input
         source = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         model_class = next(
             value
             for value in vars(source).values()
-            if getattr(value, "config", None) is type(config) or
-            (isinstance(value, type) and value.__dict__.get("config_class") is type(config) and "forward" in vars(value))
+            if isinstance(value, type)
+            and issubclass(value, nn.Module)
+            and value.__dict__.get("config_class") is type(config)
+            and "forward" in vars(value)
         )
     torch.manual_seed(0)
     return model_class(config).eval()
 
 
-def run(model: nn.Module) -> Any:
+def run(model: Any) -> Any:
     """A forward pass on two rows of text, long enough that no number of positions is one of experts."""
     ids = (torch.arange(80) % VOCABULARY).view(2, 40)
     both = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
@@ -140,7 +146,7 @@ def small(config: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in vars(config).items():
         if type(value) is int:
-            settings |= {name: size for pattern, size in SIZES if re.fullmatch(pattern, name)}
+            settings.update((name, size) for pattern, size in SIZES if re.fullmatch(pattern, name))
         elif hasattr(value, "to_dict"):
             settings[name] = type(value)(**small(value))
     layered = {
