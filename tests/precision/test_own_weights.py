@@ -1,0 +1,110 @@
+"""Weights that other classes than nn.Linear own: the products of a TileLinear with the same matrix.
+
+Operands are equal bit for bit. Sums may differ in their order where a matrix lies differently in memory; another operand
+would show: one code more or less moves a result a thousand times further than the bounds here.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.gemms import FP8_FORMATS, Gemms
+from tilewright.precision.own_weights import give_over, owned
+from tilewright.precision.tile_linear import TileLinear
+from tilewright.precision.tile_weight import TileWeight
+
+KERNELS = Kernels.default()
+MIXED = Gemms("fp8_tile", "bf16", "fp32")
+GEMMS = [*map(Gemms.all, FP8_FORMATS), Gemms("bf16", "fp8_tile", "bf16"), Gemms("bf16", "bf16", "fp8_hybrid"), MIXED]
+
+
+def set_all(module, gemms, power_of_two=True, output="fp32"):
+    for weight in give_over(module).values():
+        weight.kernels = KERNELS
+        weight.set_gemms(gemms, output, power_of_two=power_of_two)
+
+
+def twin(weight_MK, bias_M, gemms, power_of_two=True, output=torch.float32):
+    """A TileLinear with this matrix."""
+    layer = nn.Linear(weight_MK.shape[1], weight_MK.shape[0], bias=bias_M is not None)
+    with torch.no_grad():
+        layer.weight.copy_(weight_MK)
+        if bias_M is not None:
+            layer.bias.copy_(bias_M)
+    layer.__class__ = TileLinear
+    layer.kernels, layer.output_dtype = KERNELS, output
+    layer.settle(gemms, power_of_two=power_of_two)
+    return layer
+
+
+def same(ours, theirs, name):
+    """Equal but for the order of sums; a product in BF16 may be rounded the other way then."""
+    assert ours.dtype == theirs.dtype
+    least = {"rtol": 2**-7 if name == "bf16" else 1e-5, "atol": 1e-5 * theirs.abs().max().item()}
+    assert torch.allclose(ours, theirs, **least), f"{name}: largest difference {(ours - theirs).abs().max()}"
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("gemms", GEMMS, ids=str)
+@pytest.mark.parametrize(("features", "tokens"), [((160, 200), (3, 50)), ((64, 24), (7,)), ((128, 256), (2, 128))])
+def test_conv1d_is_a_tile_linear(features, tokens, gemms, power_of_two):
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    conv = Conv1D(features[1], features[0])
+    nn.init.normal_(conv.bias)
+    layer = twin(conv.weight.T, conv.bias, gemms, power_of_two)
+    set_all(conv, gemms, power_of_two)
+    x = torch.randn(*tokens, features[0])
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, want = conv(ours), layer(theirs)
+    same(out, want, gemms.fprop)
+    up = torch.randn_like(out)
+    out.backward(up)
+    want.backward(up)
+    same(ours.grad, theirs.grad, gemms.dgrad)
+    same(conv.weight.grad, layer.weight.grad.T, gemms.wgrad)
+    same(conv.bias.grad, layer.bias.grad, "fp32")
+    executed = give_over(conv)["weight"].executed()
+    assert executed == {name: {getattr(gemms, name): 1} for name in ("fprop", "dgrad", "wgrad")}
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gemms", GEMMS, ids=str)
+@pytest.mark.parametrize("counts", [(5, 0, 130, 1), (128, 128, 0, 256), (0, 0, 0, 0), (300, 2, 3, 4)])
+def test_each_expert_is_a_tile_linear(counts, gemms, transposed, power_of_two):
+    torch.manual_seed(0)
+    stack = torch.randn(4, 200, 72) if transposed else torch.randn(4, 72, 200)
+    stack_EMK = stack.requires_grad_().transpose(1, 2) if transposed else stack.requires_grad_()
+    bias = torch.randn(4, 72, requires_grad=True)
+    weight = TileWeight()
+    weight.kernels = KERNELS
+    weight.set_gemms(gemms, "fp32", power_of_two=power_of_two)
+    x = torch.randn(sum(counts), 200, requires_grad=True)
+    out = weight.grouped(x, counts, stack_EMK, bias)
+    up = torch.randn_like(out)
+    if sum(counts):
+        out.backward(up)
+    starts = [sum(counts[:i]) for i in range(5)]
+    for expert, count in enumerate(counts):
+        rows = slice(starts[expert], starts[expert] + count)
+        if not count:
+            assert stack.grad is None or not stack.grad[expert].any()
+            continue
+        layer = twin(stack_EMK[expert], bias[expert], gemms, power_of_two)
+        theirs = x.detach()[rows].requires_grad_()
+        want = layer(theirs)
+        same(out[rows], want, gemms.fprop)
+        want.backward(up[rows])
+        same(x.grad[rows], theirs.grad, gemms.dgrad)
+        dw = layer.weight.grad.T if transposed else layer.weight.grad
+        same(stack.grad[expert], dw, gemms.wgrad)
+        same(bias.grad[expert], layer.bias.grad, "fp32")
+    busy = sum(map(bool, counts))
+    assert weight.executed()["wgrad"] == ({gemms.wgrad: busy} if busy else {})
