@@ -76,7 +76,7 @@ def off_plan(run: RunData) -> Verdict:
 
 
 def leak(run: RunData) -> Verdict:
-    """Does the peak rise while the run goes on?"""
+    """Does the peak rise during the run?"""
     _, peaks = run.column("memory_bytes")
     if len(peaks) < FEWEST_PEAKS:
         return LEAK.too_short(len(peaks), FEWEST_PEAKS)
