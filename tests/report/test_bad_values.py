@@ -66,7 +66,9 @@ def test_curves_of_any_floats(losses, data):
     ['{"step": NaN, "loss": 1.0}', '{"step": Infinity, "loss": 1.0}', '{"step": 1e999, "loss": 1.0}',
      '{"step": null, "loss": 1.0}', '{"step": -3, "loss": 1.0}', '{"step": 2, "eval": {"a": 3}}',
      '{"step": 2, "eval": {"a": {"loss": 1.0, "tokens": "many"}}}', '{"step": 2, "eval": {"a": {}}}',
+     '{"step": 2, "loss": 1' + "0" * 400 + "}", '{"step": 1' + "0" * 400 + "}",
      '{"step": 2, "eval": {}}', '{"loss": 1.0}', '[1, 2]', '{"step": 2, "memory": {"other": null}}'],
+    ids=range(14),
 )  # fmt: skip
 def test_one_odd_row_among_good_ones(tmp_path, line):
     folder = write(tmp_path / "run", step_rows([3.0, 2.9, 2.8]))

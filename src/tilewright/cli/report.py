@@ -23,11 +23,13 @@ def report(run: Path, open_: bool) -> None:
     """
     from tilewright.report.collect import collect
     from tilewright.report.page import write_report
-    from tilewright.report.summary import verdict_line
+    from tilewright.report.summary import learned
+    from tilewright.report.verdict.judge import judge
 
     data = collect(run)
-    page = write_report(run, data).resolve()
-    say(verdict_line(data))
+    judgement = judge(data)
+    page = write_report(run, data, judgement).resolve()
+    say(judgement.line(learned(data)))
     click.echo(page)
     if open_ and not webbrowser.open(page.as_uri()):
         raise ConfigError("no browser could be started here", got=str(page), need="a browser", try_="open it yourself")

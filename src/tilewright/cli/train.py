@@ -39,13 +39,15 @@ def _conclude(loaded: Loaded, dry_run: bool) -> None:
     """Say the verdict on a run that has begun; where the recipe wants a report, write it and say where it is."""
     from tilewright.report.collect import collect
     from tilewright.report.page import write_report
-    from tilewright.report.summary import verdict_line
+    from tilewright.report.summary import learned
+    from tilewright.report.verdict.judge import judge
 
     recipe = loaded.recipe
     folder = Path(recipe.run.dir) / (recipe.run.name or loaded.name)
     if dry_run or not (folder / "metrics.jsonl").is_file():
         return
     data = collect(folder)
-    say(verdict_line(data))
+    judgement = judge(data)
+    say(judgement.line(learned(data)))
     if recipe.log.report:
-        say(f"report: {write_report(folder, data)}")
+        say(f"report: {write_report(folder, data, judgement)}")

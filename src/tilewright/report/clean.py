@@ -4,7 +4,6 @@ Training writes null for a number that is not finite. Other programs write NaN, 
 None here, once, so that no rule and no chart meets them.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ def number(value: object) -> float | None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if math.isnan(value) or not -LARGEST <= value <= LARGEST:
+    if not -LARGEST <= value <= LARGEST:  # NaN is neither
         return None
     return float(value) if abs(value) >= SMALLEST else 0.0
 

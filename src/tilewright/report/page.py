@@ -15,7 +15,7 @@ from tilewright.core.errors import DataError
 from tilewright.report import figures, precision_figures, regroup_table, summary, tables
 from tilewright.report.collect import RunData, collect
 from tilewright.report.measured import state
-from tilewright.report.verdict.judge import judge
+from tilewright.report.verdict.judge import Judgement, judge
 from tilewright.report.verdict.rule import State
 from tilewright.training.durable import write_whole
 
@@ -36,12 +36,13 @@ FIGURES = {
 }
 
 
-def write_report(run_dir: str | Path, run: RunData | None = None) -> Path:
+def write_report(run_dir: str | Path, run: RunData | None = None, judgement: Judgement | None = None) -> Path:
     """Write `report.html` into a run folder, whole or not at all; a report that is there is replaced.
 
     Args:
         run_dir: folder of a run, finished or not. Parts that are missing are said to be.
         run: what `collect` found there, if it has been read already.
+        judgement: what `judge` says about it, if it has been asked already.
 
     Returns:
         Path of the report.
@@ -51,7 +52,7 @@ def write_report(run_dir: str | Path, run: RunData | None = None) -> Path:
     """
     folder = Path(run_dir)
     try:
-        page = render(run or collect(folder))
+        page = render(run or collect(folder), judgement)
         path = folder / "report.html"
         write_whole(path, page)
     except OSError as error:
@@ -65,12 +66,12 @@ def write_report(run_dir: str | Path, run: RunData | None = None) -> Path:
     return path
 
 
-def render(run: RunData) -> str:
-    """The page of a run as HTML text."""
+def render(run: RunData, judgement: Judgement | None = None) -> str:
+    """The page of a run as HTML text; `judgement` is what `judge` says about it, if it has been asked already."""
     package = resources.files("tilewright.report")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(package.joinpath("page.html").read_text(encoding="utf-8"))
-    judgement, learned = judge(run), summary.learned(run)
+    judgement, learned = judgement or judge(run), summary.learned(run)
     return template.render(
         run=run,
         judgement=judgement,

@@ -1,4 +1,4 @@
-"""Axes for the report's charts: data to pixels, and ticks that people can read. Called by `report.charts`."""
+"""Axes for the report's charts: data to pixels, and ticks that people can read."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -20,7 +20,6 @@ from tilewright.report.measured import (
     total_tokens,
 )
 from tilewright.report.scales import format_number, format_percent
-from tilewright.report.verdict.judge import judge
 
 MISSING = "not recorded"
 
@@ -50,11 +49,6 @@ def learned(run: RunData) -> str:
         text += f", after {format_count(tokens)} tokens in {format_seconds(wall)}"
     ending = {"finished": "", "stopped early": " It was stopped early."}.get(state(run), " It has not finished.")
     return f"{text}.{ending}"
-
-
-def verdict_line(run: RunData) -> str:
-    """The verdict on a run in one line, for a terminal."""
-    return judge(run).line(learned(run))
 
 
 def tiles(run: RunData) -> Sequence[Tile]:

@@ -3,7 +3,7 @@
     step 120/2000 | loss 3.4102 | gnorm 0.81 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB (optimizer 4.1,
     activations 3.2) | 8,412 tok/s | wait 1.2% | eta 12m00s
 
-Everything shown is in metrics.jsonl too. Called by `loop`.
+Everything shown is in metrics.jsonl too.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Rules on the loss: does the run go on learning, and learn what is held out too?"""
+"""Rules on the loss: does the run keep learning, and learn what is held out too?"""
 
 from itertools import takewhile
 from statistics import median

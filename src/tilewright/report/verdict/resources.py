@@ -65,7 +65,7 @@ def off_plan(run: RunData) -> Verdict:
     if planned <= 0 or measured <= 0:
         return OFF_PLAN.not_measured("No peak of a training step was planned.")
     if any(event.get("after") for event in run.kinds("regroup")):
-        return OFF_PLAN.not_measured("The placement was planned again while the run went on; see its table.")
+        return OFF_PLAN.not_measured("The placement was planned again during the run; see its table.")
     error = (planned - measured) / measured
     side = "above" if error >= 0 else "below"
     text = (
@@ -76,7 +76,7 @@ def off_plan(run: RunData) -> Verdict:
 
 
 def leak(run: RunData) -> Verdict:
-    """Does the peak rise while the run goes on?"""
+    """Does the peak rise during the run?"""
     _, peaks = run.column("memory_bytes")
     if len(peaks) < FEWEST_PEAKS:
         return LEAK.too_short(len(peaks), FEWEST_PEAKS)
