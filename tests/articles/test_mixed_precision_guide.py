@@ -51,6 +51,7 @@ def test_amp_sample():
     loss = criterion(outputs, labels)
     scaler.scale(loss).backward()
     assert scaler.step(optimizer)
+    scaler.update()
     got = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
@@ -111,6 +112,7 @@ def test_hybrid_model_sample():
         loss = F.cross_entropy(model(x), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[2] < losses[1] < losses[0]

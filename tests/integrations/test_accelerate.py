@@ -1,5 +1,7 @@
 """Converted models under accelerate: the losses of a plain loop, loss scaling, accumulation, refusals."""
 
+import copy
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -83,6 +85,25 @@ def test_an_overflow_skips_the_step():
     assert scaler.scale_value == 2.0 ** (24 - scaler.skipped)
     first = nn.functional.cross_entropy(tilewright.convert(net(), FP16)(data()[0][0]), data()[0][1]).item()
     assert losses[0] == first
+
+
+def test_a_skipped_step_leaves_no_statistics_behind():
+    """Over two accumulated batches, the second one infinite; then the first two good ones."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    convert_for(accelerator, model, FP16, scaler=DynamicScaler(16.0))
+    reference = copy.deepcopy(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    batches = [x for x, _ in data()[:3]]
+    for x in (batches[0], batches[1] * torch.inf, batches[1], batches[2]):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    for x in batches[1:]:
+        reference(x)
+    for name, value in reference.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[name], value)
 
 
 def test_refusals():

@@ -218,6 +218,9 @@ def test_a_calm_training_equals_one_without_a_controller(tmp_path):
 
 def test_a_step_that_is_not_finite_is_dropped(tmp_path):
     trainer, _ = trainer_of(llama(), tmp_path, max_grad_norm=0.0)
+    norm = trainer.model.model.norm
+    norm.register_buffer("passes", torch.zeros(()))
+    norm.register_forward_pre_hook(lambda module, _: (module.passes.add_(1), None)[1])
     seen = []
 
     class Spoil(TrainerCallback):
@@ -233,6 +236,7 @@ def test_a_step_that_is_not_finite_is_dropped(tmp_path):
     assert not torch.equal(seen[1], seen[2])
     assert all(bool(torch.isfinite(parameter).all()) for parameter in trainer.model.parameters())
     assert trainer.state.log_history[-1]["dropped_steps"] == 1
+    assert norm.passes == STEPS - 1, "the dropped step's pass is still counted"
 
 
 def test_a_controller_goes_on_from_the_trainers_checkpoint(tmp_path):

@@ -33,9 +33,11 @@ def test_decisions_equal_torchs_grad_scaler(overflows, window, exponent):
     decisions = []
     for overflow in overflows:
         weight = nn.Parameter(torch.zeros(2))
+        scaler.scale(torch.zeros(()))
         weight.grad = torch.tensor([1.0, float("inf") if overflow else 1.0])
         stepped = scaler.step(torch.optim.SGD([weight], lr=1.0))
         assert stepped == bool(weight.detach()[0] != 0)
+        scaler.update()
         decisions.append((scaler.scale_value, stepped))
     assert decisions == torch_decisions(overflows, 2.0**exponent, window)
     assert (scaler.skipped, scaler.steps) == (sum(overflows), len(overflows))
@@ -98,7 +100,7 @@ def test_gradients_come_back_true_from_a_scaled_loss():
     scaler = DynamicScaler(2.0**10)
     scaler.scale(layer(x).square().sum()).backward()
     plain(x).square().sum().backward()
-    assert not scaler.unscale_(layer.parameters())
+    assert not scaler.unscale_(torch.optim.SGD(layer.parameters(), lr=1.0))
     for got, want in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad)
 
@@ -107,6 +109,7 @@ def test_the_loss_is_scaled_in_fp32():
     loss = DynamicScaler(2.0**15).scale(torch.tensor(7.0, dtype=torch.float16))
     assert loss.dtype == torch.float32
     assert loss.item() == 7 * 2.0**15
+    assert DynamicScaler().scale(torch.tensor(1 + 2.0**-40, dtype=torch.float64)).dtype == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ def _rank(rank: int, world: int, folder: str) -> None:
     optimizer = torch.optim.SGD([weight], lr=1.0)
     history = []
     for bad_rank in (None, 1, None, None, 0, None):
+        scaler.scale(torch.zeros(()))
         weight.grad = torch.ones(4)
         if rank == bad_rank:
             weight.grad[2] = float("inf")
         assert bool(found_inf([weight])) == (rank == bad_rank)
         stepped = scaler.step(optimizer, group=dist.group.WORLD)
-        history.append((scaler.scale_value, stepped))
+        history.append((scaler.update(), stepped))
     (Path(folder) / f"rank{rank}").write_text(f"{history} {weight.tolist()}")
     dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ from tilewright.precision.convert import convert
 from tilewright.precision.loss_scale import DynamicScaler, found_inf
 from tilewright.precision.policy import Policy
 from tilewright.precision.table import ConversionReport
+from tilewright.precision.untouched import Notes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -23,7 +24,8 @@ class AcceleratorScaler:
     """A `DynamicScaler` with the methods that accelerate calls on a GradScaler.
 
     Gradients are divided by the scale when they arrive, by a hook on each parameter, so that clipping and gradient
-    accumulation see true gradients. The hooks stay for the life of the parameters.
+    accumulation see true gradients. What a skipped step left in the model's buffers is taken back. The hooks stay for the
+    life of the model.
 
     Args:
         scaler: decides on the scale.
@@ -33,12 +35,19 @@ class AcceleratorScaler:
     def __init__(self, scaler: DynamicScaler, model: nn.Module):
         self.scaler = scaler
         self._found_inf: Tensor | None = None
+        self._before: Notes | None = None
+        model.register_forward_pre_hook(self._note)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._unscale)
 
     def _unscale(self, grad: Tensor) -> Tensor:
         return grad * self.scaler.inv_scale
+
+    def _note(self, model: nn.Module, inputs: Any) -> None:
+        """The first pass of a step begins."""
+        if model.training and self._before is None:
+            self._before = Notes(model)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale."""
@@ -57,8 +66,11 @@ class AcceleratorScaler:
 
     def update(self) -> None:
         """Move the scale by what `step` found since the last update."""
-        self.scaler.update(self._found_inf if self._found_inf is not None else False)
-        self._found_inf = None
+        found, before = bool(self._found_inf), self._before
+        self._found_inf = self._before = None
+        if found and before is not None:
+            before.restore()
+        self.scaler.update(found)
 
     def get_scale(self) -> float:
         """The scale."""

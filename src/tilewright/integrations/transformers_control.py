@@ -18,6 +18,7 @@ from tilewright.precision.control import PrecisionController, grad_norm
 from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.evidence import Evidence
 from tilewright.precision.limits import Limit
+from tilewright.precision.untouched import Notes
 
 
 class ControllerCallback(TrainerCallback, ExportableState):
@@ -39,6 +40,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
         """Steps whose gradients were not used."""
         self._watching = ExitStack()
         self._evidence: Callable[[], Evidence] | None = None
+        self._before: Notes | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """The model is there now."""
@@ -53,6 +55,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Formats of this step; hooks where it is looked at."""
         ours = self._control()
+        self._before = Notes(ours.model)
         ours.enter(state.global_step)
         if ours.due(state.global_step) or ours.controller.suspect is not None:
             self._evidence = self._watching.enter_context(ours.monitor.watching())
@@ -71,6 +74,8 @@ class ControllerCallback(TrainerCallback, ExportableState):
             self.dropped += 1
             for param in ours.model.parameters():
                 param.grad = None  # optimizers leave such parameters as they are
+            if self._before is not None:
+                self._before.restore()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Write down what happened."""

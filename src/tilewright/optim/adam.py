@@ -118,7 +118,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
             self._places = {p: _Place(g, i, number) for number, (g, i, p) in enumerate(members)}
         if param not in self._places:
             raise ConfigError(
-                "A parameter is not in this optimizer.",
+                "Parameter that is not in this optimizer",
                 got=f"a tensor of shape {tuple(param.shape)} and {param.dtype}",
                 need=f"one of the {len(self._places)} parameters in its groups",
                 try_='optimizer.add_param_group({"params": [param]})',

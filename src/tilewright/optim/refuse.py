@@ -87,7 +87,7 @@ def refuse_replaced(params: Iterable[Tensor]) -> None:
     replaced = [param for param in params if param.grad is None and hasattr(param, "_fsdp_orig_uid")]
     if replaced:
         raise ConfigError(
-            "The optimizer holds parameters that are no longer in the model.",
+            "Parameters of the optimizer that are no longer in the model",
             got=f"{len(replaced)} parameters that fully_shard replaced, the first of shape {tuple(replaced[0].shape)}",
             need="the parameters that the model has now",
             try_="make the optimizer after fully_shard",
@@ -109,7 +109,7 @@ def _refuse_sharded(param: DTensor, format: StateFormat) -> None:
 def _refused(
     param: Tensor, got: str, need: str, try_: str = "leave this parameter to another optimizer"
 ) -> ConfigError:
-    what = "DeepSeekAdam cannot update a parameter."
+    what = "Parameter that DeepSeekAdam cannot update"
     return ConfigError(what, got=f"{got}; shape {tuple(param.shape)}", need=need, try_=try_)
 
 

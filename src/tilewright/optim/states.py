@@ -116,7 +116,7 @@ def loadable(saved: Mapping[str, Any], params: Sequence[Tensor], format: StateFo
         layout = format.layout(param.shape, param.dtype)
         if not fits(state, layout):
             raise CheckpointError(
-                "The saved optimizer states have another format.",
+                "Saved optimizer states of another format",
                 got=f"parameter {number}: {described(state)}",
                 need=f"{of_layout(layout)} ({format})",
                 try_="DeepSeekAdam(..., moments=..., master=...) as the states were saved; or do not load them, which\n"
@@ -139,7 +139,7 @@ def readable(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         other = [name for name in ("amsgrad", "maximize") if group.get(name)]
         if missing or coupled or other:
             raise CheckpointError(
-                "The saved optimizer state follows another law than AdamW's.",
+                "Saved optimizer states of another law than AdamW's",
                 got=f"group {number}: "
                 + (f"no {', '.join(missing)}" if missing else f"{other[0]}=True" if other else "coupled weight decay"),
                 need=f"groups with {', '.join(_HYPER)}; decoupled decay, neither amsgrad nor maximize",
