@@ -211,6 +211,7 @@ RULES = {
     "fprop": ('match = "*o_proj", fprop = "fp8_tile"', 'match = "*o_proj", fprop = "bf16"'),
     "dgrad": ('match = "*o_proj", dgrad = "fp8_tile"', 'match = "*o_proj", dgrad = "bf16"'),
     "wgrad": ('match = "*o_proj", wgrad = "fp8_tile"', 'match = "*o_proj", wgrad = "bf16"'),
+    "kind": ('match = "*o_proj", kind = "router"', 'match = "*o_proj", kind = "linear"'),
 }
 """Two rules for each field of `precision.rules`, alike but for that field."""
 

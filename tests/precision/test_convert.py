@@ -373,9 +373,9 @@ def test_needs_loss_scaling():
 
 def switches(model: nn.Module, policy: Policy) -> list[str]:
     """What the report says about torch's process-wide switches."""
-    from tilewright.precision.convert import _decide_all
+    from tilewright.precision.decide import decide_all
 
-    return list(_decide_all(model, policy).report.notes)
+    return list(decide_all(model, policy).report.notes)
 
 
 def test_cuda_tf32_uses_the_process_wide_switch_and_says_so():

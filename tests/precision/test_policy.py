@@ -7,7 +7,8 @@ import pytest
 from tilewright.core.config import PrecisionRule, PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
-from tilewright.precision.policy import ALWAYS_FP32, KINDS, MODES, Policy, Rule
+from tilewright.precision.policy import MODES, Policy, Rule
+from tilewright.precision.rules import ALWAYS_FP32, KINDS
 
 FORMATS_BY_MODE = {  # (product, embedding, storage) on CPU
     "fp32": ("fp32", "fp32", "fp32"),

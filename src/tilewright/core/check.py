@@ -219,12 +219,12 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
 def _precision(recipe: Recipe) -> Iterator[Conflict]:
     precision = recipe.precision
     for rule in precision.rules:
-        if not any((rule.compute, rule.fprop, rule.dgrad, rule.wgrad)):
+        if not any((rule.compute, rule.fprop, rule.dgrad, rule.wgrad, rule.kind)):
             yield Conflict(
                 ("precision.rules",),
                 "a rule names no format",
                 f'{{ match = "{rule.match}", op = "{rule.op}" }}',
-                "compute, or one of fprop, dgrad, wgrad",
+                "compute, one of fprop, dgrad, wgrad, or kind",
                 'compute = "fp32"',
             )
     if precision.start_mode is not None and precision.start_mode == precision.mode:

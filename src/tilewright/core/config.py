@@ -137,7 +137,7 @@ class PrecisionRule(Section):
     match: str = "*"
     """Glob on the module's fully qualified name."""
     op: str = "*"
-    """Kind of module: linear, conv, embedding, norm, batch_norm, attention, head, router, or `*`."""
+    """Kind of module: linear, conv, embedding, norm, batch_norm, attention, head, experts, router, or `*`."""
     compute: ComputeFormat = ""
     """Format that the matched modules compute in. Later rules win. Empty: as it is without this rule."""
     fprop: GemmFormat = ""
@@ -146,6 +146,8 @@ class PrecisionRule(Section):
     """Format of the product that gives a linear layer's input gradient."""
     wgrad: GemmFormat = ""
     """Format of the product that gives a linear layer's weight gradient."""
+    kind: Literal["", "linear", "head", "router"] = ""
+    """What the matched modules are, where their structure does not tell. Empty: as found."""
 
 
 class PrecisionSection(Section):

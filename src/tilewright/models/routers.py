@@ -66,7 +66,7 @@ class _Search:
         for module in self.innermost_first:
             inner = (owner for child in module.children() for owner in self.owners.get(child, ()))
             self.owners[module] = [*([module] if _matrices(module) else []), *inner]
-            self._experts[module] = {count for child in module.children() if (count := _num_experts(child)) > 1}
+            self._experts[module] = {count for child in module.children() if (count := num_experts(child)) > 1}
 
     def routers_of(self, module: nn.Module) -> list[nn.Module]:
         """The routers among a module and its children; none if it does not choose."""
@@ -120,7 +120,7 @@ def _rows(owner: nn.Module) -> set[int]:
     return {matrix.shape[0] for matrix in _matrices(owner)}
 
 
-def _num_experts(module: nn.Module) -> int:
+def num_experts(module: nn.Module) -> int:
     """How many experts a module holds: a collection of modules with like weights, or weights [E, N, K]; else 0."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in module.children()}

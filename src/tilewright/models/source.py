@@ -3,6 +3,7 @@
 Names are those that its compiled functions refer to: of attributes, methods and globals alike.
 """
 
+import dis
 import sys
 from collections.abc import Iterable, Mapping
 from types import CodeType, FunctionType
@@ -74,9 +75,10 @@ def _all_names(functions: Iterable[FunctionType]) -> frozenset[str]:
 
 
 def _names(code: CodeType) -> frozenset[str]:
-    """Names in a function's code, and in the code of the functions that it defines."""
+    """Names in a function's code, and in the code of the functions that it defines. The operator @ is a matmul."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(code.co_names).union(*(_names(each) for each in inner))
+    operators = {"matmul" for instruction in dis.get_instructions(code) if instruction.argrepr in ("@", "@=")}
+    return frozenset(code.co_names).union(operators, *(_names(each) for each in inner))
 
 
 def _unwrapped(value: Any) -> FunctionType | None:

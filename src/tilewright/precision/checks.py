@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 from tilewright.core.errors import ConfigError, HardwareError, Problem
 from tilewright.core.hardware import detect_machine, fp8_choice
 from tilewright.precision.gemms import FP8_FORMATS
-from tilewright.precision.policy import FUNCTION_OPS, KIND_OPS, KINDS, Decision, Policy, kinds_of
+from tilewright.precision.policy import FUNCTION_OPS, KIND_OPS, Decision, Policy
 from tilewright.precision.region import FUNCTIONS
+from tilewright.precision.rules import KINDS, kinds_of
 from tilewright.precision.sites import Site
+from tilewright.precision.table import ConversionReport
 
 Decided = Sequence[tuple[Site, Decision]]
+_SHOWN = 5
+"""Parts that an error names."""
 
 _OWN_FP32 = ("softmax", "log_softmax", "cross_entropy", "silu")
 """Functions that tilewright's own operations compute in FP32 in every mode."""
@@ -47,21 +51,26 @@ def refuse_lost_rules(policy: Policy, decided: Decided) -> None:
         raise ConfigError.from_problems(problems)
 
 
-def refuse_fallbacks(policy: Policy, decided: Decided) -> None:
+def refuse_fallbacks(report: ConversionReport, decided: Decided) -> None:
     """For a strict policy: nothing may be emulated or run in another format.
 
     Raises:
-        HardwareError: all that would be, at once.
+        HardwareError: all that would be, at once, the parts with the most work first.
     """
-    choice = fp8_choice(detect_machine(policy.device_type))
+    choice = fp8_choice(detect_machine(report.policy.device_type))
     problems = []
     for name in FP8_FORMATS:
-        layers = [site.fqn for site, d in decided if d.gemms and name in (d.gemms.fprop, d.gemms.dgrad, d.gemms.wgrad)]
+        layers = [site.fqn for site, d in decided if d.gemms and name in d.gemms.formats]
         if layers and name not in choice.native:
             problems.append(_fallback(f"{len(layers)} layers in {name}, the first is {layers[0]}", choice.reason))
-    for site, decision in decided:
-        if decision.fallback:
-            problems.append(_fallback(site.fqn, decision.reason))
+    lost = [row for row in report.rows if row.fallback]
+    for reason in dict.fromkeys(row.reason for row in lost):
+        rows = sorted((row for row in lost if row.reason == reason), key=lambda row: -row.work)
+        total = sum(row.work for row in report.rows) or 1.0
+        share = f"{100 * sum(row.work for row in rows) / total:.1f} % of the matmul work"
+        worst = ", ".join(f"{row.fqn or '(model)'} {100 * row.work / total:.1f} %" for row in rows[:_SHOWN])
+        more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+        problems.append(_fallback(f"{len(rows)} parts with {share}: {worst}{more}", reason))
     if problems:
         raise HardwareError.from_problems(problems)
 
@@ -70,8 +79,8 @@ def _fallback(what: str, reason: str) -> Problem:
     return Problem(
         f"{what}: not as asked, and precision.strict is set.",
         got=reason,
-        need="a machine or a format in which it runs as it says",
-        try_="precision.strict = false, or another precision.mode",
+        need="a machine, a module or a format in which it runs as it says",
+        try_="precision.strict = false, another precision.mode, or a rule that names the format these shall have",
         where="precision",
     )
 
@@ -82,6 +91,8 @@ def without_effect(policy: Policy, decided: Decided, own: bool) -> Iterator[str]
         matched = [(site, d) for site, d in decided if rule.matches(site.fqn, kinds_of(site.kind))]
         if not matched:
             yield f"rule {index + 1}: {rule} matches no module"
+        elif not rule.sets_formats:
+            continue
         elif all(d.rule is None for _, d in matched) and rule.compute != "fp32":
             yield f"rule {index + 1}: {rule} matches no module that can compute so"
         elif all(d.rule != index for _, d in matched if d.rule is not None) and rule.compute != "fp32":

@@ -2,13 +2,13 @@
 
 torch's layers change class (see `cast`), so parameters, names, hooks, optimizer and state_dict stay what they were.
 What is not a layer of torch's runs in a region (see `region`). Nothing happens that the report does not list. Read
-`convert` first, then `_decide_all`.
+`convert` first, then `_apply`; what each part does is decided in `decide`.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,32 +17,19 @@ from tilewright.core.errors import ConfigError
 from tilewright.formats.spec import SPECS
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import CASTS, Cast, CastLinear
-from tilewright.precision.checks import refuse_fallbacks, refuse_lost_rules, without_effect
-from tilewright.precision.fp8_linear import Fp8Linear
+from tilewright.precision.checks import refuse_fallbacks, refuse_lost_rules
+from tilewright.precision.decide import Plan, decide_all, fp32_functions
 from tilewright.precision.gemms import Gemms
-from tilewright.precision.policy import KIND_OPS, Decision, Policy, as_policy
-from tilewright.precision.region import FUNCTIONS, region_of
+from tilewright.precision.own_weights import give_over, tile_weights
+from tilewright.precision.policy import Decision, Policy, as_policy
+from tilewright.precision.region import region_of
+from tilewright.precision.rules import Rule
 from tilewright.precision.sharing import group_experts, share_inputs
-from tilewright.precision.sites import Handling, Site, find_sites, is_own
-from tilewright.precision.table import ConversionReport, Row, Table
+from tilewright.precision.sites import Handling, Site
+from tilewright.precision.table import ConversionReport, Table
 from tilewright.precision.tile_linear import TileLinear
 
 _log = logging.getLogger(__name__)
-_EMULATED_KINDS = ("linear", "conv")
-_MATRIX_KINDS = ("linear", "conv", "head", "router", "attention", "other")
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A policy spelled out for a model: a decision for each site."""
-
-    report: ConversionReport
-    sites: tuple[tuple[Site, Decision], ...]
-    own: bool
-    round_tf32: bool
-    """TF32 operands are rounded here, because no TF32 unit does it."""
-    switch: str
-    """What torch's process-wide switches for FP32 products on CUDA are set to, fp32 or tf32; empty: left alone."""
 
 
 def convert(model: nn.Module, policy: Policy | str, *, kernels: Kernels | None = None) -> ConversionReport:
@@ -68,10 +55,10 @@ def convert(model: nn.Module, policy: Policy | str, *, kernels: Kernels | None =
         >>> convert(model, "bf16_mixed").rows[0].compute, model(torch.ones(1, 4)).dtype, model[0].weight.dtype
         ('bf16', torch.float32, torch.float32)
     """
-    plan = _decide_all(model, _placed(model, policy))
+    plan = decide_all(model, _placed(model, policy))
     refuse_lost_rules(plan.report.policy, plan.sites)
     if plan.report.policy.strict:
-        refuse_fallbacks(plan.report.policy, plan.sites)
+        refuse_fallbacks(plan.report, plan.sites)
     moved = _store(plan)
     if moved:
         plan = replace(plan, report=replace(plan.report, notes=(*plan.report.notes, moved)))
@@ -86,7 +73,7 @@ def convert(model: nn.Module, policy: Policy | str, *, kernels: Kernels | None =
 
 def explain(model: nn.Module, policy: Policy | str) -> Table:
     """What `convert` would make each part of a model do, and why. Changes nothing; works on the meta device."""
-    return _decide_all(model, _placed(model, policy)).report.rows
+    return decide_all(model, _placed(model, policy)).report.rows
 
 
 def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
@@ -101,7 +88,7 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
     """
     current = _report_of(model).policy
     policy = current.in_mode(policy) if isinstance(policy, str) else policy.on(current.device_type)
-    plan = _decide_all(model, policy)
+    plan = decide_all(model, policy)
     if policy.storage != current.storage:
         raise ConfigError(
             f"A model in {current.mode} cannot switch to {policy.mode}.",
@@ -125,8 +112,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """
     report = _report_of(model)
     training = [(module, module.training) for module in model.modules()]
-    wide = _decide_all(model, Policy("fp32", device_type=report.policy.device_type))
-    narrow = _decide_all(model, report.policy)
+    kinds = tuple(Rule(rule.match, kind=rule.kind) for rule in report.policy.rules if rule.kind)
+    wide = decide_all(model, Policy("fp32", kinds, device_type=report.policy.device_type))
+    narrow = decide_all(model, report.policy)
     moved = [(module, module.gemms) for module in model.modules() if isinstance(module, TileLinear)]
     switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) if wide.switch else None
     model.eval()
@@ -158,112 +146,22 @@ def _placed(model: nn.Module, policy: Policy | str) -> Policy:
     return as_policy(policy).on("cpu" if device == "meta" else device)
 
 
-# ---- deciding ----
-
-
-def _decide_all(model: nn.Module, policy: Policy) -> _Plan:
-    own = is_own(model)
-    decided = [(site, policy.decide(site.fqn, site.kind, _features(site.module))) for site in find_sites(model)]
-    formats = {decision.compute for site, decision in decided if site.kind in _MATRIX_KINDS}
-    cuda = policy.device_type == "cuda"
-    round_tf32 = "tf32" in formats and (not cuda or "fp32" in formats)
-    switch = "" if not cuda or not formats & {"fp32", "tf32"} else "fp32" if "fp32" in formats else "tf32"
-    sites = tuple((site, _possible(site, decision, round_tf32)) for site, decision in decided)
-    rows = [_row(site, decision, policy) for site, decision in sites]
-    report = ConversionReport(
-        policy,
-        Table([*rows, *_function_rows(policy, own)]),
-        tuple(without_effect(policy, decided, own)),
-        tuple(_switch_notes(switch, round_tf32, cuda)),
-    )
-    return _Plan(report, sites, own, round_tf32, switch)
+# ---- carrying out ----
 
 
 def _kernels_of(model: nn.Module) -> Kernels | None:
     """What an earlier conversion gave the layers of a model."""
-    found = (module.kernels for module in model.modules() if isinstance(module, CastLinear | TileLinear))
+    layers = [module for module in model.modules() if isinstance(module, CastLinear | TileLinear)]
+    found = (part.kernels for part in (*layers, *tile_weights(model).values()))
     return next((kernels for kernels in found if kernels is not None), None)
 
 
-def _features(module: nn.Module) -> tuple[int, int] | None:
-    """In and out features of a linear layer."""
-    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
-
-
-def _possible(site: Site, decision: Decision, round_tf32: bool) -> Decision:
-    """The decision as it can be carried out: TF32 without a unit and 8 bits exist for plain linear layers only."""
-    if isinstance(site.module, Fp8Linear):
-        return _frozen(site.module, decision)
-    if decision.gemms is not None and site.handling is not Handling.SWAP:
-        wanted = decision.gemms.fprop
-        reason = f"BF16, not {wanted}: this layer multiplies by code of its own ({decision.reason})"
-        decision = replace(decision, compute="bf16", gemms=None, reason=reason, fallback=True)
-    if site.handling is Handling.REGION and decision.compute not in ("bf16", "fp16"):
-        decision = replace(decision, storage="fp32")  # its own code multiplies its parameters as they are stored
-    can_round = site.kind in _EMULATED_KINDS and site.handling is Handling.SWAP
-    if decision.compute == "tf32" and round_tf32 and not can_round:
-        reason = "FP32, more than asked: TF32 is emulated here, and only in linear layers and convolutions"
-        return replace(decision, compute="fp32", reason=reason, fallback=True)
-    if decision.compute == "tf32" and round_tf32:
-        reason = f"{decision.reason}; emulated in FP32, no TF32 unit is used"
-        return replace(decision, reason=reason, fallback=True)
-    return decision
-
-
-def _frozen(module: Fp8Linear, decision: Decision) -> Decision:
-    """The decision for a layer whose weight is FP8 codes and stays so."""
-    if decision.gemms is not None:
-        module.check_gemms(decision.gemms)
-    compute = "fp32" if decision.compute == "tf32" else decision.compute
-    return replace(decision, compute=compute, reason=f"{decision.reason}; the weight is frozen, in FP8")
-
-
-def _row(site: Site, decision: Decision, policy: Policy) -> Row:
-    reason = f"{site.remark}: {decision.reason}" if site.remark else decision.reason
-    own = site.handling is Handling.OWN
-    output = "-" if site.handling is Handling.REGION and policy.stream != policy.activation else decision.output
-    storage = "fp8" if isinstance(site.module, Fp8Linear) else decision.storage
-    return Row(
-        site.fqn, site.kind, decision.compute, storage, output, reason, not own, decision.gemms, decision.fallback
-    )
-
-
-def _function_rows(policy: Policy, own: bool) -> list[Row]:
-    """Rows for what is called as a function, not held as a module."""
-    loss = Row("(loss)", "cross_entropy", "fp32", "-", "fp32", "softmax and loss in FP32 in every mode")
-    if own:
-        return [replace(loss, set_by_policy=False)]
-    rest = "sums, softmax and element-wise functions follow torch's autocast lists"
-    reason = f"products called as functions; {rest}" if policy.activation != "fp32" else "no autocast in an FP32 stream"
-    rows = [Row("(functions)", "matmul, attention", policy.activation, "-", policy.activation, reason)]
-    for name in sorted(_fp32_functions(policy)):
-        rows.append(Row("(functions)", name, "fp32", "-", policy.activation, "fp32_ops names it"))
-    return [*rows, loss]
-
-
-def _fp32_functions(policy: Policy) -> frozenset[str]:
-    """Functions that the policy's `fp32_ops` mean, of 16-bit modes; FP32 tensors need no help."""
-    names = {*policy.function_ops(), *(kind for op in policy.fp32_ops for kind in KIND_OPS.get(op, ()))}
-    return frozenset(names & set(FUNCTIONS)) if policy.activation != "fp32" else frozenset()
-
-
-def _switch_notes(switch: str, round_tf32: bool, cuda: bool) -> Iterator[str]:
-    if switch:
-        yield f"torch's process-wide switches for FP32 products on CUDA (matmul and cuDNN) are set to {switch.upper()}"
-    if round_tf32 and cuda:
-        yield "some products stay FP32, so the process-wide TF32 switch cannot be on: TF32 is emulated by rounding"
-
-
-# ---- carrying out ----
-
-
-def _store(plan: _Plan) -> str:
+def _store(plan: Plan) -> str:
     """Give the parameters their storage format; a note on what changed. Norm statistics are FP32 always."""
     count = 0
     for site, decision in plan.sites:
         dtype = SPECS[decision.storage].dtype
-        nested = isinstance(site.module, nn.MultiheadAttention)
-        for parameter in site.module.parameters(recurse=nested):
+        for parameter in site.parameters():
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 _store_parameter(parameter, dtype)
                 count += 1
@@ -283,13 +181,15 @@ def _store_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad = None if grad is None else grad.to(torch.float32)
 
 
-def _apply(model: nn.Module, plan: _Plan, kernels: Kernels | None = None) -> None:
+def _apply(model: nn.Module, plan: Plan, kernels: Kernels | None = None) -> None:
     policy = plan.report.policy
     if kernels is None and any(decision.gemms for _, decision in plan.sites):
         kernels = _kernels_of(model) or Kernels.default()
     for site, decision in plan.sites:
         if site.handling is Handling.SWAP:
             _swap(site.module, decision, plan, kernels)
+        elif site.handling is Handling.WEIGHT:
+            _set_weight(site, decision, policy, kernels)
         elif site.handling is Handling.SETTING:
             site.module.compute_dtype = SPECS[decision.compute].dtype
         elif site.handling in (Handling.WRAP, Handling.REGION):
@@ -300,14 +200,14 @@ def _apply(model: nn.Module, plan: _Plan, kernels: Kernels | None = None) -> Non
         if "residual_dtype" in vars(module):
             module.residual_dtype = SPECS[policy.stream].dtype
     if not plan.own:
-        _surround(model, policy, {id(site.module) for site, _ in plan.sites})
+        _surround(model, policy, plan.sites)
     if plan.switch:
         # The older interface: torch refuses to read it once the newer one (fp32_precision) has been written.
         torch.set_float32_matmul_precision("high" if plan.switch == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = plan.switch == "tf32"
 
 
-def _swap(module: nn.Module, decision: Decision, plan: _Plan, kernels: Kernels | None) -> None:
+def _swap(module: nn.Module, decision: Decision, plan: Plan, kernels: Kernels | None) -> None:
     if not isinstance(module, Cast):
         module.__class__ = CASTS[type(module)]
     if isinstance(module, CastLinear | TileLinear):
@@ -320,6 +220,17 @@ def _swap(module: nn.Module, decision: Decision, plan: _Plan, kernels: Kernels |
         return
     output = decision.compute if decision.output == "input" else decision.output  # norms read their input's dtype
     module.set_formats(decision.compute, output, round_tf32=plan.round_tf32 and decision.compute == "tf32")
+
+
+def _set_weight(site: Site, decision: Decision, policy: Policy, kernels: Kernels | None) -> None:
+    if site.weight is None:
+        raise AssertionError("a site that is a weight names it")
+    weight = give_over(site.module)[site.weight.name]
+    weight.kernels = kernels or weight.kernels
+    if decision.gemms is None:
+        weight.set_formats(decision.compute, decision.output)
+    else:
+        weight.set_gemms(decision.gemms, decision.output, power_of_two=policy.power_of_two)
 
 
 def _set_gemms(module: nn.Module, gemms: Gemms, policy: Policy) -> None:
@@ -341,21 +252,26 @@ def _wrap(site: Site, decision: Decision, policy: Policy) -> None:
     region.inputs = None if low else torch.float32
     if site.kind in ("norm", "batch_norm"):
         region.outputs = "input"
-    elif site.kind != "router":
-        region.outputs = SPECS[policy.stream].dtype if policy.stream == policy.activation else None
+    elif site.kind == "router" or policy.stream != policy.activation:
+        region.outputs = None
+    else:
+        region.outputs = SPECS[policy.stream].dtype
 
 
-def _surround(model: nn.Module, policy: Policy, decided: set[int]) -> None:
+def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[Site, Decision]]) -> None:
     """Autocast regions on every module through which a forward may enter, down to the repeated layers.
 
     Functions kept in FP32 need one on each layer too: recomputing a layer in backward enters there, and torch restores
-    autocast for it but not this. The modules `decided` on have their formats already.
+    autocast for it but not this. The modules of `sites` have their formats already, and those whose products were given
+    over need no region.
     """
-    functions = _fp32_functions(policy)
+    functions = fp32_functions(policy)
+    decided = {id(site.module) for site, _ in sites}
+    given_over = {id(site.module) for site, _ in sites if site.handling is Handling.WEIGHT}
     autocast = SPECS[policy.activation].dtype if policy.activation != "fp32" else None
     layers = [layer for stack in model.modules() if isinstance(stack, nn.ModuleList) for layer in stack]
     inside = {id(module) for layer in layers for module in layer.modules()}
-    entries = [m for m in model.modules() if id(m) not in inside and _has_children(m)]
+    entries = [m for m in model.modules() if id(m) not in inside | given_over and _has_children(m)]
     known = [layer for layer in layers if functions or hasattr(layer, "precision_region")]
     for module in [*entries, *known]:
         region = region_of(module, policy.device_type)

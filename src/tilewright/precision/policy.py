@@ -4,37 +4,25 @@ Decisions only, in plain words and without torch; `convert` carries them out. A 
 stored and printed. Later rules win over earlier ones, rules win over `fp32_ops`, and both win over the mode.
 """
 
-import difflib
 import fnmatch
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tilewright.core.errors import ConfigError
-from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms, expected_gain
+from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, Gemms, expected_gain
+from tilewright.precision.rules import ALWAYS_FP32, FP8_KINDS, Rule, kinds_of, known_or_raise, rule_error
 
 MODES = ("fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", *FP8_FORMATS)
-FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS)
-FP8_KINDS = ("linear", "head")
-"""Kinds of module that can compute in 8 bits."""
 KEEPS = ("codes", "value")
 DECOUPLED = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
 """Names of attention output projections, whose gradients the FP8 modes compute in BF16 ("precision decoupling")."""
-KINDS = ("linear", "conv", "embedding", "norm", "batch_norm", "attention", "head", "router")
-"""Kinds of module a rule can name. `head` is also `linear`, `batch_norm` is also `norm`."""
-
-ALWAYS_FP32 = {
-    "norm": "mean and variance in FP32 in every mode; the result takes the input's dtype",
-    "batch_norm": "batch and running statistics in FP32 in every mode; the result takes the input's dtype",
-    "router": "the choice of experts is a comparison of close numbers: FP32 in every mode",
-}
-
 KIND_OPS = {
     "linear": ("linear",),
     "conv": ("conv",),
     "embedding": ("embedding",),
     "attention": ("attention",),
     "head": ("head",),
+    "experts": ("experts",),
     "router": ("router",),
     "norm": ("norm",),
     "layer_norm": ("norm",),
@@ -48,64 +36,6 @@ FUNCTION_OPS = ("softmax", "log_softmax", "cross_entropy", "silu", "gelu", "matm
 """Entries of `fp32_ops` that stand for functions called inside a forward."""
 
 FP32_OPS = tuple(sorted({*KIND_OPS, *FUNCTION_OPS}))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An exception: modules whose name matches the glob `match` and whose kind is `op` compute in `compute`.
-
-    Args:
-        match: glob on the module's name.
-        op: kind of module, or "*".
-        compute: format, one of `FORMATS`. Empty: as it was decided before this rule.
-        fprop: format of a linear layer's forward product alone, one of `GEMM_FORMATS`. Empty: as `compute` says.
-        dgrad: the same for the product that gives the input's gradient.
-        wgrad: the same for the product that gives the weight's gradient.
-
-    Raises:
-        ConfigError: an unknown kind or format, another format than FP32 for a kind that is always FP32, or a rule
-            that says nothing.
-
-    Example:
-        >>> print(Rule("*.o_proj", dgrad="bf16", wgrad="bf16"))
-        match = "*.o_proj" dgrad = "bf16" wgrad = "bf16"
-    """
-
-    match: str = "*"
-    op: str = "*"
-    compute: str = ""
-    fprop: str = ""
-    dgrad: str = ""
-    wgrad: str = ""
-
-    def __post_init__(self) -> None:
-        _known("precision.rules.op", self.op, ("*", *KINDS))
-        _known("precision.rules.compute", self.compute, ("", *FORMATS))
-        for name in GEMM_NAMES:
-            _known(f"precision.rules.{name}", getattr(self, name), ("", *GEMM_FORMATS))
-        if not self.compute and not self.gemms:
-            raise _rule_error("A rule names no format.", self, "compute, or one of fprop, dgrad, wgrad")
-        if self.op in ALWAYS_FP32 and (self.compute != "fp32" or self.gemms):
-            raise _rule_error(f"{self.op} cannot compute in anything but FP32.", self, f"fp32: {ALWAYS_FP32[self.op]}")
-        if self.op not in ("*", *FP8_KINDS) and (self.compute in FP8_FORMATS or self.gemms):
-            raise _rule_error(
-                f"{self.op} has no product that can be set so.",
-                self,
-                "8-bit formats and fprop, dgrad, wgrad for linear layers only",
-            )
-
-    @property
-    def gemms(self) -> dict[str, str]:
-        """Formats of single products, those that the rule names."""
-        return {name: value for name in GEMM_NAMES if (value := getattr(self, name))}
-
-    def __str__(self) -> str:
-        parts = {"match": self.match, "op": self.op if self.op != "*" else "", "compute": self.compute, **self.gemms}
-        return " ".join(f'{name} = "{value}"' for name, value in parts.items() if value)
-
-    def matches(self, fqn: str, kinds: Iterable[str]) -> bool:
-        """True where this rule speaks about the module."""
-        return (self.op == "*" or self.op in kinds) and fnmatch.fnmatchcase(fqn, self.match)
 
 
 class RuleFields(Protocol):
@@ -128,6 +58,9 @@ class RuleFields(Protocol):
 
     @property
     def wgrad(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
 
 
 class SectionFields(Protocol):
@@ -224,12 +157,12 @@ class Policy:
     keep: str = "codes"
 
     def __post_init__(self) -> None:
-        _known("precision.mode", self.mode, MODES)
-        _known("keep", self.keep, KEEPS)
+        known_or_raise("precision.mode", self.mode, MODES)
+        known_or_raise("keep", self.keep, KEEPS)
         for op in self.fp32_ops:
-            _known("precision.fp32_ops", op, FP32_OPS)
+            known_or_raise("precision.fp32_ops", op, FP32_OPS)
         if self.parameters:
-            _known("parameters", self.parameters, ("fp32", "bf16", "fp16"))
+            known_or_raise("parameters", self.parameters, ("fp32", "bf16", "fp16"))
 
     @classmethod
     def from_section(cls, section: SectionFields, device_type: str, *, parameters: str = "") -> "Policy":
@@ -243,7 +176,8 @@ class Policy:
         if not section.enabled:
             return cls("fp32", device_type=device_type, parameters=parameters)
         rules = tuple(
-            Rule(rule.match, rule.op, rule.compute, rule.fprop, rule.dgrad, rule.wgrad) for rule in section.rules
+            Rule(rule.match, rule.op, rule.compute, rule.fprop, rule.dgrad, rule.wgrad, rule.kind)
+            for rule in section.rules
         )
         return cls(
             section.mode,
@@ -322,7 +256,7 @@ class Policy:
         if named:
             decision = replace(decision, compute="fp32", reason=f'fp32_ops names "{named[-1]}"', gemms=None)
         for index, rule in enumerate(self.rules):
-            if rule.matches(fqn, kinds):
+            if rule.sets_formats and rule.matches(fqn, kinds):
                 decision = _follow(rule, index, decision, kind)
         if kind == "head":
             decision = replace(decision, output="fp32" if decision.compute == "tf32" else decision.compute)
@@ -335,7 +269,7 @@ class Policy:
             return Decision(self.stream, self.storage, self.stream, _EMBEDDING[self.stream])
         if not self.is_fp8:
             return Decision(self.product, self.storage, self.activation, self._product_reason())
-        if kind != "linear":
+        if kind not in ("linear", "experts"):
             reason = f"{self.mode}: linear layers only, without the head; the rest in BF16 with FP32 accumulation"
             return Decision("bf16", self.storage, "bf16", reason)
         gain = expected_gain(*features) if features else 0.0
@@ -390,16 +324,6 @@ def _follow(rule: Rule, index: int, decision: Decision, kind: str) -> Decision:
     return replace(decision, compute=compute, reason=reason, rule=index, gemms=gemms)
 
 
-def kinds_of(kind: str) -> tuple[str, ...]:
-    """All kinds that a module of this kind counts as in rules.
-
-    Example:
-        >>> kinds_of("head"), kinds_of("conv")
-        (('head', 'linear'), ('conv',))
-    """
-    return {"head": ("head", "linear"), "batch_norm": ("batch_norm", "norm")}.get(kind, (kind,))
-
-
 def as_policy(policy: "Policy | str") -> Policy:
     """A policy from itself or from the name of a mode."""
     return Policy(policy) if isinstance(policy, str) else policy
@@ -407,24 +331,7 @@ def as_policy(policy: "Policy | str") -> Policy:
 
 def _all_gemms(compute: str, rule: Rule) -> Gemms:
     if compute not in GEMM_FORMATS:
-        raise _rule_error(
+        raise rule_error(
             f"Single products cannot be set in a layer that computes in {compute}.", rule, ", ".join(GEMM_FORMATS)
         )
     return Gemms.all(compute)
-
-
-def _rule_error(what: str, rule: Rule, need: str) -> ConfigError:
-    return ConfigError(what, got=str(rule), need=need, try_="leave the rule out", where="precision.rules")
-
-
-def _known(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value in known:
-        return
-    close = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
-    raise ConfigError(
-        f"{what}: {value!r} is not known.",
-        got=repr(value),
-        need=", ".join(known),
-        try_=f'"{close[0]}"' if close else f'"{known[0]}"',
-        where="precision",
-    )

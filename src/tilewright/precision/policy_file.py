@@ -15,7 +15,7 @@ from tilewright.precision.gemms import GEMM_NAMES, Gemms
 from tilewright.precision.policy import Policy, Rule
 
 FP8 = Gemms.all("fp8_tile")
-_RULE_FIELDS = ("match", "op", "compute", *GEMM_NAMES)
+_RULE_FIELDS = ("match", "op", "kind", "compute", *GEMM_NAMES)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tilewright.precision.gemms import Gemms
 from tilewright.precision.policy import Policy
+from tilewright.precision.shares import shares, shares_text
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class Row:
     gemms: Gemms | None = None
     fallback: bool = False
     """The part does not do what the policy asked for; `reason` says why."""
+    work: float = 0.0
+    """FLOPs per token of one of its products, see `work`."""
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of the three products, or of all of them alike."""
+        return self.gemms.formats if self.gemms else (self.compute,)
 
 
 class Table(tuple[Row, ...]):
@@ -65,6 +73,11 @@ class ConversionReport:
         return Table(row for row in self.rows if row.set_by_policy)
 
     @property
+    def shares(self) -> dict[str, float]:
+        """Share of the matmul work of a training step in each format, the largest first; see `work`."""
+        return shares((row.formats, row.work) for row in self.rows)
+
+    @property
     def unchanged(self) -> Table:
         """Rows that do what they do of themselves, each with the reason."""
         return Table(row for row in self.rows if not row.set_by_policy)
@@ -76,6 +89,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         lines = [f"precision {self.policy.mode} on {self.policy.device_type}", str(self.rows)]
+        lines += [f"matmul work: {shares_text(self.shares)}"] if self.shares else []
         lines += [f"no effect: {text}" for text in self.unmatched]
         return "\n".join([*lines, *(f"note: {text}" for text in self.notes)])
 
@@ -85,6 +99,7 @@ class ConversionReport:
             "mode": self.policy.mode,
             "device_type": self.policy.device_type,
             "rows": self.rows.to_json(),
+            "shares": self.shares,
             "unmatched": list(self.unmatched),
             "notes": list(self.notes),
         }

@@ -1,0 +1,72 @@
+"""Which linear layers make a model's output: its scores of words, classes or values. By structure, for any model.
+
+Not to be confused with `head`, the arithmetic of our own heads with their losses.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def find_heads(model: nn.Module) -> list[nn.Linear]:
+    """The output projections, in the model's order.
+
+    These are linear layers that share an embedding's weight. In a transformers model, those outside of its base model
+    and its repeated layers that are as wide as its labels or words are many, or the last layer if it is so wide. In
+    another one, the last linear layer if it is behind all repeated layers and changes the width. In any, the last one
+    if it is as wide as an embedding is long.
+
+    Example:
+        >>> blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(10))
+        >>> find_heads(nn.ModuleDict({"blocks": blocks, "classes": nn.Linear(8, 10)}))
+        [Linear(in_features=8, out_features=10, bias=True)]
+        >>> find_heads(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 10)))  # layers by themselves: no model's output
+        []
+    """
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tied = {id(embedding.weight) for embedding in embeddings}
+    repeated = {inner for module in model.modules() if _is_stack(module) for inner in module.modules()}
+    with_base = [module for module in model.modules() if hasattr(module, "base_model_prefix")]
+    found = {linear for linear in linears if id(linear.weight) in tied}
+    found |= {head for part in with_base for head in _outside_of_base(part)} - repeated
+    if not found and linears:
+        last = linears[-1]
+        widths = {embedding.num_embeddings for embedding in embeddings}
+        if with_base:
+            ends = last not in repeated and last.out_features in _output_widths(with_base[0])
+        else:
+            ends = last.out_features != last.in_features and _is_behind(model, last, repeated)
+        if ends or last.out_features in widths:
+            found.add(last)
+    return [linear for linear in linears if linear in found]
+
+
+def _outside_of_base(part: nn.Module) -> Iterator[nn.Linear]:
+    """Linear layers beside the base model of a transformers model, as wide as its labels or words are many."""
+    base = getattr(part, part.base_model_prefix or "-", None)
+    if not isinstance(base, nn.Module) or base is part:
+        return
+    inside = set(base.modules())
+    for module in part.modules():
+        if isinstance(module, nn.Linear) and module not in inside and module.out_features in _output_widths(part):
+            yield module
+
+
+def _output_widths(part: nn.Module) -> set[int | None]:
+    """How many labels and words a transformers model has."""
+    return {getattr(part.config, "num_labels", None), getattr(part.config, "vocab_size", None)}
+
+
+def _is_behind(model: nn.Module, last: nn.Linear, repeated: set[nn.Module]) -> bool:
+    """Whether `last` comes behind repeated layers, is in none of them, and nothing multiplies after it."""
+    order = [module for module in model.modules() if any(p.ndim >= 2 for p in module.parameters(recurse=False))]
+    return order[-1] is last and last not in repeated and any(module in repeated for module in order)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Two or more children with like weights, matrices among them."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return False
+    shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in module}
+    return len(shapes) == 1 and any(len(shape) >= 2 for shape in shapes.pop())

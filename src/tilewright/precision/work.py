@@ -1,0 +1,98 @@
+"""How much of a model's work each of its parts does: multiplications by weights, per token.
+
+2 FLOPs for each element of a weight and token that multiplies it, and as much for each of its two gradients. An expert
+counts for the tokens that choose it, all equally busy. What has no weights is not counted (attention scores), nor is how
+often a weight is used on other things than tokens: a convolution counts once for each token or position.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from tilewright.models.routers import find_routers, num_experts
+from tilewright.models.source import called, called_by_functions
+from tilewright.precision.sites import Handling, Site
+
+PRODUCTS = frozenset(
+    {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "grouped_mm", "_grouped_mm", "bilinear", "tensordot"}
+)
+"""A module whose code calls one of these may multiply by its weights."""
+_CHOSEN = (
+    *("top_k", "topk", "num_chosen", "num_experts_per_tok", "num_experts_per_token", "num_selected_experts"),
+    *("moe_top_k", "moe_topk", "moe_k", "top_k_experts"),
+)
+"""Attributes and settings that say how many experts a token has, as models call them."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs per token of one product (forward, or one of the two gradients), and whether all of it is known."""
+
+    flops: float
+    known: bool = True
+
+
+def multiplies(site: Site) -> bool:
+    """Whether a part multiplies by its parameters. Of code of its own: if it calls any product at all."""
+    if site.kind in ("embedding", "norm", "batch_norm"):
+        return False
+    if site.handling is not Handling.REGION:
+        return bool(_matrices(site))
+    module = site.module
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase | nn.Linear) or site.kind == "conv":
+        return True
+    return bool(_matrices(site)) and bool(PRODUCTS & (called(type(module)) | called_by_functions(type(module))))
+
+
+def work_of(model: nn.Module, sites: Sequence[Site]) -> list[Work]:
+    """The work of each site."""
+    mixtures = _Mixtures(model)
+    found = []
+    for site in sites:
+        if not multiplies(site):
+            found.append(Work(0.0))
+            continue
+        share = mixtures.share(site)
+        found.append(Work(2.0 * sum(map(Tensor.numel, _matrices(site))) * (share or 1.0), share is not None))
+    return found
+
+
+def _matrices(site: Site) -> list[Tensor]:
+    tensors = [*site.parameters()]
+    if isinstance(site.module, nn.Linear) and "weight" in site.module._buffers:  # frozen in FP8
+        tensors.append(site.module.weight)
+    return [tensor for tensor in tensors if tensor.ndim >= 2 and not _is_bias(site, tensor)]
+
+
+def _is_bias(site: Site, tensor: Tensor) -> bool:
+    return site.weight is not None and tensor is not getattr(site.module, site.weight.name)
+
+
+class _Mixtures:
+    """Which modules belong to experts, and what share of the tokens each of them sees."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shares: dict[nn.Module, float | None] = {}
+        routers = set(find_routers(model))
+        for parent in model.modules():
+            beside = [child for child in parent.children() if child in routers]
+            for child in parent.children() if beside else ():
+                if child not in routers and (count := num_experts(child)) > 1:
+                    chosen = _chosen([child, *beside, parent])
+                    share = None if chosen is None else chosen / count
+                    self._shares |= dict.fromkeys(child.modules(), share)
+
+    def share(self, site: Site) -> float | None:
+        """Of the tokens, those that a module sees; None where that is not known."""
+        return self._shares.get(site.module, 1.0)
+
+
+def _chosen(modules: Iterable[nn.Module]) -> int | None:
+    """How many experts a token has, by the first of the modules or their configs that says it."""
+    for module in modules:
+        for holder in (module, getattr(module, "config", None)):
+            for name in _CHOSEN:
+                if type(value := getattr(holder, name, None)) is int and value > 0:
+                    return value
+    return None
