@@ -48,12 +48,13 @@ def plan_fp8(net: Any) -> Fp8Plan:
         net: a `PreTrainedModel`, converted by `tilewright.convert` or not.
 
     Raises:
-        CheckpointError: nothing of the model would be stored in FP8.
+        CheckpointError: nothing of the model would be stored in FP8, or transformers could not read it again.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     skeleton = _skeleton(net)
+    _refuse_unreadable(net, skeleton)
     convertible, scales, pieces = _convertible(skeleton), _scale_counts(net, skeleton), _pieces(net)
     coded = {module for module, params in scales.items() if all(_fits(pieces, p, n) for p, n in params.items())}
     renamings = get_model_conversion_mapping(net)
@@ -69,6 +70,29 @@ def plan_fp8(net: Any) -> Fp8Plan:
         raise _nothing_error(net, skeleton)
     params = {param for module in coded for param in scales[module]}
     return Fp8Plan(frozenset(name for name, piece in pieces.items() if piece.sources & params), tuple(high))
+
+
+def _refuse_unreadable(net: Any, skeleton: nn.Module) -> None:
+    """transformers (seen in 5.23) reads no FP8 folder of a model whose mapping splits a stored weight in several.
+
+    Raises:
+        CheckpointError: the model is such a one.
+    """
+    from transformers import FineGrainedFP8Config
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(dequantize=True), pre_quantized=True)
+    try:
+        quantizer.update_weight_conversions(get_model_conversion_mapping(net), skeleton)
+    except ValueError as error:
+        raise CheckpointError(
+            "FP8 folder that transformers could not read again",
+            got=f"{type(net).__name__}: {error}",
+            need="a model whose weights transformers stores one by one",
+            try_='save.export_format = "bf16"',
+            where="save.export_format",
+        ) from error
 
 
 def _nothing_error(net: nn.Module, skeleton: nn.Module) -> CheckpointError:
