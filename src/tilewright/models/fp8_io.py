@@ -9,8 +9,7 @@ Legend: N output features  K input features; grid [GN, GK] = blocks down and acr
 
 import logging
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewright.core.errors import CheckpointError, Problem
 from tilewright.formats.scaling import BLOCK_TILE, Tile
@@ -27,22 +26,18 @@ from tilewright.formats.store import (
     from_stored,
     has_nan,
     layout_problems,
-    layout_settings,
     layout_tile,
     to_fp32_scale,
     to_stored,
 )
 from tilewright.formats.tiled import TiledTensor
 from tilewright.models.hf_config import read_json, write_json
-from tilewright.models.hf_folder import INDEX, SINGLE, StoredTensor, open_file, summary
-from tilewright.models.routers import find_routers
+from tilewright.models.hf_folder import INDEX, SINGLE, StoredTensor, open_file, scan_folder, summary
 
 _log = logging.getLogger(__name__)
 _CODES = "F8_E4M3"
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _OTHER_FP8 = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_LAYER = re.compile(r"\.\d+\.")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _SLICE_BYTES = 8 * 2**20
 """Codes decoded at a time; in FP32, with what decoding needs, some eight times that."""
 
@@ -292,33 +287,23 @@ def has_even_blocks(shape: tuple[int, int]) -> bool:
 
 
 @torch.no_grad()
-def encode_folder(folder: Path, net: nn.Module, rest: torch.dtype) -> dict[str, Any]:
-    """Rewrite a folder that transformers wrote, file by file: the layers' linear weights in FP8, all others in `rest`.
+def encode_folder(folder: Path, coded: Collection[str], rest: torch.dtype) -> None:
+    """Rewrite a folder that transformers wrote, file by file.
 
-    Embeddings and heads are not touched (what has no number in its name is no layer), nor are routers, nor what gives a
-    single number. Experts that `net` holds in one tensor are matrices in the folder.
-
-    Returns:
-        The `quantization_config` for config.json, which is the caller's to write.
+    Args:
+        folder: holds safetensors, and an index where there are several.
+        coded: names of the matrices to store in FP8, see `hf_fp8.plan_fp8`.
+        rest: dtype of all other floating-point tensors.
     """
-    linears = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
-    routers = set(find_routers(net))
-    high = {
-        name
-        for name, module in linears.items()
-        if module in routers or module.out_features == 1 or not _LAYER.search(name)
-    }
-    weight_map, num_bytes, shapes = {}, 0, {}
+    weight_map, num_bytes = {}, 0
     files = sorted(folder.glob("model*.safetensors"))
     for file in files:
         tensors: dict[str, Tensor] = {}
         with open_file(file) as reader:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
-                tensor, module = reader.get_tensor(name), name.removesuffix(".weight")
-                expert = _EXPERT.search(name) is not None and tensor.ndim == 2
-                if name.endswith(".weight") and (module in linears.keys() - high or expert):
+                tensor = reader.get_tensor(name)
+                if name in coded:
                     tensors |= encode_weight(name, tensor)
-                    shapes[name] = (tensor.shape[0], tensor.shape[1])
                 else:
                     tensors[name] = tensor.to(rest) if tensor.is_floating_point() else tensor
         partial = file.with_name(file.name + ".partial")
@@ -328,5 +313,12 @@ def encode_folder(folder: Path, net: nn.Module, rest: torch.dtype) -> dict[str, 
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if [file.name for file in files] != [SINGLE]:
         write_json(folder / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
-    warn_of_ragged(shapes)
-    return layout_settings(sorted(high))
+
+
+def fp8_bytes(folder: Path | str) -> tuple[int, int]:
+    """Bytes of a folder's FP8 weights with their scales, and of all its safetensors files; headers only."""
+    stored = scan_folder(folder)
+    in_fp8 = sum(
+        stored_bytes((tensor.shape[0], tensor.shape[1])) for tensor in stored.values() if tensor.dtype == _CODES
+    )
+    return in_fp8, sum(file.stat().st_size for file in {tensor.file for tensor in stored.values()})

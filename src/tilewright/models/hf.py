@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.formats.store import CODE_DTYPE
+from tilewright.formats.store import CODE_DTYPE, layout_settings
 from tilewright.models.activation import CONTEXTS, EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode
 from tilewright.models.config import ActivationCheckpoint, CheckpointInputs
 from tilewright.models.contract import LossOutput
@@ -29,6 +29,7 @@ from tilewright.models.fp8_io import encode_folder
 from tilewright.models.head import IGNORED_LABEL, head_loss, logits_loss
 from tilewright.models.hf_config import read_json, write_json
 from tilewright.models.hf_folder import refuse_adapters
+from tilewright.models.hf_fp8 import plan_fp8
 from tilewright.models.hf_packing import documents_as_rows, forward_arguments
 from tilewright.models.hf_probe import InputStyle, probe_language_model
 from tilewright.models.routers import find_routers
@@ -223,11 +224,15 @@ class HFModel(nn.Module):
     ) -> None:
         """Write a Hugging Face folder; see `contract.Model.save_hf`.
 
-        For FP8 the weights are written in FP32 first, then file by file in FP8, so the disk must hold them in FP32.
+        config.json is the model's own but for the dtype, and for `extra`. For FP8 the weights are written in FP32 first,
+        then file by file in FP8, so the disk must hold them in FP32.
+
+        Raises:
+            CheckpointError: nothing of the model can be stored in FP8, it has adapters, or the folder cannot be written.
         """
         dtype = dtype or self.net.dtype
-        fp8 = dtype == CODE_DTYPE
-        rest, first = (torch.bfloat16, torch.float32) if fp8 else (dtype, dtype)
+        plan = plan_fp8(self.net) if dtype == CODE_DTYPE else None
+        rest, first = (dtype, dtype) if plan is None else (torch.bfloat16, torch.float32)
         state = self.net.state_dict()
         refuse_adapters(state, folder)
         if live is not None:  # transformers writes whole models
@@ -236,9 +241,10 @@ class HFModel(nn.Module):
         try:
             self.net.save_pretrained(folder, state_dict=state)
             config = read_json(folder) | dict(extra or {}) | {"dtype": str(rest).removeprefix("torch.")}
-            if fp8:
+            if plan is not None:
                 (Path(folder) / "config.json").unlink()  # what is there meanwhile is not yet a model
-                config["quantization_config"] = encode_folder(Path(folder), self.net, rest)
+                encode_folder(Path(folder), plan.coded, rest)
+                config["quantization_config"] = layout_settings(plan.high)
             write_json(Path(folder) / "config.json", config)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(

@@ -118,9 +118,16 @@ def region_of(module: nn.Module, device_type: str) -> Region:
 
 
 class _Surrounded:
-    """Marks the classes made by `_surrounded`; copies and pickles by naming the plain class."""
+    """Marks the classes made by `_surrounded`; copies and pickles by naming the plain class.
+
+    Calling such a class, as transformers' `type(model).from_pretrained` does, makes a module of the plain class: only
+    `region_of` gives a module its region.
+    """
 
     plain: type[nn.Module]
+
+    def __new__(cls, *args, **kwargs):
+        return cls.plain(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: int):
         return _rebuild, (self.plain,), self.__dict__
@@ -138,7 +145,7 @@ def _surrounded(plain: type[nn.Module]) -> type[nn.Module]:
 
 def _rebuild(plain: type[nn.Module]) -> nn.Module:
     cls = _surrounded(plain)
-    return cls.__new__(cls)
+    return plain.__new__(cls)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
