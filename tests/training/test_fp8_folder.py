@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.shapes import make_batch
-from tests.training.tiny import rows, tiny
+from tests.training.tiny import rows, save_tokenizer, tiny
 from tilewright.core.errors import CheckpointError
 from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
@@ -33,6 +33,7 @@ def published(tmp_path):
     model = Decoder(config)
     init_weights(model, 5)
     model.save_hf(tmp_path / "published", dtype=FP8)
+    save_tokenizer(tmp_path / "published")
     return tmp_path / "published"
 
 

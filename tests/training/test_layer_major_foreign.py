@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.training.tiny import last_state, tiny, write_text
+from tests.training.tiny import last_state, save_tokenizer, tiny, write_text
 from tilewright.models.hf_load import load_hf
 from tilewright.training.loop import train
 
@@ -26,6 +26,7 @@ def data(tmp_path_factory):
     llama = AutoConfig.for_model("llama", **sizes)
     torch.manual_seed(0)
     load_hf(llama, "causal_lm").save_hf(folder / "llama")
+    save_tokenizer(folder / "llama")
     return folder
 
 

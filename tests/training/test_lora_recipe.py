@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.tiny import assert_same_run, last_state, rows, tiny
+from tests.training.tiny import assert_same_run, last_state, rows, save_tokenizer, tiny
 from tilewright.core.errors import ConfigError
 from tilewright.core.load import load_recipe
 from tilewright.models.build import init_weights
@@ -26,6 +26,7 @@ def published(tmp_path):
     model = Decoder(DecoderConfig.of(vocab_size=300, dim=32, num_layers=2, num_heads=2, tie_embeddings=False))
     init_weights(model, 5)
     model.save_hf(tmp_path / "published", dtype=FP8)
+    save_tokenizer(tmp_path / "published")
     return tmp_path / "published"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from tilewright.core.load import Loaded, load_recipe
+from tilewright.data.tokenizer import train_tokenizer
 from tilewright.training.checkpoint import CheckpointStore, read_meta, read_tensors, stored_tensors
 
 WORDS = "tile scale block layer token matrix sum row column loss step norm weight bias".split()  # noqa: SIM905
@@ -21,6 +22,11 @@ def write_text(folder: Path) -> Path:
             text = " ".join(WORDS[i] for i in picks)
             (folder / domain / f"{number}.txt").write_text(f"{domain} {number}. {text}.\n")
     return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of at most 300 entries for a folder whose weights a tiny run loads."""
+    train_tokenizer([" ".join(WORDS) * 50], 300).save(folder)
 
 
 def settings(data: Path, runs: Path, **changes: object) -> dict[str, str]:

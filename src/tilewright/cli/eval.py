@@ -19,8 +19,8 @@ def eval_(run: Path, batches: int | None, as_json: bool) -> None:
     RUN is a run folder or its name below `runs`; without it `runs/latest`.
     """
     from tilewright.cli.reopen import reopen
-    from tilewright.training.assemble import prepare_data
     from tilewright.training.evaluate import evaluate, pooled
+    from tilewright.training.run_data import prepare_data
 
     opened = reopen(run)
     train = opened.recipe.train

@@ -73,8 +73,8 @@ def _vocab_size(recipe: Recipe) -> int:
     if recipe.model.task == "image_classification":
         source = Path(recipe.data.source).expanduser()
         return max(1, sum(path.is_dir() for path in source.iterdir())) if source.is_dir() else 1
-    if recipe.data.tokenizer:
-        from tilewright.data.tokenizer import load_tokenizer
+    from tilewright.data.tokenizer import load_tokenizer
+    from tilewright.training.run_data import tokenizer_path
 
-        return load_tokenizer(recipe.data.tokenizer).vocab_size
-    return recipe.data.vocab_size
+    path = tokenizer_path(recipe.model, recipe.data)
+    return load_tokenizer(path).vocab_size if path else recipe.data.vocab_size

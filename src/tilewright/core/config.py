@@ -120,9 +120,10 @@ class DataSection(Section):
     seq_len: int = Field(default=512, ge=8)
     """Tokens in one packed row."""
     vocab_size: int = Field(default=8192, ge=300)
-    """Size of the BPE tokenizer trained on the data. Read where `tokenizer` is empty."""
+    """Size of the BPE tokenizer trained on the data. Read where `tokenizer` is empty and no weights are loaded."""
     tokenizer: str = ""
-    """A tokenizer.json, or a folder that holds one. Empty: train one and cache it."""
+    """A tokenizer.json, or a folder that holds one. Empty: the one in `model.path` where weights are loaded from there;
+    else one is trained on the data and cached."""
     text_field: str = "text"
     """Field of .jsonl, .parquet and dataset rows that holds the text."""
     image_size: int = Field(default=64, ge=8)

@@ -62,6 +62,7 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.model.num_experts == 0, "model.num_experts = 0", "model", _EXPERTS),
     (lambda r: r.model.weights == "load", 'model.weights = "load"', "model", ("init_std",)),
     (lambda r: bool(r.data.tokenizer), "data.tokenizer is given", "data", ("vocab_size",)),
+    (lambda r: r.model.weights == "load", 'model.weights = "load"', "data", ("vocab_size",)),
     (lambda r: r.data.source == "installed", 'data.source = "installed"', "data", ("text_field",)),
     (lambda r: r.model.task == "image_classification", "the task has no text", "data", _TEXT_DATA),
     (lambda r: r.model.task != "image_classification", "the task has no images", "data", ("image_size",)),

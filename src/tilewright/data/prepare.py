@@ -22,6 +22,7 @@ from tilewright.data.installed import installed_source
 from tilewright.data.prepared import PreparedData, need_mask
 from tilewright.data.progress import timed
 from tilewright.data.tokenizer import load_tokenizer
+from tilewright.data.tokenizer_folder import tokenizer_files
 
 _FORMAT = 1  # of the cache entries; a change makes old entries unused
 
@@ -96,14 +97,15 @@ def prepare(
 
 
 def _tokenizer_digest(path: str) -> str:
-    """Content of the user's tokenizer, "" where there is none. Raises DataError where it cannot be read."""
+    """Content of the given tokenizer and of the files that name its special tokens, "" where there is none.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     if not path:
         return ""
     load_tokenizer(path)
-    given = Path(path).expanduser()
-    folder = given if given.is_dir() else given.parent
-    files = [folder / "tokenizer.json" if given.is_dir() else given, folder / "tokenizer_config.json"]
-    return "".join(file_digest(file) for file in files if file.is_file())
+    return "".join(f"{file.name}:{file_digest(file)} " for file in tokenizer_files(Path(path).expanduser()))
 
 
 def _key(kind: str, *values: object, **named: object) -> str:

@@ -6,7 +6,7 @@ encoded as plain text, so that no document can end another one.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,14 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from tilewright.core.errors import DataError
+from tilewright.data.tokenizer_folder import CONFIG, TOKENIZER, declared_tokens
 
 BOS, EOS, PAD, MASK = "<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>"
 
 # Words with the mark before them, numbers in pairs of digits, runs of punctuation, line ends, indentation.
 _PIECES = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
-# Names that published tokenizers use, tried where no tokenizer_config.json says which token is which.
+# Names that published tokenizers use, tried where no file beside the tokenizer says which token is which.
 _KNOWN = {
     "bos_token": (BOS, "<s>", "<|begin_of_text|>", "<|startoftext|>", "<bos>", "[CLS]", "<|endoftext|>"),
     "eos_token": (EOS, "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]"),
@@ -59,13 +60,13 @@ class Tokenizer:
         Args:
             path: a .json file, or a folder, which gets a tokenizer.json. A tokenizer_config.json is written beside it.
         """
-        file = Path(path) if str(path).endswith(".json") else Path(path) / "tokenizer.json"
+        file = Path(path) if str(path).endswith(".json") else Path(path) / TOKENIZER
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
         config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config |= {name: self.backend.id_to_token(i) for name, i in ids.items() if i is not None}
-        file.with_name("tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        file.with_name(CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -96,13 +97,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """A tokenizer from a tokenizer.json, or from a folder that holds one.
 
-    Which tokens begin and end a document is read from a tokenizer_config.json beside it, else from the common names.
+    Which tokens begin and end a document is read from the files beside it (`declared_tokens`), else from common names.
 
     Raises:
         DataError: no such file, not a tokenizer, or nothing in it that could end a document.
     """
     path = Path(path).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
         raise DataError(
             "there is no tokenizer at this path",
@@ -113,7 +114,6 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-        config = _read_config(file.with_name("tokenizer_config.json"))
     except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception on any bad file
         raise DataError(
             "the tokenizer cannot be read",
@@ -123,32 +123,31 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         ) from None
     backend.no_truncation()
     backend.no_padding()
-    return _wrap(backend, config, str(file))
+    return _wrap(backend, declared_tokens(file.parent), str(file))
 
 
-def _read_config(file: Path) -> dict[str, str]:
-    if not file.is_file():
-        return {}
-    found = {}
-    for name, value in json.loads(file.read_text(encoding="utf-8")).items():
-        if name in _KNOWN and value:
-            found[name] = value["content"] if isinstance(value, dict) else value
-    return found
+def _token_id(backend: tokenizers.Tokenizer, token: str | int) -> int | None:
+    """The id of a token that is named by its text or by its id; None where the vocabulary does not hold it."""
+    if isinstance(token, int):
+        return token if backend.id_to_token(token) is not None else None
+    return backend.token_to_id(token)
 
 
-def _wrap(backend: tokenizers.Tokenizer, config: dict[str, str], where: str) -> Tokenizer:
+def _wrap(backend: tokenizers.Tokenizer, declared: Mapping[str, str | int], where: str) -> Tokenizer:
     ids: dict[str, int | None] = {}
     for name, known in _KNOWN.items():
-        names = (config[name],) if name in config else known
-        ids[name] = next((i for n in names if (i := backend.token_to_id(n)) is not None), None)
+        names = (declared[name],) if name in declared else known
+        ids[name] = next((i for n in names if (i := _token_id(backend, n)) is not None), None)
     eos, bos = ids["eos_token"], ids["bos_token"]
     if eos is None:
         raise DataError(
             "this tokenizer has no token that ends a document",
             where=where,
-            got="none of " + ", ".join(_KNOWN["eos_token"]),
+            got=f"{declared['eos_token']!r}, which is not in its vocabulary"
+            if "eos_token" in declared
+            else "none of " + ", ".join(_KNOWN["eos_token"]),
             need='an "eos_token" in tokenizer_config.json, or a token of a common name',
-            try_='data.tokenizer = ""   (train one on the data)',
+            try_='"eos_token" in the tokenizer_config.json beside it',
         )
     backend.encode_special_tokens = True  # their names in the text are text
     size = max(backend.get_vocab(with_added_tokens=True).values()) + 1

@@ -1,6 +1,6 @@
 """From a recipe's `[model]` section to a model, on any device, with weights or without.
 
-The one place that knows which kinds of model there are. Called by `training.loop` and `plan`.
+The one place that knows which kinds of model there are.
 """
 
 import torch
@@ -83,6 +83,22 @@ def check_vocab(model_vocab: int, tokenizer_vocab: int, path: str) -> None:
             try_=f"data.tokenizer = the model's own folder, or data.vocab_size = {model_vocab}",
             where=path,
         )
+
+
+def check_data(section: ModelSection, vocab_size: int | None) -> None:
+    """Raise ConfigError where rows of the data would not fit the folder's model; nothing of its weights is read.
+
+    Args:
+        section: the recipe's `[model]`.
+        vocab_size: of the tokenizer; None where it is not known yet.
+    """
+    if not section.path or section.task == "image_classification" or vocab_size is None:
+        return
+    if section.kind == "decoder":
+        check_vocab(read_config(section.path).vocab_size, vocab_size, section.path)
+        return
+    model = load_hf(section.path, section.task, device="meta")
+    check_vocab(model.vocab_size, vocab_size, section.path)
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:

@@ -24,7 +24,7 @@ from tilewright.core.load import Loaded
 from tilewright.core.log import say
 from tilewright.core.placement import Placement
 from tilewright.data.images import PreparedImages
-from tilewright.data.prepare import PreparedData, prepare
+from tilewright.data.prepared import PreparedData
 from tilewright.data.stream import Stream
 from tilewright.data.tokenizer import Tokenizer
 from tilewright.memory.lazy import fill_buffers, vacate
@@ -56,6 +56,7 @@ from tilewright.training.layer_major_step import LayerMajorExecutor
 from tilewright.training.no_memory import explained
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
 from tilewright.training.planned import Planned, Site, plan_run
+from tilewright.training.run_data import prepare_data
 from tilewright.training.slicing import (
     Sliced,
     comes_in_slices,
@@ -262,7 +263,7 @@ def set_up(loaded: Loaded, *, running: PlanFile | None = None, goes_on: bool = F
     Raises:
         HardwareError: the device is not there, or several processes were started.
         DataError: the data cannot be used.
-        ConfigError: a plan file that cannot be used.
+        ConfigError: the data's settings do not fit the model, or a plan file that cannot be used.
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
     recipe = loaded.recipe
@@ -433,23 +434,4 @@ def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:
         master=optim.master,
         kernels=kernels,
         seed=recipe.run.seed,
-    )
-
-
-def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
-    """The data of a recipe, prepared or found prepared; see `data.prepare`."""
-    data = recipe.data
-    return prepare(
-        data.source,
-        task=recipe.model.task,
-        domains=data.domains,
-        max_bytes=data.max_bytes,
-        holdout=data.holdout,
-        seq_len=data.seq_len,
-        vocab_size=data.vocab_size,
-        tokenizer=data.tokenizer,
-        text_field=data.text_field,
-        image_size=data.image_size,
-        cache_dir=data.cache_dir,
-        own_process=True,
     )

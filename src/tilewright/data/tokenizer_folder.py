@@ -1,0 +1,109 @@
+"""What the files beside a tokenizer.json say: which tokens begin and end a document, and which file is missing.
+
+A folder of Hugging Face's layout names its special tokens in up to four files. They are read in the order of `_FILES`,
+the one in which transformers' own tokenizers are the most specific; the first that names a token decides.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.errors import ConfigError, DataError
+
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+
+_NAMES = {
+    "bos_token": ("bos_token", "cls_token"),
+    "eos_token": ("eos_token", "sep_token"),
+    "pad_token": ("pad_token",),
+    "mask_token": ("mask_token",),
+}
+"""Role -> the names it has in the tokenizer's own files. BERT's [CLS] and [SEP] begin and end a text."""
+_FILES = (CONFIG, "special_tokens_map.json", "generation_config.json", "config.json")
+_OTHER_FORMATS = ("*.model", "vocab.*", "merges.txt", "tekken.json", "*.tiktoken", CONFIG)
+
+
+def declared_tokens(folder: Path) -> dict[str, str | int]:
+    """Role (`bos_token`, ...) -> the token's text, or its id, as the files of `folder` name it.
+
+    Raises:
+        DataError: one of the files is not a JSON object.
+    """
+    found: dict[str, str | int] = {}
+    for file in _FILES:
+        values = _read(folder / file)
+        for role, names in _NAMES.items():
+            named = [token for name in names if (token := _text(values.get(name))) is not None]
+            named += [token for name in names if (token := _id(values.get(f"{name}_id"))) is not None]
+            if named:
+                found.setdefault(role, named[0])
+    return found
+
+
+def tokenizer_files(path: Path) -> list[Path]:
+    """The files that decide what `load_tokenizer(path)` gives, those that are there; the tokenizer.json first."""
+    file = path / TOKENIZER if path.is_dir() else path
+    return [found for found in (file, *(file.with_name(name) for name in _FILES)) if found.is_file()]
+
+
+def folder_tokenizer(folder: str) -> str:
+    """The tokenizer of a model's folder, whose ids its weights know.
+
+    Returns:
+        The folder, where it holds a tokenizer.json.
+
+    Raises:
+        ConfigError: it holds none.
+    """
+    path = Path(folder).expanduser()
+    if (path / TOKENIZER).is_file():
+        return str(path)
+    others = sorted({file.name for pattern in _OTHER_FORMATS for file in path.glob(pattern)})
+    ways = 'data.tokenizer = the path of the tokenizer that the weights were trained with, or model.weights = "random"'
+    if others:
+        load = f"AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
+        ways = f'python -c "from transformers import AutoTokenizer; {load}"\nor {ways}'
+    raise ConfigError(
+        "The folder of the loaded weights has no tokenizer that can be used",
+        got=f"{path} with {', '.join(others)}" if others else f"{path} without a tokenizer",
+        need="the tokenizer.json that the weights were trained with: ids of another tokenizer mean other words",
+        try_=ways,
+        where="model.path",
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _not_an_object(file, str(error)) from error
+    if not isinstance(values, dict):
+        raise _not_an_object(file, type(values).__name__)
+    return values
+
+
+def _not_an_object(file: Path, got: str) -> DataError:
+    return DataError(
+        "The file that names special tokens cannot be read",
+        where=str(file),
+        got=got.splitlines()[0][:200],
+        need="a JSON object",
+        try_="copy the file again, or delete it",
+    )
+
+
+def _text(value: Any) -> str | None:
+    """A token named by its text, alone or in an object of `content` and flags."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _id(value: Any) -> int | None:
+    """A token named by its id, or by the first of several."""
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
