@@ -4,17 +4,13 @@ Operands are equal bit for bit. Sums may differ in their order where a matrix li
 would show: one code more or less moves a result a thousand times further than the bounds here.
 """
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 from torch import nn
 
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
-from tilewright.precision.own_weights import give_over, owned
+from tilewright.precision.own_weights import give_over
 from tilewright.precision.tile_linear import TileLinear
 from tilewright.precision.tile_weight import TileWeight
 

@@ -166,6 +166,19 @@ def test_one_quantisation_is_shared_by_layers_that_read_one_input(counting):
     assert [seen[0] for seen in kernels.seen].count("both") == 4  # one output gradient each
 
 
+def test_compiled_code_quantises_one_input_once_too():
+    torch.compiler.reset()
+    model = converted()
+    compiled = torch.compile(model, fullgraph=True)
+    counts = []
+    for run in (compiled, compiled, model):
+        x = torch.randn(100, 256)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run(x).sum().backward()
+        counts.append(sum(e.count for e in profile.key_averages() if e.key == "tilewright::cpu_encode_both"))
+    assert counts[1:] == [2 + 4] * 2  # two inputs and four output gradients
+
+
 def test_a_changed_or_dead_input_is_not_shared():
     share, made = InputShare(), []
 

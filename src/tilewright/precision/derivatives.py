@@ -11,8 +11,11 @@ from tilewright.core.errors import ConfigError
 
 
 def in_func_transform() -> bool:
-    """Whether a `torch.func` transform (grad, vmap, ...) is at work: tensors may then have no memory to read."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a `torch.func` transform (grad, vmap, ...) is at work: tensors may then have no memory to read.
+
+    Never so for torch.compile, which reads no memory either and would take the question itself for such a transform.
+    """
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def first_order_only(*grads: Tensor | None, of: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,19 @@ from tilewright.models.source import called, called_by_functions
 from tilewright.precision.sites import Handling, Site
 
 PRODUCTS = frozenset(
-    {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "grouped_mm", "_grouped_mm", "bilinear", "tensordot"}
+    {
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "grouped_mm",
+        "_grouped_mm",
+        "bilinear",
+        "tensordot",
+    }
 )
 """A module whose code calls one of these may multiply by its weights."""
 _CHOSEN = (
