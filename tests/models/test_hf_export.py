@@ -205,7 +205,9 @@ def test_a_foreign_config_comes_back_as_it_was(name, dtype, tmp_path):
     model.save_hf(tmp_path, dtype=dtype)
     after = json.loads(AutoConfig.from_pretrained(tmp_path).to_json_string(use_diff=False))
     changed = {key for key in before | after if before.get(key) != after.get(key)}
-    assert changed <= {"dtype", "architectures", "quantization_config", "_name_or_path", "transformers_version"}, changed
+    assert changed <= {"dtype", "architectures", "quantization_config", "_name_or_path", "transformers_version"}, (
+        changed
+    )
     net, info = reload(model, tmp_path)
     assert not any(info.values()), info
     if dtype is None:
