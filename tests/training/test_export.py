@@ -54,7 +54,7 @@ def test_the_event_says_how_much_is_fp8(data, tmp_path):
     stored = load_file(run / "hf" / "model.safetensors")
     in_fp8 = sum(t.nbytes for k, t in stored.items() if t.itemsize == 1 or k.endswith("_scale_inv"))
     share = in_fp8 / (run / "hf" / "model.safetensors").stat().st_size
-    (text,) = [row["text"] for row in rows(run / "events.jsonl") if row["kind"] == "export"]
+    (text,) = [row["message"] for row in rows(run / "events.jsonl") if row["kind"] == "export"]
     assert f"in FP8 ({share:.1%})" in text
     assert 0.3 < share < 1
 
