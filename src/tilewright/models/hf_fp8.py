@@ -8,9 +8,12 @@ Legend: E experts  N output features  K input features.
 """
 
 import copy
+import dis
+import functools
+import inspect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +43,10 @@ class Fp8Plan:
 def plan_fp8(net: Any) -> Fp8Plan:
     """Decide what of a transformers model is stored in FP8: the matrices of linear layers and of stacked experts.
 
-    Left out are what has no layer number in its name (embeddings, heads), routers, layers with one output, matrices
-    whose 128x128 blocks are not all of one size (transformers without a GPU misreads them), and what transformers
-    merges with other weights or keeps in three dimensions in the folder. Only names, shapes and classes are read.
+    Left out are what has no layer number in its name (embeddings, heads), routers, layers with one output, weights that
+    are read otherwise than by calling their layer, matrices whose 128x128 blocks are not all of one size (transformers
+    without a GPU misreads them), and what transformers merges with other weights or keeps in three dimensions in the
+    folder. Only names, shapes and classes are read.
 
     Args:
         net: a `PreTrainedModel`, converted by `tilewright.convert` or not.
@@ -130,7 +134,7 @@ def _is_experts(name: str) -> bool:
 def _scale_counts(net: Any, skeleton: nn.Module) -> dict[str, dict[str, int]]:
     """The modules that may be FP8; for each of their weights, how many scales transformers' FP8 module has for it."""
     own, modules = dict(net.named_modules()), dict(skeleton.named_modules())
-    high = {net.get_output_embeddings(), *find_routers(net)}
+    high = {net.get_output_embeddings(), *find_routers(net), *_read_elsewhere(net)}
     counts: dict[str, dict[str, int]] = {}
     for name in _convertible(skeleton):
         module = modules[name]
@@ -151,6 +155,34 @@ def _within(name: str, modules: Iterable[str]) -> bool:
 def _num_scales(shape: tuple[int, ...]) -> int:
     rows, cols = BLOCK_TILE.grid((shape[0], shape[1]))
     return rows * cols
+
+
+def _read_elsewhere(net: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose weight the code of their parent reads: Mamba multiplies by `dt_proj.weight` itself.
+
+    Nothing would decode such a weight where transformers keeps it in FP8.
+    """
+    names = functools.cache(_weights_read_by)
+    for parent in net.modules():
+        children = dict(parent.named_children())
+        yield from (children[name] for name in names(type(parent)) & children.keys())
+
+
+def _weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
+    """Each X of an expression self.X.weight in the methods of a class; self.X.weight.dtype and the like apart."""
+    found = set()
+    methods = (inspect.unwrap(value) for owner in kind.__mro__ for value in vars(owner).values() if callable(value))
+    for method in methods:
+        if not inspect.isfunction(method) or method.__name__ == "__init__":
+            continue
+        steps = [(step.opname, step.argval) for step in dis.get_instructions(method)]
+        for (load, owner), (_, name), (get, weight), (_, after) in zip(
+            steps, steps[1:], steps[2:], [*steps[3:], ("", None)], strict=False
+        ):
+            read = load.startswith("LOAD_FAST") and owner == "self" and get == "LOAD_ATTR" and weight == "weight"
+            if read and after not in ("dtype", "device", "shape", "ndim", "size", "numel"):
+                found.add(name)
+    return frozenset(found)
 
 
 def _experts_scales(name: str, experts: nn.Module, config: Any) -> dict[str, int]:
@@ -178,6 +210,13 @@ class _Traced(Tensor):
     sources: frozenset[str] = frozenset()
 
     @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "_Traced":
+        """A parameter of this name, in the shape of `tensor`."""
+        traced = cls(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        traced.sources = frozenset((name,))
+        return traced
+
+    @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         out = super().__torch_function__(func, types, args, kwargs or {})
         used = [leaf.sources for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Traced)]
@@ -193,8 +232,7 @@ def _stored_pieces(net: Any) -> Mapping[str, dict[str, _Traced]]:
 
     state = {}
     for name, tensor in net.state_dict().items():
-        state[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(_Traced)
-        state[name].sources = frozenset((name,))
+        state[name] = _Traced.of(name, tensor)
     pieces: dict[str, dict[str, _Traced]] = defaultdict(dict)
     for name, piece in revert_weight_conversion(net, state).items():
         for source in piece.sources:
