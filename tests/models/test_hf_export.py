@@ -48,8 +48,8 @@ NO_FP8 = {
     "gpt2": ("causal_lm", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "dinov2": ("image_classification", _IMAGE | {"hidden_size": 256}),
 }
-_UNLIKE = {"mamba": "dt_proj"}
-"""Linear layers that are used otherwise than by calling them."""
+_UNLIKE = {"mamba": ("dt_proj", "x_proj", "out_proj")}
+"""Linear layers whose weights are read otherwise than by calling them."""
 
 
 def make(name, **changes):

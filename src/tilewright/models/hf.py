@@ -224,11 +224,12 @@ class HFModel(nn.Module):
     ) -> None:
         """Write a Hugging Face folder; see `contract.Model.save_hf`.
 
-        config.json is the model's own but for the dtype, and for `extra`. For FP8 the weights are written in FP32 first,
-        then file by file in FP8, so the disk must hold them in FP32.
+        config.json is the model's own but for the dtype, and for `extra`. For FP8 the weights are written in FP32
+        first, then file by file in FP8, so the disk must hold them in FP32.
 
         Raises:
-            CheckpointError: nothing of the model can be stored in FP8, it has adapters, or the folder cannot be written.
+            CheckpointError: the model has adapters, nothing of it can be stored in FP8, or the folder cannot be
+                written.
         """
         dtype = dtype or self.net.dtype
         plan = plan_fp8(self.net) if dtype == CODE_DTYPE else None

@@ -8,9 +8,12 @@ Legend: E experts  N output features  K input features.
 """
 
 import copy
+import dis
+import functools
+import inspect
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +43,10 @@ class Fp8Plan:
 def plan_fp8(net: Any) -> Fp8Plan:
     """Decide what of a transformers model is stored in FP8: the matrices of linear layers and of stacked experts.
 
-    Left out are what has no layer number in its name (embeddings, heads), routers, layers with one output, matrices
-    whose 128x128 blocks are not all of one size (transformers without a GPU misreads them), and what transformers
-    merges with other weights or keeps in three dimensions in the folder. Only names, shapes and classes are read.
+    Left out are what has no layer number in its name (embeddings, heads), routers, layers with one output, weights that
+    are read otherwise than by calling their layer, matrices whose 128x128 blocks are not all of one size (transformers
+    without a GPU misreads them), and what transformers merges with other weights or keeps in three dimensions in the
+    folder. Only names, shapes and classes are read.
 
     Args:
         net: a `PreTrainedModel`, converted by `tilewright.convert` or not.
@@ -55,11 +59,12 @@ def plan_fp8(net: Any) -> Fp8Plan:
 
     skeleton = _skeleton(net)
     _refuse_unreadable(net, skeleton)
-    convertible, scales, pieces = _convertible(skeleton), _scale_counts(net, skeleton), _pieces(net)
-    coded = {module for module, params in scales.items() if all(_fits(pieces, p, n) for p, n in params.items())}
+    convertible, scales, stored = _convertible(skeleton), _scale_counts(net, skeleton), _stored_pieces(net)
+    coded = {module for module, params in scales.items() if all(_fits(stored[p], n) for p, n in params.items())}
     renamings = get_model_conversion_mapping(net)
     while True:
-        high = sorted({name for module in convertible - coded for name in _skip_names(module, pieces, renamings)})
+        left = convertible - coded
+        high = sorted({name for module in left for name in _skip_names(module, stored[f"{module}.weight"], renamings)})
         loaded = [*(_as_loaded(name, renamings) for name in high), *(net._keep_in_fp32_modules or ())]
         # transformers also skips modules whose name ends like one of the list.
         shadowed = {module for module in coded if not should_convert_module(module, loaded)}
@@ -68,8 +73,7 @@ def plan_fp8(net: Any) -> Fp8Plan:
         coded -= shadowed
     if not coded:
         raise _nothing_error(net, skeleton)
-    params = {param for module in coded for param in scales[module]}
-    return Fp8Plan(frozenset(name for name, piece in pieces.items() if piece.sources & params), tuple(high))
+    return Fp8Plan(frozenset(name for m in coded for param in scales[m] for name in stored[param]), tuple(high))
 
 
 def _refuse_unreadable(net: Any, skeleton: nn.Module) -> None:
@@ -99,9 +103,10 @@ def _nothing_error(net: nn.Module, skeleton: nn.Module) -> CheckpointError:
     layers = (module for name, module in skeleton.named_modules() if _LAYER.search(name))
     matrices = [m for m in layers if any(param.ndim > 1 for param in m.parameters(recurse=False))]
     kinds = Counter(type(module).__name__ for module in matrices)
+    found = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     return CheckpointError(
         "Model without a weight that can be stored in FP8",
-        got=f"{type(net).__name__}, in its layers: {', '.join(f'{n} {kind}' for kind, n in kinds.items()) or 'nothing'}",
+        got=f"{type(net).__name__}, in its layers: {found or 'nothing'}",
         need="Linear layers with at most 128 rows and columns or multiples of 128, or stacked experts of that kind",
         try_='save.export_format = "bf16"',
         where="save.export_format",
@@ -129,7 +134,7 @@ def _is_experts(name: str) -> bool:
 def _scale_counts(net: Any, skeleton: nn.Module) -> dict[str, dict[str, int]]:
     """The modules that may be FP8; for each of their weights, how many scales transformers' FP8 module has for it."""
     own, modules = dict(net.named_modules()), dict(skeleton.named_modules())
-    high = {net.get_output_embeddings(), *find_routers(net)}
+    high = {net.get_output_embeddings(), *find_routers(net), *_read_elsewhere(net)}
     counts: dict[str, dict[str, int]] = {}
     for name in _convertible(skeleton):
         module = modules[name]
@@ -150,6 +155,34 @@ def _within(name: str, modules: Iterable[str]) -> bool:
 def _num_scales(shape: tuple[int, ...]) -> int:
     rows, cols = BLOCK_TILE.grid((shape[0], shape[1]))
     return rows * cols
+
+
+def _read_elsewhere(net: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose weight the code of their parent reads: Mamba multiplies by `dt_proj.weight` itself.
+
+    Nothing would decode such a weight where transformers keeps it in FP8.
+    """
+    names = functools.cache(_weights_read_by)
+    for parent in net.modules():
+        children = dict(parent.named_children())
+        yield from (children[name] for name in names(type(parent)) & children.keys())
+
+
+def _weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
+    """Each X of an expression self.X.weight in the methods of a class; self.X.weight.dtype and the like apart."""
+    found = set()
+    methods = (inspect.unwrap(value) for owner in kind.__mro__ for value in vars(owner).values() if callable(value))
+    for method in methods:
+        if not inspect.isfunction(method) or method.__name__ == "__init__":
+            continue
+        steps = [(step.opname, step.argval) for step in dis.get_instructions(method)]
+        for (load, owner), (_, name), (get, weight), (_, after) in zip(
+            steps, steps[1:], steps[2:], [*steps[3:], ("", None)], strict=False
+        ):
+            read = load.startswith("LOAD_FAST") and owner == "self" and get == "LOAD_ATTR" and weight == "weight"
+            if read and after not in ("dtype", "device", "shape", "ndim", "size", "numel"):
+                found.add(name)
+    return frozenset(found)
 
 
 def _experts_scales(name: str, experts: nn.Module, config: Any) -> dict[str, int]:
@@ -177,6 +210,13 @@ class _Traced(Tensor):
     sources: frozenset[str] = frozenset()
 
     @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "_Traced":
+        """A parameter of this name, in the shape of `tensor`."""
+        traced = cls(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        traced.sources = frozenset((name,))
+        return traced
+
+    @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         out = super().__torch_function__(func, types, args, kwargs or {})
         used = [leaf.sources for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Traced)]
@@ -186,34 +226,37 @@ class _Traced(Tensor):
         return out
 
 
-def _pieces(net: Any) -> dict[str, _Traced]:
-    """The tensors of the folder under the names that transformers gives them, with the parameters they hold."""
+def _stored_pieces(net: Any) -> Mapping[str, dict[str, _Traced]]:
+    """For each parameter what the folder holds of it, under the names that transformers gives."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {}
     for name, tensor in net.state_dict().items():
-        state[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(_Traced)
-        state[name].sources = frozenset((name,))
-    return revert_weight_conversion(net, state)
+        state[name] = _Traced.of(name, tensor)
+    pieces: dict[str, dict[str, _Traced]] = defaultdict(dict)
+    for name, piece in revert_weight_conversion(net, state).items():
+        for source in piece.sources:
+            pieces[source][name] = piece
+    return pieces
 
 
-def _fits(pieces: Mapping[str, _Traced], param: str, num_scales: int) -> bool:
-    """Whether the folder holds a parameter in whole matrices of its own, with as many scales as it needs."""
-    own = {name: tuple(piece.shape) for name, piece in pieces.items() if param in piece.sources}
+def _fits(pieces: Mapping[str, _Traced], num_scales: int) -> bool:
+    """Whether a parameter is in the folder in whole matrices of its own, with as many scales as it needs."""
+    shapes = [tuple(piece.shape) for piece in pieces.values()]
     return (
-        bool(own)
-        and all(pieces[name].sources == {param} and name.endswith(".weight") for name in own)
-        and all(len(shape) == 2 and has_even_blocks((shape[0], shape[1])) for shape in own.values())
-        and sum(map(_num_scales, own.values())) == num_scales
+        bool(pieces)
+        and all(len(piece.sources) == 1 and name.endswith(".weight") for name, piece in pieces.items())
+        and all(len(shape) == 2 and has_even_blocks((shape[0], shape[1])) for shape in shapes)
+        and sum(map(_num_scales, shapes)) == num_scales
     )
 
 
-def _skip_names(module: str, pieces: Mapping[str, _Traced], renamings: Iterable[Any]) -> set[str]:
+def _skip_names(module: str, stored: Iterable[str], renamings: Iterable[Any]) -> set[str]:
     """What to call a module in `modules_to_not_convert`, whose names transformers converts like those of weights."""
     if _as_loaded(module, renamings) == module:
         return {module}
-    stored = {name.rpartition(".")[0] for name, piece in pieces.items() if f"{module}.weight" in piece.sources}
-    return {name for name in stored if _as_loaded(name, renamings) == module} or {module}
+    owners = {name.rpartition(".")[0] for name in stored}
+    return {name for name in owners if _as_loaded(name, renamings) == module} or {module}
 
 
 def _as_loaded(name: str, renamings: Iterable[Any]) -> str:

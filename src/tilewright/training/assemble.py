@@ -52,6 +52,7 @@ from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.adapters import build_adapted
 from tilewright.training.control import StepControl
 from tilewright.training.counters import Counters
+from tilewright.training.export import check_export
 from tilewright.training.layer_major_step import LayerMajorExecutor
 from tilewright.training.no_memory import explained
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
@@ -375,6 +376,7 @@ def _model(setup: Setup, fresh: bool, placement: Placement | None) -> tuple[Mode
     recipe = setup.recipe
     device = "meta" if comes_in_slices(recipe) else setup.device
     model = build_adapted(recipe, setup.prepared.vocab_size, setup.kernels, device, fresh=fresh and device != "meta")
+    check_export(recipe, model)
     each = placement or placed(recipe, len(model.layers) or 1)
     if recipe.memory.executor == "standard":
         checkpoint_layers(model, each)

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.formats.store import CODE_DTYPE
 from tilewright.memory.probe import give_back_free_pages
 from tilewright.memory.table import is_out_of_memory
 from tilewright.precision import audit_table
-from tilewright.precision.adapter_io import save_adapter
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.checkpoint import CheckpointStore, SaveRecord
 from tilewright.training.evaluate import DomainLoss, evaluate
+from tilewright.training.export import export
 from tilewright.training.layer_major_step import LostStep, left_out
 from tilewright.training.no_memory import no_memory
 from tilewright.training.record import Recorder
@@ -34,9 +32,6 @@ from tilewright.training.sample import write_sample
 from tilewright.training.state import TrainState
 from tilewright.training.step import StepResult
 from tilewright.training.whole import HalfUpdated
-
-EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
-"""`save.export_format` -> what the weights are cast to."""
 
 
 @dataclass(frozen=True)
@@ -330,20 +325,6 @@ class Run:
         self.recorder.event(self.step, "done", text, stall_s=self._stall_s, stall_share=share)
 
     def _export(self) -> None:
-        """A Hugging Face folder with the model and its tokenizer; of adapters themselves alone, as peft has them."""
-        target, tokenizer = self.folder.path / "hf", self.setup.tokenizer
-        if self.setup.recipe.lora.rank:
-            save_adapter(self.parts.model, target, base_model=self.setup.recipe.model.path)
-            self.recorder.event(self.step, "export", f"adapter in {target}")
-            return
-        extra = {}
-        if tokenizer is not None:
-            extra = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-            extra["max_position_embeddings"] = self.setup.recipe.data.seq_len
-        dtype = EXPORT_DTYPES[self.setup.recipe.save.export_format]
-        with self.state.live() as visit:
-            live = None if visit is None else lambda name, tensor: visit.tensor(f"model.{name}", tensor)
-            self.parts.model.save_hf(target, dtype=dtype, extra=extra, live=live)
-        if tokenizer is not None:
-            tokenizer.save(target)
-        self.recorder.event(self.step, "export", f"Hugging Face folder in {target}")
+        recipe, target = self.setup.recipe, self.folder.path / "hf"
+        text = export(recipe, self.parts.model, self.state, self.setup.tokenizer, target)
+        self.recorder.event(self.step, "export", text)
