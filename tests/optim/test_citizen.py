@@ -30,6 +30,12 @@ def grads_of(param, count=3):
     return [normal(*param.shape, seed=10 + step) for step in range(count)]
 
 
+def uncompiled(options):
+    """BF16 moments without the compiler, which takes its time; tests/ops compare the two."""
+    choice = {"adam": "ref"} if options.get("moments") == "bf16" else {}
+    return options | {"kernels": Kernels(detect_machine("cpu"), choice)}
+
+
 def train(optimizer, param, grads):
     for grad in grads:
         param.grad = grad.to(param.dtype)
@@ -62,9 +68,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_memory_layout_equals_contiguous(layout, dtype, options):
     """Gradients are contiguous, as a loop that fills them gives them; states are loaded from contiguous ones too."""
-    options = options | {
-        "kernels": Kernels(detect_machine("cpu"), {} if options.get("moments") != "bf16" else {"adam": "ref"})
-    }
+    options = uncompiled(options)
     plain = nn.Parameter(normal(4, 6, 3, 5).to(dtype))
     other = nn.Parameter(LAYOUTS[layout](plain.detach().clone()))
     assert torch.equal(plain, other)
@@ -89,6 +93,7 @@ def test_any_memory_layout_equals_adamw(layout):
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (1, 1, 1)])
 def test_scalars_and_tensors_without_elements(shape, dtype, options):
     """Beside a parameter that has some, which must move as if it were alone."""
+    options = uncompiled(options)
     alone, beside, small = (nn.Parameter(normal(*size).to(dtype)) for size in ((40,), (40,), shape))
     grads = grads_of(alone)
     optimizer = DeepSeekAdam([beside, small], **HYPER, **options)
@@ -296,6 +301,17 @@ def test_a_use_equals_adamw(use):
             assert a == b
 
 
+def test_states_of_a_parameter_that_was_taken_out_are_named():
+    optimizer, first, _ = two_of(DeepSeekAdam)
+    train(optimizer, first, grads_of(first))
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2))
+    with pytest.raises(ConfigError) as caught:
+        optimizer.state_dict()
+    assert_in_words(caught.value, "(5, 4)", "state.pop(param)")
+    optimizer.state.pop(first)
+    assert not optimizer.state_dict()["state"]
+
+
 def test_a_parameter_of_another_optimizer_is_refused():
     stranger = nn.Parameter(torch.ones(3))
     stranger.grad = torch.ones(3)
@@ -359,7 +375,7 @@ COPIES = {
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_of_model_and_optimizer_trains_on_by_itself(way, dtype, options):
     """The copied optimizer updates the copied parameters, with the same bits; the original is not touched."""
-    model = net(dtype)
+    model, options = net(dtype), uncompiled(options)
     optimizer = DeepSeekAdam([{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}],
                              **HYPER, **options, seed=3)  # fmt: skip
     run_net(model, optimizer, 2)

@@ -21,7 +21,7 @@ from tests.optim.test_citizen import HYPER, assert_in_words, normal
 from tilewright.core.errors import ConfigError
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.precision.loss_scale import found_inf
+from tilewright.optim.gradients import found_inf
 
 pytestmark = [
     pytest.mark.dist,

@@ -8,7 +8,8 @@ from torch import nn
 
 from tilewright.core.config import PrecisionSection
 from tilewright.core.errors import NumericsError
-from tilewright.precision.loss_scale import DynamicScaler, found_inf, initial_scale
+from tilewright.optim.gradients import found_inf
+from tilewright.precision.loss_scale import DynamicScaler, initial_scale
 
 
 def torch_decisions(overflows: list[bool], init: float, window: int) -> list[tuple[float, bool]]:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from tilewright.precision.loss_scale import DynamicScaler, found_inf
+from tilewright.optim.gradients import found_inf
+from tilewright.precision.loss_scale import DynamicScaler
 
 
 def _rank(rank: int, world: int, folder: str) -> None:

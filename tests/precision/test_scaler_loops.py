@@ -341,6 +341,22 @@ def test_sparse_gradients():
     assert not scaler.step(optimizer)
 
 
+def test_fp16_gradients_are_refused():
+    """As torch refuses them: a gradient that the scale has saved would be lost again."""
+    layer = nn.Linear(3, 2).half()
+    scaler, optimizer = DynamicScaler(2.0**10), torch.optim.SGD(layer.parameters(), lr=0.1)
+    scaler.scale(layer(torch.ones(1, 3, dtype=torch.float16)).sum()).backward()
+    with pytest.raises(ConfigError) as caught:
+        scaler.step(optimizer)
+    assert_in_words(caught.value, "FP16 gradients", "grad_dtype")
+    optimizer.zero_grad()
+    for param in layer.parameters():
+        param.grad_dtype = torch.float32
+    scaler.scale(layer(torch.full((1, 3), 2.0**-10, dtype=torch.float16)).sum() * 2.0**-20).backward()
+    scaler.unscale_(optimizer)
+    assert layer.weight.grad.tolist() == [[2.0**-30] * 3] * 2
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_a_copy_begins_between_two_steps(duplicate):
     scaler, made, _ = one()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError
+from tilewright.optim.gradients import found_inf
 from tilewright.precision.convert import convert
-from tilewright.precision.loss_scale import DynamicScaler, found_inf
+from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy
 from tilewright.precision.table import ConversionReport
 from tilewright.precision.untouched import Notes
@@ -24,8 +25,8 @@ class AcceleratorScaler:
     """A `DynamicScaler` with the methods that accelerate calls on a GradScaler.
 
     Gradients are divided by the scale when they arrive, by a hook on each parameter, so that clipping and gradient
-    accumulation see true gradients. What a skipped step left in the model's buffers is taken back. The hooks stay for the
-    life of the model.
+    accumulation see true gradients. What a skipped step left in the model's buffers is taken back. The hooks stay for
+    the life of the model.
 
     Args:
         scaler: decides on the scale.

@@ -149,6 +149,22 @@ class DeepSeekAdam(torch.optim.Optimizer):
         for param in self._all_params() if params is None else params:
             self._init_state(param)
 
+    def state_dict(self) -> dict[str, Any]:
+        """See torch.
+
+        Raises:
+            ConfigError: a parameter has states and is in no group any more.
+        """
+        stale = {param for param in self.state if isinstance(param, Tensor)} - set(self._all_params())
+        if stale:
+            raise ConfigError(
+                "States of parameters that are no longer in the optimizer",
+                got=f"{len(stale)} parameters, the first of shape {tuple(next(iter(stale)).shape)}",
+                need="states of the parameters in the groups",
+                try_="optimizer.state.pop(param) for each parameter that was taken out or replaced",
+            )
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch, which casts states to their parameter's dtype; here they have to be of this optimizer's formats.
 

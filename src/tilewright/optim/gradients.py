@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -59,3 +60,34 @@ def all_finite(values: list[Tensor]) -> Tensor:
         return finite
     mesh = values[0].device_mesh
     return DTensor.from_local(finite.float(), mesh, [Partial("min")] * mesh.ndim).full_tensor() > 0
+
+
+def found_inf(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+    """Whether a gradient holds an infinity or NaN: a 0-dim boolean tensor, without waiting for the device.
+
+    Args:
+        params: parameters; those without a gradient are left out.
+        group: ranks that must agree, as those that hold shards of the same tensors must: True on all where it is on
+            one. Ranks of a DTensor's mesh agree by themselves.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2)); weight.grad = torch.tensor([1.0, float("inf")])
+        >>> found_inf([weight])
+        tensor(True)
+    """
+    params = list(params)
+    return any_not_finite(gradient_values(params), params[0].device if params else torch.device("cpu"), group)
+
+
+def any_not_finite(lists: list[list[Tensor]], device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The same of values that `gradient_values` gave; on this device where there are none."""
+    finite = [all_finite(values) for values in lists]
+    if finite:
+        bad = ~torch.stack([flag.to(finite[0].device) for flag in finite]).all()
+    else:
+        bad = torch.zeros((), dtype=torch.bool, device=device)
+    if group is not None:
+        count = bad.to(torch.float32)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+        bad = count > 0
+    return bad

@@ -10,18 +10,16 @@ it.
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilewright.core.errors import ConfigError, NumericsError
-from tilewright.optim.gradients import all_finite, gradient_values, total_norm
+from tilewright.core.errors import NumericsError
+from tilewright.precision.loss_turns import Turns, misused
 from tilewright.precision.untouched import Notes
 
 
@@ -101,28 +99,7 @@ class DynamicScaler:
         self.steps = 0
         """Steps seen."""
         self._clean = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        self._scaled = False
-        """A loss was scaled since the last update."""
-        self._turns: dict[torch.optim.Optimizer, _Turn] = {}
-        """Of optimizers since the last update."""
-        self._seen: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
-        """Optimizers that ever had a turn."""
-        self._true: dict[Tensor, _Version] = {}
-        """Gradients that were divided by the scale since the last update, by parameter."""
-        self._spent: dict[Tensor, ref[Tensor]] = {}
-        """Gradients that were divided before that; what a backward pass adds to them has the scale."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which begins between two steps."""
-        passing = ("_scaled", "_turns", "_seen", "_true", "_spent")
-        return {name: value for name, value in vars(self).items() if name not in passing}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
+        self._turns = Turns()
 
     @classmethod
     def from_section(cls, section: ScaleFields, *, fp16: bool, num_params: int) -> "DynamicScaler | None":
@@ -150,10 +127,7 @@ class DynamicScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in FP32 or wider."""
-        self._scaled = True
-        for turn in self._turns.values():
-            turn.settle()
-        self._forget_spent()
+        self._turns.scale()
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale_value
 
     def update(self, found_inf: Tensor | bool | None = None) -> float:
@@ -170,18 +144,16 @@ class DynamicScaler:
             ConfigError: nothing was found since the last update, and nothing is given.
             NumericsError: an overflow at the smallest scale allowed.
         """
-        if found_inf is None and not self._turns:
-            raise _misused(
+        seen = self._turns.overflow()
+        if found_inf is None and seen is None:
+            raise misused(
                 "update", "no optimizer was unscaled or stepped since the last update", "step(optimizer), then update()"
             )
-        overflow = bool(found_inf) or any(bool(turn.found_inf) for turn in self._turns.values())
         before = self.scale_value
         try:
-            self._move(overflow)
+            self._move(bool(found_inf) or bool(seen))
         finally:
-            self._rescale(self.scale_value / before)
-            self._spent |= {param: ref(version.grad) for param, version in self._true.items()}
-            self._true, self._turns, self._scaled = {}, {}, False
+            self._turns.end(self.scale_value / before)
         return self.scale_value
 
     def _move(self, overflow: bool) -> None:
@@ -195,28 +167,6 @@ class DynamicScaler:
         if self._clean == self.window:
             self._clean = 0
             self.scale_value = min(self.scale_value * self.growth, self.max)
-
-    def _rescale(self, factor: float) -> None:
-        """Give gradients that wait for a later turn the new scale, which the losses will have that add to them."""
-        if factor == 1.0:
-            return
-        params = dict.fromkeys(param for optimizer in self._seen for param in _params_of(optimizer))
-        waiting = [param for param in params if not (self._is_spent(param) or self._was_divided(param))]
-        for values in gradient_values(waiting):
-            torch._foreach_mul_(values, factor)
-
-    def _is_spent(self, param: Tensor) -> bool:
-        return param in self._spent and self._spent[param]() is param.grad
-
-    def _was_divided(self, param: Tensor) -> bool:
-        return param in self._true and self._true[param].grad is param.grad
-
-    def _forget_spent(self) -> None:
-        """Of former gradients, those that are None, replaced or zero now."""
-        left = [param for param in self._spent if param.grad is not None and self._is_spent(param)]
-        if total_norm(gradient_values(left)) == 0:  # what most have, so that the device is waited for once at most
-            left = []
-        self._spent = {param: self._spent[param] for param in left if total_norm(gradient_values([param])) != 0}
 
     def _shrink(self) -> None:
         smaller = self.scale_value * self.backoff
@@ -246,45 +196,10 @@ class DynamicScaler:
             True where a gradient was not finite, a 0-dim tensor; no device is waited for.
 
         Raises:
-            ConfigError: called out of order, a shared gradient has changed since, or gradients of the last step are
-                still there.
+            ConfigError: called out of order, a shared gradient has changed since, gradients of the last step are still
+                there, or some are FP16.
         """
-        if not isinstance(getattr(optimizer, "param_groups", None), list):
-            raise _misused("unscale_", f"it was called with a {type(optimizer).__name__}", "an optimizer")
-        if not self._scaled:
-            raise _misused("step", "no loss was scaled since the last update", "scale(loss).backward()")
-        if optimizer in self._turns:
-            done = "stepped" if self._turns[optimizer].stepped else "unscaled"
-            raise _misused("unscale_", f"the optimizer was {done} already", "unscale_, step, then update()")
-        params = _params_of(optimizer)
-        spent = [param for param in params if param.grad is not None and self._is_spent(param)]
-        if spent:
-            raise _misused(
-                "unscale_",
-                f"{len(spent)} gradients still hold what they held before the last update, divided by the scale",
-                "optimizer.zero_grad() before the next loss is scaled",
-            )
-        still = [param for param in params if param.grad is not None and not self._is_true(param)]
-        bad = found_inf(params, group)
-        for values in gradient_values(still):
-            torch._foreach_mul_(values, self.inv_scale)
-        self._true.update((param, _Version.of(param)) for param in still)
-        self._turns[optimizer] = _Turn(params, bad)
-        self._seen[optimizer] = None
-        return bad
-
-    def _is_true(self, param: Tensor) -> bool:
-        """Whether a gradient was divided by the scale already, with another optimizer that has the parameter too."""
-        if param not in self._true:
-            return False
-        if self._true[param].is_that_of(param):
-            return True
-        raise _misused(
-            "unscale_",
-            f"a parameter of shape {tuple(param.shape)} is in two optimizers; its gradient has changed since it was\n"
-            "unscaled with the first one",
-            "unscale_ of both optimizers before gradients are clipped or computed, or an update() between them",
-        )
+        return self._turns.unscale(optimizer, self.inv_scale, group)
 
     def step(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None) -> bool:
         """Unscale the gradients where `unscale_` has not, and step unless one is not finite. Then call `update`.
@@ -299,28 +214,12 @@ class DynamicScaler:
         Raises:
             ConfigError: called out of order, or the optimizer needs a closure.
         """
-        turn = self._turns.get(optimizer)
-        if turn is not None and turn.stepped:
-            raise _misused("step", "the optimizer was stepped already", "an update() after the steps of all optimizers")
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise _misused(
+            raise misused(
                 "step", f"{type(optimizer).__name__} computes gradients itself", "an optimizer without closure"
             )
-        if turn is None:
-            self.unscale_(optimizer, group)
-            turn = self._turns[optimizer]
-        elif not turn.is_settled():
-            raise _misused(
-                "step",
-                "gradients have changed since another loss was scaled, after they were unscaled",
-                "unscale_ after the last backward(), or the step before the next loss is scaled",
-            )
-        good = not bool(turn.found_inf)
-        if good:
-            optimizer.step()
-        turn.stepped = True
-        return good
+        return self._turns.step(optimizer, self.inv_scale, group)
 
     @contextmanager
     def attempt(self, *models: nn.Module) -> Iterator[Notes]:
@@ -347,7 +246,7 @@ class DynamicScaler:
         try:
             yield notes
             if self.steps == steps:
-                raise _misused("attempt", "update was not called inside", "forward, backward, step and update() inside")
+                raise misused("attempt", "update was not called inside", "forward, backward, step and update() inside")
         finally:
             if self.skipped > skipped:
                 notes.restore()
@@ -358,81 +257,6 @@ class DynamicScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`, between two steps."""
-        self._begin()
+        self._turns = Turns()
         self.scale_value, self._clean = float(state["scale"]), int(state["clean"])
         self.skipped, self.steps = int(state["skipped"]), int(state["steps"])
-
-
-@dataclass(frozen=True)
-class _Version:
-    """A gradient as it was at some time. Writes that torch does not see (`grad.data`) are not seen here."""
-
-    grad: Tensor | None
-    number: int = -1
-
-    @classmethod
-    def of(cls, param: Tensor) -> "_Version":
-        return cls(param.grad, -1 if param.grad is None else param.grad._version)
-
-    def is_that_of(self, param: Tensor) -> bool:
-        now = _Version.of(param)
-        return self.grad is now.grad and self.number == now.number
-
-
-@dataclass
-class _Turn:
-    """What was done with an optimizer since the last update."""
-
-    params: list[Tensor]
-    found_inf: Tensor
-    stepped: bool = False
-    settled: dict[Tensor, _Version] | None = None
-    """True gradients as they were when the next loss was scaled: whatever its backward pass adds has the scale."""
-
-    def settle(self) -> None:
-        """Another loss was scaled."""
-        if not self.stepped and self.settled is None:
-            self.settled = {param: _Version.of(param) for param in self.params}
-
-    def is_settled(self) -> bool:
-        """Whether no other loss was scaled, or none changed these gradients."""
-        return self.settled is None or all(version.is_that_of(param) for param, version in self.settled.items())
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return list(dict.fromkeys(param for entry in optimizer.param_groups for param in entry["params"]))
-
-
-def _misused(method: str, got: str, need: str) -> ConfigError:
-    return ConfigError(
-        f"DynamicScaler.{method} out of order",
-        got=got,
-        need=need,
-        try_="for each loss: scale(loss).backward(); for each optimizer: step(optimizer); then once: update()",
-    )
-
-
-def found_inf(params: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Whether a gradient holds an infinity or NaN: a 0-dim boolean tensor, without waiting for the device.
-
-    Args:
-        params: parameters; those without a gradient are left out.
-        group: ranks that must agree, as those that hold shards of the same tensors must: True on all where it is on
-            one.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(2)); weight.grad = torch.tensor([1.0, float("inf")])
-        >>> found_inf([weight])
-        tensor(True)
-    """
-    params = list(params)
-    finite = [all_finite(values) for values in gradient_values(params)]
-    if finite:
-        bad = ~torch.stack([flag.to(finite[0].device) for flag in finite]).all()
-    else:
-        bad = torch.zeros((), dtype=torch.bool, device=params[0].device if params else "cpu")
-    if group is not None:
-        count = bad.to(torch.float32)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-        bad = count > 0
-    return bad
