@@ -1,12 +1,8 @@
 """Weights that other classes than nn.Linear own: the products of a TileLinear with the same matrix.
 
-Operands are equal bit for bit. Sums may differ in their order where a matrix lies differently in memory; another operand
-would show: one code more or less moves a result a thousand times further than the bounds here.
+Operands are equal bit for bit. Sums may differ in their order where a matrix has other strides; another operand would
+show: one code more or less moves a result a thousand times further than the bounds here.
 """
-
-import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from torch import nn
 
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
-from tilewright.precision.own_weights import give_over, owned
+from tilewright.precision.own_weights import give_over
 from tilewright.precision.tile_linear import TileLinear
 from tilewright.precision.tile_weight import TileWeight
 

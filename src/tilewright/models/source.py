@@ -22,13 +22,13 @@ def called(kind: type[nn.Module]) -> frozenset[str]:
         >>> "linear" in called(nn.Linear), "topk" in called(nn.Linear)
         (True, False)
     """
-    return _all_names(_methods(kind))
+    return _all_names(methods(kind))
 
 
 def called_by_functions(kind: type[nn.Module]) -> frozenset[str]:
     """Names in the functions that the forward of a class and its methods call, a few calls deep."""
     found: set[FunctionType] = set()
-    callers: Iterable[FunctionType] = _methods(kind)
+    callers: Iterable[FunctionType] = methods(kind)
     for _ in range(_DEPTH):
         functions = {
             function
@@ -59,7 +59,8 @@ def recorded_as(what: str, kind: type[nn.Module]) -> bool:
     return False
 
 
-def _methods(kind: type[nn.Module]) -> set[FunctionType]:
+def methods(kind: type[nn.Module]) -> set[FunctionType]:
+    """The forward of a class and the methods that it calls on itself, decorators taken off."""
     found: set[FunctionType] = set()
     ahead = [getattr(kind, "forward", None)]
     while ahead:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.precision.fp8_linear import Fp8Linear
+from tilewright.precision.own_weights import counters
 from tilewright.precision.tile_linear import TileLinear
 
 
@@ -47,7 +48,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Inside, gradients start empty; afterwards model, gradients and generators are what they were."""
     notes = Notes(model)
     grads = [(param, param.grad) for param in model.parameters()]
-    counts = [(layer.counts, layer.counts.clone()) for layer in model.modules() if hasattr(layer, "counts")]
+    layers = [layer.counts for layer in model.modules() if hasattr(layer, "counts")]
+    counts = [(count, count.clone()) for count in (*layers, *counters(model))]
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     for param, _ in grads:

@@ -28,6 +28,7 @@ from tilewright.core.errors import FitError
 from tilewright.memory.probe import give_back_free_pages
 from tilewright.memory.table import is_out_of_memory
 from tilewright.precision.fp8_linear import Fp8Linear
+from tilewright.precision.own_weights import counters
 from tilewright.precision.tile_linear import TileLinear
 
 Result = TypeVar("Result")
@@ -139,6 +140,7 @@ class _Modules:
         self.buffers: list[Tensor] = []
         self.attributes: list[tuple[dict[str, Any], str]] = []
         self.counted: list[nn.Module] = []
+        self.counters = counters(model)
         for module in model.modules():
             if isinstance(module, TileLinear | Fp8Linear):
                 self.counted.append(module)
@@ -157,7 +159,7 @@ class _Before:
         self._parts = [(part, part.state_dict()) for part in parts]
         self._buffers = [(buffer, buffer.clone()) for buffer in modules.buffers]
         self._attributes = [(held, name, held.get(name)) for held, name in modules.attributes]
-        counts = (vars(module).get("counts") for module in modules.counted)
+        counts = (*(vars(module).get("counts") for module in modules.counted), *modules.counters)
         self._counts = [(count, count.clone()) for count in counts if count is not None]
         self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
