@@ -1,8 +1,8 @@
 """A record of what each product of a model executed: kernel, format, how often, and why where it is a fallback.
 
-Products of `TileLinear` and of weights that were given over (`own_weights`) are counted where they run, by the operators
-themselves (`tile_products`); of a stack, one for each expert. Other layers are not counted: their rows say what the
-conversion set, and that. The counts are in the checkpoint, so a resumed run goes on counting.
+Products of `TileLinear` and of weights that were given over (`own_weights`) are counted where they run, by the
+operators themselves (`tile_products`); of a stack, one for each expert. Other layers are not counted: their rows say
+what the conversion set, and that. The counts are in the checkpoint, so a resumed run goes on counting.
 """
 
 from collections.abc import Iterator
