@@ -258,3 +258,21 @@ def test_inputs_without_gradients_and_frozen_weights(name):
         assert model(input_ids=ids(), labels=ids()).loss.item() == want
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
+
+
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gpt_oss")), "mixtral"]
+)
+def test_compiled_layers_compute_the_same(name):
+    model = build(name)
+    convert(model, "fp8_tile")
+    want, gradients = loss_and_gradients(model)
+    layers = model.transformer.h if name == "gpt2" else model.model.layers
+    torch._dynamo.reset()
+    for layer in layers:
+        layer.compile(backend="aot_eager")
+    loss, found = loss_and_gradients(model)
+    assert abs(loss - want) < 1e-3
+    assert noise(found, gradients) < 0.1
+    given = tile_weights(model)
+    assert all(weight.products.executed()["wgrad"] for weight in given.values())

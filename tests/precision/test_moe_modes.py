@@ -73,3 +73,13 @@ def test_a_mixture_in_fp8(family):
 @pytest.mark.parametrize("family", families())
 def test_every_mixture(family, mode):
     check(family, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families())
+def test_in_fp32_every_mixture_computes_what_transformers_computes(family):
+    model = build(family)
+    with torch.no_grad():
+        want = _floats(run(model))
+        convert(model, "fp32")
+        torch.testing.assert_close(_floats(run(model)), want, rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ Names are those that its compiled functions refer to: of attributes, methods and
 """
 
 import dis
+import functools
 import sys
 from collections.abc import Iterable, Mapping
 from types import CodeType, FunctionType
@@ -75,6 +76,7 @@ def _all_names(functions: Iterable[FunctionType]) -> frozenset[str]:
     return frozenset(name for function in functions for name in _names(function.__code__))
 
 
+@functools.lru_cache(maxsize=4096)
 def _names(code: CodeType) -> frozenset[str]:
     """Names in a function's code, and in the code of the functions that it defines. The operator @ is a matmul."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
