@@ -1,7 +1,7 @@
 """Weights that other classes than nn.Linear own: the products of a TileLinear with the same matrix.
 
-Operands are equal bit for bit. Sums may differ in their order where a matrix lies differently in memory; another operand
-would show: one code more or less moves a result a thousand times further than the bounds here.
+Operands are equal bit for bit. Sums may differ in their order where a matrix has other strides; another operand would
+show: one code more or less moves a result a thousand times further than the bounds here.
 """
 
 import pytest

@@ -67,6 +67,28 @@ def test_layers_too_small_to_gain_are_left_alone_on_a_gpu_with_the_number():
     assert forced.decide("a", "linear", (256, 256)).compute == "fp8_tile"
 
 
+@pytest.mark.parametrize("mode", ["bf16_mixed", "fp8_tile"])
+@pytest.mark.parametrize(
+    "rule", [*(Rule(op="head", compute=name) for name in FP8_FORMATS), Rule(op="head", fprop="fp8_tile")]
+)
+def test_a_head_in_8_bits_gives_bf16(mode, rule):
+    assert Policy(mode, (rule,), device_type="cpu").decide("lm_head", "head").output == "bf16"
+    wide = Policy(mode, (rule, Rule(op="head", fprop="fp32")), device_type="cpu").decide("lm_head", "head")
+    assert wide.output == "fp32"
+
+
+def test_rules_that_give_a_kind():
+    rule = Rule("*.gate", kind="router")
+    assert str(rule) == 'match = "*.gate" kind = "router"'
+    assert Policy("fp8_tile", (rule,), device_type="cpu").decide("a.gate", "linear", (64, 64)).rule is None
+    for wrong in ({"op": "linear"}, {"compute": "bf16"}, {"wgrad": "bf16"}):
+        with pytest.raises(ConfigError):
+            Rule("*.gate", kind="router", **wrong)
+    with pytest.raises(ConfigError, match="not known"):
+        Rule("*.gate", kind="norm")
+    assert Rule("*.gate", kind="linear", compute="fp8_tile").sets_formats
+
+
 def test_rules_for_single_products():
     def gemms(mode, *rules, kind="linear"):
         return Policy(mode, rules, device_type="cpu").decide("a", kind).gemms

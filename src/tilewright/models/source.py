@@ -4,6 +4,7 @@ Names are those that its compiled functions refer to: of attributes, methods and
 """
 
 import dis
+import functools
 import sys
 from collections.abc import Iterable, Mapping
 from types import CodeType, FunctionType
@@ -22,13 +23,13 @@ def called(kind: type[nn.Module]) -> frozenset[str]:
         >>> "linear" in called(nn.Linear), "topk" in called(nn.Linear)
         (True, False)
     """
-    return _all_names(_methods(kind))
+    return _all_names(methods(kind))
 
 
 def called_by_functions(kind: type[nn.Module]) -> frozenset[str]:
     """Names in the functions that the forward of a class and its methods call, a few calls deep."""
     found: set[FunctionType] = set()
-    callers: Iterable[FunctionType] = _methods(kind)
+    callers: Iterable[FunctionType] = methods(kind)
     for _ in range(_DEPTH):
         functions = {
             function
@@ -59,7 +60,8 @@ def recorded_as(what: str, kind: type[nn.Module]) -> bool:
     return False
 
 
-def _methods(kind: type[nn.Module]) -> set[FunctionType]:
+def methods(kind: type[nn.Module]) -> set[FunctionType]:
+    """The forward of a class and the methods that it calls on itself, decorators taken off."""
     found: set[FunctionType] = set()
     ahead = [getattr(kind, "forward", None)]
     while ahead:
@@ -74,6 +76,7 @@ def _all_names(functions: Iterable[FunctionType]) -> frozenset[str]:
     return frozenset(name for function in functions for name in _names(function.__code__))
 
 
+@functools.lru_cache(maxsize=4096)
 def _names(code: CodeType) -> frozenset[str]:
     """Names in a function's code, and in the code of the functions that it defines. The operator @ is a matmul."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))

@@ -1,15 +1,15 @@
 """A record of what each product of a model executed: kernel, format, how often, and why where it is a fallback.
 
-Products of `TileLinear` are counted where they run, by the operators themselves (`tile_products`). Other layers are not
-counted: their rows say what the conversion set, and that. Written to the run folder by `training.run`; its counts are
-in the checkpoint, so a resumed run goes on counting.
+Products of `TileLinear` and of weights that were given over (`own_weights`) are counted where they run, by the
+operators themselves (`tile_products`); of a stack, one for each expert. Other layers are not counted: their rows say
+what the conversion set, and that. The counts are in the checkpoint, so a resumed run goes on counting.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError, HardwareError, Problem
 from tilewright.core.hardware import fp8_choice
@@ -19,13 +19,14 @@ from tilewright.precision.audit_table import AuditRow
 from tilewright.precision.cast import CastLinear
 from tilewright.precision.fp8_linear import Fp8Linear
 from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES
+from tilewright.precision.own_weights import Given, counters, tile_weights
 from tilewright.precision.table import Row
 from tilewright.precision.tile_linear import TileLinear
 
 Counts = dict[str, dict[str, dict[str, int]]]
 """Layer -> product -> format -> calls."""
 
-_PRODUCT_KINDS = ("linear", "head", "conv", "router", "attention")
+_PRODUCT_KINDS = ("linear", "head", "conv", "experts", "router", "attention")
 """Kinds of module that multiply matrices."""
 
 
@@ -56,12 +57,15 @@ class Audit:
     def rows(self) -> list[AuditRow]:
         """One row a layer, product and format that ran; the present format also where it has not run yet."""
         modules = dict(self._model.named_modules())
-        table = {row.fqn: row for row in self._model.precision_report.rows}
+        weights = tile_weights(self._model)
         counts = self.counts()
         rows: list[AuditRow] = []
-        for fqn, row in table.items():
-            module = modules.get(fqn)
-            rows += _counted(fqn, module, counts.get(fqn, {}))
+        for row in self._model.precision_report.rows:
+            module, ran = modules.get(row.fqn), counts.get(row.fqn, {})
+            if row.fqn in weights:
+                rows += _given_over(row, weights[row.fqn], ran)
+                continue
+            rows += _counted(row.fqn, module, ran)
             if isinstance(module, Fp8Linear):
                 rows += _frozen(row, module)
             elif not isinstance(module, TileLinear) and (row.op in _PRODUCT_KINDS or row.fallback):
@@ -72,12 +76,13 @@ class Audit:
         """Calls so far, those before a resume included; formats that never ran are left out."""
         found: Counts = {}
         for fqn, module in self._model.named_modules():
-            if not isinstance(module, nn.Linear) or "counts" not in vars(module):
-                continue
-            ran = TileLinear.executed(module)  # also of a layer that is in another mode now
-            before = self._before.get(fqn, {})
-            found[fqn] = {gemm: _added(before.get(gemm, {}), ran[gemm]) for gemm in GEMM_NAMES}
-        return found
+            if isinstance(module, nn.Linear) and "counts" in vars(module):
+                found[fqn] = TileLinear.executed(module)  # also of a layer that is in another mode now
+        found |= {name: given.products.executed() for name, given in tile_weights(self._model).items()}
+        return {
+            fqn: {gemm: _added(self._before.get(fqn, {}).get(gemm, {}), ran[gemm]) for gemm in GEMM_NAMES}
+            for fqn, ran in found.items()
+        }
 
     def refuse_fallbacks(self) -> None:
         """For strict runs.
@@ -108,6 +113,8 @@ class Audit:
         for module in self._model.modules():
             if "counts" in vars(module):
                 TileLinear.reset_executed(module)
+        for count in counters(self._model):
+            count.zero_()
 
 
 def _added(before: dict[str, int], ran: dict[str, int]) -> dict[str, int]:
@@ -123,21 +130,35 @@ def _counted(fqn: str, module: nn.Module | None, counts: dict[str, dict[str, int
         if not ran and isinstance(module, TileLinear):
             ran = {getattr(module.gemms, gemm): 0}
         for name, calls in ran.items():
-            kernel, fallback = _kernel(module, gemm, name)
+            kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, name)
             yield AuditRow(fqn, gemm, name, kernel, calls, fallback)
 
 
-def _kernel(module: nn.Linear, gemm: str, name: str) -> tuple[str, str]:
+def _given_over(row: Row, given: Given, counts: dict[str, dict[str, int]]) -> Iterator[AuditRow]:
+    products, kernels = given.products, given.products.kernels
+    if products.gemms is None:
+        yield AuditRow(row.fqn, "all", row.compute, "-", None, row.reason if row.fallback else "")
+    for gemm in GEMM_NAMES:
+        ran = counts.get(gemm, {})
+        if not ran and products.gemms is not None:
+            ran = {getattr(products.gemms, gemm): 0}
+        for name, calls in ran.items() if kernels is not None else ():
+            kernel, fallback = _kernel(kernels, given.parameter, products.output_dtype, gemm, name)
+            yield AuditRow(row.fqn, gemm, name, kernel, calls, fallback)
+
+
+def _kernel(
+    kernels: Kernels, weight: Tensor, output_dtype: torch.dtype | None, gemm: str, name: str
+) -> tuple[str, str]:
     """The implementation that a product of this format runs on, and why that is a fallback, if it is.
 
     The input's gradient has the input's dtype, which is that of the layer's result wherever it is settled here.
     """
-    kernels: Kernels = module.kernels
-    device = module.weight.device.type
+    device = weight.device.type
     if name not in FP8_FORMATS:
         dtype = torch.float32 if name == "fp32" else torch.bfloat16
         return _chosen(kernels, ("linear", device, dtype, ""))[0], ""
-    dtype = module.weight.dtype if gemm == "wgrad" else module.output_dtype or torch.bfloat16
+    dtype = weight.dtype if gemm == "wgrad" else output_dtype or torch.bfloat16
     kind = "tensorwise" if name == "fp8_tensorwise" else "tiles"
     kernel, rejected = _chosen(kernels, ("tile_gemm", device, dtype, kind))
     choice = fp8_choice(kernels.machine)
@@ -166,7 +187,7 @@ def _frozen(row: Row, module: Fp8Linear) -> Iterator[AuditRow]:
     """A frozen weight has no gradient, and its two products are not counted."""
     for gemm in ("fprop", "dgrad"):
         name = getattr(module, gemm)
-        kernel, fallback = _kernel(module, gemm, name)
+        kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, name)
         yield AuditRow(row.fqn, gemm, name, kernel, None, fallback)
 
 

@@ -11,11 +11,9 @@ from tilewright.precision.policy import FUNCTION_OPS, KIND_OPS, Decision, Policy
 from tilewright.precision.region import FUNCTIONS
 from tilewright.precision.rules import KINDS, kinds_of
 from tilewright.precision.sites import Site
-from tilewright.precision.table import ConversionReport
+from tilewright.precision.table import ConversionReport, fallbacks, worst
 
 Decided = Sequence[tuple[Site, Decision]]
-_SHOWN = 5
-"""Parts that an error names."""
 
 _OWN_FP32 = ("softmax", "log_softmax", "cross_entropy", "silu")
 """Functions that tilewright's own operations compute in FP32 in every mode."""
@@ -63,14 +61,8 @@ def refuse_fallbacks(report: ConversionReport, decided: Decided) -> None:
         layers = [site.fqn for site, d in decided if d.gemms and name in d.gemms.formats]
         if layers and name not in choice.native:
             problems.append(_fallback(f"{len(layers)} layers in {name}, the first is {layers[0]}", choice.reason))
-    lost = [row for row in report.rows if row.fallback]
-    for reason in dict.fromkeys(row.reason for row in lost):
-        rows = sorted((row for row in lost if row.reason == reason), key=lambda row: -row.work)
-        total = sum(row.work for row in report.rows) or 1.0
-        share = f"{100 * sum(row.work for row in rows) / total:.1f} % of the matmul work"
-        worst = ", ".join(f"{row.fqn or '(model)'} {100 * row.work / total:.1f} %" for row in rows[:_SHOWN])
-        more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-        problems.append(_fallback(f"{len(rows)} parts with {share}: {worst}{more}", reason))
+    for reason, rows in fallbacks(report.rows).items():
+        problems.append(_fallback(worst(rows, report.rows), reason))
     if problems:
         raise HardwareError.from_problems(problems)
 

@@ -151,9 +151,9 @@ def _placed(model: nn.Module, policy: Policy | str) -> Policy:
 
 def _kernels_of(model: nn.Module) -> Kernels | None:
     """What an earlier conversion gave the layers of a model."""
-    layers = [module for module in model.modules() if isinstance(module, CastLinear | TileLinear)]
-    found = (part.kernels for part in (*layers, *tile_weights(model).values()))
-    return next((kernels for kernels in found if kernels is not None), None)
+    layers = [module.kernels for module in model.modules() if isinstance(module, CastLinear | TileLinear)]
+    weights = [given.products.kernels for given in tile_weights(model).values()]
+    return next((kernels for kernels in (*layers, *weights) if kernels is not None), None)
 
 
 def _store(plan: Plan) -> str:
@@ -201,6 +201,7 @@ def _apply(model: nn.Module, plan: Plan, kernels: Kernels | None = None) -> None
             module.residual_dtype = SPECS[policy.stream].dtype
     if not plan.own:
         _surround(model, policy, plan.sites)
+        _narrow_beside_routers(model, policy, plan.sites)
     if plan.switch:
         # The older interface: torch refuses to read it once the newer one (fp32_precision) has been written.
         torch.set_float32_matmul_precision("high" if plan.switch == "tf32" else "highest")
@@ -280,6 +281,23 @@ def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[Site, Deci
             region.autocast = autocast
         if module is model:
             region.outputs = torch.float32
+
+
+def _narrow_beside_routers(model: nn.Module, policy: Policy, sites: Sequence[tuple[Site, Decision]]) -> None:
+    """Experts with code of their own get their FP32 router's weights in the residual stream's format.
+
+    They add products with these weights into tensors made in the format of their input.
+    """
+    routers = {site.module for site, _ in sites if site.kind == "router"}
+    own_code = {site.module for site, _ in sites if site.handling is Handling.REGION and site.kind == "other"}
+    narrow = SPECS[policy.stream].dtype if policy.stream == policy.activation else None
+    for parent in model.modules():
+        if routers.isdisjoint(parent.children()):
+            continue
+        for child in parent.children():
+            if child not in routers and _has_children(child) and not own_code.isdisjoint(child.modules()):
+                region = region_of(child, policy.device_type)
+                region.inputs, region.autocast = narrow, narrow
 
 
 def _has_children(module: nn.Module) -> bool:

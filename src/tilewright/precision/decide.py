@@ -14,7 +14,7 @@ from tilewright.precision.fp8_linear import Fp8Linear
 from tilewright.precision.policy import KIND_OPS, Decision, Policy
 from tilewright.precision.region import FUNCTIONS
 from tilewright.precision.sites import Handling, Site, find_sites, is_own
-from tilewright.precision.table import ConversionReport, Row, Table
+from tilewright.precision.table import ConversionReport, Row, Table, worst
 from tilewright.precision.work import Work, multiplies, work_of
 
 _EMULATED_KINDS = ("linear", "conv")
@@ -51,7 +51,7 @@ def decide_all(model: nn.Module, policy: Policy) -> Plan:
         policy,
         Table([*rows, *_function_rows(policy, own)]),
         tuple(without_effect(policy, decided, own)),
-        (*_switch_notes(switch, round_tf32, cuda), *_work_notes(rows, work)),
+        (*_switch_notes(switch, round_tf32, cuda), *_work_notes(rows, work, policy)),
     )
     return Plan(report, possible, own, round_tf32, switch)
 
@@ -142,7 +142,11 @@ def _switch_notes(switch: str, round_tf32: bool, cuda: bool) -> Iterator[str]:
         yield "some products stay FP32, so the process-wide TF32 switch cannot be on: TF32 is emulated by rounding"
 
 
-def _work_notes(rows: list[Row], work: list[Work]) -> Iterator[str]:
+def _work_notes(rows: list[Row], work: list[Work], policy: Policy) -> Iterator[str]:
+    lost = [row for row in rows if row.fallback and row.work]
+    if lost and policy.is_fp8:
+        head, _, names = worst(lost, rows).partition(": ")
+        yield f"{head} {'are' if len(lost) > 1 else 'is'} not in {policy.mode}: {names}"
     unknown = [row.fqn for row, each in zip(rows, work, strict=True) if not each.known]
     if unknown:
         yield (

@@ -72,7 +72,11 @@ def add_lora(
         (['0.lora_A', '0.lora_B'], torch.float8_e4m3fn)
     """
     _check(model, rank, alpha, base)
-    linears = {site.fqn: site.module for site in find_sites(model) if site.kind == "linear"}
+    linears = {
+        site.fqn: site.module
+        for site in find_sites(model)
+        if site.kind == "linear" and isinstance(site.module, nn.Linear)
+    }
     names = _matched(list(linears), targets)
     kernels = kernels or Kernels.default()
     model.requires_grad_(False)

@@ -60,14 +60,27 @@ def owned(module: nn.Module) -> tuple[Owned, ...]:
     return tuple(Owned(name, f"{name}_bias" if module.has_bias else "", True, module.is_transposed) for name in names)
 
 
-def tile_weights(model: nn.Module) -> dict[str, TileWeight]:
+@dataclass(frozen=True)
+class Given:
+    """A weight that was given over, and what multiplies by it."""
+
+    parameter: nn.Parameter
+    products: TileWeight
+
+
+def tile_weights(model: nn.Module) -> dict[str, Given]:
     """The weights of a model that were given over, by the names of their rows in the report."""
     return {
-        row_name(fqn, weight): module.tile_weights[weight.name]
+        row_name(fqn, weight): Given(getattr(module, weight.name), module.tile_weights[weight.name])
         for fqn, module in model.named_modules()
         if isinstance(module, _GivenOver)
         for weight in owned(module)
     }
+
+
+def counters(model: nn.Module) -> list[Tensor]:
+    """The counts of what was executed of these weights, which a pass that leaves nothing behind puts back."""
+    return [given.products.counts for given in tile_weights(model).values()]
 
 
 def row_name(fqn: str, weight: Owned) -> str:

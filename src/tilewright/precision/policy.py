@@ -259,7 +259,9 @@ class Policy:
             if rule.sets_formats and rule.matches(fqn, kinds):
                 decision = _follow(rule, index, decision, kind)
         if kind == "head":
-            decision = replace(decision, output="fp32" if decision.compute == "tf32" else decision.compute)
+            name = decision.gemms.fprop if decision.gemms else decision.compute
+            wide = {"tf32": "fp32"} | dict.fromkeys(FP8_FORMATS, "bf16")
+            decision = replace(decision, output=wide.get(name, name))
         if decision.compute == "fp16" and self.device_type == "cpu" and kind != "embedding":
             decision = replace(decision, reason=decision.reason + "; slow on CPUs: no matrix unit for FP16")
         return decision

@@ -117,6 +117,11 @@ def region_of(module: nn.Module, device_type: str) -> Region:
     return module.precision_region
 
 
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before a region was put around it."""
+    return module.plain if isinstance(module, _Surrounded) else type(module)
+
+
 class _Surrounded:
     """Marks the classes made by `_surrounded`; copies and pickles by naming the plain class.
 

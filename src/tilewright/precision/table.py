@@ -12,6 +12,9 @@ from tilewright.precision.gemms import Gemms
 from tilewright.precision.policy import Policy
 from tilewright.precision.shares import shares, shares_text
 
+_SHOWN = 5
+"""Parts that a sentence names."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -103,6 +106,31 @@ class ConversionReport:
             "unmatched": list(self.unmatched),
             "notes": list(self.notes),
         }
+
+
+def fallbacks(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The parts that do not do what the policy asked for, by reason."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.fallback:
+            found.setdefault(row.reason, []).append(row)
+    return found
+
+
+def worst(parts: Sequence[Row], rows: Iterable[Row]) -> str:
+    """What share of all rows' matmul work some parts do, and which do most of it.
+
+    Example:
+        >>> rows = [Row(name, "other", "bf16", "-", "-", "because", work=4.0) for name in ("a", "b")]
+        >>> worst(rows[:1], rows)
+        '1 part with 50.0 % of the matmul work: a 50.0 %'
+    """
+    total = sum(row.work for row in rows) or 1.0
+    ordered = sorted(parts, key=lambda row: -row.work)
+    named = ", ".join(f"{row.fqn or '(model)'} {100 * row.work / total:.1f} %" for row in ordered[:_SHOWN])
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    share = f"{100 * sum(row.work for row in parts) / total:.1f} % of the matmul work"
+    return f"{len(ordered)} part{'s' if len(ordered) > 1 else ''} with {share}: {named}{more}"
 
 
 def format_table(rows: Iterable[Row]) -> str:

@@ -1,8 +1,9 @@
 """The products with a weight that another class than torch's `nn.Linear` owns, each in a format of its own.
 
-A `TileWeight` holds what a `TileLinear` holds besides its parameters: formats, counts and the kind of scales. The module
-hands it the weight as a matrix [M, K], or as a stack of them with the rows of each: operands, products and gradients are
-those of a `TileLinear` with that matrix, bit for bit. Used by `conv1d` and `stacked`; `convert` sets the formats.
+A `TileWeight` holds what a `TileLinear` holds besides its parameters: formats, counts and the kind of scales. The
+module hands it the weight as a matrix [M, K], or as a stack of them with the rows of each: operands, products and
+gradients are those of a `TileLinear` with that matrix, bit for bit. `own_weights` has the modules; `convert` sets the
+formats.
 
 Legend: N tokens  K input features  M output features  E experts  P rows of all experts, one expert after another.
 """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.precision.fp8_linear import Fp8Linear
+from tilewright.precision.own_weights import counters
 from tilewright.precision.tile_linear import TileLinear
 
 _TORCHS = ("_is_full_backward_hook", "_compiled_call_impl")
@@ -31,13 +32,22 @@ class Slots:
     def __init__(self, *models: nn.Module) -> None:
         self.buffers: list[Slot] = []
         self.attributes: list[Slot] = []
+        self._counted: list[nn.Module] = []
+        self._counters = [count for model in models for count in counters(model)]
         for module in (module for model in models for module in model.modules()):
             if isinstance(module, TileLinear | Fp8Linear):
+                self._counted.append(module)
                 continue
             self.buffers += [(module._buffers, name) for name in module._buffers]
             held = vars(module)
             names = [name for name, value in held.items() if value is None or isinstance(value, Tensor)]
             self.attributes += [(held, name) for name in names if name not in _TORCHS]
+
+    @property
+    def counts(self) -> list[Tensor]:
+        """The counts of what was executed."""
+        found = [vars(module).get("counts") for module in self._counted]
+        return [count for count in (*found, *self._counters) if count is not None]
 
 
 class Notes:
@@ -79,7 +89,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Inside, gradients start empty; afterwards model, gradients and generators are what they were."""
     notes = Notes(model)
     grads = [(param, param.grad) for param in model.parameters()]
-    counts = [(layer.counts, layer.counts.clone()) for layer in model.modules() if hasattr(layer, "counts")]
+    layers = [layer.counts for layer in model.modules() if hasattr(layer, "counts")]
+    counts = [(count, count.clone()) for count in (*layers, *counters(model))]
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     for param, _ in grads:

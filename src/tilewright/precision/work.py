@@ -1,8 +1,8 @@
 """How much of a model's work each of its parts does: multiplications by weights, per token.
 
 2 FLOPs for each element of a weight and token that multiplies it, and as much for each of its two gradients. An expert
-counts for the tokens that choose it, all equally busy. What has no weights is not counted (attention scores), nor is how
-often a weight is used on other things than tokens: a convolution counts once for each token or position.
+counts for the tokens that choose it, all experts equally busy. Attention scores are not counted, as they have no
+weights, nor is how often a weight is used on other things than tokens: a convolution counts once per position.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,26 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from tilewright.models.multiplied import may_multiply
 from tilewright.models.routers import find_routers, num_experts
-from tilewright.models.source import called, called_by_functions
-from tilewright.precision.sites import Handling, Site
+from tilewright.precision.region import plain_class
+from tilewright.precision.sites import Site
 
-PRODUCTS = frozenset(
-    {
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "grouped_mm",
-        "_grouped_mm",
-        "bilinear",
-        "tensordot",
-    }
-)
-"""A module whose code calls one of these may multiply by its weights."""
 _CHOSEN = (
     *("top_k", "topk", "num_chosen", "num_experts_per_tok", "num_experts_per_token", "num_selected_experts"),
     *("moe_top_k", "moe_topk", "moe_k", "top_k_experts"),
@@ -46,15 +31,8 @@ class Work:
 
 
 def multiplies(site: Site) -> bool:
-    """Whether a part multiplies by its parameters. Of code of its own: if it calls any product at all."""
-    if site.kind in ("embedding", "norm", "batch_norm"):
-        return False
-    if site.handling is not Handling.REGION:
-        return bool(_matrices(site))
-    module = site.module
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase | nn.Linear) or site.kind == "conv":
-        return True
-    return bool(_matrices(site)) and bool(PRODUCTS & (called(type(module)) | called_by_functions(type(module))))
+    """Whether a part multiplies by its parameters; of code of its own, as far as that tells."""
+    return bool(_matrices(site))
 
 
 def work_of(model: nn.Module, sites: Sequence[Site]) -> list[Work]:
@@ -62,23 +40,24 @@ def work_of(model: nn.Module, sites: Sequence[Site]) -> list[Work]:
     mixtures = _Mixtures(model)
     found = []
     for site in sites:
-        if not multiplies(site):
-            found.append(Work(0.0))
-            continue
-        share = mixtures.share(site)
-        found.append(Work(2.0 * sum(map(Tensor.numel, _matrices(site))) * (share or 1.0), share is not None))
+        share, elements = mixtures.share(site), sum(map(Tensor.numel, _matrices(site)))
+        found.append(Work(2.0 * elements * (share or 1.0), share is not None or not elements))
     return found
 
 
 def _matrices(site: Site) -> list[Tensor]:
-    tensors = [*site.parameters()]
-    if isinstance(site.module, nn.Linear) and "weight" in site.module._buffers:  # frozen in FP8
-        tensors.append(site.module.weight)
-    return [tensor for tensor in tensors if tensor.ndim >= 2 and not _is_bias(site, tensor)]
-
-
-def _is_bias(site: Site, tensor: Tensor) -> bool:
-    return site.weight is not None and tensor is not getattr(site.module, site.weight.name)
+    """The weights that a part multiplies by."""
+    module = site.module
+    if site.kind in ("embedding", "norm", "batch_norm"):
+        return []
+    if site.weight is not None:
+        return [getattr(module, site.weight.name)]
+    if isinstance(module, nn.Linear):
+        return [module.weight]  # a buffer where it is frozen in FP8
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase) or site.kind == "conv":
+        return [parameter for parameter in site.parameters() if parameter.ndim >= 2]
+    named = module.named_parameters(recurse=False)
+    return [value for name, value in named if value.ndim >= 2 and may_multiply(plain_class(module), name)]
 
 
 class _Mixtures:

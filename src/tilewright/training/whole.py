@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from tilewright.core.errors import FitError
 from tilewright.memory.probe import give_back_free_pages
 from tilewright.memory.table import is_out_of_memory
-from tilewright.precision.fp8_linear import Fp8Linear
-from tilewright.precision.tile_linear import TileLinear
 from tilewright.precision.untouched import Notes, Slots
 
 Result = TypeVar("Result")
@@ -52,18 +50,16 @@ class Before:
     """What a step changes before its update, as it was.
 
     Args:
-        counted: modules that count what they executed.
         slots: of the model.
         device: whose generator the model draws from, besides those of the host.
         parts: what else has a state.
     """
 
-    def __init__(self, counted: Sequence[nn.Module], slots: Slots, device: torch.device, parts: Sequence[Stateful]):
+    def __init__(self, slots: Slots, device: torch.device, parts: Sequence[Stateful]):
         self._device = device
         self._parts = [(part, part.state_dict()) for part in parts]
         self._notes = Notes(slots=slots)
-        counts = (vars(module).get("counts") for module in counted)
-        self._counts = [(count, count.clone()) for count in counts if count is not None]
+        self._counts = [(count, count.clone()) for count in slots.counts]
         self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -105,7 +101,6 @@ class WholeStep:
     ) -> None:
         self._model = model
         self._slots: Slots | None = None
-        self._counted: list[nn.Module] = []
         self._params = params
         self._device = device
         self._parts = parts
@@ -128,8 +123,7 @@ class WholeStep:
         """
         if self._slots is None:
             self._slots = Slots(self._model)
-            self._counted = [module for module in self._model.modules() if isinstance(module, TileLinear | Fp8Linear)]
-        before = Before(self._counted, self._slots, self._device, self._parts)
+        before = Before(self._slots, self._device, self._parts)
         try:
             yield before
         except (RuntimeError, MemoryError) as error:
