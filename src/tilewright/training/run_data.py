@@ -18,7 +18,7 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
     """
     data = recipe.data
     tokenizer = tokenizer_path(recipe.model, data)
-    check_data(recipe.model, load_tokenizer(tokenizer).vocab_size if tokenizer else None)
+    check_data(recipe.model, data.seq_len, load_tokenizer(tokenizer).vocab_size if tokenizer else None)
     return prepare(
         data.source,
         task=recipe.model.task,
