@@ -74,7 +74,8 @@ def hf_shapes(path: Path | str, task: Task) -> tuple[nn.Module, nn.Module | None
     with real_integers():
         # Some classes change the config that they are given: each gets its own.
         net = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
-        known = type(config) in AutoModel._model_mapping
+        # Some architectures have several models without a task, and transformers cannot always tell which is meant.
+        known = type(config) in AutoModel._model_mapping and isinstance(AutoModel._model_mapping[type(config)], type)
         whole = AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32) if known else None
     return net, whole
 

@@ -29,12 +29,11 @@ def untrained_parts(net: nn.Module, whole: nn.Module | None, *, text: bool) -> t
     unused = row_use(net).unused if text else None
     untrained = {name.removeprefix(prefix) for name in unused or ()}
     for names, size in _named_sizes(whole) if whole is not None else ():
-        if names.isdisjoint(there):
+        if there.isdisjoint(suffix for name in names for suffix in _suffixes(name)):
             untrained.add(min(names))
             sizes[min(names)] = size
-    if not untrained.issuperset(sizes):
-        return _modules(untrained, sizes.keys() - untrained), sum(sizes[name] for name in untrained) / sum(sizes.values())
-    return [], 0.0
+    share = sum(sizes[name] for name in untrained) / sum(sizes.values())
+    return _modules(untrained, sizes.keys() - untrained), share
 
 
 def _named_sizes(net: nn.Module) -> Iterable[tuple[set[str], int]]:
@@ -52,6 +51,12 @@ def _modules(untrained: set[str], trained: Iterable[str]) -> list[str]:
     kept = {prefix for name in trained for prefix in _prefixes(name)}
     found = (next((p for p in _prefixes(name) if p not in kept), name) for name in sorted(untrained))
     return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in found})
+
+
+def _suffixes(name: str) -> list[str]:
+    """The name, and what it may be called inside a part of the architecture."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 def _prefixes(name: str) -> list[str]:

@@ -148,9 +148,7 @@ class _Watch(TorchFunctionMode):
                     return
 
 
-def _reads(
-    func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]
-) -> Iterator[tuple[int, Tensor]]:
+def _reads(func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
     """(rows of the table, index) of each read by index that the call makes."""
     if func is F.embedding:
         named = dict(zip(("input", "weight"), args, strict=False)) | given
