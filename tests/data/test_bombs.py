@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import subprocess
 import sys
 
@@ -15,28 +16,27 @@ from tilewright.data.files import user_source
 
 ROOM = 100 << 20
 """Bytes over the baseline that reading a bomb may take."""
-_SIZE = 250 << 20
+_SIZE = 160 << 20
 _CHUNK = 1 << 20
 
 FILL = {
     "zeros": bytes(_CHUNK),
     "one line": b"a" * _CHUNK,
     "line ends": b"\n" * _CHUNK,
-    "lines": b"the same line again and again\n" * (_CHUNK // 30),
-    "rows": (json.dumps({"text": "word " * 50}) + "\n").encode() * (_CHUNK // 263),
+    "lines": (json.dumps({"text": "word " * 2000}) + "\n").encode() * (_CHUNK // 10_013),
 }
 
 
-def write_bomb(path, fill):
-    """A file of `_SIZE` bytes that repeat `fill`."""
+def write_bomb(path, fill, size=_SIZE):
+    """A file of `size` bytes that repeat `fill`."""
     if path.suffix == ".gz":
         with gzip.open(path, "wb") as out:
-            for _ in range(_SIZE // len(fill)):
+            for _ in range(size // len(fill)):
                 out.write(fill)
         return
     compressor = zstandard.ZstdCompressor(level=3).compressobj()
     with path.open("wb") as out:
-        for _ in range(_SIZE // len(fill)):
+        for _ in range(size // len(fill)):
             out.write(compressor.compress(fill))
         out.write(compressor.flush())
 
@@ -72,7 +72,7 @@ def measure(path, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["txt.gz", "txt.zst", "jsonl.gz", "jsonl.zst"])
-@pytest.mark.parametrize("fill", ["one line", "rows"])
+@pytest.mark.parametrize("fill", ["one line", "lines"])
 def test_a_bomb_is_read_in_bounded_memory(fill, suffix, tmp_path):
     path = tmp_path / f"bomb.{suffix}"
     write_bomb(path, FILL[fill])
@@ -86,10 +86,10 @@ def test_a_bomb_is_read_in_bounded_memory(fill, suffix, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["txt.gz", "jsonl.zst"])
-@pytest.mark.parametrize("fill", ["zeros", "line ends", "lines"])
+@pytest.mark.parametrize("fill", ["zeros", "line ends"])
 def test_any_filling_is_set_aside(fill, suffix, tmp_path):
     path = tmp_path / f"bomb.{suffix}"
-    write_bomb(path, FILL[fill])
+    write_bomb(path, FILL[fill], 24 << 20)
     items = [item for part in user_source(str(path)).parts for item in part.read()]
     assert sum("times its size" in item.reason for item in items if isinstance(item, Reject)) == 1
 
@@ -98,7 +98,7 @@ def test_any_filling_is_set_aside(fill, suffix, tmp_path):
 def test_a_parquet_bomb_is_read_in_bounded_memory(how, tmp_path):
     path = tmp_path / "bomb.parquet"
     if how == "plain":  # one page that is large
-        table, options = pa.table({"text": ["a" * (200 << 20)]}), {"use_dictionary": False}
+        table, options = pa.table({"text": ["a" * (128 << 20)]}), {"use_dictionary": False}
     else:  # one value of a megabyte, a thousand times
         table = pa.table({"text": pa.DictionaryArray.from_arrays([0] * 1000, ["a" * (1 << 20)])})
         options = {"use_dictionary": True}
@@ -115,21 +115,22 @@ def test_a_parquet_bomb_is_read_in_bounded_memory(how, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_text_that_compresses_well_is_not_set_aside(suffix, tmp_path):
-    """Up to 100 times smaller, and lines of ten megabytes."""
-    text = b"".join(b"%d " % (i % 1000) + b"the same words " * 8 + b"\n" for i in range(300_000))
-    row = json.dumps({"text": "many words in one row, " * 450_000}).encode() + b"\n"
+    """Forty times smaller, and a line of ten megabytes."""
+    draw = random.Random(0)
+    text = b"".join(b"%d " % draw.getrandbits(24) + b"the same words " * 20 + b"\n" for _ in range(50_000))
+    row = json.dumps({"text": text[: 10 << 20].decode()}).encode() + b"\n"
     pack = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
     (tmp_path / f"a.txt.{suffix}").write_bytes(pack(text))
     (tmp_path / f"b.jsonl.{suffix}").write_bytes(pack(row))
     items = [item for part in user_source(str(tmp_path)).parts for item in part.read()]
     assert [item for item in items if isinstance(item, Reject)] == []
-    assert sum(len(item.text) for item in items if isinstance(item, Document)) == len(text) + 23 * 450_000
+    assert sum(len(item.text) for item in items if isinstance(item, Document)) == len(text) + (10 << 20)
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_text_without_line_ends_is_cut_between_characters(suffix, tmp_path):
-    text = "aé漢🦊" * 1_500_000
-    noise = "".join(map(str, range(300_000)))  # so that it is no bomb
+    text = "aé漢🦊" * 400_000
+    noise = "".join(map(str, range(100_000)))  # so that it is no bomb
     pack = gzip.compress if suffix == "gz" else zstandard.ZstdCompressor().compress
     (tmp_path / f"a.txt.{suffix}").write_bytes(pack((noise + text).encode()))
     items = [item for part in user_source(str(tmp_path)).parts for item in part.read()]
@@ -144,7 +145,7 @@ def test_a_row_too_long_is_set_aside_alone(tmp_path):
     items = [item for part in user_source(str(path)).parts for item in part.read()]
     assert [item.text for item in items if isinstance(item, Document)] == ["before", "after"]
     (reject,) = [item for item in items if isinstance(item, Reject)]
-    assert reject.reason == "line longer than 16.0 MiB"
+    assert reject.reason == "line longer than 16.00 MiB"
     assert reject.count == 1
 
 

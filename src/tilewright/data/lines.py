@@ -45,7 +45,9 @@ def segment_lines(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes
             offset += len(line)
 
 
-def compressed_lines(name: str, path: Path, longest: int = LONGEST_LINE, *, cut: bool = False) -> Iterator[bytes | Reject]:
+def compressed_lines(
+    name: str, path: Path, longest: int = LONGEST_LINE, *, cut: bool = False
+) -> Iterator[bytes | Reject]:
     """Lines of a .gz or .zst file. After damage, what came before it stays and one reject says what is lost.
 
     Args:
