@@ -87,7 +87,8 @@ def row_use(net: nn.Module, length: int = _SHORT) -> RowUse:
 
 def _plain_id(net: nn.Module) -> int:
     """An id that is not padding, which some models give no position of its own."""
-    special = getattr(net.config.get_text_config(), "pad_token_id", None)
+    config: Any = net.config
+    special = getattr(config.get_text_config(), "pad_token_id", None)
     return 0 if special != 0 else 1
 
 
@@ -151,10 +152,10 @@ class _Watch(TorchFunctionMode):
 def _reads(func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
     """(rows of the table, index) of each read by index that the call makes."""
     if func is F.embedding:
-        named = dict(zip(("input", "weight"), args, strict=False)) | given
+        named = {**dict(zip(("input", "weight"), args, strict=False)), **given}
         yield named["weight"].shape[0], named["input"]
     elif func in (torch.gather, Tensor.gather, torch.index_select, Tensor.index_select):
-        named = dict(zip(("input", "dim", "index"), args, strict=False)) | given
+        named = {**dict(zip(("input", "dim", "index"), args, strict=False)), **given}
         yield named["input"].shape[named["dim"]], named["index"]
     elif func is Tensor.__getitem__:
         table, places = args
