@@ -9,8 +9,10 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoConfig
 
 from tests.training.tiny import WORDS, settings, tiny
+from tilewright.cli.app import run
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.load import load_recipe
 from tilewright.data.prepare import prepare
@@ -192,3 +194,16 @@ def test_recipes_of_the_docs_use_the_tokenizer_of_their_folder(data, tmp_path, m
         found = prepare_data(loaded.recipe)
         assert loaded.recipe.data.tokenizer == ""
         assert found.tokenizer.backend.to_str() == load_tokenizer("published").backend.to_str()
+
+
+@pytest.mark.parametrize("weights", ["random", "load"])
+def test_rows_beyond_the_positions_are_refused_before_data_is_prepared(weights, own, data, tmp_path):
+    sizes = {"vocab_size": 320, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
+    AutoConfig.for_model("gpt2", **sizes).save_pretrained(tmp_path / "model")
+    own.save(tmp_path / "model")
+    changes = {"model__kind": "hf", "model__path": tmp_path / "model", "model__weights": weights}
+    with pytest.raises(ConfigError, match="Rows are longer than the model's table of positions"):
+        prepared(data, tmp_path, **changes, data__seq_len=25)
+    assert not (tmp_path / "cache").exists()
+    arguments = [f"--{name}={value}" for name, value in settings(data, tmp_path, **changes, data__seq_len=25).items()]
+    assert run(["plan", *arguments]) == 2

@@ -41,6 +41,10 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     step is fastest.
     """
     loaded = load_recipe(recipe, overrides(ctx))
+    if loaded.recipe.model.path:
+        from tilewright.training.run_data import check_rows
+
+        check_rows(loaded.recipe)
     asked = JointOptions(**options)
     if asked.asked:
         joint_plan(loaded, overrides(ctx), asked, _vocab_size, as_json)

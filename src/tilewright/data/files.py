@@ -131,9 +131,9 @@ def _read_text_segment(name: str, path: Path, start: int, end: int) -> Iterator[
 
 
 def _read_compressed_text(name: str, path: Path) -> Iterator[Document | Reject]:
-    """The text in documents of about a segment, cut at line ends, so that a huge file is never in memory whole."""
+    """The text in documents of about a segment, cut at line ends if there are any: never in memory whole."""
     block, held, number = [], 0, 0
-    for line in compressed_lines(name, path):
+    for line in compressed_lines(name, path, SEGMENT_BYTES, cut=True):
         if isinstance(line, Reject):
             yield line
             continue

@@ -21,6 +21,7 @@ from tilewright.data.progress import Progress, timed
 from tilewright.data.rows import IGNORE
 
 DOMAIN = "images"
+_MAX_PIXELS = 1 << 26  # three bytes each once decoded; Pillow itself refuses at 179 million
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
@@ -185,6 +186,8 @@ def _decode(path: Path, size: int) -> np.ndarray | str:
 
     try:
         with Image.open(path) as image:
+            if image.width * image.height > _MAX_PIXELS:  # known from the header, nothing is decoded yet
+                return f"more than {_MAX_PIXELS} pixels: {image.width} x {image.height}"
             square = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
             return np.asarray(square).transpose(2, 0, 1).copy()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

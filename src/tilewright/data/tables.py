@@ -5,6 +5,7 @@ Used by `files`. Parquet is split into parts by row group, Arrow by ranges of ro
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilewright.data.documents import Document, Part, Reject
+from tilewright.data.lines import FREE_EXPANSION, MAX_EXPANSION, expands_too_much
 
 _ARROW_ROWS = 4096  # rows in one part of an Arrow file
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 16  # a batch is in memory whole, also where all of its rows are one long value of a dictionary
 _DAMAGE = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises on damaged files; ArrowInvalid is a ValueError
 
 
@@ -26,17 +28,23 @@ def parquet_parts(domain: str, name: str, path: Path, field: str) -> list[Part |
             if problem:
                 return [Reject(name, problem[0], file.metadata.num_rows, problem[1])]
             sizes = [_column_bytes(file.metadata.row_group(i), field) for i in range(file.num_row_groups)]
+            rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     except _DAMAGE as error:
         return [Reject(name, "damaged parquet file", example=_first_line(error))]
     parts: list[Part | Reject] = []
-    for group, size in enumerate(sizes):
-        parts.append(Part(domain, f"{name}@{group}", size, partial(_read_row_group, name, path, group, field)))
+    for group, (size, compressed) in enumerate(sizes):
+        if size > FREE_EXPANSION + MAX_EXPANSION * compressed:
+            parts.append(replace(expands_too_much(name, size, compressed), count=rows[group]))
+        else:
+            parts.append(Part(domain, f"{name}@{group}", size, partial(_read_row_group, name, path, group, field)))
     return parts
 
 
-def _column_bytes(row_group: pq.RowGroupMetaData, field: str) -> int:
-    columns = (row_group.column(i) for i in range(row_group.num_columns))
-    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field)
+def _column_bytes(row_group: pq.RowGroupMetaData, field: str) -> tuple[int, int]:
+    """Bytes of the text column's pages, decompressed and as they are in the file."""
+    every = (row_group.column(i) for i in range(row_group.num_columns))
+    columns = [column for column in every if column.path_in_schema == field]
+    return sum(c.total_uncompressed_size for c in columns), sum(c.total_compressed_size for c in columns)
 
 
 def _read_row_group(name: str, path: Path, group: int, field: str) -> Iterator[Document | Reject]:

@@ -13,7 +13,9 @@ from tilewright.models.contract import Model
 from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
 from tilewright.models.hf_io import load_weights, read_config
-from tilewright.models.hf_load import init_hf, load_hf
+from tilewright.models.hf_load import hf_shapes, init_hf, load_hf
+from tilewright.models.hf_parts import untrained_parts
+from tilewright.models.hf_rows import position_limit
 from tilewright.models.init import init_decoder
 from tilewright.models.shapes_only import shapes_only
 from tilewright.ops.kernels import Kernels
@@ -85,20 +87,33 @@ def check_vocab(model_vocab: int, tokenizer_vocab: int, path: str) -> None:
         )
 
 
-def check_data(section: ModelSection, vocab_size: int | None) -> None:
+def check_data(section: ModelSection, seq_len: int, vocab_size: int | None) -> None:
     """Raise ConfigError where rows of the data would not fit the folder's model; nothing of its weights is read.
 
     Args:
         section: the recipe's `[model]`.
+        seq_len: positions in a row.
         vocab_size: of the tokenizer; None where it is not known yet.
     """
-    if not section.path or section.task == "image_classification" or vocab_size is None:
-        return
     if section.kind == "decoder":
-        check_vocab(read_config(section.path).vocab_size, vocab_size, section.path)
+        if section.path and vocab_size is not None:
+            check_vocab(read_config(section.path).vocab_size, vocab_size, section.path)
         return
-    model = load_hf(section.path, section.task, device="meta")
-    check_vocab(model.vocab_size, vocab_size, section.path)
+    _require_path(section)
+    net, _ = hf_shapes(section.path, section.task)
+    if section.task == "image_classification":
+        return
+    if vocab_size is not None:
+        check_vocab(net.get_input_embeddings().weight.shape[0], vocab_size, section.path)
+    limit = position_limit(net, seq_len)
+    if limit is not None:
+        raise ConfigError(
+            "Rows are longer than the model's table of positions",
+            got=f"data.seq_len = {seq_len}, a table for {limit} positions",
+            need=f"data.seq_len at most {limit}",
+            try_=f"data.seq_len = {limit}, or a model with rotary or relative positions",
+            where="data.seq_len",
+        )
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
@@ -124,7 +139,19 @@ def _build_hf(section: ModelSection, vocab_size: int, kernels: Kernels, device: 
     model = load_hf(section.path, section.task, weights, kernels=kernels, device=device)
     if section.task != "image_classification":
         check_vocab(model.vocab_size, vocab_size, section.path)
+    if torch.device(device).type != "meta":
+        model.notes += _untrained(section)
     return model
+
+
+def _untrained(section: ModelSection) -> list[str]:
+    """What of the folder's architecture the task does not train, in words; empty where it trains all."""
+    text = section.task != "image_classification"
+    parts, share = untrained_parts(*hf_shapes(section.path, section.task), text=text)
+    if not parts:
+        return []
+    named = ", ".join(parts)
+    return [f"{section.task} trains {1 - share:.1%} of the parameters of {section.path}; not trained: {named}"]
 
 
 def _require_path(section: ModelSection) -> None:

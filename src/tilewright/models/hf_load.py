@@ -1,7 +1,7 @@
 """Making `hf.HFModel`s: from a local config.json with random weights, or with the folder's weights.
 
 Nothing is ever downloaded. transformers is imported inside the functions, so a run without such a model does not need
-it. Every way in which a folder can be wrong is an error in four parts. Called by `build`.
+it. Every way in which a folder can be wrong is an error in four parts.
 """
 
 import copy
@@ -18,6 +18,7 @@ from tilewright.models.fp8_io import LazyWeight, StoredWeight, find_weights
 from tilewright.models.hf import HFModel, Task
 from tilewright.models.hf_config import read_json
 from tilewright.models.hf_folder import INDEX, SINGLE, StoredTensor, mismatch_error, open_file, scan_folder
+from tilewright.models.hf_rows import real_integers
 from tilewright.models.init import name_seed
 from tilewright.ops.kernels import Kernels
 
@@ -49,6 +50,38 @@ def load_hf(
         ConfigError: the architecture does not do the task.
         HardwareError: transformers is not installed.
     """
+    auto, config = _task_class(path, task)
+    if weights == "load":
+        net = _load_weights(auto, path, config)
+        return HFModel(net.to(device), task, kernels)
+    with torch.device("meta" if torch.device(device).type == "meta" else "cpu"):
+        net = auto.from_config(config, dtype=torch.float32)
+    return HFModel(net.to(device), task, kernels)
+
+
+def hf_shapes(path: Path | str, task: Task) -> tuple[nn.Module, nn.Module | None]:
+    """The transformers model of a folder without weights, for `hf_rows` and `hf_parts`.
+
+    Returns:
+        (the model of the task, the architecture without a task where transformers has it).
+
+    Raises:
+        As `load_hf`.
+    """
+    from transformers import AutoModel
+
+    auto, config = _task_class(path, task)
+    with real_integers():
+        # Some classes change the config that they are given: each gets its own.
+        net = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+        # Some architectures have several models without a task, and transformers cannot always tell which is meant.
+        known = type(config) in AutoModel._model_mapping and isinstance(AutoModel._model_mapping[type(config)], type)
+        whole = AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32) if known else None
+    return net, whole
+
+
+def _task_class(path: Path | str | Any, task: Task) -> tuple[Any, Any]:
+    """transformers' Auto class of a task, and the config of a folder."""
     transformers = _transformers()
     config = _read_hf_config(transformers, path) if isinstance(path, (str, Path)) else path
     auto = getattr(transformers, _AUTO_CLASS[task])
@@ -60,12 +93,7 @@ def load_hf(
             try_="another model.task or model.path",
             where="model.task",
         )
-    if weights == "load":
-        net = _load_weights(auto, path, config)
-        return HFModel(net.to(device), task, kernels)
-    with torch.device("meta" if torch.device(device).type == "meta" else "cpu"):
-        net = auto.from_config(config, dtype=torch.float32)
-    return HFModel(net.to(device), task, kernels)
+    return auto, config
 
 
 @torch.no_grad()

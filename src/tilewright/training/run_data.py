@@ -16,9 +16,8 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
         ConfigError: rows of this data would not fit the model; found before anything is prepared.
         DataError: nothing usable in the source, or a tokenizer that cannot be read.
     """
+    check_rows(recipe)
     data = recipe.data
-    tokenizer = tokenizer_path(recipe.model, data)
-    check_data(recipe.model, load_tokenizer(tokenizer).vocab_size if tokenizer else None)
     return prepare(
         data.source,
         task=recipe.model.task,
@@ -27,12 +26,24 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
         holdout=data.holdout,
         seq_len=data.seq_len,
         vocab_size=data.vocab_size,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_path(recipe.model, data),
         text_field=data.text_field,
         image_size=data.image_size,
         cache_dir=data.cache_dir,
         own_process=True,
     )
+
+
+def check_rows(recipe: Recipe) -> None:
+    """Raise where rows of the recipe's data would not fit its model; nothing is prepared and no weight is read.
+
+    Raises:
+        ConfigError: no tokenizer for loaded weights, an id beyond the embedding, rows beyond a table of positions, or
+            an architecture that does not do the task.
+        DataError: a tokenizer that cannot be read.
+    """
+    tokenizer = tokenizer_path(recipe.model, recipe.data)
+    check_data(recipe.model, recipe.data.seq_len, load_tokenizer(tokenizer).vocab_size if tokenizer else None)
 
 
 def tokenizer_path(model: ModelSection, data: DataSection) -> str:
