@@ -50,6 +50,7 @@ COUNTED = {
 }
 _WALKS_NOWHERE = (
     *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+    _aten._unsafe_view,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
 _GATHERS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
@@ -130,6 +131,9 @@ class LiveBytes(TorchDispatchMode):
         landed: of `live`, gradients of parameters that are complete (`watch`).
         passing_peak: most bytes beside complete gradients.
         moved: bytes read and written by all that is no matrix product and no attention, views left out.
+        fresh: of the bytes that these write, those in storages that they make.
+        in_backward: set it while autograd runs backward. It adds gradients up in place; on fake tensors, which are a
+            subclass, it makes a new tensor and drops the old one at once.
         operations: how many ran.
         gemms: (calls, FLOPs) of matrix products, by kind. Attention is not among them.
         attention: FLOPs of fused attention's forward pass.
@@ -137,7 +141,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, limit: int = 0) -> None:
         super().__init__()
-        self.live = self.peak = self.moved = 0
+        self.live = self.peak = self.moved = self.fresh = 0
+        self.in_backward = False
         self.landed = self.passing_peak = 0
         self.operations = 0
         self.gemms: dict[GemmKind, tuple[int, float]] = {}
@@ -175,9 +180,13 @@ class LiveBytes(TorchDispatchMode):
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         old = {id(t.untyped_storage()) for t in read}
         written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        for tensor in written:
-            self._add(tensor.untyped_storage(), old)
+        in_place = self.in_backward and func is _aten.add.Tensor and written[0].shape == read[0].shape
+        made = sum(self._add(tensor.untyped_storage(), old) for tensor in written)
+        if not in_place:
+            self.peak = max(self.peak, self.live)
+            self.passing_peak = max(self.passing_peak, self.live - self.landed)
         if _moves(func):
+            self.fresh += 0 if in_place else made
             walked = (*written, *written) if func.overloadpacket in _GATHERS else (*read, *written)
             self.moved += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in walked)
         return out
@@ -194,16 +203,16 @@ class LiveBytes(TorchDispatchMode):
         calls, before = self.gemms.get(kind, (0, 0.0))
         self.gemms[kind] = (calls + 1, before + flops)
 
-    def _add(self, storage: torch.UntypedStorage, old: set[int]) -> None:
+    def _add(self, storage: torch.UntypedStorage, old: set[int]) -> int:
+        """Count a storage; its bytes where it is new."""
         key = storage._cdata
         if key in self._known or id(storage) in old:
-            return
+            return 0
         size = storage.nbytes()
         self._known.add(key)
         self.live += size
-        self.peak = max(self.peak, self.live)
-        self.passing_peak = max(self.passing_peak, self.live - self.landed)
         weakref.finalize(storage, self._free, key, size)
+        return size
 
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)

@@ -40,6 +40,12 @@ _CALLS_A_PIECE = 9
 """To enter a compiled piece, forward and backward, takes as long as so many eager linear layers on next to nothing
 (profiled: 0.7 ms and 0.08)."""
 
+_FRESH_PASSES = 4.5
+"""Passes that writing into new memory costs a CPU besides: the system clears each page (measured: a Mamba and seven
+attention models, user and system time of their steps, `elementwise` from `ceilings`)."""
+_CALL_SHARE = 0.1
+"""Of the seconds that calling a linear layer on almost nothing takes, forward and backward, those of one operation."""
+
 _LAST = ("down_proj", "shared_experts.down_proj")
 """Nobody needs their results in backward."""
 
@@ -188,7 +194,8 @@ def _moved_bytes(work: Workload, mode: str) -> float:
     if kind in ("selective", "products") and not sliced:
         again *= remade_share(_fused(work), product_bytes(work))
     if work.trace is not None:  # with what the standard executor recomputes
-        return (1 + again if sliced else 1) * work.trace.moved_bytes
+        fresh = _FRESH_PASSES * work.trace.fresh_bytes if work.machine.device == "cpu" else 0.0
+        return (1 + again if sliced else 1) * (work.trace.moved_bytes + fresh)
     recipe = changed(work.recipe, {"train.activation_checkpoint": "none"})
     whole = replace(work, recipe=recipe, compiled=_fused(work))
     return (1 + again) * element_passes(whole.compiled) * activation_bytes(whole, mode)
@@ -221,6 +228,7 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
         causal = 0.5 if work.recipe.model.task == "causal_lm" else 1.0
         attention = (4.5 if full else 3.5) * causal * work.trace.attention_flops
         parts["attention"] = attention / rates.attention[fmt]
+        parts["calls"] = _CALL_SHARE * work.trace.operations * rates.call_s(fmt)
         return parts
     for product in work.products[mode]:
         if product.is_head:
