@@ -18,10 +18,10 @@ from tilewright.models.count import count_flops, count_parameters
 from tilewright.models.decoder import Decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.classes import ShapeFinder, work_per_token
+from tilewright.plan.fake_model import KERNELS, quiet, to_fake
 from tilewright.plan.footprint import activation_bytes, storage
 from tilewright.plan.layer_trace import trace_layers
 from tilewright.plan.shape import Line, ranges
-from tilewright.plan.fake_model import KERNELS, quiet, to_fake
 from tilewright.plan.workload import BYTES, Planner
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy

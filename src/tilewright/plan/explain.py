@@ -15,7 +15,9 @@ def plan_verdict(plan: "Plan") -> str:
     if plan.state == "not known":
         return f"It is not known whether the run fits: {plan.unknown}. It takes more than {needs} of {budget}."
     if plan.unknown:
-        return f"The run does not fit: it takes more than {needs} of {budget}, and how much is not known ({plan.unknown})."
+        return (
+            f"The run does not fit: it takes more than {needs} of {budget}, and how much is not known ({plan.unknown})."
+        )
     owners = plan.phases[plan.peak_phase]
     largest = max(owners, key=lambda owner: owners[owner])
     verb = "The run fits" if plan.fits else "The run does not fit"

@@ -7,7 +7,8 @@ moved and bytes/s are counted alike.
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from tilewright.ops.native import dequant_gemm  # noqa: F401  these register operators that are counted here
 from tilewright.precision import tile_products  # noqa: F401
@@ -105,8 +107,9 @@ def _moves(func: Any) -> bool:
 class GemmKind:
     """Matrix products that cost alike for each FLOP.
 
-    `module`: name of the watched module that they are part of, empty outside of all. `dtype`: of the operands. `width`:
-    square root of the weight's elements. `groups`: weights that one operation multiplies by (experts in one tensor).
+    `module`: name of the linear layer that they are part of, empty outside of all (`LiveBytes.watching`). `dtype`: of
+    the operands. `width`: square root of the weight's elements. `groups`: weights that one operation multiplies by
+    (experts in one tensor).
     """
 
     module: str
@@ -128,7 +131,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and at most.
-        landed: of `live`, gradients of parameters that are complete (`watch`).
+        landed: of `live`, gradients of parameters that are complete (`watching`).
         passing_peak: most bytes beside complete gradients.
         moved: bytes read and written by all that is no matrix product and no attention, views left out.
         fresh: of the bytes that these write, those in storages that they make.
@@ -151,19 +154,22 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
         self._module = ""
 
-    def watch(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-        """Tell products by the modules that they are part of, and complete gradients from others.
-
-        Args:
-            model: whose parameters get gradients.
-            modules: by the names to use.
-        """
-        for name, module in modules.items():
-            module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_module", name))
-            module.register_forward_hook(lambda *_: setattr(self, "_module", ""))
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, tell products of linear layers by these layers, and complete gradients of parameters from others."""
+        handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            if _is_linear(module):
+                handles.append(module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_module", name)))
+                handles.append(module.register_forward_hook(lambda *_: setattr(self, "_module", "")))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._land)
+                handles.append(parameter.register_post_accumulate_grad_hook(self._land))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _land(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -226,3 +232,9 @@ def _kind(module: str, packet: Any, args: Any) -> GemmKind:
     if packet is _aten._grouped_mm and weight.dim() == 3:
         return GemmKind(module, weight.dtype, prod(weight.shape[1:]) ** 0.5, weight.shape[0])
     return GemmKind(module, weight.dtype, (prod(weight.shape[-2:]) if weight.dim() == 3 else weight.numel()) ** 0.5, 1)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies rows by one weight."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)

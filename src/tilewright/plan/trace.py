@@ -198,9 +198,7 @@ def _run_text(model: HFModel, recipe: Recipe, rows: int, limit: int, documents: 
 def _count(model: HFModel, run: Callable[[], Tensor], limit: int) -> Trace:
     """Count a forward pass, and the backward pass from what it returns."""
     live = LiveBytes(limit)
-    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
-    live.watch(model, linear)
-    with live:
+    with live.watching(model), live:
         out = run()
         kept, peak, gemms, attention = live.live, live.peak, dict(live.gemms), live.attention
         live.peak = live.passing_peak = live.live
@@ -219,11 +217,6 @@ def _count(model: HFModel, run: Callable[[], Tensor], limit: int) -> Trace:
         attention_flops=attention,
         operations=live.operations,
     )
-
-
-def _is_linear(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
 
 @torch.no_grad()

@@ -60,8 +60,7 @@ def traced_footprint(work: Workload) -> Footprint:
     wide = 2 * work.num_narrow if work.recipe.precision.eval_fp32 else 0
     phases = {
         "load": {"parameters": held["parameters"], "buffers": held["buffers"], "other": process},
-        "forward": held
-        | {"gradients": before, "activations": kept, "other": process + left + forward - before - kept},
+        "forward": held | {"gradients": before, "activations": kept, "other": process + left + forward - before - kept},
         "backward": held
         | {"gradients": gradients, "activations": still, "other": process + left + backward - gradients - still},
         "update": held | {"gradients": gradients, "other": process + max(0, staying - gradients)},
