@@ -7,7 +7,7 @@ many of each class are treated how. Everything is a straight line in the rows of
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -31,9 +31,11 @@ from tilewright.plan.fake_model import KERNELS, document_styles, quiet, text_inp
 from tilewright.plan.fake_operations import GroupedGemms, fuse_attention
 from tilewright.plan.footprint import KIND_BYTES, Pages, held_codes, layer_storages, process_bytes, process_size
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
-from tilewright.plan.roofline import element_passes, expert_rows
+from tilewright.plan.live_bytes import GemmKind
+from tilewright.plan.roofline import FORMAT_OF, element_passes, expert_rows, walked
 from tilewright.plan.shape import LayerClass, Line, ModelShape
 from tilewright.plan.stacks import find_stack, keep_layers
+from tilewright.plan.traced import free_pages
 from tilewright.plan.workload import BYTES, DTYPES, Planner, Workload, products_of
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
@@ -176,7 +178,7 @@ def _foreign_shape(
     first = copy.deepcopy(skeleton.layers)  # for shapes
     table = products_of(model, policy, None)
     numbers = _layer_numbers(skeleton.model, skeleton.layers)
-    pages = Pages.of(machine, BYTES[policy.product], compiled=False)
+    free = free_pages(machine, BYTES[policy.product])
     classes = []
     for place, (indices, one, two) in enumerate(zip(skeleton.indices, *traced, strict=True)):
         products = tuple(p for p in table if p.fqn.startswith(numbers[place] + "."))
@@ -197,11 +199,11 @@ def _foreign_shape(
                 kept_products=Line.through(one.kept_products, two.kept_products),
                 kept_attention=Line.through(one.kept_attention, two.kept_attention),
                 input=Line(0, one.input),
-                work=_foreign_work(machine, pages.work, kept, Line.through(one.work, two.work)),
-                moved=Line.through(one.moved, two.moved),
+                work=Line.through(one.work, two.work).times(1 + free),
+                moved=Line.through(*(walked(machine, layer.moved, layer.fresh) for layer in (one, two))),
                 fused=False,
                 mlp_kept=of_mlp,
-                mlp_work=_foreign_work(machine, pages.work, of_mlp, Line.through(one.mlp_work, two.mlp_work)),
+                mlp_work=Line.through(one.mlp_work, two.mlp_work).times(1 + free),
                 mask=0.0,
                 products=products,
                 product_flops=flops,
@@ -209,6 +211,8 @@ def _foreign_shape(
                 mlp_flops=one.mlp_products,
                 attention_flops=one.attention / 2,
                 largest_weight=_largest((p.numel() for p in first[place].parameters()), machine),
+                others=_by_format(one.others),
+                operations=one.operations,
                 codes=float(held_codes(products, machine)),
             )
         )
@@ -234,15 +238,18 @@ def _foreign_shape(
         compiled=False,
         loss_compiled=loss_compiled,
         process_bytes=process_size(machine, compiles=loss_compiled, foreign=True),
-        gaps=pages.gaps,
-        rebuilt=pages.rebuilt,
+        gaps=free,
+        rebuilt=1 + free,
         notes=_notes(recipe),
     )
 
 
-def _foreign_work(machine: Machine, share: float, kept: Line, traced: Line) -> Line:
-    """Backward's need: as traced; on a CPU as measured, what its allocator does with it included."""
-    return Line(share * kept.fixed, share * kept.per_row) if machine.device == "cpu" else traced
+def _by_format(others: Mapping[GemmKind, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for kind, flops in others.items():
+        name = FORMAT_OF.get(kind.dtype, "fp32")
+        found[name] = found.get(name, 0.0) + flops
+    return found
 
 
 def _name(place: int, skeleton: _Skeleton, experts: bool) -> str:

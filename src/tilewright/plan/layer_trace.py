@@ -7,7 +7,7 @@ Legend: B rows  S positions.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tilewright.models.activation import CONTEXTS
-from tilewright.plan.live_bytes import ATTENTION, LiveBytes, flop_counter
+from tilewright.plan.live_bytes import GemmKind, LiveBytes, flop_counter
 
 MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 """What the part of a layer is called that looks at each token for itself."""
@@ -30,9 +30,11 @@ class TracedLayer:
     `kept`, `kept_selective`, `kept_products`, `kept_attention`: from forward to backward, its input among them, its
     output not; with all kept, with results of products and attention, of one of them alone. `input`: of its input.
     `work`: most that backward has alive beyond `kept`, gradients of weights left out. `moved`: read and written by
-    what is neither product nor attention, forward and backward. `mlp_kept`, `mlp_work`: kept and needed by its
-    token-wise part alone; 0 where none was found. `products`, `mlp_products`: matrix products. `last_products`: of them
-    those at its end that recomputation does not run again. `attention`: fused attention, all pairs of positions.
+    what is neither product nor attention, forward and backward; `fresh`: of that, written into new memory.
+    `operations`: calls, forward and backward. `mlp_kept`, `mlp_work`: kept and needed by its token-wise part alone; 0
+    where none was found. `products`, `mlp_products`: matrix products. `last_products`: of them those at its end that
+    recomputation does not run again. `others`: of the products those of no linear layer. `attention`: fused attention,
+    all pairs of positions.
     """
 
     kept: int
@@ -42,11 +44,14 @@ class TracedLayer:
     input: int
     work: int
     moved: int
+    fresh: int
+    operations: int
     mlp_kept: int
     mlp_work: int
     products: float
     last_products: float
     mlp_products: float
+    others: Mapping[GemmKind, float]
     attention: float
 
 
@@ -73,31 +78,36 @@ def trace_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -> list
 
 def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
     mlp, call = _mlp_call(layer, args, kwargs)
-    kept, work, moved = _kept_and_work(layer, args, kwargs)
+    kept, whole = _kept_and_work(layer, args, kwargs)
     kept_selective, kept_products, kept_attention = (
         _kept_and_work(_Checkpointed(layer, CONTEXTS[mode]), args, kwargs, backward=False)[0]
         for mode in ("selective", "products", "attention")
     )
-    products, attention = _flops(layer, args, kwargs)
+    counted = _counted(layer, args, kwargs)
+    products, attention = _flops_of(counted), counted.attention
     again = _trained_flops(_Checkpointed(layer), args, kwargs) - _trained_flops(layer, args, kwargs)
     mlp_kept, mlp_work, mlp_products = 0, 0, 0.0
     if mlp is not None:
-        mlp_kept, mlp_work, _ = _kept_and_work(mlp, *call)
+        mlp_kept, ran = _kept_and_work(mlp, *call)
+        mlp_work = ran.peak - mlp_kept
         mlp_kept = max(0, mlp_kept - _first(call[0]).nbytes)  # its output leaves; its input is the norm's
-        mlp_products, _ = _flops(mlp, *call)
+        mlp_products = _flops_of(_counted(mlp, *call))
     return TracedLayer(
         kept=kept,
         kept_selective=kept_selective,
         kept_products=kept_products,
         kept_attention=kept_attention,
         input=_first((args, kwargs)).nbytes,
-        work=work,
-        moved=moved,
+        work=whole.peak - kept,
+        moved=whole.moved,
+        fresh=whole.fresh,
+        operations=whole.operations,
         mlp_kept=mlp_kept,
         mlp_work=mlp_work,
         products=products,
         last_products=max(0.0, products + attention - again),
         mlp_products=mlp_products,
+        others={kind: flops for kind, (_, flops) in counted.gemms.items() if not kind.module},
         attention=attention,
     )
 
@@ -126,8 +136,8 @@ def _mlp_call(layer: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module | Non
 
 
 @torch.enable_grad()
-def _kept_and_work(run: Callable[..., Any], args: Any, kwargs: Any, *, backward: bool = True) -> tuple[int, int, int]:
-    """Bytes alive after forward, its output counted as its input would be; what backward adds at most; what moves."""
+def _kept_and_work(run: Callable[..., Any], args: Any, kwargs: Any, *, backward: bool = True) -> tuple[int, LiveBytes]:
+    """Bytes alive after forward, its output counted as its input would be; what was counted, the peak of backward."""
     first = _first((args, kwargs))
     edge = first.detach().requires_grad_()
     args, kwargs = _replaced((args, kwargs), first, edge)
@@ -135,20 +145,23 @@ def _kept_and_work(run: Callable[..., Any], args: Any, kwargs: Any, *, backward:
     with live:
         out = _first(run(*args, **kwargs))
         kept = live.live
-        live.peak = kept
+        live.peak, live.in_backward = kept, True
         if backward:
             torch.autograd.grad(out, [edge], torch.empty_like(out))
-    return kept, live.peak - kept, live.moved
+    return kept, live
 
 
-def _flops(run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[float, float]:
-    """FLOPs of a forward pass: in products, and in fused attention."""
-    counter = flop_counter()
-    with torch.no_grad(), counter:
-        run(*args, **kwargs)
-    counts = counter.get_flop_counts().get("Global", {})
-    attention = sum(count for op, count in counts.items() if op in ATTENTION)
-    return counter.get_total_flops() - attention, attention
+@torch.no_grad()
+def _counted(module: nn.Module, args: Any, kwargs: Any) -> LiveBytes:
+    """What a forward pass computes."""
+    live = LiveBytes()
+    with live.watching(module), live:
+        module(*args, **kwargs)
+    return live
+
+
+def _flops_of(counted: LiveBytes) -> float:
+    return sum(flops for _, flops in counted.gemms.values())
 
 
 @torch.enable_grad()

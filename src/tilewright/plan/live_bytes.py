@@ -7,7 +7,8 @@ moved and bytes/s are counted alike.
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from tilewright.ops.native import dequant_gemm  # noqa: F401  these register operators that are counted here
 from tilewright.precision import tile_products  # noqa: F401
@@ -50,6 +52,7 @@ COUNTED = {
 }
 _WALKS_NOWHERE = (
     *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+    _aten._unsafe_view,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
 _GATHERS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
@@ -104,8 +107,9 @@ def _moves(func: Any) -> bool:
 class GemmKind:
     """Matrix products that cost alike for each FLOP.
 
-    `module`: name of the watched module that they are part of, empty outside of all. `dtype`: of the operands. `width`:
-    square root of the weight's elements. `groups`: weights that one operation multiplies by (experts in one tensor).
+    `module`: name of the linear layer that they are part of, empty outside of all (`LiveBytes.watching`). `dtype`: of
+    the operands. `width`: square root of the weight's elements. `groups`: weights that one operation multiplies by
+    (experts in one tensor).
     """
 
     module: str
@@ -127,9 +131,12 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and at most.
-        landed: of `live`, gradients of parameters that are complete (`watch`).
+        landed: of `live`, gradients of parameters that are complete (`watching`).
         passing_peak: most bytes beside complete gradients.
         moved: bytes read and written by all that is no matrix product and no attention, views left out.
+        fresh: of the bytes that these write, those in storages that they make.
+        in_backward: set it while autograd runs backward. It adds gradients up in place; on fake tensors, which are a
+            subclass, it makes a new tensor and drops the old one at once.
         operations: how many ran.
         gemms: (calls, FLOPs) of matrix products, by kind. Attention is not among them.
         attention: FLOPs of fused attention's forward pass.
@@ -137,7 +144,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, limit: int = 0) -> None:
         super().__init__()
-        self.live = self.peak = self.moved = 0
+        self.live = self.peak = self.moved = self.fresh = 0
+        self.in_backward = False
         self.landed = self.passing_peak = 0
         self.operations = 0
         self.gemms: dict[GemmKind, tuple[int, float]] = {}
@@ -146,19 +154,22 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
         self._module = ""
 
-    def watch(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-        """Tell products by the modules that they are part of, and complete gradients from others.
-
-        Args:
-            model: whose parameters get gradients.
-            modules: by the names to use.
-        """
-        for name, module in modules.items():
-            module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_module", name))
-            module.register_forward_hook(lambda *_: setattr(self, "_module", ""))
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, tell products of linear layers by these layers, and complete gradients of parameters from others."""
+        handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            if _is_linear(module):
+                handles.append(module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_module", name)))
+                handles.append(module.register_forward_hook(lambda *_: setattr(self, "_module", "")))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._land)
+                handles.append(parameter.register_post_accumulate_grad_hook(self._land))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _land(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -175,9 +186,13 @@ class LiveBytes(TorchDispatchMode):
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         old = {id(t.untyped_storage()) for t in read}
         written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        for tensor in written:
-            self._add(tensor.untyped_storage(), old)
+        in_place = self.in_backward and func is _aten.add.Tensor and written[0].shape == read[0].shape
+        made = sum(self._add(tensor.untyped_storage(), old) for tensor in written)
+        if not in_place:
+            self.peak = max(self.peak, self.live)
+            self.passing_peak = max(self.passing_peak, self.live - self.landed)
         if _moves(func):
+            self.fresh += 0 if in_place else made
             walked = (*written, *written) if func.overloadpacket in _GATHERS else (*read, *written)
             self.moved += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in walked)
         return out
@@ -194,16 +209,16 @@ class LiveBytes(TorchDispatchMode):
         calls, before = self.gemms.get(kind, (0, 0.0))
         self.gemms[kind] = (calls + 1, before + flops)
 
-    def _add(self, storage: torch.UntypedStorage, old: set[int]) -> None:
+    def _add(self, storage: torch.UntypedStorage, old: set[int]) -> int:
+        """Count a storage; its bytes where it is new."""
         key = storage._cdata
         if key in self._known or id(storage) in old:
-            return
+            return 0
         size = storage.nbytes()
         self._known.add(key)
         self.live += size
-        self.peak = max(self.peak, self.live)
-        self.passing_peak = max(self.passing_peak, self.live - self.landed)
         weakref.finalize(storage, self._free, key, size)
+        return size
 
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
@@ -217,3 +232,9 @@ def _kind(module: str, packet: Any, args: Any) -> GemmKind:
     if packet is _aten._grouped_mm and weight.dim() == 3:
         return GemmKind(module, weight.dtype, prod(weight.shape[1:]) ** 0.5, weight.shape[0])
     return GemmKind(module, weight.dtype, (prod(weight.shape[-2:]) if weight.dim() == 3 else weight.numel()) ** 0.5, 1)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies rows by one weight."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)

@@ -20,7 +20,7 @@ from tilewright.formats.squares import num_blocks
 from tilewright.models.activation_bytes import FP32, TILE
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.fixed import BLOCK_ROWS, INPUTS_OF, SELECTED, Activations, Fixed, Place
-from tilewright.plan.roofline import FORWARD_SHARE, calls_s, remade_share
+from tilewright.plan.roofline import CALL_SHARE, FORWARD_SHARE, calls_s, remade_share
 from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Cost
 from tilewright.precision.gemms import FP8_FORMATS
@@ -323,17 +323,16 @@ class _Layer:
         return self.products_s("fprop") * self.found.mlp_flops / self.found.product_flops
 
     def products_s(self, which: str) -> float:
-        """Products of one micro-batch; those that are no linear layer's (experts in one tensor) in the usual format."""
-        rate, weighted, linear = self.rates, 0.0, 0.0
+        """Products of one micro-batch; those that are no linear layer's (experts in one tensor) as they run."""
+        rate, weighted = self.rates, 0.0
         for product in self.found.products:
             flops = 2.0 * self.rows * self.shape.seq_len * product.share * product.num_weights
-            linear += flops
             fmt = getattr(product.gemms, which)
             name = fmt if fmt not in FP8_FORMATS else "fp8" if "fp8" in rate.matmul else "bf16"
             padded = flops * (self.shape.expert_rows if product.share < 1 else 1.0)
             weighted += rate.matmul_s(name, product.num_weights**0.5, padded, compiled=self.shape.compiled)
-        others = max(0.0, self.rows * self.found.product_flops - linear)
-        return weighted + others / rate.matmul_rate(self.shape.product_format, self.shape.dim)
+        others = (self.rows * flops / rate.matmul_rate(fmt, self.shape.dim) for fmt, flops in self.found.others.items())
+        return weighted + sum(others)
 
     def attention_s(self) -> float:
         """Scores and values of one micro-batch, forward."""
@@ -346,7 +345,10 @@ class _Layer:
         return self.found.moved(self.rows) / rate
 
     def calls_s(self) -> float:
-        """To enter compiled pieces in one micro-batch, forward and backward. Embedding and head are none."""
+        """To enter compiled pieces, or to call operations of layers that are not ours, in one micro-batch, forward and
+        backward. Embedding and head are none."""
+        if self.found.operations:
+            return CALL_SHARE * self.found.operations * self.rates.call_s(self.shape.product_format)
         if not self.shape.compiled or not self.found.products:
             return 0.0
         return calls_s(self.found.called_experts, self.rates)
@@ -415,6 +417,8 @@ def end_class(name: str, num_parameters: int, shape: ModelShape) -> LayerClass:
         last_flops=0.0,
         mlp_flops=0.0,
         attention_flops=0.0,
+        others={},
+        operations=0,
         largest_weight=num_parameters if first.largest_weight else 0,
         codes=0.0,
     )

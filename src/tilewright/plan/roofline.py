@@ -40,13 +40,19 @@ _CALLS_A_PIECE = 9
 """To enter a compiled piece, forward and backward, takes as long as so many eager linear layers on next to nothing
 (profiled: 0.7 ms and 0.08)."""
 
+FRESH_PASSES = 4.5
+"""Passes that writing into new memory costs a CPU besides: the system clears each page (measured: a Mamba and seven
+attention models, user and system time of their steps, `elementwise` from `ceilings`)."""
+CALL_SHARE = 0.1
+"""Of the seconds that calling a linear layer on almost nothing takes, forward and backward, those of one operation."""
+
 _LAST = ("down_proj", "shared_experts.down_proj")
 """Nobody needs their results in backward."""
 
 _TWO_PASSES = {"matmul": 1.75, "attention": 1.78, "head": 2.0, "loss": 2.0, "calls": 1.7}
 """Exact clipping slice by slice takes a second backward pass: of 2 + 2 + 4 operations a product the last 6 again."""
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+FORMAT_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Formats by dtype; FP32 for all others."""
 
 BOUND_BY = {
@@ -164,6 +170,11 @@ def element_passes(fused: bool) -> float:
     return _COMPILED_PASSES if fused else _EAGER_PASSES
 
 
+def walked(machine: Machine, moved: float, fresh: float) -> float:
+    """Bytes that take as long as `moved` ones of which `fresh` are written into new memory."""
+    return moved + (FRESH_PASSES * fresh if machine.device == "cpu" else 0.0)
+
+
 def remade_share(fused: bool, operand_bytes: float) -> float:
     """Of the time of forward's loops, what backward takes longer where products are kept and the rest is made again.
 
@@ -188,7 +199,8 @@ def _moved_bytes(work: Workload, mode: str) -> float:
     if kind in ("selective", "products") and not sliced:
         again *= remade_share(_fused(work), product_bytes(work))
     if work.trace is not None:  # with what the standard executor recomputes
-        return (1 + again if sliced else 1) * work.trace.moved_bytes
+        passed = walked(work.machine, work.trace.moved_bytes, work.trace.fresh_bytes)
+        return (1 + again if sliced else 1) * passed
     recipe = changed(work.recipe, {"train.activation_checkpoint": "none"})
     whole = replace(work, recipe=recipe, compiled=_fused(work))
     return (1 + again) * element_passes(whole.compiled) * activation_bytes(whole, mode)
@@ -221,6 +233,7 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
         causal = 0.5 if work.recipe.model.task == "causal_lm" else 1.0
         attention = (4.5 if full else 3.5) * causal * work.trace.attention_flops
         parts["attention"] = attention / rates.attention[fmt]
+        parts["calls"] = CALL_SHARE * work.trace.operations * rates.call_s(fmt)
         return parts
     for product in work.products[mode]:
         if product.is_head:
@@ -247,7 +260,7 @@ def _traced_matmul_s(work: Workload, trace: Trace, mode: str, rates: Ceilings) -
         if product is not None:
             total += calls * _matmul_s(work, product, flops / calls, rates)
         else:
-            name = _NAMES.get(kind.dtype, "fp32")
+            name = FORMAT_OF.get(kind.dtype, "fp32")
             total += passes * number * rates.matmul_s(name, kind.width, flops / number)
     return total
 

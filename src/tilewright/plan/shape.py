@@ -4,8 +4,8 @@
 micro-batch.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tilewright.plan.workload import Product
 
@@ -19,6 +19,10 @@ class Line:
 
     def __call__(self, rows: float) -> float:
         return self.fixed + self.per_row * rows
+
+    def times(self, factor: float) -> "Line":
+        """The same quantity so many times."""
+        return Line(factor * self.fixed, factor * self.per_row)
 
     @classmethod
     def through(cls, one: float, two: float) -> "Line":
@@ -65,6 +69,10 @@ class LayerClass:
     """Elements; what a product's copy of it takes is in `work` on a CPU, and so this is 0 there."""
     called_experts: int = 0
     """Experts that are called one by one, each a compiled piece where layers are compiled."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """Of the products' FLOPs those of no linear layer (experts in one tensor), by the format that they run in."""
+    operations: int = 0
+    """Calls of operations, forward and backward, of layers that are not ours."""
     codes: float = 0.0
     """Bytes of the 8-bit codes of its weights, where these stay on the device."""
 

@@ -1,4 +1,4 @@
-"""The layers of a model that we did not make: its list of layers, sorted by structure, and models with fewer of them."""
+"""Layers of a model that we did not make: its list of layers, sorted by structure, and models with fewer of them."""
 
 import copy
 from collections.abc import Sequence

@@ -35,6 +35,7 @@ from tilewright.precision.schedule import ModeSchedule
 
 MASKED_SHARE = 0.15
 """Share of the tokens that a masked language model predicts."""
+GROUPED_CONVOLUTIONS = "grouped convolutions are priced as matrix products of their size; backward takes them longer"
 _SHORT = 8
 """Positions of a row that tells how a model makes its logits."""
 WHOLE = 10_000
@@ -59,6 +60,8 @@ class Trace:
     """The same without gradients that are complete: of a micro-batch that adds to gradients that are there."""
     moved_bytes: int = 0
     """Read and written, forward and backward, by all but matrix products and attention."""
+    fresh_bytes: int = 0
+    """Of these, written into new memory."""
     gemms: Mapping[GemmKind, tuple[int, float]] = field(default_factory=dict)
     """Calls and FLOPs of forward's matrix products."""
     attention_flops: float = 0.0
@@ -195,29 +198,25 @@ def _run_text(model: HFModel, recipe: Recipe, rows: int, limit: int, documents: 
 def _count(model: HFModel, run: Callable[[], Tensor], limit: int) -> Trace:
     """Count a forward pass, and the backward pass from what it returns."""
     live = LiveBytes(limit)
-    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
-    live.watch(model, linear)
-    with live:
+    with live.watching(model), live:
         out = run()
         kept, peak, gemms, attention = live.live, live.peak, dict(live.gemms), live.attention
         live.peak = live.passing_peak = live.live
-        live.limit = 0
+        live.limit, live.in_backward = 0, True
         out.backward(torch.empty_like(out))
+    grouped = any(isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 for module in model.modules())
     return Trace(
+        notes=(GROUPED_CONVOLUTIONS,) if grouped else (),
         kept_bytes=kept,
         peak_bytes=peak,
         backward_bytes=live.peak,
         passing_bytes=live.passing_peak,
         moved_bytes=live.moved,
+        fresh_bytes=live.fresh,
         gemms=gemms,
         attention_flops=attention,
         operations=live.operations,
     )
-
-
-def _is_linear(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
 
 @torch.no_grad()
