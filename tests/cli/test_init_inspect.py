@@ -83,6 +83,15 @@ def test_inspect_a_run_folder(capsys, tmp_path):
     text = capsys.readouterr().out
     assert "head" in text
     assert "compiled: no compiler" in text
+    assert "matmul work" not in text
+    rows = [{"fqn": "head", "compute": "bf16", "gemms": None, "work": 1.0}]
+    gemms = {"fprop": "fp8_tile", "dgrad": "fp8_tile", "wgrad": "bf16"}
+    rows += [{"fqn": "up", "compute": "fp8_tile/fp8_tile/bf16", "gemms": gemms, "work": 3.0}]
+    (folder / "precision.json").write_text(json.dumps(rows))
+    assert run(["inspect", str(folder)]) == 0
+    assert "matmul work: 50.0 % bf16, 50.0 % fp8_tile" in capsys.readouterr().out
+    assert run(["inspect", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["work"] == {"fp8_tile": 0.5, "bf16": 0.5}
     (folder / "precision.json").write_text("{")
     assert run(["inspect", str(folder)]) == 2
     assert "cannot be read" in capsys.readouterr().err

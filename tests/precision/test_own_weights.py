@@ -8,13 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from tilewright.core.hardware import detect_machine
+from tilewright.formats.spec import E4M3
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
+from tilewright.precision.operands import gradient_spec, input_tile, weight_tile
 from tilewright.precision.own_weights import give_over
 from tilewright.precision.tile_linear import TileLinear
 from tilewright.precision.tile_weight import TileWeight
 
 KERNELS = Kernels.default()
+EXACT = Kernels(detect_machine("cpu"), {"tile_gemm": "ref"})
+"""Sums in FP32 that are rounded nowhere; matrix units of a CPU round results to BF16."""
 MIXED = Gemms("fp8_tile", "bf16", "fp32")
 GEMMS = [*map(Gemms.all, FP8_FORMATS), Gemms("bf16", "fp8_tile", "bf16"), Gemms("bf16", "bf16", "fp8_hybrid"), MIXED]
 
@@ -104,3 +109,38 @@ def test_each_expert_is_a_tile_linear(counts, gemms, transposed, power_of_two):
         same(bias.grad[expert], layer.bias.grad, "fp32")
     busy = sum(map(bool, counts))
     assert weight.executed()["wgrad"] == ({gemms.wgrad: busy} if busy else {})
+
+
+def values(x, spec, tile, power_of_two):
+    """What an operand is after it was quantised, in FP64."""
+    return KERNELS.quantize(x, spec, tile, power_of_two=power_of_two).dequantize().double()
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("mode", FP8_FORMATS)
+def test_products_are_those_of_the_quantised_operands_in_fp64(mode, power_of_two):
+    torch.manual_seed(0)
+    counts, stack = (130, 0, 70), torch.randn(3, 72, 200, requires_grad=True)
+    x, up = torch.randn(200, 200, requires_grad=True), torch.randn(200, 72)
+    weight = TileWeight()
+    weight.kernels = EXACT
+    weight.set_gemms(Gemms.all(mode), "fp32", power_of_two=power_of_two)
+    out = weight.grouped(x, counts, stack, None)
+    out.backward(up)
+    tensorwise, spec = mode == "fp8_tensorwise", gradient_spec(mode)
+    rows, blocks = input_tile(tensorwise), weight_tile(tensorwise)
+    for expert, (start, count) in enumerate(zip((0, 130, 130), counts, strict=True)):
+        if not count:
+            continue
+        here = slice(start, start + count)
+        xs, dy, matrix = x.detach()[here], up[here], stack.detach()[expert]
+        w = values(matrix, E4M3, blocks, power_of_two)
+        column = values(xs.T.contiguous(), E4M3, rows, power_of_two)
+        wants = (
+            (out[here], values(xs, E4M3, rows, power_of_two) @ w.T),
+            (x.grad[here], values(dy, spec, rows, power_of_two) @ w),
+            (stack.grad[expert], values(dy.T.contiguous(), spec, rows, power_of_two) @ column.T),
+        )
+        for ours, want in wants:
+            error = ((ours.detach().double() - want).norm() / want.norm()).item()
+            assert error < 1e-6, error

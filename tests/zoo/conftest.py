@@ -43,8 +43,8 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
-def pytest_sessionstart(session):
-    session.config.zoo = {}
+def pytest_configure(config):
+    config.zoo = {}
 
 
 @pytest.hookimpl(wrapper=True)

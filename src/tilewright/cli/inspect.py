@@ -17,6 +17,7 @@ from tilewright.core.log import say
 from tilewright.core.toml_file import NONE
 from tilewright.core.units import format_bytes, format_count
 from tilewright.precision import audit_table
+from tilewright.precision.shares import recorded_shares, shares_text
 
 
 @click.command("inspect", cls=RecipeCommand)
@@ -73,8 +74,9 @@ def _run(folder: Path, as_json: bool) -> None:
     kernels = machine.get("kernels", []) if isinstance(machine, dict) else []
     audit = _read_json(folder / audit_table.FILE)
     rows = None if audit is None else _audit_rows(folder, audit)
+    work = recorded_shares(precision) if isinstance(precision, list) else {}
     if as_json:
-        print_json({"precision": precision, "kernels": kernels, "audit": audit})
+        print_json({"precision": precision, "work": work, "kernels": kernels, "audit": audit})
         return
     click.echo(f"{folder}: {load_recipe(folder / 'run.toml', environ={}).name}")
     for title, table in (("precision", precision), ("kernels", kernels)):
@@ -83,6 +85,8 @@ def _run(folder: Path, as_json: bool) -> None:
             click.echo(f"{title}: not recorded")
             continue
         show_dicts(table)
+        if title == "precision" and work:
+            click.echo(f"matmul work: {shares_text(work)}")
     click.echo()
     if audit is None or rows is None:
         click.echo("executed: not recorded")

@@ -4,6 +4,7 @@ Not to be confused with `head`, the arithmetic of our own heads with their losse
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -42,7 +43,7 @@ def find_heads(model: nn.Module) -> list[nn.Linear]:
     return [linear for linear in linears if linear in found]
 
 
-def _outside_of_base(part: nn.Module) -> Iterator[nn.Linear]:
+def _outside_of_base(part: Any) -> Iterator[nn.Linear]:
     """Linear layers beside the base model of a transformers model, as wide as its labels or words are many."""
     base = getattr(part, part.base_model_prefix or "-", None)
     if not isinstance(base, nn.Module) or base is part:
@@ -53,7 +54,7 @@ def _outside_of_base(part: nn.Module) -> Iterator[nn.Linear]:
             yield module
 
 
-def _output_widths(part: nn.Module) -> set[int | None]:
+def _output_widths(part: Any) -> set[int | None]:
     """How many labels and words a transformers model has."""
     return {getattr(part.config, "num_labels", None), getattr(part.config, "vocab_size", None)}
 

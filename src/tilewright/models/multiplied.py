@@ -61,7 +61,8 @@ class _Uses:
         for _ in range(2):  # a name may be given after, in a loop
             for node in ast.walk(method):
                 if isinstance(node, ast.Assign) and self._is_weight(node.value, names):
-                    names |= {name.id for target in node.targets for name in ast.walk(target) if _is_name(name)}
+                    given = (name for target in node.targets for name in ast.walk(target))
+                    names |= {name.id for name in given if isinstance(name, ast.Name)}
         for node in ast.walk(method):
             if self._is_weight(node, names):
                 self.seen = True
@@ -91,10 +92,6 @@ class _Uses:
                 node = node.func.value
             else:
                 return False
-
-
-def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name)
 
 
 def _is_elementwise(function: ast.expr) -> bool:

@@ -45,7 +45,7 @@ class Owned:
         return [getattr(module, name) for name in (self.name, self.bias) if name]
 
 
-def owned(module: nn.Module) -> tuple[Owned, ...]:
+def owned(module: Any) -> tuple[Owned, ...]:
     """The weights of a module that can be given over; none for a module of any other kind.
 
     Example:
@@ -88,7 +88,7 @@ def row_name(fqn: str, weight: Owned) -> str:
     return f"{fqn}.{weight.name}" if weight.stacked and fqn else weight.name if weight.stacked else fqn
 
 
-def give_over(module: nn.Module) -> dict[str, TileWeight]:
+def give_over(module: Any) -> dict[str, TileWeight]:
     """Make a module's products those of `TileWeight`s, one for each weight by its name. They start in FP32."""
     if not isinstance(module, _GivenOver):
         module.tile_weights = {weight.name: TileWeight() for weight in owned(module)}
@@ -121,7 +121,7 @@ def _rebuild(way: type, plain: type[nn.Module]) -> nn.Module:
 # ---- Conv1D ----
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def _is_conv1d(module: Any) -> bool:
     """A model can only hold one where transformers is imported already."""
     source = sys.modules.get("transformers.pytorch_utils")
     return source is not None and isinstance(module, source.Conv1D)
@@ -138,13 +138,13 @@ class _Conv1D(_GivenOver):
 
 # ---- stacked experts ----
 
-_INTERFACE = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts", "_apply_gate")
+_INTERFACE = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate")
 """What transformers' implementations of experts read of a module; its decorator sets it."""
 
 
-def _is_stacked(module: nn.Module) -> bool:
+def _is_stacked(module: Any) -> bool:
     """Experts behind transformers' interface, all of them on this device."""
-    if not all(hasattr(module, name) for name in _INTERFACE) or module._is_expert_parallel:
+    if not all(hasattr(module, name) for name in _INTERFACE) or getattr(module, "_is_expert_parallel", False):
         return False
     stacks = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
     return len(stacks) == 2 and all(len(stack) == module.num_experts for stack in stacks)
@@ -178,7 +178,7 @@ class _Stacked(_GivenOver):
         inner = self._multiply(first, rows, counts[:-1])
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
         out = self._multiply(second, inner, counts[:-1])
-        if self.has_post_expert_norm:
+        if getattr(self, "has_post_expert_norm", False):
             out = self.post_expert_norm(out)
         out = out * top_k_weights.reshape(-1).index_select(0, order).unsqueeze(-1)
         slots = out.new_zeros(num_tokens * num_chosen, out.shape[-1]).index_copy(0, order, out)

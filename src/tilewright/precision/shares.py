@@ -1,6 +1,7 @@
 """How a model's matmul work is divided among formats, in numbers and in words. Without torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tilewright.precision.gemms import GEMM_NAMES
 
@@ -22,6 +23,19 @@ def shares(rows: Iterable[tuple[Sequence[str], float]]) -> dict[str, float]:
     total = sum(sums.values())
     ordered = sorted(sums.items(), key=lambda item: -item[1])
     return {name: flops / total for name, flops in ordered if flops}
+
+
+def recorded_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The shares of a run by the rows of its precision.json; empty for one that was written without the work.
+
+    Example:
+        >>> recorded_shares([{"compute": "bf16", "gemms": None, "work": 8.0}, {"compute": "fp32", "gemms": None}])
+        {'bf16': 1.0}
+    """
+    return shares(
+        ([row["gemms"][name] for name in GEMM_NAMES] if row.get("gemms") else [row["compute"]], row.get("work", 0.0))
+        for row in rows
+    )
 
 
 def shares_text(found: Mapping[str, float]) -> str:
