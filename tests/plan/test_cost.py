@@ -18,7 +18,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.groups import decay_groups
 from tilewright.plan.cost import STEP_PHASES, Plan, make_plan
 from tilewright.plan.fixes import changed
-from tilewright.plan.footprint import Pages, activation_bytes
+from tilewright.plan.footprint import activation_bytes
 from tilewright.plan.roofline import binding
 from tilewright.plan.workload import Planner
 from tilewright.precision.convert import convert
@@ -154,27 +154,6 @@ def test_activations_of_a_foreign_model_are_traced(hf_folder, mode, checkpoint):
     attention = 3 * 4 * 4 * 128 * 128 * 128
     assert work.trace.flops == 2 * 4 * 128 * weights
     assert work.trace.attention_flops == attention
-
-
-@pytest.mark.parametrize(("features", "more"), [((), 4.3 / 3.3), (("amx_bf16",), 1.0)])
-def test_what_a_foreign_layer_makes_again_counts_where_products_are_widened(hf_folder, features, more):
-    """As measured; elsewhere it lies in the pages that backward's work leaves."""
-    model, machine = {"kind": "hf", "path": str(hf_folder)}, replace(MACHINE, cpu_features=frozenset(features))
-    kept, rebuilt = (
-        plan_of(make_recipe(model=model, train={"micro_batch": 4, "activation_checkpoint": mode}), machine).other_parts
-        for mode in ("none", "full")
-    )
-    name = "backward of a layer"
-    assert rebuilt[name] == pytest.approx(more * kept[name], rel=1e-3)
-    share = Pages.of(machine, 2, compiled=False)
-    assert (share.work + share.rebuilt) / share.work == pytest.approx(more)
-
-
-def test_forward_pass_that_cannot_be_traced_is_said(hf_folder, monkeypatch):
-    monkeypatch.setattr("tilewright.plan.trace._run", lambda *a: (_ for _ in ()).throw(RuntimeError("no such\nthing")))
-    plan = plan_of(make_recipe(model={"kind": "hf", "path": str(hf_folder)}))
-    assert any("cannot be traced without data (no such)" in note for note in plan.notes)
-    assert "note: activations" in plan.table()
 
 
 def test_seconds_by_hand():
