@@ -47,7 +47,8 @@ def traced_footprint(work: Workload) -> Footprint:
     kept = max(activation_bytes(work, mode) for mode in work.modes)
     loss = max(loss_work(work, mode) for mode in work.modes)
     operands = max(operand_work(work, mode) for mode in work.modes)
-    of_head = 4 * head_shape(work)[1] * head_shape(work)[2] if head_shape(work) else 0
+    head = head_shape(work)
+    of_head = 4 * head[1] * head[2] if head else 0
     before = gradients if many else 0
     forward = before + max(trace.peak_bytes, kept + loss)
     alive = trace.passing_bytes if many else trace.backward_bytes + of_head

@@ -149,13 +149,14 @@ class Planner:
         layers = list(model.blocks if isinstance(model, Decoder) else _longest_stack(model))
         stored = list(_stored(model, policies[modes[-1]]))
         whole = changed(recipe, {"train.activation_checkpoint": "none"})
-        sliced = isinstance(model, HFModel) and recipe.memory.executor == "layer_major"
+        foreign = model if isinstance(model, HFModel) else None
+        sliced = recipe.memory.executor == "layer_major"
         return Workload(
             recipe=recipe,
             machine=self.machine,
             config=config,
-            trace=self._trace(model, recipe, rows) if isinstance(model, HFModel) else None,
-            layer_kept=self._trace(model, whole, rows).kept_bytes // max(len(layers), 1) if sliced else 0,
+            trace=self._trace(foreign, recipe, rows) if foreign else None,
+            layer_kept=self._trace(foreign, whole, rows).kept_bytes // max(len(layers), 1) if foreign and sliced else 0,
             modes=modes,
             policies=policies,
             products={mode: products_of(model, policies[mode], config) for mode in modes},
