@@ -25,7 +25,7 @@ _READ_BYTES = 2
 _DECODE_BYTES = 3
 """A code is read, a BF16 number written."""
 _WEIGHT_BYTES = 5
-"""A weight is read in FP32, its code written, once a step."""
+"""A weight is read in FP32, its FP8 data written: once per step on a CPU, in each pass on a GPU (`weight_store`)."""
 
 FORWARD_SHARE = 0.39
 """Of the bytes that element-wise work moves, forward and backward, what the forward pass moves; as counted of eager
@@ -90,7 +90,8 @@ def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
         micro = {name: seconds * _TWO_PASSES.get(name, 2.0) for name, seconds in micro.items()}
     parts = {name: seconds * work.num_micro for name, seconds in micro.items()}
     codes = sum(p.num_weights for p in work.products[mode] if p.gemms.any_fp8)
-    parts["quantize"] += _WEIGHT_BYTES * codes / rates.bandwidth
+    times = 1 if work.machine.device == "cpu" else work.num_micro * (3 if recomputes(work) else 2)
+    parts["quantize"] += times * _WEIGHT_BYTES * codes / rates.bandwidth
     clip = 12 * work.num_trainable / rates.bandwidth
     parts["optimizer"] = work.num_trainable / rates.adam[work.recipe.optim.moments] + clip
     return parts
