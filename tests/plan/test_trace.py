@@ -17,7 +17,7 @@ from tilewright.plan import trace
 from tilewright.plan.cost import make_plan
 from tilewright.plan.fake_model import KERNELS
 from tilewright.plan.live_bytes import LiveBytes
-from tilewright.plan.trace import trace_model
+from tilewright.plan.trace import DOCUMENTS_AS_ROWS, trace_model
 from tilewright.plan.traced import free_pages, traced_footprint
 from tilewright.plan.workload import Planner
 from tilewright.precision.convert import convert
@@ -75,10 +75,12 @@ def test_what_fake_tensors_say_is_what_real_ones_do(name, tmp_path):
     family = FAMILIES[name]
     recipe = recipe_of(family, tmp_path)
     found = traced(recipe)
-    assert not found.trouble
+    assert found.trouble == (DOCUMENTS_AS_ROWS if name == "mamba2" else "")
     real = Real(recipe, "positions" if "position_ids" in signature(name) else "rows")
     told = f"{name}: {found}"
-    assert found.kept_bytes == pytest.approx(real.kept, rel=0.05), told
+    # Experts are taken to be equally busy; on few tokens some have no rows, and keep no weights in 16 bits.
+    some_idle = name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+    assert found.kept_bytes == pytest.approx(real.kept, rel=0.1 if some_idle else 0.05), told
     assert found.backward_bytes == pytest.approx(real.backward, rel=0.08), told
     assert found.moved_bytes == pytest.approx(real.moved, rel=0.25), told  # sums of gradients are made in place
     assert found.flops == pytest.approx(real.flops, rel=0.02), told
@@ -89,26 +91,17 @@ def signature(name):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_experts_in_one_tensor_are_counted_in_the_format_that_they_run_in(name, tmp_path):
-    """Autocast does not reach grouped products: they run in the weights' FP32, and that is what a plan prices."""
+def test_stacked_experts_are_counted_in_the_format_that_they_run_in(name, tmp_path):
+    """As the policy's BF16, one GEMM for each expert, all of them equally busy."""
     recipe = recipe_of(FAMILIES[name], tmp_path)
     found = traced(recipe)
-    grouped = {kind: flops for kind, (_, flops) in found.gemms.items() if kind.groups > 1}
-    assert grouped
-    assert {kind.dtype for kind in grouped} == {torch.float32}
+    experts = {
+        kind: flops for kind, (_, flops) in found.gemms.items() if kind.dtype is torch.bfloat16 and not kind.module
+    }
     model = build_model(recipe.model, 2, device="meta")
     stacked = [p for p in model.parameters() if p.dim() == 3]
     share = FAMILIES[name].config["num_experts_per_tok"] / stacked[0].shape[0]
-    assert sum(grouped.values()) == pytest.approx(2 * ROWS * LENGTH * share * sum(p.numel() for p in stacked))
-    fast, slow = (
-        make_plan(
-            recipe, VOCAB, MACHINE, make_rates(matmul=dict.fromkeys(("tf32", "bf16", "fp16"), {256: 1e12}) | fp32)
-        )
-        for fp32 in ({"fp32": {256: 1e12}}, {"fp32": {256: 1e9}})
-    )
-    more = slow.seconds["matmul"] - fast.seconds["matmul"]
-    in_fp32 = sum(flops for kind, (_, flops) in found.gemms.items() if kind.dtype is torch.float32 and not kind.module)
-    assert more == pytest.approx(3 * in_fp32 * (1e-9 - 1e-12), rel=0.01)
+    assert sum(experts.values()) == pytest.approx(2 * ROWS * LENGTH * share * sum(p.numel() for p in stacked), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "mixtral", "deepseek_v3", "falcon_h1"])

@@ -99,9 +99,15 @@ class _RealIntegers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        tensors = _tensors(args, given)
+        if any(tensor.is_meta for tensor in tensors):
+            # As in `_Watch`; not for `to` and `copy_`, which may name a device and write to a tensor that is kept.
+            if any(not tensor.is_meta for tensor in tensors) and func not in (Tensor.copy_, Tensor.to):
+                args, given = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, given))
+            return func(*args, **given)
         out = func(*args, **given)
         made = isinstance(out, Tensor) and out.is_meta and not out.is_floating_point()
-        if made and not _tensors(args, given):
+        if made and not tensors:
             return func(*args, **(given | {"device": "cpu"}))
         return out
 

@@ -78,6 +78,13 @@ class Trace:
         return sum(flops for _, flops in self.gemms.values())
 
 
+DOCUMENTS_AS_ROWS = (
+    "the model takes no document masks, and how many padded rows a packed row becomes depends on the data"
+)
+"""Why memory is not known where documents run as rows of their own: a full row is traced, and several short documents
+take up to as many rows, each as long as the longest."""
+
+
 def trace_model(model: HFModel, recipe: Recipe, machine: Machine, rows: int) -> Trace:
     """Trace one micro-batch of `rows` rows through a model on the meta device, which stays as it is."""
     try:
@@ -163,7 +170,8 @@ def _traced(model: HFModel, recipe: Recipe, machine: Machine, rows: int, limit: 
                 return _run_text(model, recipe, rows, limit, style)
             except REFUSALS:  # the run finds that out, too (`hf_probe`)
                 model.zero_grad()
-        return _run_text(model, recipe, rows, limit, styles[-1])
+        found = _run_text(model, recipe, rows, limit, styles[-1])
+        return replace(found, trouble=DOCUMENTS_AS_ROWS) if styles[-1] == "rows" else found
 
 
 def _run_images(model: HFModel, recipe: Recipe, rows: int, limit: int) -> Trace:

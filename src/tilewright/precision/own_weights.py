@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewright.precision.tile_weight import TileWeight
 
@@ -169,7 +170,7 @@ class _Stacked(_GivenOver):
         num_tokens, num_chosen = top_k_index.shape
         experts = top_k_index.reshape(-1)
         order = experts.argsort(stable=True)
-        counts = torch.bincount(experts.clamp(max=self.num_experts), minlength=self.num_experts + 1).tolist()
+        counts = _rows_of_each(experts, self.num_experts)
         order = order[: sum(counts[:-1])]
         # A copy of its row for each choice, not `index // C`: whose gradient is summed in 16 bits, in any order.
         copies = hidden_states.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)
@@ -189,3 +190,11 @@ class _Stacked(_GivenOver):
         bias = getattr(self, weight.bias) if weight.bias else None
         stack_EMK = stack.transpose(1, 2) if weight.transposed else stack
         return self.tile_weights[weight.name].grouped(rows, counts, stack_EMK, bias)
+
+
+def _rows_of_each(experts: Tensor, num_experts: int) -> list[int]:
+    """How many choices fall on each expert, and at the end on none."""
+    if isinstance(experts, FakeTensor):  # a plan's: nobody chooses, so all are equally busy
+        share, rest = divmod(experts.numel(), num_experts)
+        return [share + (index < rest) for index in range(num_experts)] + [0]
+    return torch.bincount(experts.clamp(max=num_experts), minlength=num_experts + 1).tolist()
