@@ -98,6 +98,8 @@ def test_fp8_modes_are_fp8(case):
         row = rows.get(fqn)
         if row is None or row.op in ("embedding", "head", "router", "conv", "norm", "batch_norm"):
             continue
+        if ".parametrizations." in fqn:  # the parts of another weight
+            continue
         size = sum(param.numel() for param in module.parameters(recurse=False) if param.ndim >= 2)
         covered, total = covered + size * (row.gemms is not None), total + size
         rest += [f"{fqn} ({row.reason})"] * (row.gemms is None and size > 0)
@@ -109,6 +111,7 @@ def test_routers_are_found_and_none_is_invented(case):
     net = case.family.net()
     names = {module: name for name, module in net.named_modules()}
     found = [names[module] for module in find_routers(net)]
-    assert len(found) == case.family.routers, f"found {found}"
+    outer = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    assert len(outer) == case.family.routers, f"found {found}"
     rows = {row.fqn: row for row in explain(net, "fp8_tile")}
     assert all(rows[name].compute == "fp32" for name in found), "a router does not compute in FP32"
