@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.tiny import rows, tiny
+from tests.training.tiny import rows, save_tokenizer, tiny
 from tilewright.core.errors import CheckpointError
 from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
@@ -71,6 +71,7 @@ def test_our_own_decoder_gets_what_the_data_decides_and_keeps_what_it_came_with(
     model = Decoder(DecoderConfig.of(vocab_size=300, dim=32, num_layers=1, num_heads=2, ffn_dim=48))
     init_weights(model, 0)
     model.save_hf(tmp_path / "model", extra={"max_position_embeddings": 512, "eos_token_id": 7})
+    save_tokenizer(tmp_path / "model")
     changes = {"model__path": tmp_path / "model", "model__weights": weights}
     folder = train(tiny(data, tmp_path, **ONCE, **changes)).run_dir / "hf"
     config = json.loads((folder / "config.json").read_text())

@@ -333,10 +333,21 @@ def test_experts_are_those_of_the_forward_pass():
     )
 
 
+class ForeignExperts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(8, 4)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        values, indices = torch.topk(self.gate(x).softmax(-1), 2, dim=-1)
+        outs = torch.stack([expert(x) for expert in self.experts], -2)
+        return (values[..., None] * outs.gather(-2, indices[..., None].expand(*indices.shape, 8))).sum(-2)
+
+
 def test_choices_of_foreign_routers_are_replayed():
     """At `torch.topk`, in whatever module it is called."""
-    experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-    layer = torch.nn.ModuleDict({"gate": torch.nn.Linear(8, 4), "experts": experts})
+    layer = ForeignExperts()
     replay, scores = Replay("cpu"), torch.tensor([[0.1, 0.4, 0.3, 0.2]])
     first = replay.first("key", layer, lambda: torch.topk(scores, 2, dim=-1))
     again = replay.again("key", layer, lambda: (1 - scores).topk(2, dim=-1))

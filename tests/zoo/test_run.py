@@ -65,7 +65,7 @@ def test_transformers_reads_what_a_run_exports(case, run):
     assert not any(info.values()), info
     assert torch.equal(logits(case.family, net.eval()), want)
     if case.family.kind == "encoder-decoder" or case.family.name == "whisper":
-        notes = " ".join(row["why"] for row in events("fallback"))
+        notes = " ".join(row["message"] for row in events("fallback"))
         assert "decoder" in notes, f"the run does not say that it trains the decoder alone: {notes!r}"
 
 

@@ -171,9 +171,9 @@ def _read_elsewhere(net: nn.Module) -> Iterator[nn.Module]:
 def _weights_read_by(kind: type[nn.Module]) -> frozenset[str]:
     """Each X of an expression self.X.weight in the methods of a class; self.X.weight.dtype and the like apart."""
     found = set()
-    methods = (inspect.unwrap(value) for owner in kind.__mro__ for value in vars(owner).values() if callable(value))
-    for method in methods:
-        if not inspect.isfunction(method) or method.__name__ == "__init__":
+    named = ((name, value) for owner in kind.__mro__ for name, value in vars(owner).items() if name != "__init__")
+    for method in (inspect.unwrap(value) for _, value in named if callable(value)):
+        if not inspect.isfunction(method):
             continue
         steps = [(step.opname, step.argval) for step in dis.get_instructions(method)]
         for (load, owner), (_, name), (get, weight), (_, after) in zip(
