@@ -100,8 +100,13 @@ def test_stacked_experts_are_counted_in_the_format_that_they_run_in(name, tmp_pa
     }
     model = build_model(recipe.model, 2, device="meta")
     stacked = [p for p in model.parameters() if p.dim() == 3]
-    share = FAMILIES[name].config["num_experts_per_tok"] / stacked[0].shape[0]
-    assert sum(experts.values()) == pytest.approx(2 * ROWS * LENGTH * share * sum(p.numel() for p in stacked), rel=0.01)
+    config = FAMILIES[name].config
+    share = config["num_experts_per_tok"] / stacked[0].shape[0]
+    expected = 2 * ROWS * LENGTH * share * sum(p.numel() for p in stacked)
+    if name == "gpt_oss":  # its attention has sinks, which no fused kernel knows: two batched GEMMs a layer
+        heads = config["num_attention_heads"] * config["head_dim"]
+        expected += config["num_hidden_layers"] * 2 * 2 * ROWS * LENGTH**2 * heads
+    assert sum(experts.values()) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "mixtral", "deepseek_v3", "falcon_h1"])
