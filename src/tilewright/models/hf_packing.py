@@ -29,7 +29,7 @@ def forward_arguments(
         positions_BS, segments_BS: of packed rows; None where each row is one document.
     """
     arguments: dict[str, Any] = {}
-    if "use_cache" in inspect.signature(net.forward).parameters:
+    if _takes(net, "use_cache"):
         arguments["use_cache"] = False  # with a cache, transformers does not look for restarting positions
     if documents != "rows" and positions_BS is not None:
         arguments["position_ids"] = positions_BS
@@ -37,6 +37,15 @@ def forward_arguments(
         additive = None if net.config._attn_implementation == "sdpa" else net.dtype
         arguments["attention_mask"] = block_mask(segments_BS, causal, additive)
     return arguments
+
+
+def _takes(net: nn.Module, name: str) -> bool:
+    """Whether forward has an argument of that name, or hands any on to a model whose config has it (GraniteMoE)."""
+    parameters = inspect.signature(net.forward).parameters
+    if name in parameters:
+        return True
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return passes_on and hasattr(net.config, name)
 
 
 def block_mask(segments_BS: Tensor, causal: bool, additive: torch.dtype | None = None) -> Tensor:
