@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -108,6 +111,34 @@ def test_a_busy_machine_is_told(machine, tmp_path, monkeypatch):
     lines = []
     measure(machine, tmp_path, progress=lines.append)
     assert "2.5x" in lines[-1]
+
+
+@pytest.mark.parametrize("loud", [{"busy": 1.4}, {"others": 0.2}])
+def test_rates_of_a_busy_machine_are_measured_again_in_an_hour(machine, tmp_path, monkeypatch, loud):
+    calls = []
+    monkeypatch.setattr(ceilings, "_measure_all", lambda *a: calls.append(1) or replace(make_rates(), **loud))
+    assert measure(machine, tmp_path) == measure(machine, tmp_path)
+    assert len(calls) == 1
+    (file,) = (tmp_path / "ceilings").iterdir()
+    hours_ago = time.time() - 3700
+    os.utime(file, (hours_ago, hours_ago))
+    measure(machine, tmp_path)
+    assert len(calls) == 2
+
+
+def test_steady_load_of_another_process_is_seen():
+    program = (
+        "import os, time; from tilewright.plan.probe import Load; load = Load(); print(flush=True); time.sleep(1.0);"
+        "print(load.others() * os.cpu_count())"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    child.stdout.readline()
+    end = time.perf_counter() + 1.0
+    while time.perf_counter() < end:
+        sum(range(10**5))
+    out, _ = child.communicate(timeout=60)
+    assert float(out) > 0.5, "one processor was busy all the time"
 
 
 def test_the_clock_takes_the_middle_and_remembers_the_fastest():

@@ -19,6 +19,14 @@ def test_every_row_has_its_source_and_plausible_numbers():
         assert (row.fp8 > 0) == (row.capability >= (8, 9))
 
 
+def test_memory_is_what_drivers_report_and_not_what_is_sold():
+    """A card sold with 24 GB shows 24,564 MiB in nvidia-smi, and less of it to a program."""
+    sold = {"h100": 80, "h200": 141, "a100": 80, "4090": 24, "b200": 180}
+    for name, row in TABLE.items():
+        assert 0.92 * sold[name] < row.memory / 2**30 < sold[name], name
+        assert find_published(name).machine(make_machine(), 2**37).device_memory_bytes == int(row.memory)
+
+
 def test_ceilings_stay_below_the_published_peaks():
     for row in TABLE.values():
         rates = row.ceilings()

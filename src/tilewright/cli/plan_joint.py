@@ -109,11 +109,11 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
         row = find_published(options.on)
         host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES
         machine = row.machine(detect_machine("cpu"), host)
-        sold = row.memory // 10**9 * 2**30
+        there = int(row.memory)
         device = (
-            _size(options.device_memory, "--device-memory", sold, machine.device_name)
+            _size(options.device_memory, "--device-memory", there, machine.device_name)
             if options.device_memory
-            else recipe.plan.device_budget or row.memory
+            else recipe.plan.device_budget or there
         )
         guessed = f"guessed: {DISK_SPEED / 1e9:.0f} GB/s of the disk" if disk else ""
         links = Links(LINK_SHARE * row.link, DISK_SPEED if disk else None, guessed)

@@ -3,10 +3,11 @@
 Every rate is measured through `ops`, forward and backward together, at a few sizes, in three rounds some seconds apart:
 the middle timing of a round, because a step of a second meets the machine's slow moments as well as its fast ones
 (steps were planned 10 % too short by the fastest), and of the rounds the middle one, because a shared machine has slow
-seconds, and some in which it runs faster than it can keep up. Nothing is compiled for it, because compiling takes
-longer than all of this: what compiled loops reach is bounded by `bandwidth` and `exp`. The cache file is keyed by
-machine, torch, kernels and thread count; pass `refresh` to measure again. `busy` tells how far the middle timings were
-from the fastest. Called by the command line (`plan`, `bench`), `training` and `benchmarks/`.
+seconds, and some in which it runs faster than it can keep up. Of what runs compiled only the optimizer is compiled for
+it, which takes some seconds and is cached by torch for the run: its eager form is up to 25 times slower. What other
+compiled loops reach is bounded by `bandwidth` and `exp`. The cache file is keyed by machine, torch, kernels and thread
+count; pass `refresh` to measure again. Where others took the processors meanwhile (not `quiet`), it is used for an hour
+and then measured again.
 """
 
 import hashlib
@@ -27,14 +28,17 @@ from tilewright.core.apart import apart, here
 from tilewright.core.hardware import Machine
 from tilewright.core.log import get_logger
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.probe import Probe, Timed
+from tilewright.plan.probe import Load, Probe, Timed
 
-_FORMAT = 10
+_FORMAT = 11
 """Raise when the meaning of a field changes, so that old cache files are not read."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROUNDS = 3
-_BUSY = 1.3
-"""Above this, timings tell more of other programs than of the machine."""
+_BUSY, _OTHERS = 1.3, 0.15
+"""Scatter of the timings, and share of the processors' time that others took: above them, rates are those of a busy
+machine. Steady load scatters nothing and shows in the second one only."""
+_BUSY_FOR_S = 3600.0
+"""How long rates of a busy machine are used."""
 _log = get_logger(__name__)
 
 
@@ -49,6 +53,7 @@ class Ceilings:
     of a norm and a SwiGLU in eager form, as `live_bytes` counts them. `loss`: logits/s through the loss of the head by
     format, its GEMMs not counted. `adam`: parameters/s by storage of the moments. `exp`: exponentials/s in FP32.
     `busy`: median over the rates of how much longer the median timing took than the fastest, 1.0 on a quiet machine.
+    `others`: share of this machine's processor time that other processes, and hypervisors, took meanwhile.
     """
 
     key: str
@@ -63,6 +68,12 @@ class Ceilings:
     threads: int
     busy: float
     measured_s: float
+    others: float = 0.0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether these are rates of the machine rather than of what others left of it."""
+        return self.busy <= _BUSY and self.others <= _OTHERS
 
     def matmul_rate(self, fmt: str, width: float) -> float:
         """FLOP/s at `width` features, between measured widths by straight line, flat beyond them."""
@@ -180,7 +191,8 @@ def _key(machine: Machine) -> str:
 
 def _read(path: Path) -> Ceilings | None:
     try:
-        return Ceilings.from_json(json.loads(path.read_text(encoding="utf-8")))
+        found = Ceilings.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return found if found.quiet or time.time() - path.stat().st_mtime < _BUSY_FOR_S else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -204,13 +216,14 @@ def _in_silence(line: str) -> None:
 
 def _measure_all(machine: Machine, key: str, threads: int, progress: Callable[[str], None]) -> Ceilings:
     torch.set_num_threads(threads)
-    probe = Probe(_kernels(machine), torch.device(machine.device))
-    began = time.perf_counter()
+    device = torch.device(machine.device)
+    probe, in_runs = Probe(_kernels(machine), device), Probe(Kernels(machine), device)
+    began, load = time.perf_counter(), Load()
     progress(f"measuring this machine once: {machine.device_name}")
     products = _middle_timings([_products(probe, machine) for _ in range(_ROUNDS)])
     matmul = {fmt: {width: timed.rate for width, timed in row.items()} for fmt, row in products.items()}
-    progress("  attention, loss, element-wise work, optimizer, memory")
-    rest = _middle([_rest(probe, matmul) for _ in range(_ROUNDS)])
+    progress("  attention, loss, element-wise work, optimizer (compiled once), memory")
+    rest = _middle([_rest(probe, in_runs, matmul) for _ in range(_ROUNDS)])
     ceilings = Ceilings(
         key=key,
         matmul=matmul,
@@ -219,10 +232,12 @@ def _measure_all(machine: Machine, key: str, threads: int, progress: Callable[[s
         threads=torch.get_num_threads(),
         busy=round(probe.busy(), 2),
         measured_s=round(time.perf_counter() - began, 2),
+        others=round(load.others(), 3),
     )
-    if ceilings.busy > _BUSY:
+    if not ceilings.quiet:
         progress(
-            f"  other programs are running (timings vary {ceilings.busy:.1f}x); predicted seconds will be too long"
+            f"  other programs are running (they took {ceilings.others:.0%} of the processors, timings vary "
+            f"{ceilings.busy:.1f}x): predicted seconds are those of a busy machine, and measured again in an hour"
         )
     return ceilings
 
@@ -258,14 +273,14 @@ def _products(probe: Probe, machine: Machine) -> dict[str, dict[int, Timed]]:
     return found
 
 
-def _rest(probe: Probe, matmul: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
-    """All other rates, by the names of their fields."""
+def _rest(probe: Probe, in_runs: Probe, matmul: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
+    """All other rates, by the names of their fields; the optimizer's with the kernels of a run, compiled ones too."""
     by_format = {
         "attention": {fmt: probe.attention(dtype) for fmt, dtype in _DTYPES.items()},
         "loss": {fmt: probe.loss(dtype, matmul[fmt][512]) for fmt, dtype in _DTYPES.items()},
         "elementwise": {fmt: probe.elementwise(dtype) for fmt, dtype in _DTYPES.items()},
     }
-    adam = {fmt: probe.adam(_DTYPES[fmt]) for fmt in ("fp32", "bf16")} | {"8bit": probe.low_bit_adam()}
+    adam = {fmt: in_runs.adam(_DTYPES[fmt]) for fmt in ("fp32", "bf16")} | {"8bit": in_runs.low_bit_adam()}
     return {
         **{name: rates | {"tf32": rates["fp32"]} for name, rates in by_format.items()},
         "adam": adam,

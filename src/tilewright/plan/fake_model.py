@@ -69,14 +69,14 @@ def document_styles(model: HFModel) -> tuple[Documents, ...]:
     return (*styles, "rows") if has_window(net) else (*styles, "blocks", "rows")
 
 
-def _mixes_tokens(net: nn.Module) -> bool:
+def _mixes_tokens(net: Any) -> bool:
     """Whether something besides attention mixes the tokens of a row (convolutions, recurrences): no mask stops it."""
     kinds = getattr(net.config.get_text_config(), "layer_types", None) or ()
     convolves = any(isinstance(module, nn.Conv1d) for module in net.modules())
     return convolves or any(not kind.endswith("attention") or kind.startswith("linear") for kind in kinds)
 
 
-def _counts_from_pad(net: nn.Module) -> bool:
+def _counts_from_pad(net: Any) -> bool:
     """Whether positions count from behind a padding index, so that they differ from those of our rows (RoBERTa)."""
     words = net.get_input_embeddings()
     tables = [module for module in net.modules() if isinstance(module, nn.Embedding) and module is not words]

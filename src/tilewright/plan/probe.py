@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -77,6 +78,28 @@ class Clock:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class Load:
+    """What others take of the processors from now on."""
+
+    def __init__(self) -> None:
+        self._began, self._before = time.perf_counter(), self._others()
+
+    def others(self) -> float:
+        """Share of all processors' time since then, 0 to 1: other processes, and a hypervisor that gave it away."""
+        wall = (time.perf_counter() - self._began) * (psutil.cpu_count() or 1)
+        return min(1.0, max(0.0, (self._others() - self._before) / wall))
+
+    @staticmethod
+    def _others() -> float:
+        system, process = psutil.cpu_times(), psutil.Process()
+        waiting = system.idle + getattr(system, "iowait", 0.0)
+        counted_twice = getattr(system, "guest", 0.0) + getattr(system, "guest_nice", 0.0)
+        family = [process, *process.children(recursive=True)]  # torch compiles in processes that stay
+        times = [one.cpu_times() for one in family if one.is_running()]
+        ours = sum(t.user + t.system + t.children_user + t.children_system for t in times)
+        return sum(system) - waiting - counted_twice - ours
 
 
 class Probe:
