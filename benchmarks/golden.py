@@ -59,6 +59,7 @@ def main() -> int:
             if args.write:
                 rows[recipe] = {"losses": found, "data": fingerprint, "settings": " ".join(RECIPES[recipe])}
                 print(f"{recipe:<12} {float.fromhex(found[0]):.4f} to {float.fromhex(found[-1]):.4f}", flush=True)
+                write_result(name, CLAIM, {"recipes": rows})
             elif before is None:
                 print(f"{recipe:<12} is not in {path.name}; --write records it")
                 different += 1
@@ -68,8 +69,6 @@ def main() -> int:
                 same = sum(a == b for a, b in zip(found, before["losses"], strict=False))
                 different += same < STEPS
                 print(f"{recipe:<12} {same} of {STEPS} losses equal bit for bit", flush=True)
-    if args.write:
-        write_result(name, CLAIM, {"recipes": rows})
     return int(different > 0)
 
 

@@ -1,4 +1,5 @@
-"""Writes the reference pages that are made from the code: settings, variables, commands, rules of the report.
+"""Writes the reference pages that are made from the code: settings, variables, commands, public names, rules of the
+report.
 
 `make reference` after a change; a test holds the committed pages equal to what this writes.
 """
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import click
 
+import tilewright
 from tilewright.cli.app import COMMANDS, cli
 from tilewright.core import schema
 from tilewright.core.env import VARIABLES
@@ -73,6 +75,42 @@ def commands() -> str:
     return "\n".join(lines) + "\n"
 
 
+PUBLIC = {
+    "Runs": ("load_recipe", "Loaded", "Recipe", "train", "RunResult"),
+    "Precision of a model": (
+        *("convert", "explain", "set_mode", "evaluating", "Policy", "Rule", "ConversionReport", "DynamicScaler"),
+        *("QuantizedWeights", "FP8Quantizer", "PrecisionController", "ControllerSettings"),
+    ),
+    "Optimizer": ("DeepSeekAdam", "GradClip", "LRSchedule"),
+    "LoRA": ("add_lora", "merge_lora", "save_adapter", "load_adapter", "load_lora_decoder", "load_codes"),
+    "Model": ("Decoder", "DecoderConfig"),
+    "Machine": ("detect_machine", "Machine", "fp8_choice", "Kernels"),
+    "Errors": (
+        *("TilewrightError", "ConfigError", "DataError", "CheckpointError", "FitError", "UnknownFitError"),
+        *("NumericsError", "HardwareError"),
+    ),
+}
+"""The public names by heading; together they are `tilewright.__all__`."""
+
+
+def python() -> str:
+    """Every public name, with its docstring."""
+    lines = [
+        "# Python",
+        "",
+        "The public names of `tilewright`, as in `from tilewright import convert`. Each is imported when it is first",
+        "used, so `import tilewright` is fast. What is not here may change without notice.",
+    ]
+    for heading, names in PUBLIC.items():
+        lines += ["", f"## {heading}", "", "```{eval-rst}"]
+        for name in names:
+            found = getattr(tilewright, name)
+            lines.append(f".. {'autoclass' if isinstance(found, type) else 'autofunction'}:: {found.__module__}.{name}")
+            lines += ["   :members:"] if isinstance(found, type) and not issubclass(found, Exception) else []
+        lines.append("```")
+    return "\n".join(lines) + "\n"
+
+
 def verdict() -> str:
     """The rules of the report, with their thresholds and where these come from."""
     lines = [
@@ -103,6 +141,7 @@ PAGES = {
     "configuration.md": configuration,
     "environment.md": environment,
     "commands.md": commands,
+    "python.md": python,
     "verdict.md": verdict,
 }
 

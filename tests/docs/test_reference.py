@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import tilewright
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,6 +26,15 @@ writer, outputs = tool("write_reference"), tool("write_outputs")
 def test_page_is_up_to_date(name):
     committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
     assert committed == writer.PAGES[name](), "run `make reference`"
+
+
+def test_the_page_of_python_has_the_public_names():
+    listed = [name for names in writer.PUBLIC.values() for name in names]
+    assert sorted([*listed, "__version__"]) == sorted(tilewright.__all__)
+    for name in listed:
+        found = getattr(tilewright, name)
+        assert found.__doc__, name
+        assert getattr(importlib.import_module(found.__module__), name) is found
 
 
 def test_there_is_a_page_with_printed_output():

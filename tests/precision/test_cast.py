@@ -44,7 +44,7 @@ def test_products_forward_and_backward(name, compute):
     layer, x = make(), torch.randn(shape)
     want = run(copy.deepcopy(layer).double(), x.double())
     before = dict(layer.named_parameters())
-    report = convert(layer, Policy("fp32", (Rule(compute=compute),), device_type="cpu"))
+    report = convert(layer, Policy("fp32", (Rule(compute=compute),), device_type="cpu")).precision_report
     assert report.rows[0].compute == compute
     got = run(layer, x)
     for tensor, reference in zip(got, want, strict=True):

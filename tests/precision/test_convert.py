@@ -93,7 +93,9 @@ def test_parameters_keep_their_identity_and_fp32_but_in_pure_fp16(mode):
 
 def test_decoder_attention_is_a_rule_of_its_own():
     model = decoder()
-    report = convert(model, Policy("bf16_mixed", (Rule("*.0.*", op="attention", compute="fp32"),)), kernels=KERNELS)
+    report = convert(
+        model, Policy("bf16_mixed", (Rule("*.0.*", op="attention", compute="fp32"),)), kernels=KERNELS
+    ).precision_report
     cores = [block.self_attn.core.compute_dtype for block in model.blocks]
     assert cores == [torch.float32, torch.bfloat16]
     assert report.unmatched == ()
@@ -291,7 +293,7 @@ def test_tied_weights_stay_tied_and_get_both_gradients():
 
 def test_16_bit_weights_become_fp32_masters_and_the_report_says_so():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
-    report = convert(model, "bf16_mixed")
+    report = convert(model, "bf16_mixed").precision_report
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model[1].running_var.dtype == torch.float32
     assert any("4 parameters changed dtype" in note for note in report.notes)
@@ -315,7 +317,7 @@ def test_rules_without_effect_are_said(caplog):
         Rule("conv", compute="tf32"),
     )
     with caplog.at_level(logging.WARNING):
-        report = convert(SmallResNet(), Policy("bf16_mixed", rules, fp32_ops=("embedding",)))
+        report = convert(SmallResNet(), Policy("bf16_mixed", rules, fp32_ops=("embedding",))).precision_report
     assert [text.split(":")[0] for text in report.unmatched] == ["rule 1", "rule 2", 'fp32_ops "embedding"']
     assert caplog.text.count("no effect") == 3
     assert "no effect: rule 1" in str(report)
@@ -345,7 +347,9 @@ def test_strict_refuses_what_is_emulated(mode):
 
 
 def test_decoder_says_which_fp32_ops_it_cannot_honour():
-    report = convert(decoder(), Policy("bf16_mixed", fp32_ops=("softmax", "rms_norm", "gelu")), kernels=KERNELS)
+    report = convert(
+        decoder(), Policy("bf16_mixed", fp32_ops=("softmax", "rms_norm", "gelu")), kernels=KERNELS
+    ).precision_report
     assert len(report.unmatched) == 1
     assert '"gelu"' in report.unmatched[0]
 
@@ -363,9 +367,9 @@ def test_table_has_a_row_and_a_reason_for_every_part(tmp_path):
 
 
 def test_needs_loss_scaling():
-    assert not convert(nn.Linear(2, 2), "bf16_mixed").needs_loss_scaling
-    assert convert(nn.Linear(2, 2), "pure_fp16").needs_loss_scaling
-    assert convert(nn.Linear(2, 2), Policy("fp32", (Rule(compute="fp16"),))).needs_loss_scaling
+    assert not convert(nn.Linear(2, 2), "bf16_mixed").precision_report.needs_loss_scaling
+    assert convert(nn.Linear(2, 2), "pure_fp16").precision_report.needs_loss_scaling
+    assert convert(nn.Linear(2, 2), Policy("fp32", (Rule(compute="fp16"),))).precision_report.needs_loss_scaling
 
 
 # ---- CUDA decisions, made without a GPU ----

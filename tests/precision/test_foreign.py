@@ -92,7 +92,7 @@ def test_any_architecture_in_any_mode(name, mode):
 
 def test_the_report_says_what_is_in_8_bits_and_why_the_rest_is_not():
     llama, gpt2 = build("llama"), build("gpt2")
-    rows = {row.fqn: row for row in convert(llama, "fp8_tile").rows}
+    rows = {row.fqn: row for row in convert(llama, "fp8_tile").precision_report.rows}
     assert rows["model.layers.0.mlp.up_proj"].compute == "fp8_tile"
     assert rows["model.layers.0.self_attn.o_proj"].compute == "fp8_tile/bf16/bf16"
     assert rows["lm_head"].compute == rows["model.embed_tokens"].compute == "bf16"
@@ -100,7 +100,7 @@ def test_the_report_says_what_is_in_8_bits_and_why_the_rest_is_not():
     text = str(llama.precision_report)
     assert "linear layers only, without the head" in text
     # GPT-2 multiplies by a class of its own, whose weight is stored the other way round.
-    row = next(row for row in convert(gpt2, "fp8_tile").rows if row.fqn.endswith("c_fc"))
+    row = next(row for row in convert(gpt2, "fp8_tile").precision_report.rows if row.fqn.endswith("c_fc"))
     assert row.compute == "fp8_tile"
 
 
@@ -179,7 +179,7 @@ def test_a_foreign_router_computes_in_fp32():
 def test_a_rule_reaches_modules_that_use_parameters_in_their_own_way():
     model = build("gpt2")
     rule = Rule("*.c_fc", compute="fp32")
-    report = convert(model, Policy("bf16_mixed", (rule,)))
+    report = convert(model, Policy("bf16_mixed", (rule,))).precision_report
     assert {row.fqn: row.compute for row in report.rows}["transformer.h.0.mlp.c_fc"] == "fp32"
     assert report.unmatched == ()
     x = torch.randn(1, 4, 32)
@@ -235,7 +235,7 @@ def test_torchs_attention_module_as_one_unit():
     model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     x = torch.randn(2, 6, 32)
     want = model(x)
-    report = convert(model, "bf16_mixed")
+    report = convert(model, "bf16_mixed").precision_report
     assert "self_attn" in {row.fqn for row in report.rows}
     assert "self_attn.out_proj" not in {row.fqn for row in report.rows}
     out = model(x)

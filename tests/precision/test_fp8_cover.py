@@ -109,7 +109,7 @@ def test_fp8_reaches_the_work_and_its_noise_is_that_of_fp8(name, mode):
     convert(low, "bf16_mixed")
     with choices.again():
         bf16, rough = loss_and_gradients(low)
-    report = convert(model, mode)
+    report = convert(model, mode).precision_report
     assert share_of_linear_work(report, mode) > 0.9
     with choices.again():
         fp8, ours = loss_and_gradients(model)
@@ -223,7 +223,7 @@ def test_rules_reach_single_weights(name):
         (Rule("*", op="linear", compute="fp8_hybrid"), "fp8_hybrid"),
     ):
         model = build(name)
-        report = convert(model, Policy("fp8_tile", (rule,)))
+        report = convert(model, Policy("fp8_tile", (rule,))).precision_report
         found = {each.fqn: each for each in report.rows}[row]
         assert (found.op, found.compute) == (kind, compute), str(rule)
         loss, gradients = loss_and_gradients(model)

@@ -236,7 +236,7 @@ def test_tensorwise_scales_are_refused():
 def test_converted_layers_are_converted_again_after_merging(base):
     """Through adapters and back: the table, the classes and the outputs are those of a model converted once."""
     model, plain = make_decoder("deepseek"), make_decoder("deepseek")
-    report = convert(plain, "fp8_tile", kernels=KERNELS)
+    report = convert(plain, "fp8_tile", kernels=KERNELS).precision_report
     convert(model, "fp8_tile", kernels=KERNELS)
     add_lora(model, rank=4, base=base, kernels=KERNELS)
     assert all(

@@ -38,7 +38,7 @@ def check(family: str, mode: str) -> None:
     _floats(run(model)).square().mean().backward()
     learns = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
-    report = convert(model, mode)
+    report = convert(model, mode).precision_report
     rows = {row.fqn: row for row in report.rows}
     names = {module: name for name, module in model.named_modules()}
     wrong = [names[router] for router in routers if (rows[names[router]].op, rows[names[router]].compute) != _FP32]

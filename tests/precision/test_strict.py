@@ -64,7 +64,7 @@ class Positions(nn.Module):
 
 
 def strict(model, *rules, mode="fp8_tile"):
-    return convert(model, Policy(mode, rules, strict=True))
+    return convert(model, Policy(mode, rules, strict=True)).precision_report
 
 
 @pytest.mark.parametrize("mode", ["fp8_tile", "fp8_hybrid", "fp8_tensorwise"])
@@ -77,7 +77,7 @@ def test_weights_in_code_of_its_own_are_refused_with_the_worst_first(mode):
     assert "positions" not in str(error.value)
     assert mode in problem.got
     assert type(model.plain) is nn.Linear, "nothing was changed"
-    report = convert(model, mode)
+    report = convert(model, mode).precision_report
     assert {row.fqn: row.compute for row in report.rows if row.fallback} == {"stack": "bf16", "low_rank": "bf16"}
     assert report.shares == pytest.approx({"bf16": 13 / 17, mode: 4 / 17})
     assert f"matmul work: 76.5 % bf16, 23.5 % {mode}" in str(report)
@@ -137,7 +137,7 @@ def test_tables_and_decay_rates_are_not_taken_for_work(family):
 
 
 def test_the_share_of_experts_is_that_of_their_tokens():
-    report = convert(build("mixtral"), "fp8_tile")
+    report = convert(build("mixtral"), "fp8_tile").precision_report
     rows = {row.fqn: row for row in report.rows}
     experts = rows["model.layers.0.mlp.experts.gate_up_proj"]
     assert experts.work == 2 * 320 * 128 * 2  # two of six experts for each token
@@ -147,7 +147,7 @@ def test_the_share_of_experts_is_that_of_their_tokens():
     unknown.plain = nn.ModuleDict(
         {"gate": nn.Linear(64, 4), "experts": nn.ModuleList(nn.Linear(64, 8) for _ in range(4))}
     )
-    assert all(row.work for row in convert(unknown, "bf16_mixed").rows if row.op == "linear")
+    assert all(row.work for row in convert(unknown, "bf16_mixed").precision_report.rows if row.op == "linear")
 
 
 def test_how_many_experts_a_token_has_may_not_be_known():
@@ -160,12 +160,12 @@ def test_how_many_experts_a_token_has_may_not_be_known():
         def forward(self, x):
             return self.gate(x).topk(CHOSEN)
 
-    report = convert(Mixture(), "fp8_tile")
+    report = convert(Mixture(), "fp8_tile").precision_report
     assert "how many experts a token has is not known: 4 weights" in report.notes[0]
     assert "note: how many experts" in str(report)
     known = Mixture()
     known.top_k = 2
-    report = convert(known, "fp8_tile")
+    report = convert(known, "fp8_tile").precision_report
     assert not report.notes
     assert {row.fqn: row.work for row in report.rows}["experts.3"] == 2 * 64 * 64 / 2
 
@@ -178,7 +178,7 @@ def test_a_classifier_is_a_head_wherever_it_stands():
 
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     vit = hf.ViTForImageClassification(hf.ViTConfig(**small, image_size=32, patch_size=8, num_labels=2))
-    rows = {row.fqn: row for row in convert(vit, "fp8_tile").rows}
+    rows = {row.fqn: row for row in convert(vit, "fp8_tile").precision_report.rows}
     assert (rows["classifier"].op, rows["classifier"].compute) == ("head", "bf16")
     config = hf.LlamaConfig(**small, vocab_size=90, num_labels=2)
     for kind, name in ((hf.LlamaForSequenceClassification, "score"), (hf.LlamaForCausalLM, "lm_head")):
@@ -195,7 +195,7 @@ def test_a_classifier_is_a_head_wherever_it_stands():
 @pytest.mark.parametrize("kind", ["router", "head", "linear"])
 def test_a_rule_names_and_unnames(kind):
     model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
-    report = convert(model, Policy("fp8_tile", (Rule("a", kind=kind),)))
+    report = convert(model, Policy("fp8_tile", (Rule("a", kind=kind),))).precision_report
     rows = {row.fqn: row for row in report.rows}
     want = {"router": "fp32", "head": "bf16", "linear": "fp8_tile"}[kind]
     assert (rows["a"].op, rows["a"].compute) == (kind, want)

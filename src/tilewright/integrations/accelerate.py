@@ -122,7 +122,7 @@ def convert_for(
             need="the conversion first",
             try_="call convert_for before accelerator.prepare",
         )
-    report = convert(model, policy)
+    report = convert(model, policy).precision_report
     if scaler is None and report.needs_loss_scaling:
         scaler = DynamicScaler(num_params=sum(parameter.numel() for parameter in model.parameters()))
     if scaler is not None:

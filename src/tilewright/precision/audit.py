@@ -42,7 +42,7 @@ class Audit:
     Example:
         >>> from tilewright.precision.convert import convert
         >>> model = nn.Sequential(nn.Linear(8, 8))
-        >>> report = convert(model, "fp8_tile")
+        >>> model = convert(model, "fp8_tile")
         >>> model(torch.ones(4, 8)).sum().backward()
         >>> [(row.layer, row.gemm, row.format, row.calls) for row in Audit(model).rows()]
         [('0', 'fprop', 'fp8_tile', 1), ('0', 'dgrad', 'fp8_tile', 0), ('0', 'wgrad', 'fp8_tile', 1)]

@@ -56,7 +56,7 @@ class PrecisionController:
         >>> from tilewright.precision.convert import convert
         >>> from tilewright.precision.policy import Policy
         >>> model = nn.Sequential(nn.Linear(128, 128))
-        >>> report = convert(model, Policy("fp8_tile", keep="value"))
+        >>> model = convert(model, Policy("fp8_tile", keep="value"))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
         >>> with PrecisionController(model, ControllerSettings(budget=0.25)) as control:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -29,30 +30,32 @@ from tilewright.precision.sites import Handling, Site
 from tilewright.precision.table import ConversionReport, Table
 from tilewright.precision.tile_linear import TileLinear
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _log = logging.getLogger(__name__)
 
 
-def convert(model: nn.Module, policy: Policy | str, *, kernels: Kernels | None = None) -> ConversionReport:
-    """Make a model compute as a policy says, in place.
+def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Kernels | None = None) -> ModuleT:
+    """Make a model compute as a policy says, in place, and return it.
+
+    Parameters, names and state_dict stay what they were, so optimizers and checkpoints keep working. What was
+    changed, what was not and why is in `model.precision_report`, a `ConversionReport`; print it.
 
     Do it before the optimizer is made where the mode stores parameters in 16 bit (pure_fp16), at any time otherwise.
 
     Args:
         model: any module; its parameters stay the same objects.
-        policy: a policy, or the name of a mode.
+        policy: a policy or the name of a mode: fp32, tf32, bf16_mixed, hybrid, pure_fp16, fp8_tile, fp8_hybrid,
+            fp8_tensorwise.
         kernels: implementations of the operations; None takes torch's own linear, and for 8-bit products the best
             for this machine.
-
-    Returns:
-        What was changed, what was not, and why; also kept as `model.precision_report`.
 
     Raises:
         ConfigError: a policy that cannot be, or a rule that matches no module.
         HardwareError: the policy is strict, and something would run in another way than it says.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-        >>> convert(model, "bf16_mixed").rows[0].compute, model(torch.ones(1, 4)).dtype, model[0].weight.dtype
+        >>> model = convert(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), "bf16_mixed")
+        >>> model.precision_report.rows[0].compute, model(torch.ones(1, 4)).dtype, model[0].weight.dtype
         ('bf16', torch.float32, torch.float32)
     """
     plan = decide_all(model, _placed(model, policy))
@@ -68,7 +71,7 @@ def convert(model: nn.Module, policy: Policy | str, *, kernels: Kernels | None =
         _log.warning("precision: no effect: %s", text)
     for text in plan.report.notes:
         _log.info("precision: %s", text)
-    return plan.report
+    return model
 
 
 def explain(model: nn.Module, policy: Policy | str) -> Table:

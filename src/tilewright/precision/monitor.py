@@ -48,7 +48,7 @@ class Monitor:
     Example:
         >>> from tilewright.precision.convert import convert
         >>> model = nn.Sequential(nn.Linear(128, 128))
-        >>> report = convert(model, "fp8_tile")
+        >>> model = convert(model, "fp8_tile")
         >>> x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
         >>> evidence = Monitor(model).sample([lambda: model(x).square().mean().backward()])
         >>> evidence.layers["0"].products["fprop.fp8_tile"].cosine > 0.99, model[0].weight.grad

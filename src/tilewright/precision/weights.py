@@ -29,7 +29,7 @@ class QuantizedWeights:
     Example:
         >>> from tilewright.precision.convert import convert
         >>> model = nn.Sequential(nn.Linear(128, 128))
-        >>> report = convert(model, "fp8_tile")
+        >>> model = convert(model, "fp8_tile")
         >>> weights = QuantizedWeights(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> model[0].quantized_weight().codes.dtype, list(model.state_dict())
         (torch.uint8, ['0.weight', '0.bias'])

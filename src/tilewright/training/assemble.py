@@ -393,7 +393,7 @@ def _precision(setup: Setup, model: Model) -> tuple[Policy, ModeSchedule, bool]:
     policy = Policy.from_section(section, setup.machine.device, parameters=parameters)
     schedule = ModeSchedule.from_section(section, setup.recipe.train.steps)
     first, last = schedule.at(0), schedule.mode
-    scaled = convert(model, policy.in_mode(first), kernels=setup.kernels).needs_loss_scaling
+    scaled = convert(model, policy.in_mode(first), kernels=setup.kernels).precision_report.needs_loss_scaling
     if last != first:
         scaled |= set_mode(model, policy.in_mode(last)).needs_loss_scaling
         set_mode(model, policy.in_mode(first))
