@@ -34,6 +34,7 @@ def gradients(compiled: bool) -> dict[str, torch.Tensor]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_compiled_bf16_layer_has_the_gradients_of_the_eager_one():
     """Two query blocks of five heads: the transposition that GCC 12 miscompiles under generic tuning."""
     eager, compiled = gradients(compiled=False), gradients(compiled=True)

@@ -96,6 +96,7 @@ KILLED = {name: value for name, value in CONTROLLED.items() if name not in test_
 """A run that goes wild, so that there is something to decide."""
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_decides_the_same(data, tmp_path, straight, monkeypatch):
     monkeypatch.setattr(test_kill, "CHANGES", test_kill.CHANGES | KILLED)
     for step in (20, 41):
@@ -174,7 +175,12 @@ SETTINGS = {
 step that is poisoned."""
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+QUICK = ("precision.controller_policy", "precision.controller_redo")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+)
 def test_settings_of_the_controller(name, data, tmp_path, monkeypatch):
     value, given = SETTINGS[name]
     changes = {key: given[key] for key in given.keys() - {"wrong", "poison"}}

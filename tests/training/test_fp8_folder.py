@@ -54,7 +54,7 @@ def test_export_format(value, dtypes, data, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["decoder", "hf"])
-@pytest.mark.parametrize("master", ["fp32", "stochastic"])
+@pytest.mark.parametrize("master", [pytest.param("fp32", marks=pytest.mark.slow), "stochastic"])
 def test_all_weights_are_fine_tuned_from_fp8_to_fp8(kind, master, published, data, tmp_path):
     changes = {"model__kind": kind, "model__path": published, "model__weights": "load", "optim__master": master}
     changes |= {
