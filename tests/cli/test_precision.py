@@ -143,32 +143,6 @@ def test_the_weights_of_a_run(here, capsys):
     assert "another model" in capsys.readouterr().err
 
 
-def test_a_policy_from_what_a_run_recorded(here, capsys):
-    assert run(["train", *arguments(run__name="plain")]) == 0
-    command = ["precision", "search", "--out", "recorded.toml", "--json", "--time", "ideal", *arguments()]
-    assert run([*command, "--stats-only", "plain"]) == 2
-    assert "precision.controller = true" in capsys.readouterr().err
-    settings = {"precision__mode": "fp8_tile", "precision__controller": "true", "precision__controller_every": "2"}
-    assert run(["train", *arguments(run__name="watched", train__steps="6", **settings)]) == 0
-    capsys.readouterr()
-    assert run([*command, "--stats-only", "watched", "--budget", "100%"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["evidence"] == "watched"
-    assert facts["samples"] >= 3
-    everything = next(mark for mark in facts["landmarks"] if mark["name"] == "all FP8")
-    assert facts["chosen"]["fp8"] == everything["fp8"]
-    half = 50 * everything["upper_bound"]["change"]
-    assert run([*command, "--force", "--stats-only", "watched", "--budget", f"{half:.9f}%"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert 0 < len(facts["chosen"]["fp8"]) < 42
-    assert 0 < facts["chosen"]["upper_bound"]["change"] <= half / 100 * (1 + 1e-6)
-    assert "noise over signal: fprop" in (here / "recorded.toml").read_text()
-    assert run(["train", "recorded.toml", "--train.steps", "1"]) == 0
-    for more, told in ((["--time", "measured"], "measures nothing"), (["--run", "watched"], "exclude each other")):
-        assert run([*command, "--force", "--stats-only", "watched", *more]) == 2
-        assert told in capsys.readouterr().err
-
-
 def test_help_is_quick_and_needs_no_torch():
     code = "import sys; from tilewright.cli.app import run; run(['precision', 'search', '--help']); "
     code += "sys.exit('torch' in sys.modules or 'highspy' in sys.modules)"

@@ -67,7 +67,7 @@ SURFACE = {
 
 
 SEARCH = ["--batches", "--budget", "--force", "--help", "--json", "--out", "--quiet", "--rows", "--run", "--time"]
-SUBCOMMANDS = {"precision": {"search": sorted([*SEARCH, "--verbose", "--stats-only", "--warmup", "recipe"])}}
+SUBCOMMANDS = {"precision": {"search": sorted([*SEARCH, "--verbose", "--warmup", "recipe"])}}
 
 
 def surface(command: click.Command) -> list[str]:

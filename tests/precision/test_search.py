@@ -17,15 +17,12 @@ from tilewright.models.init import init_decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.budget import LossModel, drawn_together, loss_slope, parse_budget
 from tilewright.precision.convert import convert
-from tilewright.precision.evidence import Evidence, LayerEvidence, ProductEvidence
 from tilewright.precision.gemm_time import UnitTime, estimate, measure_times
 from tilewright.precision.gemms import GEMM_NAMES, Gemms, expected_gain
 from tilewright.precision.gradient_change import Compared, GradientChange, GradientTally, lost_by_batch
-from tilewright.precision.history import History, Sample
 from tilewright.precision.layer_facts import Unit, tile_layers
 from tilewright.precision.policy import Policy, Rule
 from tilewright.precision.policy_file import PolicyFile, fold
-from tilewright.precision.recorded import RecordedModel
 from tilewright.precision.search import SearchSpace, curve, fastest, landmarks
 from tilewright.precision.sensitivity import (
     BASE,
@@ -183,26 +180,6 @@ def test_slope_of_a_loss_that_rises_or_is_unknown_is_zero():
 def test_a_budget_without_per_cent_is_refused(text):
     with pytest.raises(ConfigError, match="per cent"):
         parse_budget(text)
-
-
-def test_bounds_from_records_by_hand():
-    def product(cosine: float) -> ProductEvidence:
-        return ProductEvidence(1.0, 1.0, cosine, 30.0)
-
-    def sample(step: int, fprop: float, wgrad: float) -> Sample:
-        found = {"fprop.fp8_tile": product(fprop), "wgrad.fp8_tile": product(wgrad), "wgrad.bf16": product(0.0)}
-        return Sample(step, 0.0, 0.0, Evidence({"up": LayerEvidence({}, found)}))
-
-    start = {("up", gemm): "fp8_tile" for gemm in GEMM_NAMES}
-    history = History([sample(1, 0.99, 0.98), sample(2, 0.97, 0.98)], [], [], start)
-    model = RecordedModel(history, {"up": 25}, 100, slope=0.1)
-    assert model.costs["up", "fprop"] == pytest.approx(0.1 * 0.02)
-    assert model.costs["up", "wgrad"] == pytest.approx(0.1 * 0.02 * 25 / 100)
-    assert model.costs["up", "dgrad"] == math.inf  # never compared, so never chosen
-    assert model.predict([("up", "fprop"), ("up", "wgrad")]).change == pytest.approx(0.0025)
-    assert RecordedModel(History([sample(1, math.nan, 0.98)], [], [], start), {"up": 25}, 100, 0.1).costs[
-        "up", "fprop"
-    ] == math.inf  # fmt: skip
 
 
 # ---- policy file ----

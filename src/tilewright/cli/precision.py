@@ -25,7 +25,6 @@ def precision() -> None:
 @click.option("--rows", type=click.IntRange(1), help="Rows of a batch; a micro-batch of the recipe if left out.")
 @click.option("--warmup", default=50, show_default=True, type=click.IntRange(0), help="BF16 steps before measuring.")
 @click.option("--run", "run", metavar="RUN", help="Measure at the weights of this run instead of warming up.")
-@click.option("--stats-only", metavar="RUN", help="Measure nothing: use the evidence that this run recorded.")
 @click.option(
     "--time",
     type=click.Choice(["measured", "h200", "ideal"]),
@@ -45,7 +44,6 @@ def search(
     rows: int | None,
     warmup: int,
     run: str | None,
-    stats_only: str | None,
     time: str | None,
     as_json: bool,
 ) -> None:
@@ -64,20 +62,12 @@ def search(
     from tilewright.cli import precision_output as output
     from tilewright.report.tradeoff import tradeoff_svg
     from tilewright.training.search_precision import SearchSettings, search
-    from tilewright.training.search_recorded import Recorded, search_recorded
 
-    if stats_only:
-        if run:
-            raise ConfigError("--run and --stats-only exclude each other", got=f"--run {run} --stats-only {stats_only}")
-        found = search_recorded(loaded, output.run_folder(stats_only, "--stats-only"), share, time)
-        intro = output.recorded_intro_of(found, loaded.name, budget, stats_only)
-        source = {"evidence": stats_only}
-    else:
-        settings = SearchSettings(share, batches, rows, warmup, time)
-        found = search(loaded, settings, output.weights_of(run) if run else None)
-        source = {"weights": run or f"{warmup} BF16 steps"}
-        intro = output.intro_of(found, loaded.name, budget, source["weights"])
-    facts = {"recipe": loaded.name, "budget": share} | source | found.to_json()
+    settings = SearchSettings(share, batches, rows, warmup, time)
+    found = search(loaded, settings, output.weights_of(run) if run else None)
+    weights = run or f"{warmup} BF16 steps"
+    intro = output.intro_of(found, loaded.name, budget, weights)
+    facts = {"recipe": loaded.name, "budget": share, "weights": weights} | found.to_json()
     title = f"{loaded.name}: loss given up for speed"
     texts = {
         ".toml": output.policy_text(found, loaded, files[".toml"], intro),
@@ -88,10 +78,7 @@ def search(
     if as_json:
         print_json(facts)
         return
-    if isinstance(found, Recorded):
-        output.show_recorded(found, budget)
-    else:
-        output.show(found, budget)
+    output.show(found, budget)
     say(f"wrote {files['.toml']}, {files['.json'].name} and {files['.svg'].name}")
     say(f"next   tilewright train {files['.toml']}")
 

@@ -1,5 +1,6 @@
 """What `tilewright precision search` prints and writes, and the weights of a run that it may begin with."""
 
+import json
 import os
 import statistics
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from tilewright.precision.policy_file import PolicyFile
 from tilewright.precision.search import Candidate, speed_up
 from tilewright.precision.sensitivity import Switch
 from tilewright.training.search_precision import Found, Weights
-from tilewright.training.search_recorded import Recorded, noise_words, recorded_losses
 
 SHOWN = 12
 """Layers in the printed table; all of them are in the policy file."""
@@ -35,7 +35,9 @@ def weights_of(run: str) -> Weights:
     Raises:
         ConfigError: there is no such run.
     """
-    folder = run_folder(run, "--run")
+    folder = next((path for path in (Path(run), Path("runs") / run) if (path / "run.toml").is_file()), None)
+    if folder is None:
+        raise ConfigError("no such run", got=run, need="a folder with a run.toml", where="--run")
 
     def load(model: Model) -> tuple[Sequence[float], Sequence[float]]:
         load_newest(folder, model)
@@ -44,19 +46,20 @@ def weights_of(run: str) -> Weights:
     return load
 
 
-def run_folder(run: str, option: str) -> Path:
-    """The folder meant by a path, or by a name below `runs`.
+def recorded_losses(run: Path) -> tuple[list[float], list[float]]:
+    """Steps and losses of a run's metrics.jsonl; none where there is no such file. A torn line is left out."""
+    path = run / "metrics.jsonl"
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    pairs = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
+    return [float(step) for step, _ in pairs], [loss for _, loss in pairs]
 
-    Raises:
-        ConfigError: there is no such run.
-    """
-    folder = next((path for path in (Path(run), Path("runs") / run) if (path / "run.toml").is_file()), None)
-    if folder is None:
-        raise ConfigError("no such run", got=run, need="a folder with a run.toml", where=option)
-    return folder
 
-
-def policy_text(found: Found | Recorded, loaded: Loaded, out: Path, intro: Sequence[str]) -> str:
+def policy_text(found: Found, loaded: Loaded, out: Path, intro: Sequence[str]) -> str:
     """The policy file, with `intro` at its top."""
     settings: dict[str, dict[str, object]] = {}
     values = loaded.recipe.model_dump(mode="json")
@@ -67,8 +70,7 @@ def policy_text(found: Found | Recorded, loaded: Loaded, out: Path, intro: Seque
     precision = settings.pop("precision", {})
     clear = loaded.recipe.precision.start_mode is not None
     kept = found.policy.rules
-    remark = _remark if isinstance(found, Found) else _recorded_remark
-    remarks = {unit.name: remark(found, unit) for unit in found.space.units}
+    remarks = {unit.name: _remark(found, unit) for unit in found.space.units}
     formats = found.formats
     return str(PolicyFile(_extends(loaded, out), intro, settings, precision, kept, formats, remarks, clear))
 
@@ -80,17 +82,6 @@ def intro_of(found: Found, name: str, budget: str, weights: str) -> list[str]:
         f"Predicted loss change {found.chosen.predicted}; measured on other batches {found.checked['chosen']}.",
         f"Linear products {_times_as_fast(found, found.chosen)} as fast as all in BF16: {TIMES[found.time]}.",
         f"Measured at the weights of {weights}. Edit freely: later rules win.",
-    ]
-
-
-def recorded_intro_of(found: Recorded, name: str, budget: str, run: str) -> list[str]:
-    """The same for a search in the records of a run."""
-    return [
-        f"Precision policy for {name!r}, within {budget} of the loss; by `tilewright precision search --stats-only`.",
-        f"Loss change at most {percent(found.chosen.predicted.change)}, from {found.samples} samples of evidence that "
-        f"{run} wrote down.",
-        f"Linear products {_times_as_fast(found, found.chosen)} as fast as all in BF16: {TIMES[found.time]}.",
-        "Nothing was measured. Edit freely: later rules win.",
     ]
 
 
@@ -128,28 +119,7 @@ def show(found: Found, budget: str) -> None:
         click.echo(f"Nothing is faster in FP8 within {budget}: the policy is all BF16. See --time.")
 
 
-def show_recorded(found: Recorded, budget: str) -> None:
-    """The layers with the largest bounds, and what the policy gains beside the usual ones."""
-    costs = found.space.model.costs
-    bound = {unit.name: sum(costs[unit.name, gemm] for gemm in GEMM_NAMES) for unit in found.units}
-    names = sorted(bound, key=bound.__getitem__, reverse=True)[:SHOWN]
-    rows = [(name, noise_words(found.model, name), percent(bound[name]), str(found.formats[name])) for name in names]
-    show_table(("layer", f"in {found.samples} samples", "at most", "chosen"), rows)
-    click.echo(f"\nspeed of the linear products is {TIMES[found.time]}")
-    lines = [
-        (c.name, f"{len(c.fp8)} of {3 * len(bound)}", _times_as_fast(found, c), percent(c.predicted.change))
-        for c in (found.chosen, *found.landmarks)
-    ]
-    show_table(("policy", "in FP8", "speed", "loss change, at most"), lines)
-    if not found.chosen.fp8:
-        click.echo(f"Nothing is faster in FP8 within {budget}: the policy is all BF16. See --time.")
-
-
-def _recorded_remark(found: Recorded, unit: Unit) -> str:
-    return noise_words(found.model, unit.name)
-
-
-def _times_as_fast(found: Found | Recorded, candidate: Candidate) -> str:
+def _times_as_fast(found: Found, candidate: Candidate) -> str:
     return f"{speed_up(found.landmarks, candidate):.3g}x"
 
 

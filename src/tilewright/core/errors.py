@@ -8,7 +8,6 @@ Bugs of ours stay ordinary exceptions (`AssertionError`, `TypeError`) and keep t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EXIT_OK = 0
 EXIT_INPUT = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_NUMERICS = 4

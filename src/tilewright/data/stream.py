@@ -108,11 +108,6 @@ class Stream:
         self._mixture.add_stage(start, weights)
         return start
 
-    @property
-    def next_sample(self) -> int:
-        """Samples handed out so far, over all ranks."""
-        return self._next
-
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs; plain JSON values."""
         return {

@@ -30,7 +30,6 @@ from tilewright.core.config import Tier
 from tilewright.memory.owners import owner_bytes, storage_bytes
 from tilewright.memory.probe import CudaAllocator, make_probe
 
-PHASES = ("load", "forward", "backward", "update")
 BETWEEN = "between"
 """Work outside every phase."""
 OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "allocator", "other")

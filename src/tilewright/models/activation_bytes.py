@@ -72,8 +72,8 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
 
     Example:
         >>> from typing import get_args
-        >>> from tilewright.models.presets import PRESETS
-        >>> [layer_bytes(PRESETS["cpu_50m"], 0, mode, Storage()) for mode in get_args(ActivationCheckpoint)]
+        >>> config = DecoderConfig.of(vocab_size=16384, dim=512, num_layers=12, num_heads=8, ffn_dim=1408)
+        >>> [layer_bytes(config, 0, mode, Storage()) for mode in get_args(ActivationCheckpoint)]
         [16680, 11808, 10752, 2080, 1024]
     """
     entry = config.dim * storage.stream

@@ -82,7 +82,6 @@ class PrecisionController:
         """Products that the budget refused to move, as far as somebody was told."""
         self._rows: deque[dict[str, Any]] = deque()
         self._before = [(layer, layer.gemms) for _, layer in tile_layers(model)]
-        self._raised = False
 
     @property
     def active(self) -> bool:

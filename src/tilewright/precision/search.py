@@ -7,13 +7,12 @@ Only fp8_tile and BF16 are chosen between. Read `SearchSpace`, then `fastest`.
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tilewright.core.errors import FitError
 from tilewright.core.integer_program import Column, Row, minimise
-from tilewright.precision.budget import Prediction, Product, percent
+from tilewright.precision.budget import LossModel, Prediction, Product, percent
 from tilewright.precision.gemm_time import UnitTime
 from tilewright.precision.gemms import GEMM_NAMES, Gemms
 from tilewright.precision.layer_facts import Unit
@@ -35,15 +34,6 @@ class Candidate:
     seconds: float
 
 
-class LossChanges(Protocol):
-    """Predicts loss changes: `budget.LossModel` from measurements, `recorded.RecordedModel` from a run's evidence."""
-
-    slope: float
-    costs: Mapping[Product, float]
-
-    def predict(self, fp8: Collection[Product]) -> Prediction: ...
-
-
 @dataclass(frozen=True)
 class SearchSpace:
     """What the solver knows.
@@ -56,7 +46,7 @@ class SearchSpace:
     """
 
     units: tuple[Unit, ...]
-    model: LossChanges
+    model: LossModel
     times: Mapping[str, UnitTime]
     fixed: Mapping[Product, str]
 

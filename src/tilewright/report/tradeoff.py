@@ -10,12 +10,11 @@ from tilewright.precision.gemm_time import TIMES
 from tilewright.precision.search import Candidate
 from tilewright.report.charts import Series, line_chart, standalone
 from tilewright.training.search_precision import Found
-from tilewright.training.search_recorded import Recorded
 
 _SIZE = (760, 420)
 
 
-def tradeoff_svg(found: Found | Recorded, title: str) -> str:
+def tradeoff_svg(found: Found, title: str) -> str:
     """The curve of fastest policies over budgets, with the chosen policy and the usual choices marked.
 
     Args:

@@ -147,17 +147,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def load_model(path: Path, model: nn.Module) -> None:
-    """Read only the model's tensors of a checkpoint, in place, cast to the model's dtypes.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model, or cannot be read.
-    """
-    _check_model(path, model, stored_tensors(path))
-    with torch.no_grad():
-        read_tensors(path, model_tensors(model))
-
-
 def _check_model(path: Path, model: nn.Module, stored: Stored) -> None:
     here = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
     there = {name: shape for name, (_, shape) in stored.items() if name.startswith("model.")}
