@@ -21,6 +21,7 @@ CHECKS = {
     "routers": "what chooses between experts is found, computes in FP32, and nothing else is taken for it",
     "packing": "documents packed into rows are as if alone",
     "layer_major": "the layer-major executor has the losses of the standard one",
+    "plan": "the planned peak of a larger sibling is within 15 % of a dry run's, or the plan says that it is not known",
     "run and export": "`tilewright train` runs, and transformers reads the weights of its last checkpoint",
     "config": "an exported config.json says what the model's own says",
     "FP8 export": '`save.export_format = "fp8"` writes four fifths of the matrices in FP8, and they are read again',

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from tests.docs.test_reference import tool
-from tests.zoo import test_convert, test_layer_major, test_packing, test_run
+from tests.zoo import test_convert, test_layer_major, test_packing, test_plan, test_run
 from tests.zoo.cases import Case
 from tests.zoo.expected import DEFECTS, REFUSALS, defect, refusal
 from tests.zoo.families import FAMILIES
 
-MODULES = (test_convert, test_layer_major, test_packing, test_run)
+MODULES = (test_convert, test_layer_major, test_packing, test_plan, test_run)
 writer = tool("write_support")
 
 
