@@ -9,7 +9,7 @@
 So one slice's activations and one slice's gradients are alive at a time, and a slice can be updated in `done`, before
 the backward pass goes on: nothing will read the old values any more. `backward` may be called again, as long as no
 `done` has changed a parameter; graphs that were kept are gone then, and their slices are recomputed like the others.
-A piece of it that finds no memory may be done again: `again` is around each. The gradient is that of the whole batch,
+A piece of it that finds no memory may be done again: `retry` is around each. The gradient is that of the whole batch,
 summed in FP32 for 16-bit parameters.
 
 What moves slices to the device is `residence`, what keeps layer inputs `inputs`. Updates, clipping and what to do with
@@ -36,13 +36,14 @@ Phase = Callable[[str], AbstractContextManager[None]]
 Result = TypeVar("Result")
 
 
-class Again(Protocol):
-    """Calls a function, until it succeeds or nothing can be done any more."""
+class Retry(Protocol):
+    """Calls a function, and again after `relief` where it finds no memory, until it succeeds or nothing helps."""
 
-    def __call__(self, piece: Callable[[], Result], /) -> Result: ...
+    def __call__(self, piece: Callable[[], Result], relief: Callable[[], None], /) -> Result: ...
 
 
-def _once(piece: Callable[[], Result], /) -> Result:
+def once(piece: Callable[[], Result], relief: Callable[[], None], /) -> Result:
+    """No retry."""
     return piece()
 
 
@@ -126,6 +127,8 @@ class LayerMajor:
         replay: makes the second pass draw and choose as the first.
         phase: measures what runs inside: forward, backward.
         device: where batches are.
+        retry: called with each piece of a backward pass (one micro-batch through one slice), and with what frees the
+            kept graphs. A piece that failed leaves everything so that it can be called again, for the same result.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class LayerMajor:
         replay: Replay,
         phase: Phase,
         device: torch.device,
+        retry: Retry = once,
     ) -> None:
         self.view = view
         self.slices = slices
@@ -147,9 +151,7 @@ class LayerMajor:
         self.device = device
         self.keeps: frozenset[int] = frozenset()
         """Places of the slices whose graphs live from forward to the first backward. Set between steps."""
-        self.again: Again = _once
-        """Called with each piece of a backward pass: one micro-batch through one slice. A piece that failed leaves
-        everything so that it can be called again, for the same result."""
+        self.retry = retry
         self._phase = phase
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._batches: Sequence[Batch] = ()
@@ -264,7 +266,7 @@ class LayerMajor:
         grads: list[Tensor | None] = []
         with self._live(part, self._before(place), changed=last):
             for micro in range(len(self._batches)):
-                loss_one, grad = self.again(_Piece(self._epilogue_piece, wanted, micro, factor))
+                loss_one, grad = self.retry(_Piece(self._epilogue_piece, wanted, micro, factor), self.let_go)
                 self._drop(place, micro, last)
                 loss_sum += loss_one
                 grads.append(grad)
@@ -293,7 +295,7 @@ class LayerMajor:
                 self.inputs.prefetch(place, micro + 1)
             elif place:
                 self.inputs.prefetch(place - 1, 0)
-            grads[micro] = self.again(_Piece(self._layers_piece, wanted, place, micro, grad))
+            grads[micro] = self.retry(_Piece(self._layers_piece, wanted, place, micro, grad), self.let_go)
             self._drop(place, micro, last)
 
     def _layers_piece(self, wanted: list[Tensor], place: int, micro: int, grad: Tensor | None) -> Tensor | None:
@@ -317,7 +319,7 @@ class LayerMajor:
         wanted = [*self.slices.prologue.trained, *self.slices.shared.trained]
         for micro, grad in enumerate(grads):
             if wanted and grad is not None:
-                self.again(_Piece(self._prologue_piece, wanted, micro, grad))
+                self.retry(_Piece(self._prologue_piece, wanted, micro, grad), self.let_go)
             grads[micro] = None
 
     def _prologue_piece(self, wanted: list[Tensor], micro: int, grad: Tensor) -> None:
