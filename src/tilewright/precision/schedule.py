@@ -5,6 +5,7 @@ to BF16 at the end. Pure functions of the step, so a resumed run switches where 
 decided on evidence is the matter of `controller`. Called by `training` and `control`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,6 +76,10 @@ class ModeSchedule:
     def at(self, step: int) -> str:
         """Mode of the step (counted from 0)."""
         return self.start_mode if self.start_mode is not None and step < self.switch_step else self.mode
+
+    def next_switch(self, step: int) -> float:
+        """First step after this one that has another mode; infinite where none has."""
+        return self.switch_step if self.start_mode is not None and step < self.switch_step else math.inf
 
 
 @dataclass(frozen=True)

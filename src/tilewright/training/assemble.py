@@ -51,9 +51,9 @@ from tilewright.precision.schedule import FormatSchedule, ModeSchedule
 from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.adapters import build_adapted
 from tilewright.training.control import StepControl
-from tilewright.training.counters import Counters
 from tilewright.training.export import check_export
 from tilewright.training.layer_major_step import LayerMajorExecutor
+from tilewright.training.metrics import Counters
 from tilewright.training.no_memory import explained
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
 from tilewright.training.planned import Planned, Site, plan_run
@@ -163,10 +163,12 @@ class Modes:
     weights: QuantizedWeights
     """Codes of the weights of layers with 8-bit products, made once a step. Of weights that do not stay on the device
     the codes are made in each pass."""
+    next_switch: float = 0
+    """Step (counted from 0) before which `enter` must be called next; infinite after the last switch."""
 
     def enter(self, step: int) -> str | None:
         """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
-        mode = self.schedule.at(step)
+        mode, self.next_switch = self.schedule.at(step), self.schedule.next_switch(step)
         if mode == self.mode:
             return None
         before, self.mode = self.mode, mode

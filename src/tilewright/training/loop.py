@@ -104,7 +104,6 @@ def _train(
         open_progress(),
         sinks,
         steps=recipe.train.steps,
-        log_every=recipe.train.log_every,
         memory_limit=setup.memory_limit,
         scaled=parts.scaler is not None,
     )

@@ -27,7 +27,7 @@ LESS = 0.95
 def regroup_for(
     setup: Setup, parts: Parts, recorder: Recorder, *, budget: Callable[[], float] | None = None
 ) -> Regroup:
-    """What runs the steps of this run. With `memory.plan = ""` all placements stay; a step may be computed again.
+    """What watches the steps of this run. With `memory.plan = ""` all placements stay, but for a step without memory.
 
     Args:
         setup: machine and plan.
@@ -39,8 +39,8 @@ def regroup_for(
 
     planned = bool(setup.recipe.memory.plan)
 
-    def tell(step: int, text: str, **numbers: object) -> None:
-        recorder.event(step, "regroup", text, **numbers)
+    def tell(step: int, text: str, *, shown: bool, **numbers: object) -> None:
+        recorder.event(step, "regroup", text, shown=shown, **numbers)
 
     def peaks() -> dict[str, int]:
         return {name: size + reserve for name, size in parts.ledger.take_peaks().items()}
