@@ -98,7 +98,7 @@ def test_without_a_plan_a_step_is_computed_again_and_nothing_else(data, tmp_path
     assert "after" not in told
 
 
-def test_a_run_that_fits_and_keeps_everything_asks_no_planner(data, tmp_path, monkeypatch):
+def test_a_run_far_from_its_budget_asks_no_planner_and_prints_nothing_of_it(data, tmp_path, monkeypatch, capsys):
     def asked(*_, **__):
         raise AssertionError("a planner was made")
 
@@ -107,6 +107,7 @@ def test_a_run_that_fits_and_keeps_everything_asks_no_planner(data, tmp_path, mo
     events = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "regroup"]
     assert events[0]["trigger"] == "calibration"
     assert events[0]["threshold"] == 0.05
+    assert "regroup" not in capsys.readouterr().out
 
 
 def test_what_a_run_may_use():
