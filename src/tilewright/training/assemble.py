@@ -56,7 +56,7 @@ from tilewright.training.layer_major_step import LayerMajorExecutor
 from tilewright.training.metrics import Counters
 from tilewright.training.no_memory import explained
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
-from tilewright.training.planned import Planned, Site, plan_run
+from tilewright.training.planned import PlanContext, ResolvedPlan, resolve_plan
 from tilewright.training.run_data import prepare_data
 from tilewright.training.slicing import (
     Sliced,
@@ -79,7 +79,7 @@ class Setup:
     machine: Machine
     kernels: Kernels
     prepared: PreparedData | PreparedImages
-    planned: Planned
+    planned: ResolvedPlan
 
     @property
     def loaded(self) -> Loaded:
@@ -142,7 +142,7 @@ class Setup:
     @property
     def tier_dir(self) -> Path:
         """Folder of the disk tier."""
-        return self.planned.site.tier_dir
+        return self.planned.context.tier_dir
 
     @property
     def memory_limit(self) -> int:
@@ -255,13 +255,13 @@ class Parts:
         return all_finite(self.model.named_buffers())
 
 
-def set_up(loaded: Loaded, *, running: PlanFile | None = None, goes_on: bool = False) -> Setup:
+def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool = False) -> Setup:
     """Machine, kernels, data and plan of a run.
 
     Args:
         loaded: the recipe.
-        running: the plan that the run goes on under.
-        goes_on: the run has a checkpoint: nothing is decided that changes a number.
+        run_plan: the plan that the run resumes under.
+        resuming: the run has a checkpoint: nothing is decided that changes a number.
 
     Raises:
         HardwareError: the device is not there, or several processes were started.
@@ -277,8 +277,8 @@ def set_up(loaded: Loaded, *, running: PlanFile | None = None, goes_on: bool = F
     rates = ceilings.measure(machine, progress=say, own_process=True)
     run = recipe.run
     tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
-    site = Site(prepared.vocab_size, machine, rates, tier_dir)
-    planned = plan_run(loaded, site, running=running, goes_on=goes_on)
+    context = PlanContext(prepared.vocab_size, machine, rates, tier_dir)
+    planned = resolve_plan(loaded, context, run_plan=run_plan, resuming=resuming)
     give_back_free_pages()  # what all of this used; a plan is of the run
     settings = planned.loaded.recipe
     return Setup(machine, Kernels.from_sections(machine, settings.ops, settings.memory), prepared, planned)

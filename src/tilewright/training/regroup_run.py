@@ -62,7 +62,7 @@ def regroup_for(
 
 def _ladder(setup: Setup, placement: Placement) -> frozenset[str]:
     """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
-    if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.explicit:
+    if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.user_settings:
         return frozenset()
     fused = fuses(setup.compiles, setup.machine)
     kinds = [same_bits(setup.recipe, fused, layer.activations) for layer in placement.layers]
