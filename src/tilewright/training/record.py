@@ -91,8 +91,9 @@ class Recorder:
             "tokens_per_s": interval.tokens / interval.seconds,
             "wait_share": interval.wait_s / interval.seconds,
         }
-        # The first step compiles: no estimate from it alone.
-        seconds_left = interval.seconds / interval.steps * (self._steps - counters.step) if interval.steps > 1 else None
+        steps_left = self._steps - counters.step
+        # The first step compiles: no estimate from it alone. The last one leaves nothing to estimate.
+        seconds_left = interval.seconds / interval.steps * steps_left if interval.steps > 1 and steps_left else None
         line = step_line(
             shown,
             steps=self._steps,
