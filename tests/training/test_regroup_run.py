@@ -151,14 +151,18 @@ from tilewright.training import regroup_run
 from tilewright.training.loop import train
 
 class Cut(regroup_run.MemoryWatch):
-    asked = 0
+    step = 0
 
     def __call__(self):
-        self.asked += 1
-        return self.limit * (0.7 if self.asked > 5 else 1.0)
+        return self.limit * (0.7 if self.step >= 3 else 1.0)
+
+class Watching(regroup_run.Regroup):
+    def before(self, number, row_length):
+        Cut.step = number
+        super().before(number, row_length)
 
 if sys.argv[3] == "cut":
-    regroup_run.MemoryWatch = Cut
+    regroup_run.MemoryWatch, regroup_run.Regroup = Cut, Watching
 train(tiny(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[4])))
 """
 """In a process of its own, because what a process holds besides counts on a CPU."""
