@@ -53,6 +53,8 @@ class ModeSchedule:
         >>> schedule = ModeSchedule.over(1000, mode="bf16_mixed", start_mode="tf32", start_fraction=0.2)
         >>> schedule.at(199), schedule.at(200)
         ('tf32', 'bf16_mixed')
+        >>> schedule.next_switch(0), schedule.next_switch(200)
+        (200, inf)
     """
 
     mode: str

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +53,7 @@ from tilewright.training.control import StepControl
 from tilewright.training.export import check_export
 from tilewright.training.layer_major_step import LayerMajorExecutor
 from tilewright.training.metrics import Counters
+from tilewright.training.modes import Modes
 from tilewright.training.no_memory import explained
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
 from tilewright.training.planned import PlanContext, ResolvedPlan, resolve_plan
@@ -148,41 +148,6 @@ class Setup:
     def memory_limit(self) -> int:
         """Bytes that the run may use on the device."""
         return self.recipe.plan.device_budget or self.machine.device_memory_bytes
-
-
-@dataclass
-class Modes:
-    """The precision of the run, step by step: enters the mode that a step belongs to."""
-
-    model: Model
-    policy: Policy
-    schedule: ModeSchedule
-    mode: str
-    needs_loss_scaling: bool
-    """True where one of the run's modes passes gradients through FP16."""
-    weights: QuantizedWeights
-    """Codes of the weights of layers with 8-bit products, made once a step. Of weights that do not stay on the device
-    the codes are made in each pass."""
-    next_switch: float = 0
-    """Step (counted from 0) before which `enter` must be called next; infinite after the last switch."""
-
-    def enter(self, step: int) -> str | None:
-        """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
-        mode, self.next_switch = self.schedule.at(step), self.schedule.next_switch(step)
-        if mode == self.mode:
-            return None
-        before, self.mode = self.mode, mode
-        set_mode(self.model, self.policy.in_mode(mode))
-        self.refresh()
-        return f"{before} -> {mode} from step {step + 1} on"
-
-    def refresh(self) -> None:
-        """Make the codes of the weights as they are now."""
-        self.weights.refresh()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The precision table of the present mode, for precision.json."""
-        return self.model.precision_report.rows.to_json()
 
 
 @dataclass

@@ -30,8 +30,9 @@ from tilewright.core.errors import NumericsError
 from tilewright.core.placement import Placement
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
-from tilewright.memory.layer_major import AtHome, LayerMajor, Residence
+from tilewright.memory.layer_major import LayerMajor
 from tilewright.memory.ledger import Ledger
+from tilewright.memory.on_device import AtHome, Residence
 from tilewright.memory.places import Places
 from tilewright.memory.replay import Replay
 from tilewright.models.contract import TrainableModel
