@@ -47,7 +47,7 @@ from tilewright.plan.options import Setting
 from tilewright.training.assemble import Parts, Setup, build, set_up
 from tilewright.training.checkpoint import CheckpointStore
 from tilewright.training.evaluate import evaluate
-from tilewright.training.planned import resolve_plan
+from tilewright.training.planned import plan_run
 from tilewright.training.regroup_run import regroup_for
 
 CLAIM = "planned peak within 10 % of the measured one before the first step and 5 % after it; step time within 15 %"
@@ -115,9 +115,9 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
 
 def step_s(setup: Setup, placement: Placement | None, rates: ceilings.Ceilings) -> float:
     """Seconds of a step that the planner says, with these rates; of another placement than the run began with."""
-    site = replace(setup.planned.context, rates=rates)
+    site = replace(setup.planned.site, rates=rates)
     if setup.planned.joint is None and placement is None:
-        return resolve_plan(setup.planned.loaded, site).plan.step_s
+        return plan_run(setup.planned.loaded, site).plan.step_s
     where = placement or setup.planned.placement
     assert where is not None
     return site.planner(setup.recipe).priced(Setting.of(setup.recipe), where, site.budget(setup.recipe)).step_s

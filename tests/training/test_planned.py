@@ -19,9 +19,10 @@ from tilewright.plan.fixes import changed
 from tilewright.plan.options import Setting
 from tilewright.plan.plan_file import read_plan, to_toml
 from tilewright.training.loop import train
-from tilewright.training.planned import PlanContext, resolve_plan
+from tilewright.training.planned import plan_run
 from tilewright.training.recover import StopRequest
 from tilewright.training.run import Run
+from tilewright.training.site import Site
 
 # Big enough that activations show beside the process, small enough that a step takes a tenth of a second.
 BIG = {
@@ -44,7 +45,7 @@ def load(data, runs, *left_open, **changes):
 
 
 def site(loaded, folder):
-    return PlanContext(300, detect_machine("cpu"), fixed_ceilings(), folder)
+    return Site(300, detect_machine("cpu"), fixed_ceilings(), folder)
 
 
 def budgets(loaded, folder):
@@ -412,7 +413,7 @@ def test_evaluations_in_the_format_of_training_make_room(data, tmp_path):
     most, least = (where.planner(recipe, fixed).smallest(budget) for recipe in (loaded.recipe, narrow))
     assert most.peak_phase == "evaluate", {name: most.phase_bytes(name) for name in most.phases}
     size = int((most.peak_bytes + least.peak_bytes) / 2)
-    found = resolve_plan(
+    found = plan_run(
         load(data, tmp_path, "ops.cross_entropy", **changes, plan__margin=0.0, plan__device_budget=size), where
     )
     assert found.loaded.recipe.precision.eval_fp32 is False
@@ -455,7 +456,7 @@ def test_states_go_to_disk_before_formats_are_narrowed(data, tmp_path):
 
 def test_a_recipe_in_slices_recomputes_as_it_says(data, tmp_path):
     loaded = load(data, tmp_path, **WIDE, memory__executor="layer_major")
-    found = resolve_plan(loaded, site(loaded, tmp_path))
+    found = plan_run(loaded, site(loaded, tmp_path))
     assert found.joint is None
     replanner = found.replanner
     assert {layer.activations for layer in replanner.plan(64 * 2**30).placement.layers} == {"recompute"}
@@ -463,17 +464,17 @@ def test_a_recipe_in_slices_recomputes_as_it_says(data, tmp_path):
 
 def test_the_run_can_be_planned_anew(data, tmp_path):
     loaded = load(data, tmp_path)
-    found = resolve_plan(loaded, site(loaded, tmp_path))
+    found = plan_run(loaded, site(loaded, tmp_path))
     replanner = found.replanner
     wide = replanner.plan(64 * 2**30)
     assert {layer.activations for layer in wide.placement.layers} == {"keep"}
     least = replanner.smallest()
     tighter = replanner.plan(least.peak_bytes)
     assert tighter is None or {layer.activations for layer in tighter.placement.layers} != {"keep"}
-    off = resolve_plan(load(data, tmp_path, memory__plan=""), site(loaded, tmp_path))
+    off = plan_run(load(data, tmp_path, memory__plan=""), site(loaded, tmp_path))
     assert off.replanner is None
     adapters = load(data, tmp_path, lora__rank=2)
-    assert resolve_plan(adapters, site(adapters, tmp_path)).replanner is None
+    assert plan_run(adapters, site(adapters, tmp_path)).replanner is None
 
 
 def test_a_foreign_model_is_planned_layer_by_layer(data, tmp_path):

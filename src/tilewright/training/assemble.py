@@ -56,8 +56,9 @@ from tilewright.training.metrics import Counters
 from tilewright.training.modes import Modes
 from tilewright.training.no_memory import explained
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
-from tilewright.training.planned import PlanContext, ResolvedPlan, resolve_plan
+from tilewright.training.planned import ResolvedPlan, plan_run
 from tilewright.training.run_data import prepare_data
+from tilewright.training.site import Site
 from tilewright.training.slicing import (
     Sliced,
     comes_in_slices,
@@ -142,7 +143,7 @@ class Setup:
     @property
     def tier_dir(self) -> Path:
         """Folder of the disk tier."""
-        return self.planned.context.tier_dir
+        return self.planned.site.tier_dir
 
     @property
     def memory_limit(self) -> int:
@@ -242,8 +243,8 @@ def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool =
     rates = ceilings.measure(machine, progress=say, own_process=True)
     run = recipe.run
     tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
-    context = PlanContext(prepared.vocab_size, machine, rates, tier_dir)
-    planned = resolve_plan(loaded, context, run_plan=run_plan, resuming=resuming)
+    site = Site(prepared.vocab_size, machine, rates, tier_dir)
+    planned = plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
     give_back_free_pages()  # what all of this used; a plan is of the run
     settings = planned.loaded.recipe
     return Setup(machine, Kernels.from_sections(machine, settings.ops, settings.memory), prepared, planned)

@@ -6,11 +6,10 @@
                           else as `plan.auto` decides, which changes nothing that the user has set
     memory.plan = FILE    as the plan says that `tilewright plan --out` wrote
 
-A run keeps its plan in its folder and resumes under it, so that it continues with the same numbers. Read `resolve_plan`
+A run keeps its plan in its folder and resumes under it, so that it continues with the same numbers. Read `plan_run`
 first: each case is a function below it. Nothing here builds a model.
 """
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,53 +19,27 @@ from typing import Any
 from tilewright.core.config import Recipe
 from tilewright.core.edit import value_of, with_settings
 from tilewright.core.errors import ConfigError, FitError, TilewrightError, UnknownFitError
-from tilewright.core.hardware import Machine
 from tilewright.core.load import CLI, DEFAULT, Loaded
 from tilewright.core.log import say
 from tilewright.core.placement import Placement
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.plan.auto import Decision, decide, typed, written
-from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.cost import Plan, make_plan
 from tilewright.plan.fixed import Fixed, fuses
-from tilewright.plan.joint import JointPlanner
-from tilewright.plan.joint_plan import Budget, JointPlan
+from tilewright.plan.joint_plan import JointPlan
 from tilewright.plan.joint_words import no_plan, verdict
-from tilewright.plan.links import as_links, disk_speed, existing, host_speed
 from tilewright.plan.options import Setting
 from tilewright.plan.plain import plain
 from tilewright.plan.plan_file import PlanFile, read_plan, to_toml
 from tilewright.plan.replan import Replanner
 from tilewright.training.durable import write_whole
 from tilewright.training.placement_words import words
+from tilewright.training.site import Site
 from tilewright.training.slicing import placed
 
 AUTO, NONE = "auto", ""
 FILE = "plan.toml"
 """In a run folder: the plan that the run executes."""
-
-
-@dataclass(frozen=True)
-class PlanContext:
-    """Where a run would be: what a planner asks besides the recipe."""
-
-    vocab_size: int
-    machine: Machine
-    rates: Ceilings
-    tier_dir: Path
-    """Of the disk tier."""
-
-    def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
-        """What the run may use; with `disk`, of the free space of the tier's disk too, whose speed is measured."""
-        device = recipe.plan.device_budget or self.machine.device_memory_bytes
-        speed = disk_speed(self.tier_dir, self.machine, progress=say) if disk else None
-        room = shutil.disk_usage(existing(self.tier_dir)).free if speed is not None else 0
-        links = as_links(host_speed(self.machine, progress=say), speed)
-        return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
-
-    def planner(self, recipe: Recipe, fixed: Fixed = Fixed()) -> JointPlanner:  # noqa: B008 (frozen)
-        """A joint planner of a recipe here."""
-        return JointPlanner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed)
 
 
 @dataclass(frozen=True)
@@ -77,7 +50,7 @@ class ResolvedPlan:
     """The recipe with the plan's settings, whose source is the plan."""
     plan: Plan
     """What the run is expected to take."""
-    context: PlanContext
+    site: Site
     user_settings: frozenset[str]
     """Names of the settings that the user has set in a file, in the environment or on the command line: they stay."""
     joint: JointPlan | None = None
@@ -106,25 +79,23 @@ class ResolvedPlan:
             return None
         recipe = self.loaded.recipe
         disk = "disk" in _tiers(self.placement) | {recipe.memory.parameters, recipe.memory.states, recipe.memory.inputs}
-        planner = self.context.planner(recipe, written(recipe, self.user_settings))
+        planner = self.site.planner(recipe, written(recipe, self.user_settings))
         try:
             num_layers = planner.shape(recipe).num_layers
         except TilewrightError as error:
             say(f"note: no re-planning in this run: {str(error).splitlines()[0]}")
             return None
         placement = self.placement or placed(recipe, num_layers)
-        budget = self.context.budget(recipe, disk=disk and recipe.memory.executor == "layer_major")
+        budget = self.site.budget(recipe, disk=disk and recipe.memory.executor == "layer_major")
         return Replanner(planner, Setting.of(recipe), placement, budget)
 
 
-def resolve_plan(
-    loaded: Loaded, context: PlanContext, *, run_plan: PlanFile | None = None, resuming: bool = False
-) -> ResolvedPlan:
+def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, resuming: bool = False) -> ResolvedPlan:
     """Decide what a run executes: one of the cases in this file's first lines.
 
     Args:
         loaded: the recipe; of a run that resumes, from `load_run_plan`.
-        context: machine, rates, folder.
+        site: machine, rates, folder.
         run_plan: the plan in the folder of a run that resumes.
         resuming: only what changes no number may be decided.
 
@@ -135,15 +106,15 @@ def resolve_plan(
     """
     recipe = loaded.recipe
     if recipe.memory.plan not in (AUTO, NONE):
-        return _from_file(loaded, read_plan(Path(recipe.memory.plan).expanduser()), context)
+        return _from_file(loaded, read_plan(Path(recipe.memory.plan).expanduser()), site)
     user_settings = _user_settings(loaded)
     run_plan = run_plan or _plan_beside(loaded)
     if recipe.memory.plan == AUTO and run_plan is not None:
-        resumed = _under_run_plan(loaded, run_plan, context, user_settings)
+        resumed = _under_run_plan(loaded, run_plan, site, user_settings)
         if resumed is not None:
             return resumed
-    plan = make_plan(recipe, context.vocab_size, context.machine, context.rates)
-    unmodified = ResolvedPlan(loaded, plan, context, user_settings)
+    plan = make_plan(recipe, site.vocab_size, site.machine, site.rates)
+    unmodified = ResolvedPlan(loaded, plan, site, user_settings)
     if plan.state == "not known":
         return _not_known(unmodified)
     spare = plan.peak_bytes + plan.reserve_bytes <= (1 - recipe.plan.margin) * plan.budget_bytes
@@ -187,9 +158,7 @@ def _plan_beside(loaded: Loaded) -> PlanFile | None:
     return read_plan(loaded.path.parent / FILE)
 
 
-def _under_run_plan(
-    loaded: Loaded, file: PlanFile, context: PlanContext, user_settings: frozenset[str]
-) -> ResolvedPlan | None:
+def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, user_settings: frozenset[str]) -> ResolvedPlan | None:
     """A run that resumes as its folder's plan says; None where that fits no more, or the user has set something else.
 
     The same settings with other layers are then looked for: that changes no number.
@@ -197,24 +166,24 @@ def _under_run_plan(
     if any(value_of(loaded.recipe, name) != value for name, value in file.settings.items() if name in user_settings):
         return None
     try:
-        found = _priced(loaded.recipe, file, context)
+        found = _priced(loaded.recipe, file, site)
         file.check_fit(found)
     except (ConfigError, FitError) as error:
         say(f"note: the plan of this run is not used: {str(error).splitlines()[0]}")
         return None
-    return ResolvedPlan(loaded, plain(found), context, user_settings, found)
+    return ResolvedPlan(loaded, plain(found), site, user_settings, found)
 
 
-def _priced(recipe: Recipe, file: PlanFile, context: PlanContext) -> JointPlan:
+def _priced(recipe: Recipe, file: PlanFile, site: Site) -> JointPlan:
     """What a plan file takes here.
 
     Raises:
         ConfigError: it is for another model or machine.
     """
-    file.check_machine(context.machine)
-    planner = context.planner(recipe)
+    file.check_machine(site.machine)
+    planner = site.planner(recipe)
     file.check(planner.shape(recipe))
-    budget = context.budget(recipe, disk="disk" in _tiers(file.placement))
+    budget = site.budget(recipe, disk="disk" in _tiers(file.placement))
     return planner.priced(Setting.of(recipe), file.placement, budget)
 
 
@@ -250,8 +219,8 @@ def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
 
 def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
     """What `plan.auto` finds for a recipe that does not fit as it is."""
-    recipe, context, user_settings = unmodified.loaded.recipe, unmodified.context, unmodified.user_settings
-    planner = context.planner(recipe)
+    recipe, site, user_settings = unmodified.loaded.recipe, unmodified.site, unmodified.user_settings
+    planner = site.planner(recipe)
     fault = "layers come in groups (memory.group)" if recipe.memory.group > 1 else ""
     try:
         shape = planner.shape(recipe) if not fault else None
@@ -260,13 +229,13 @@ def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
     if fault or shape is None:
         text = f"the recipe runs as it stands: {fault}"
         return _checked(replace(unmodified, note=fault, events=((text, {}),)))
-    budget = context.budget(recipe)
+    budget = site.budget(recipe)
     found = decide(
         planner,
         user_settings,
         budget,
-        lambda: context.budget(recipe, disk=True),
-        fused=fuses(shape.compiled, context.machine),
+        lambda: site.budget(recipe, disk=True),
+        fused=fuses(shape.compiled, site.machine),
         same_numbers=resuming,
     )
     if found is not None:
@@ -304,12 +273,12 @@ def _with_decision(unmodified: ResolvedPlan, found: Decision) -> ResolvedPlan:
 # ---- as a plan file says ----
 
 
-def _from_file(loaded: Loaded, file: PlanFile, context: PlanContext) -> ResolvedPlan:
+def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> ResolvedPlan:
     """A run as a plan file says, which leaves nothing to the recipe."""
     _refuse_contradiction(loaded, file)
     before = loaded.recipe
     loaded = with_settings(loaded, file.settings, file.path.name)
-    found = _priced(loaded.recipe, file, context)
+    found = _priced(loaded.recipe, file, site)
     if loaded.recipe.plan.enforce:
         file.check_fit(found)
     numbers = {"peak_bytes": int(found.peak_bytes), "budget_bytes": int(found.budget.device), "step_s": found.step_s}
@@ -320,7 +289,7 @@ def _from_file(loaded: Loaded, file: PlanFile, context: PlanContext) -> Resolved
         if old != value:
             text = f"{name} {old} -> {value}: set by the plan"
             events.append((text, {"setting": name, "before": old, "after": value}))
-    return ResolvedPlan(loaded, plain(found), context, frozenset(), found, tuple(events))
+    return ResolvedPlan(loaded, plain(found), site, frozenset(), found, tuple(events))
 
 
 def _refuse_contradiction(loaded: Loaded, file: PlanFile) -> None:
