@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,27 @@ class Stolen:
     @staticmethod
     def _seconds() -> float:
         return getattr(psutil.cpu_times(), "steal", 0.0)  # of Linux alone
+
+
+def watched_step(regroup: Any, number: int, microbatches: Sequence[Any], lr: float) -> Any:
+    """A step as `training.run.Run` takes it where it watches every one, free blocks given back every ten steps.
+
+    Args:
+        regroup: watches the executor, see `training.regroup.Regroup`.
+        number: of the step, counted from 1.
+        microbatches: as `training.step.Executor.step` takes them.
+        lr: learning rate.
+    """
+    from tilewright.memory.probe import give_back_free_pages
+    from tilewright.training.step import row_length
+    from tilewright.training.whole import retried
+
+    regroup.before(number, row_length(microbatches))
+    result = retried(partial(regroup.executor.step, microbatches, lr), partial(regroup.tighten, number))
+    regroup.after(number, result.seconds)
+    if number % 10 == 0:
+        give_back_free_pages()
+    return result
 
 
 def write_result(name: str, claim: str, results: dict[str, Any]) -> Path:

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, machine_kind, spread, write_result
+from benchmarks.common import RESULTS, machine_kind, spread, watched_step, write_result
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.placement import LayerPlacement, Placement
 
@@ -109,7 +109,7 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
         if regroup is None:
             parts.executor.step(batches, rate)
         else:
-            regroup.step(count + 1, batches, rate)
+            watched_step(regroup, count + 1, batches, rate)
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
         peak = max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         if regroup is not None:

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Stolen, machine_kind, write_result
+from benchmarks.common import Stolen, machine_kind, watched_step, write_result
 from benchmarks.plan_accuracy import LLAMA
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
@@ -88,7 +88,7 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
         if not line.startswith("step"):
             break
         with Stolen() as stolen:
-            result = regroup.step(number, parts.stream.next_step(), parts.schedule.lr_at(number - 1))
+            result = watched_step(regroup, number, parts.stream.next_step(), parts.schedule.lr_at(number - 1))
         memory = parts.ledger.snapshot(parts.model, parts.optimizer)
         found["peaks"].append(max(size for name, size in memory["phases"].items() if name != "load"))
         found["step_s"].append(result.seconds)
@@ -107,7 +107,7 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
     found["step_s_planned"] = step_s(setup, now, ceilings.middle(counted or several))
     found["step_s_each"] = [step_s(setup, now, rates) for rates in several]
     found["measured"] = beyond_steps(setup, parts) | parts.ledger.snapshot(parts.model, parts.optimizer)["known_phases"]
-    found |= {"factor": regroup.memory_factor, "events": events}
+    found |= {"factor": regroup.forecast.memory_factor, "events": events}
     found["placement"] = sorted({str(layer) for layer in placement.layers})
     parts.close()
     answer(found)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, watched_step, write_result
 
 CLAIM = "losses are bit-equal across plans; after a budget is cut by 30 % steps take at most 5 % more than it"
 ROWS, VOCAB, CUT = 8, 300, 0.7
@@ -69,7 +69,7 @@ def run(case: str, watched: bool) -> dict[str, Any]:
             # Where allocations are counted, what is compiled runs in eager mode: in both runs, or last bits differ.
             with failing(place) if case == "memory" else nullcontext() as allocations:
                 if watched:
-                    losses.append(regroup.step(number, [batch], 1e-3).loss)
+                    losses.append(watched_step(regroup, number, [batch], 1e-3).loss)
                 else:
                     losses.append(parts.executor.step([batch], 1e-3).loss)
             if case == "memory":
@@ -83,7 +83,7 @@ def run(case: str, watched: bool) -> dict[str, Any]:
 
 def peak(expected: Any) -> float:
     """Of a step."""
-    from tilewright.training.regroup import peak_of
+    from tilewright.training.forecast import peak_of
 
     return peak_of(expected)
 

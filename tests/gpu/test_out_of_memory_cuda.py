@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.training.test_regroup import looked_at
 from tilewright.core.hardware import detect_machine
 from tilewright.core.placement import Placement
 from tilewright.models.build import init_weights
@@ -56,11 +57,11 @@ def test_the_step_is_computed_again_with_less_kept():
         executor, lambda: None, budget=lambda: float("inf"), peaks=dict,
         tell=lambda step, text, **numbers: events.append((step, numbers["trigger"])),
     )  # fmt: skip
-    losses = [regroup.step(1, batch(0), 1e-3).loss]
+    losses = [looked_at(regroup, 1, batch(0), 1e-3).loss]
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((held + 0.7 * (peak - held)) / total)
-    losses += [regroup.step(2 + seed, batch(1 + seed), 1e-3).loss for seed in range(2)]
+    losses += [looked_at(regroup, 2 + seed, batch(1 + seed), 1e-3).loss for seed in range(2)]
     assert events
     assert {trigger for _, trigger in events} == {"out_of_memory"}
     assert words(executor.placement) != words(Placement.uniform(SHAPE.num_layers))

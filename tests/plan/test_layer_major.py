@@ -7,8 +7,9 @@ from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
 from tests.plan.test_cost import MACHINE, make_batch, plan_of, real_model
 from tilewright.core.load import load_recipe
 from tilewright.memory.inputs import InputStore
-from tilewright.memory.layer_major import AtHome, LayerMajor
+from tilewright.memory.layer_major import LayerMajor
 from tilewright.memory.ledger import Ledger
+from tilewright.memory.on_device import AtHome
 from tilewright.memory.replay import Replay
 from tilewright.memory.residence import Tiers
 from tilewright.models.layered import find_slices

@@ -1,6 +1,8 @@
 """Runs with the precision controller from a recipe: decisions, files, resume after a kill."""
 
+import math
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,19 +41,19 @@ def test_a_calm_run_stays_in_8_bits_and_equals_one_without_a_controller(data, tm
 
 def _poison(monkeypatch, steps):
     """Make the loss of some steps infinite, as long as a product has 8 bits."""
-    whole = StandardExecutor._accumulate
+    whole = StandardExecutor._attempt
     calls = []
 
-    def accumulate(self, microbatches, factor):
-        loss_sum, aux = whole(self, microbatches, factor)
+    def attempt(self, microbatches, num_targets, scale):
+        found = whole(self, microbatches, num_targets, scale)
         formats = self.control.controller.formats() if self.control is not None else {}
         now = {str(layer.gemms) for layer in self.model.modules() if hasattr(layer, "gemms")}
         calls.append(now)
         if len(calls) in steps and any("fp8" in text for text in now) and formats:
-            loss_sum = loss_sum * float("inf")
-        return loss_sum, aux
+            found = replace(found, loss=math.inf, skipped="the loss or its gradient is not finite")
+        return found
 
-    monkeypatch.setattr(StandardExecutor, "_accumulate", accumulate)
+    monkeypatch.setattr(StandardExecutor, "_attempt", attempt)
     return calls
 
 

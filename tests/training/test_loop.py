@@ -11,7 +11,7 @@ import torch
 from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, HardwareError, NumericsError
 from tilewright.training.loop import train
-from tilewright.training.record import Recorder
+from tilewright.training.metrics import RunLog
 from tilewright.training.run import Run
 from tilewright.training.step import StandardExecutor
 
@@ -47,14 +47,15 @@ def straight(data, tmp_path_factory):
 
 def _kill_at(monkeypatch, step: int, number: int = signal.SIGTERM):
     """Send this process a signal in the middle of a step."""
-    real = Recorder.step
+    real = RunLog.step
 
     def recorded(self, counters, *args):
-        real(self, counters, *args)
+        row = real(self, counters, *args)
         if counters.step == step:
             os.kill(os.getpid(), number)
+        return row
 
-    monkeypatch.setattr(Recorder, "step", recorded)
+    monkeypatch.setattr(RunLog, "step", recorded)
 
 
 def test_run_folder_holds_everything(data, tmp_path, straight, capsys):

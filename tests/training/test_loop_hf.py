@@ -8,7 +8,7 @@ import torch
 
 from tests.training.tiny import assert_same_run, rows, tiny
 from tilewright.training.loop import train
-from tilewright.training.record import Recorder
+from tilewright.training.metrics import RunLog
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,15 +46,16 @@ def _resnet(folder):
 def test_resumed_equals_never_stopped_bitwise(make, data, tmp_path, monkeypatch):
     changes = make(tmp_path / "model") | {"optim__lr": 0.01}
     train(tiny(data, tmp_path / "straight", **changes))
-    real = Recorder.step
+    real = RunLog.step
 
     def recorded(self, counters, *args):
-        real(self, counters, *args)
+        row = real(self, counters, *args)
         if counters.step == 7:
             os.kill(os.getpid(), signal.SIGTERM)
+        return row
 
     with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "step", recorded)
+        patch.setattr(RunLog, "step", recorded)
         assert train(tiny(data, tmp_path / "stopped", **changes)).step == 7
     torch.manual_seed(4321)
     train(tiny(data, tmp_path / "stopped", **changes))

@@ -223,7 +223,7 @@ class Faulty:
     def __init__(self, draw):
         self.draw, self.failed = draw, 0
 
-    def again(self, piece):
+    def again(self, piece, relief):
         for _ in range(2):
             try:
                 with OneOperationFails(self.draw.randrange(60)):
@@ -261,7 +261,7 @@ def test_pieces_of_the_backward_pass_that_fail_are_done_again(name, lagged, tmp_
         executor = layer_major(model, drawn(draw) if seed else plain(), tmp_path, lagged=lagged)
         faulty = Faulty(draw)
         if seed:
-            executor.run.again = faulty.again
+            executor.run.retry = faulty.again
         torch.manual_seed(5)
         got = outcome(executor, made)
         want = want or got

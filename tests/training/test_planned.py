@@ -19,9 +19,10 @@ from tilewright.plan.fixes import changed
 from tilewright.plan.options import Setting
 from tilewright.plan.plan_file import read_plan, to_toml
 from tilewright.training.loop import train
-from tilewright.training.planned import Site, plan_run
+from tilewright.training.planned import plan_run
 from tilewright.training.recover import StopRequest
 from tilewright.training.run import Run
+from tilewright.training.site import Site
 
 # Big enough that activations show beside the process, small enough that a step takes a tenth of a second.
 BIG = {

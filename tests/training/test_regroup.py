@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations_with_replacement
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.training.forecast import peak_of
 from tilewright.training.placement_words import tighter, words
-from tilewright.training.regroup import Regroup, length_of, peak_of
-from tilewright.training.step import StepResult
-from tilewright.training.whole import HalfUpdated, half_updated
+from tilewright.training.regroup import Regroup
+from tilewright.training.step import StepResult, row_length
+from tilewright.training.whole import HalfUpdated, half_updated, retried
 
 LAYERS = 4
 KEPT = {"keep": 100.0, "selective": 60.0, "attention": 30.0, "recompute": 20.0}
@@ -82,7 +84,7 @@ class PlayedExecutor:
         self._planner = PlayedPlanner()
 
     def step(self, microbatches, lr):
-        self.length = length_of(microbatches)
+        self.length = row_length(microbatches)
         if self.trouble:
             trouble = self.trouble.pop(0)
             if isinstance(trouble, BaseException):
@@ -128,11 +130,18 @@ class Play:
 
     def step(self, length=512):
         self.number += 1
-        batch = {"input_ids": torch.zeros(1, length, dtype=torch.int64)}
-        return self.regroup.step(self.number, [batch], 0.1)
+        return looked_at(self.regroup, self.number, [{"input_ids": torch.zeros(1, length, dtype=torch.int64)}], 0.1)
 
     def triggers(self):
         return [numbers["trigger"] for _, _, numbers in self.events]
+
+
+def looked_at(regroup, number, microbatches, lr):
+    """A step as the training loop takes it where it looks at every one."""
+    regroup.before(number, row_length(microbatches))
+    result = retried(partial(regroup.executor.step, microbatches, lr), partial(regroup.tighten, number))
+    regroup.after(number, result.seconds)
+    return result
 
 
 def no_memory():
@@ -155,7 +164,7 @@ def test_the_first_step_corrects_every_later_plan():
     play = Play(PlayedExecutor(factor=1.25), budget=700.0)
     assert play.regroup.expected_bytes is None
     play.step()
-    assert play.regroup.memory_factor == 1.25
+    assert play.regroup.forecast.memory_factor == 1.25
     assert play.triggers() == ["calibration"]
     assert "+25.0% (threshold 5%)" in play.events[0][1]
     assert "from 4 keep to" in play.events[0][1]
@@ -164,7 +173,7 @@ def test_the_first_step_corrects_every_later_plan():
     play.step()
     assert len(play.events) == 1  # as expected from here on
     assert play.regroup.expected_bytes == pytest.approx(play.executor.peaks()["backward"], rel=0.01)
-    assert play.regroup.time_factor == 2.0
+    assert play.regroup.forecast.time_factor == 2.0
 
 
 @pytest.mark.parametrize(("budget", "late"), [(610.0, 0.03), (610.0, 0.0), (640.0, 0.03)])
@@ -194,49 +203,74 @@ def test_free_blocks_that_pile_up_are_given_back_and_change_no_plan():
         play.executor.factor = 0.99
 
     play = Play(play.executor, give_back=give_back)
-    for _ in range(40):
+    for _ in range(60):
         play.step()
         play.executor.factor += 0.004
-    assert given == [16, 34]
-    assert play.regroup.memory_factor == pytest.approx(1.004 * 1.03, abs=2e-3)  # of the second step, and what follows
-    assert play.triggers() == ["calibration", "prediction"]  # told once
-    assert "so the allocator's free blocks are given back" in play.events[1][1]
+    assert len(given) == 2
+    assert play.regroup.forecast.memory_factor == pytest.approx(1.004 * 1.03, abs=2e-3)  # of the second step
+    assert play.triggers() == ["calibration"]
 
 
-@pytest.mark.parametrize(("budget", "given"), [(1e6, [7, 13, 19, 25]), (632, [6, 11, 16, 21, 26])])
-def test_free_blocks_that_pile_up_fast(budget, given):
-    """They pass the threshold before they may be given back again: the plan learns nothing of it. Where they pass what
-    the run may use, they are given back at once."""
-    play, when = Play(PlayedExecutor(), budget=budget), []
+@pytest.mark.parametrize("budget", [1e6, 632])
+def test_free_blocks_that_pile_up_fast(budget):
+    """The plan learns nothing of them. Where they pass what the run may use, they are given back earlier."""
+    play, given = Play(PlayedExecutor(), budget=budget), []
 
     def give_back():
-        when.append(play.number)
+        given.append(play.number)
         play.executor.factor = 1.0
 
     play = Play(play.executor, budget=budget, give_back=give_back)
     for _ in range(30):
         play.step()
         play.executor.factor += 0.012
-    assert when == given
-    assert play.regroup.memory_factor == pytest.approx(1.012 * 1.03, abs=1e-3)  # of the second step, and what follows
+    assert len(given) == (3 if budget > 1000 else 5)
+    assert play.regroup.forecast.memory_factor == pytest.approx(1.012 * 1.03, abs=1e-3)  # of the second step
     assert play.executor.placement == KEEP
 
 
-@pytest.mark.parametrize(("factor", "told"), [(1.2, 3), (1.07, 2)])
-def test_what_is_needed_and_not_free_corrects_the_plan_after_all(factor, told):
-    """Also 3.9 % over what is expected: too little to plan again for, so nothing more is told. Blocks are not given
-    back for it every few steps."""
+def test_what_is_needed_and_not_free_corrects_the_plan_after_all():
     given = []
     play = Play(PlayedExecutor(), give_back=lambda: given.append(play.number))
     for _ in range(20):
         play.step()
-    play.executor.factor = factor
+    play.executor.factor = 1.2
     for _ in range(30):
         play.step()
     assert given == [21]  # in vain
-    assert play.regroup.memory_factor == pytest.approx(factor)
-    assert play.triggers() == ["calibration", "prediction", "prediction"][:told]
+    assert play.regroup.forecast.memory_factor == pytest.approx(1.2)
+    assert play.triggers() == ["calibration", "prediction"]
     assert play.executor.placement == KEEP
+
+
+@pytest.mark.parametrize(("budget", "near"), [(700.0, True), (1000.0, False)])
+def test_a_run_far_from_its_budget_is_neither_watched_nor_talked_of(budget, near):
+    play = Play(PlayedExecutor(factor=1.07), budget=budget)
+    assert play.regroup.watches
+    play.step()
+    assert play.regroup.watches, "the second step settles what is expected"
+    play.step()
+    assert play.regroup.watches == near
+    assert [numbers["shown"] for _, _, numbers in play.events] == [near]
+    play.executor.factor = 1.4  # a later look finds that it has come near
+    play.step()
+    play.step()
+    assert play.regroup.watches
+
+
+def test_a_change_of_placement_is_always_shown_and_watched():
+    play = Play(PlayedExecutor(), budget=10_000.0)
+    play.step()
+    play.step()
+    assert not play.regroup.watches
+    play.executor.trouble = [no_memory()]
+    assert play.regroup.tighten(3, "no memory")
+    assert play.regroup.watches
+    assert play.events[-1][2]["shown"]
+    play.step(512)
+    play.budget = 620.0
+    play.step(2048)
+    assert play.events[-1][2]["shown"]
 
 
 def test_less_than_planned_makes_room_where_it_pays():
@@ -307,7 +341,7 @@ def test_a_step_that_takes_more_than_expected():
     play.step()
     assert play.triggers() == ["calibration", "prediction"]
     assert play.events[-1][2]["error"] == pytest.approx(1.2 / 1.04 - 1)  # the second step has settled what is expected
-    assert play.regroup.memory_factor == pytest.approx(1.2)
+    assert play.regroup.forecast.memory_factor == pytest.approx(1.2)
     assert play.executor.placement != KEEP
 
 
@@ -377,13 +411,13 @@ def test_the_second_step_settles_what_is_expected(factor):
     """Also by less than the threshold, up or down, and without a word: the first one compiles."""
     play = Play(PlayedExecutor())
     play.step()
-    assert play.regroup.memory_factor == 1.0
+    assert play.regroup.forecast.memory_factor == 1.0
     play.executor.factor = factor
     play.step()
-    assert play.regroup.memory_factor == pytest.approx(factor, rel=0.01)
+    assert play.regroup.forecast.memory_factor == pytest.approx(factor, rel=0.01)
     play.executor.factor = factor * 1.03  # within what is expected now
     play.step()
-    assert play.regroup.memory_factor == pytest.approx(factor, rel=0.01)
+    assert play.regroup.forecast.memory_factor == pytest.approx(factor, rel=0.01)
     assert play.triggers() == ["calibration"]
 
 
@@ -394,8 +428,8 @@ def test_a_second_step_that_makes_the_run_go_over_to_another_placement():
     play.executor.factor = 1.1
     play.step()
     assert play.executor.placement != KEEP
-    assert play.regroup.time_factor == pytest.approx(2.0)
-    assert play.regroup.memory_factor == pytest.approx(1.1)
+    assert play.regroup.forecast.time_factor == pytest.approx(2.0)
+    assert play.regroup.forecast.memory_factor == pytest.approx(1.1)
     play.step()
     assert play.regroup.expected_bytes <= 620
 
@@ -442,5 +476,5 @@ def test_words_of_a_mixed_placement():
     less, least = tighter(Placement(layers=(LayerPlacement(activations="selective"), layers[1])))
     assert words(less).startswith("1 attention, 1 recompute (")
     assert words(least) == "1 recompute, 1 recompute (inputs disk, parameters host, states disk)"
-    assert length_of([{"pixels": torch.zeros(1)}]) is None
+    assert row_length([{"pixels": torch.zeros(1)}]) is None
     assert math.isfinite(peak_of(PlayedPlanner().smallest()))

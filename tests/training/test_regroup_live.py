@@ -11,7 +11,7 @@ import torch
 from tests.models.shapes import make_batch, make_decoder
 from tests.training.out_of_memory import Allocator
 from tests.training.test_placement import layer_major
-from tests.training.test_regroup import PlayedPlanner, peak_of
+from tests.training.test_regroup import PlayedPlanner, looked_at, peak_of
 from tilewright.core.placement import LayerPlacement, Placement
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -78,7 +78,7 @@ class Run:
 
     def step(self, number, microbatches):
         self.length = microbatches[0]["input_ids"].shape[1]
-        result = self.regroup.step(number, microbatches, LR)
+        result = looked_at(self.regroup, number, microbatches, LR)
         self.seen.append(self.executor.placement)
         return result.loss, result.grad_norm
 

@@ -98,7 +98,7 @@ def test_without_a_plan_a_step_is_computed_again_and_nothing_else(data, tmp_path
     assert "after" not in told
 
 
-def test_a_run_that_fits_and_keeps_everything_asks_no_planner(data, tmp_path, monkeypatch):
+def test_a_run_far_from_its_budget_asks_no_planner_and_prints_nothing_of_it(data, tmp_path, monkeypatch, capsys):
     def asked(*_, **__):
         raise AssertionError("a planner was made")
 
@@ -107,6 +107,7 @@ def test_a_run_that_fits_and_keeps_everything_asks_no_planner(data, tmp_path, mo
     events = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "regroup"]
     assert events[0]["trigger"] == "calibration"
     assert events[0]["threshold"] == 0.05
+    assert "regroup" not in capsys.readouterr().out
 
 
 def test_what_a_run_may_use():
@@ -150,14 +151,18 @@ from tilewright.training import regroup_run
 from tilewright.training.loop import train
 
 class Cut(regroup_run.MemoryWatch):
-    asked = 0
+    step = 0
 
     def __call__(self):
-        self.asked += 1
-        return self.limit * (0.7 if self.asked > 5 else 1.0)
+        return self.limit * (0.7 if self.step >= 3 else 1.0)
+
+class Watching(regroup_run.Regroup):
+    def before(self, number, row_length):
+        Cut.step = number
+        super().before(number, row_length)
 
 if sys.argv[3] == "cut":
-    regroup_run.MemoryWatch = Cut
+    regroup_run.MemoryWatch, regroup_run.Regroup = Cut, Watching
 train(tiny(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[4])))
 """
 """In a process of its own, because what a process holds besides counts on a CPU."""

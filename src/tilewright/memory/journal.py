@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tilewright.core.config import Tier
-from tilewright.memory.layer_major import Residence
 from tilewright.memory.layout import Layout
+from tilewright.memory.on_device import Residence
 from tilewright.memory.tiers import DiskStore, HostStore
 from tilewright.models.layered import Slice
 

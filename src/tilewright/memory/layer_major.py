@@ -9,7 +9,7 @@
 So one slice's activations and one slice's gradients are alive at a time, and a slice can be updated in `done`, before
 the backward pass goes on: nothing will read the old values any more. `backward` may be called again, as long as no
 `done` has changed a parameter; graphs that were kept are gone then, and their slices are recomputed like the others.
-A piece of it that finds no memory may be done again: `again` is around each. The gradient is that of the whole batch,
+A piece of it that finds no memory may be done again: `retry` is around each. The gradient is that of the whole batch,
 summed in FP32 for 16-bit parameters.
 
 What moves slices to the device is `residence`, what keeps layer inputs `inputs`. Updates, clipping and what to do with
@@ -23,10 +23,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tilewright.core.config import Tier
-from tilewright.core.errors import ConfigError
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.lending import lending
+from tilewright.memory.on_device import Residence
 from tilewright.memory.replay import Replay
 from tilewright.models.contract import LossOutput
 from tilewright.models.layered import Layered, Slice, Slices
@@ -36,83 +35,15 @@ Phase = Callable[[str], AbstractContextManager[None]]
 Result = TypeVar("Result")
 
 
-class Again(Protocol):
-    """Calls a function, until it succeeds or nothing can be done any more."""
+class Retry(Protocol):
+    """Calls a function, and again after `relief` where it finds no memory, until it succeeds or nothing helps."""
 
-    def __call__(self, piece: Callable[[], Result], /) -> Result: ...
+    def __call__(self, piece: Callable[[], Result], relief: Callable[[], None], /) -> Result: ...
 
 
-def _once(piece: Callable[[], Result], /) -> Result:
+def once(piece: Callable[[], Result], relief: Callable[[], None], /) -> Result:
+    """No retry."""
     return piece()
-
-
-class Residence(Protocol):
-    """Brings slices to the device and takes them away."""
-
-    def prefetch(self, part: Slice, *, states: bool) -> None:
-        """Begin to bring a slice's parameters, and their optimizer states where they are asked for."""
-        ...
-
-    def fetch(self, part: Slice, *, states: bool) -> None:
-        """Have them on the device when this returns."""
-        ...
-
-    def release(self, part: Slice, *, changed: bool) -> None:
-        """Let go of it; its bytes are kept where they are at home."""
-        ...
-
-    def homes(self, part: Slice) -> tuple[Tier, Tier]:
-        """Where a slice's parameters and states are at home."""
-        ...
-
-    def move(self, part: Slice, *, parameters: Tier, states: Tier) -> None:
-        """Give a slice other homes. Not within a step."""
-        ...
-
-    def flush(self) -> None:
-        """Wait until all that was released is at home."""
-        ...
-
-    def close(self) -> None:
-        """Give all room back."""
-        ...
-
-
-class AtHome:
-    """The residence of parameters that live on the device."""
-
-    def prefetch(self, part: Slice, *, states: bool) -> None:
-        """Nothing to do."""
-
-    def fetch(self, part: Slice, *, states: bool) -> None:
-        """Nothing to do."""
-
-    def release(self, part: Slice, *, changed: bool) -> None:
-        """Nothing to do."""
-
-    def homes(self, part: Slice) -> tuple[Tier, Tier]:
-        """The device."""
-        return "device", "device"
-
-    def move(self, part: Slice, *, parameters: Tier, states: Tier) -> None:
-        """There is nowhere else to go.
-
-        Raises:
-            ConfigError: somewhere else is asked for.
-        """
-        if (parameters, states) != ("device", "device"):
-            raise ConfigError(
-                "This executor has no tiers.",
-                got=f'{part.name}: parameters on "{parameters}", states on "{states}"',
-                need='"device"',
-                try_="a residence of the class memory.residence.Tiers",
-            )
-
-    def flush(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 class LayerMajor:
@@ -126,6 +57,8 @@ class LayerMajor:
         replay: makes the second pass draw and choose as the first.
         phase: measures what runs inside: forward, backward.
         device: where batches are.
+        retry: called with each piece of a backward pass (one micro-batch through one slice), and with what frees the
+            kept graphs. A piece that failed leaves everything so that it can be called again, for the same result.
     """
 
     def __init__(
@@ -138,6 +71,7 @@ class LayerMajor:
         replay: Replay,
         phase: Phase,
         device: torch.device,
+        retry: Retry = once,
     ) -> None:
         self.view = view
         self.slices = slices
@@ -147,9 +81,7 @@ class LayerMajor:
         self.device = device
         self.keeps: frozenset[int] = frozenset()
         """Places of the slices whose graphs live from forward to the first backward. Set between steps."""
-        self.again: Again = _once
-        """Called with each piece of a backward pass: one micro-batch through one slice. A piece that failed leaves
-        everything so that it can be called again, for the same result."""
+        self.retry = retry
         self._phase = phase
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._batches: Sequence[Batch] = ()
@@ -264,7 +196,7 @@ class LayerMajor:
         grads: list[Tensor | None] = []
         with self._live(part, self._before(place), changed=last):
             for micro in range(len(self._batches)):
-                loss_one, grad = self.again(_Piece(self._epilogue_piece, wanted, micro, factor))
+                loss_one, grad = self.retry(_Piece(self._epilogue_piece, wanted, micro, factor), self.let_go)
                 self._drop(place, micro, last)
                 loss_sum += loss_one
                 grads.append(grad)
@@ -293,7 +225,7 @@ class LayerMajor:
                 self.inputs.prefetch(place, micro + 1)
             elif place:
                 self.inputs.prefetch(place - 1, 0)
-            grads[micro] = self.again(_Piece(self._layers_piece, wanted, place, micro, grad))
+            grads[micro] = self.retry(_Piece(self._layers_piece, wanted, place, micro, grad), self.let_go)
             self._drop(place, micro, last)
 
     def _layers_piece(self, wanted: list[Tensor], place: int, micro: int, grad: Tensor | None) -> Tensor | None:
@@ -317,7 +249,7 @@ class LayerMajor:
         wanted = [*self.slices.prologue.trained, *self.slices.shared.trained]
         for micro, grad in enumerate(grads):
             if wanted and grad is not None:
-                self.again(_Piece(self._prologue_piece, wanted, micro, grad))
+                self.retry(_Piece(self._prologue_piece, wanted, micro, grad), self.let_go)
             grads[micro] = None
 
     def _prologue_piece(self, wanted: list[Tensor], micro: int, grad: Tensor) -> None:

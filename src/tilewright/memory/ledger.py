@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tilewright.core.config import Tier
 from tilewright.memory.owners import owner_bytes, storage_bytes
@@ -85,6 +85,8 @@ class Ledger:
         self.peak_bytes = self.baseline_bytes
         self._running = [BETWEEN]
         self._params: list[nn.Parameter] = []
+        self._gradient_bytes: dict[nn.Parameter, int] = {}
+        """Of each parameter that had a gradient: always as many."""
         self._keepers: list[tuple[str, Callable[[], Mapping[Tier, int]]]] = []
         self._known: dict[str, dict[str, int]] = {}
         self._window = _Window()
@@ -98,7 +100,7 @@ class Ledger:
 
     def watch(self, model: nn.Module) -> None:
         """Count this model's gradients at the boundaries of phases, as they may be gone when a snapshot is taken."""
-        self._params = list(model.parameters())
+        self._params, self._gradient_bytes = list(model.parameters()), {}
 
     def own(self, owner: str, num_bytes: Callable[[], Mapping[Tier, int]]) -> None:
         """Ask this keeper for an owner's bytes by tier, instead of looking into model and optimizer.
@@ -149,7 +151,6 @@ class Ledger:
         return peaks
 
     def _moment(self) -> _Moment:
-        grads: list[Tensor] = [param.grad for param in self._params if param.grad is not None]
         told: dict[str, int] = {}
         for owner, num_bytes in self._keepers:
             for tier, size in num_bytes().items():
@@ -158,7 +159,17 @@ class Ledger:
                 elif size:
                     most = self._window.elsewhere.setdefault(tier, {})
                     most[owner] = max(most.get(owner, 0), size)
-        return _Moment(self._probe.live(), self._probe.kept(), storage_bytes(grads, self.device.type), told)
+        return _Moment(self._probe.live(), self._probe.kept(), self._gradients(), told)
+
+    def _gradients(self) -> int:
+        """Bytes of the gradients that are there now."""
+        known, total = self._gradient_bytes, 0
+        for param in self._params:
+            if param.grad is not None:
+                if param not in known:  # a storage may be that of several gradients, or hold other things too
+                    known[param] = min(storage_bytes([param.grad], self.device.type), param.grad.nbytes)
+                total += known[param]
+        return total
 
     def snapshot(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """What was measured since the last snapshot; starts the next window.

@@ -12,7 +12,7 @@ States are made here, where the optimizer has none yet, and are never all in mem
 slice's parameters are named as in the model, its states `<parameter>.<state>`. The optimizer's step counters are no
 bytes to speak of and stay where they are. The slice of parameters that several others read stays on the device.
 
-Implements `layer_major.Residence`. Built by `training.assemble`.
+Implements `on_device.Residence`. Built by `training.assemble`.
 """
 
 from collections.abc import Mapping

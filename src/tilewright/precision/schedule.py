@@ -5,6 +5,7 @@ to BF16 at the end. Pure functions of the step, so a resumed run switches where 
 decided on evidence is the matter of `controller`. Called by `training` and `control`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,6 +53,8 @@ class ModeSchedule:
         >>> schedule = ModeSchedule.over(1000, mode="bf16_mixed", start_mode="tf32", start_fraction=0.2)
         >>> schedule.at(199), schedule.at(200)
         ('tf32', 'bf16_mixed')
+        >>> schedule.next_switch(0), schedule.next_switch(200)
+        (200, inf)
     """
 
     mode: str
@@ -75,6 +78,10 @@ class ModeSchedule:
     def at(self, step: int) -> str:
         """Mode of the step (counted from 0)."""
         return self.start_mode if self.start_mode is not None and step < self.switch_step else self.mode
+
+    def next_switch(self, step: int) -> float:
+        """First step after this one that has another mode; infinite where none has."""
+        return self.switch_step if self.start_mode is not None and step < self.switch_step else math.inf
 
 
 @dataclass(frozen=True)

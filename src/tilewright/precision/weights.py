@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from tilewright.core.errors import ConfigError
 from tilewright.precision.tile_linear import TileLinear
@@ -48,18 +49,23 @@ class QuantizedWeights:
                 need="whole weights on each rank",
                 try_="train without QuantizedWeights: each pass then quantises what it gathers",
             )
-        self._handle = optimizer.register_step_post_hook(lambda *_: self.refresh())
+        self._optimizer = optimizer
+        self._handle: RemovableHandle | None = None
         self.refresh()
 
     def layers(self, among: Iterable[nn.Module] | None = None) -> list[TileLinear]:
-        """The layers whose codes are kept, of these modules or of all. They may change when the model's policy does."""
+        """The layers whose codes are kept, of these modules or of all. They change when the model's policy does: call
+        `refresh` then."""
         modules = self._model.modules() if among is None else among
         return [module for module in modules if isinstance(module, TileLinear) and module not in self._without]
 
     @torch.no_grad()
     def refresh(self, among: Iterable[nn.Module] | None = None) -> None:
         """Quantise what has changed now, of all weights or of those of some modules."""
-        for layer in self.layers(among):
+        layers = self.layers(among)
+        if layers and self._handle is None:  # without a layer in FP8 there is nothing to do after a step
+            self._handle = self._optimizer.register_step_post_hook(lambda *_: self.refresh())
+        for layer in layers:
             if not layer.keeps_weight:
                 layer.keep_weight(True)
             if layer.weight_store is not None:
@@ -78,6 +84,7 @@ class QuantizedWeights:
 
     def close(self) -> None:
         """Keep nothing: layers quantise in each pass again."""
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
         for layer in self.layers():
             layer.keep_weight(False)

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,13 +50,15 @@ from tilewright.precision.schedule import FormatSchedule, ModeSchedule
 from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.adapters import build_adapted
 from tilewright.training.control import StepControl
-from tilewright.training.counters import Counters
 from tilewright.training.export import check_export
 from tilewright.training.layer_major_step import LayerMajorExecutor
+from tilewright.training.metrics import Counters
+from tilewright.training.modes import Modes
 from tilewright.training.no_memory import explained
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
-from tilewright.training.planned import Planned, Site, plan_run
+from tilewright.training.planned import ResolvedPlan, plan_run
 from tilewright.training.run_data import prepare_data
+from tilewright.training.site import Site
 from tilewright.training.slicing import (
     Sliced,
     comes_in_slices,
@@ -79,7 +80,7 @@ class Setup:
     machine: Machine
     kernels: Kernels
     prepared: PreparedData | PreparedImages
-    planned: Planned
+    planned: ResolvedPlan
 
     @property
     def loaded(self) -> Loaded:
@@ -148,39 +149,6 @@ class Setup:
     def memory_limit(self) -> int:
         """Bytes that the run may use on the device."""
         return self.recipe.plan.device_budget or self.machine.device_memory_bytes
-
-
-@dataclass
-class Modes:
-    """The precision of the run, step by step: enters the mode that a step belongs to."""
-
-    model: Model
-    policy: Policy
-    schedule: ModeSchedule
-    mode: str
-    needs_loss_scaling: bool
-    """True where one of the run's modes passes gradients through FP16."""
-    weights: QuantizedWeights
-    """Codes of the weights of layers with 8-bit products, made once a step. Of weights that do not stay on the device
-    the codes are made in each pass."""
-
-    def enter(self, step: int) -> str | None:
-        """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
-        mode = self.schedule.at(step)
-        if mode == self.mode:
-            return None
-        before, self.mode = self.mode, mode
-        set_mode(self.model, self.policy.in_mode(mode))
-        self.refresh()
-        return f"{before} -> {mode} from step {step + 1} on"
-
-    def refresh(self) -> None:
-        """Make the codes of the weights as they are now."""
-        self.weights.refresh()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The precision table of the present mode, for precision.json."""
-        return self.model.precision_report.rows.to_json()
 
 
 @dataclass
@@ -253,13 +221,13 @@ class Parts:
         return all_finite(self.model.named_buffers())
 
 
-def set_up(loaded: Loaded, *, running: PlanFile | None = None, goes_on: bool = False) -> Setup:
+def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool = False) -> Setup:
     """Machine, kernels, data and plan of a run.
 
     Args:
         loaded: the recipe.
-        running: the plan that the run goes on under.
-        goes_on: the run has a checkpoint: nothing is decided that changes a number.
+        run_plan: the plan that the run resumes under.
+        resuming: the run has a checkpoint: nothing is decided that changes a number.
 
     Raises:
         HardwareError: the device is not there, or several processes were started.
@@ -276,7 +244,7 @@ def set_up(loaded: Loaded, *, running: PlanFile | None = None, goes_on: bool = F
     run = recipe.run
     tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
     site = Site(prepared.vocab_size, machine, rates, tier_dir)
-    planned = plan_run(loaded, site, running=running, goes_on=goes_on)
+    planned = plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
     give_back_free_pages()  # what all of this used; a plan is of the run
     settings = planned.loaded.recipe
     return Setup(machine, Kernels.from_sections(machine, settings.ops, settings.memory), prepared, planned)

@@ -18,9 +18,10 @@ that are left are computed again with what is free made free, from what the piec
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,8 +30,9 @@ from tilewright.core.errors import NumericsError
 from tilewright.core.placement import Placement
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
-from tilewright.memory.layer_major import AtHome, LayerMajor, Residence
+from tilewright.memory.layer_major import LayerMajor
 from tilewright.memory.ledger import Ledger
+from tilewright.memory.on_device import AtHome, Residence
 from tilewright.memory.places import Places
 from tilewright.memory.replay import Replay
 from tilewright.models.contract import TrainableModel
@@ -42,6 +44,7 @@ from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.step import MAX_BAD_STEPS, Batch, StepResult, count_targets, count_tokens
 from tilewright.training.whole import WholeStep
 
+Result = TypeVar("Result")
 _NOT_FINITE = "the loss or its gradient is not finite"
 
 
@@ -129,6 +132,7 @@ class LayerMajorExecutor:
         self.undo = undo
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self.lagged = LaggedClip(clip, self._params, self.device) if lagged else None
+        self.whole = WholeStep(model, self._params, self.device, [clip])
         self.run = LayerMajor(
             view,
             slices,
@@ -137,12 +141,10 @@ class LayerMajorExecutor:
             replay=Replay(self.device),
             phase=self._phase,
             device=self.device,
+            retry=self.whole.finish,
         )
         self._places = Places(self.run, placement, weights)
         self._bad_steps = 0
-        self.whole = WholeStep(model, self._params, self.device, [clip])
-        self.whole.relief = self.run.let_go
-        self.run.again = self.whole.finish
         for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
                 param.grad_dtype = torch.float32
@@ -177,7 +179,7 @@ class LayerMajorExecutor:
                 loss = attempt.loss_sum / num_targets
                 self._watch(loss, norm)
                 if attempt.skipped is None:
-                    self.whole.finish(self.model.after_step)
+                    self._finish(self.model.after_step)
         except (RuntimeError, MemoryError):
             if lagged is not None:
                 self.lagged.back_to(lagged)
@@ -251,15 +253,15 @@ class LayerMajorExecutor:
             self._take_back(attempt, str(bad))
             self.lagged.back_to(before)
         else:
-            self.lagged.end(self.whole.finish(attempt.norm))
-        return self.whole.finish(attempt.norm) if attempt.norms else math.nan
+            self.lagged.end(self._finish(attempt.norm))
+        return self._finish(attempt.norm) if attempt.norms else math.nan
 
     def _apply_lagged(self, part: Slice, attempt: _Attempt) -> None:
         assert self.lagged is not None
         with self._phase("update"), torch.no_grad():
             params, grads = _gradients(part)
-            norms = self.whole.finish(lambda: self._ready(part, attempt))
-            self.whole.finish(lambda: self.lagged(params, grads, norms))
+            norms = self._finish(lambda: self._ready(part, attempt))
+            self._finish(lambda: self.lagged(params, grads, norms))
             attempt.updated.append(part)
             self._update(part, params, grads)
 
@@ -294,7 +296,7 @@ class LayerMajorExecutor:
     def _roll_back(self, attempt: _Attempt) -> None:
         undo = self.undo
         assert undo is not None
-        self.whole.finish(lambda: undo.rollback(self.run.residence))
+        self._finish(lambda: undo.rollback(self.run.residence))
         for part in attempt.updated:
             self._refresh(part)
         attempt.updated.clear()
@@ -309,6 +311,10 @@ class LayerMajorExecutor:
         return None
 
     # ---- both ----
+
+    def _finish(self, work: Callable[[], Result]) -> Result:
+        """`WholeStep.finish`; kept graphs are freed where memory runs out, since their slices can be recomputed."""
+        return self.whole.finish(work, self.run.let_go)
 
     def _told(self, num_batches: int) -> dict[str, float]:
         """What the model reports besides its loss, mean over the micro-batches."""
@@ -334,13 +340,13 @@ class LayerMajorExecutor:
 
     def _update(self, part: Slice, params: list[Tensor], grads: list[Tensor]) -> None:
         """Update a slice whose gradients are in `.grad`."""
-        self.whole.finish(lambda: self.optimizer.step_params(*_gradients(part)))
+        self._finish(lambda: self.optimizer.step_params(*_gradients(part)))
         self._refresh(part)
 
     def _refresh(self, part: Slice) -> None:
         weights = self.weights
         if weights is not None:
-            self.whole.finish(lambda: weights.refresh(part.modules))
+            self._finish(lambda: weights.refresh(part.modules))
 
     def _tensors(self, params: list[Tensor]) -> list[Tensor]:
         """All that an update of these parameters changes."""

@@ -17,7 +17,7 @@ from tilewright.training.checkpoint import CheckpointStore
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.layer_major_step import LostStep
 from tilewright.training.metrics import RunLog
-from tilewright.training.planned import carried
+from tilewright.training.planned import load_run_plan
 from tilewright.training.progress import open_progress
 from tilewright.training.record import Recorder
 from tilewright.training.recover import StopRequest
@@ -49,21 +49,21 @@ def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
     try:
         if moved_to is not None:
             say(f"the run that was in {folder.path} is now {moved_to}")
-        running = None
+        run_plan = None
         if store.paths():
-            loaded, running = carried(loaded, folder.path)
+            loaded, run_plan = load_run_plan(loaded, folder.path)
         found = find(folder, store, loaded.recipe)
         if found.step >= recipe.train.steps:
             say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to go on.")
             return RunResult(folder.path, found.step)
-        return _train_through(loaded, running, folder, store, found, began)
+        return _train_through(loaded, run_plan, folder, store, found, began)
     finally:
         store.close()
         folder.close()
 
 
 def _train_through(
-    loaded: Loaded, running: PlanFile | None, folder: RunFolder, store: CheckpointStore, found: Found, began: float
+    loaded: Loaded, run_plan: PlanFile | None, folder: RunFolder, store: CheckpointStore, found: Found, began: float
 ) -> RunResult:
     """Train. A step that cannot be undone sends the run back to its newest checkpoint, and is left out from then on.
 
@@ -73,27 +73,27 @@ def _train_through(
     left_out: set[int] = set()
     while True:
         try:
-            return _train(loaded, running, folder, store, found, began, frozenset(left_out))
+            return _train(loaded, run_plan, folder, store, found, began, frozenset(left_out))
         except LostStep as lost:
             left_out.add(lost.step)
             if len(left_out) >= MAX_BAD_STEPS:
                 raise
         store.wait()
-        loaded, running = carried(loaded, folder.path)
+        loaded, run_plan = load_run_plan(loaded, folder.path)
         found = find(folder, store, loaded.recipe)
         say(f"step {max(left_out) + 1} is left out; the run goes on from step {found.step}")
 
 
 def _train(
     loaded: Loaded,
-    running: PlanFile | None,
+    run_plan: PlanFile | None,
     folder: RunFolder,
     store: CheckpointStore,
     found: Found,
     began: float,
     left_out: frozenset[int] = frozenset(),
 ) -> RunResult:
-    setup = set_up(loaded, running=running, goes_on=found.checkpoint is not None)
+    setup = set_up(loaded, run_plan=run_plan, resuming=found.checkpoint is not None)
     recipe = setup.recipe
     store.background = recipe.save.background  # a plan may have changed it
     sinks = open_sinks(recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
@@ -104,7 +104,6 @@ def _train(
         open_progress(),
         sinks,
         steps=recipe.train.steps,
-        log_every=recipe.train.log_every,
         memory_limit=setup.memory_limit,
         scaled=parts.scaler is not None,
     )

@@ -1,5 +1,5 @@
-"""The run's record in append-only files: metrics.jsonl, events.jsonl, samples.jsonl and, where precision is controlled,
-precision.jsonl.
+"""What a run counts, and its record in append-only files: metrics.jsonl, events.jsonl, samples.jsonl and, where
+precision is controlled, precision.jsonl.
 
 One JSON object a line, written at once, so a killed process loses at most the line it was writing. On resume that
 torn line is cut, and so are rows past the step resumed from, which will be written again: curves never double.
@@ -9,12 +9,13 @@ Events of the process (start, stop, a rejected checkpoint) stay. Numbers that ar
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tilewright.core.json_text import to_json
 from tilewright.training.durable import write_whole
+from tilewright.training.step import StepResult
 
 # Events that a resumed run brings about again; the others tell of the process and stay.
 REPLAYED_EVENTS = frozenset(
@@ -35,6 +36,44 @@ REPLAYED_EVENTS = frozenset(
 Row = dict[str, Any]
 
 
+@dataclass
+class Counters:
+    """Totals of a run up to and including `step`; skipped steps count as steps. Part of every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    targets: int = 0
+    num_skips: int = 0
+    elapsed_s: float = 0.0
+    """Seconds of training, those before a resume included; set when a checkpoint is taken."""
+
+    def add(self, result: StepResult) -> None:
+        """Count a step."""
+        self.step += 1
+        self.tokens += result.num_tokens
+        self.targets += result.num_targets
+        self.num_skips += result.skipped is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals, in JSON types."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@dataclass
+class Interval:
+    """Sums over the steps since the last progress line."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+
+
 class JsonLines:
     """One append-only file of JSON rows."""
 
@@ -44,7 +83,11 @@ class JsonLines:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write a row; it is with the operating system when this returns."""
-        self._file.write(to_json(row, default=float) + "\n")
+        try:
+            text = json.dumps(row, default=float, allow_nan=False)
+        except ValueError:  # a number that is not finite, which is rare
+            text = to_json(row, default=float)
+        self._file.write(text + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -104,11 +147,59 @@ class RunLog:
         self._samples = JsonLines(folder / "samples.jsonl")
         self._precision_path = folder / "precision.jsonl"
         self._precision: JsonLines | None = None
+        self._interval = Interval()
 
     @property
     def elapsed_s(self) -> float:
         """Seconds this run has been going, those before the resume included."""
         return time.perf_counter() - self._started
+
+    def step(
+        self,
+        counters: Counters,
+        result: StepResult,
+        lr: float,
+        wait_s: float,
+        memory: Mapping[str, Any] | None = None,
+    ) -> Row:
+        """Append the row of metrics of a step that was just counted, and return it.
+
+        Args:
+            counters: with this step.
+            result: of the step.
+            lr: learning rate that it used.
+            wait_s: seconds that it waited for data.
+            memory: a ledger's snapshot, at steps that have one.
+        """
+        seconds = result.seconds + wait_s
+        row = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "loss_scale": result.loss_scale,
+            "skipped": result.skipped,
+            "tokens": counters.tokens,
+            "tokens_per_s": result.num_tokens / seconds,
+            "step_s": result.seconds,
+            "wait_s": wait_s,
+            "wait_share": wait_s / seconds,
+            **result.aux,
+        }
+        if result.redone is not None:
+            row["redone"] = result.redone
+        if memory is not None:
+            row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
+            row |= {"memory_phases": memory["phase_owners"], "memory_tiers": memory["tiers"]}
+        self._interval.steps += 1
+        self._interval.tokens += result.num_tokens
+        self._interval.seconds += seconds
+        self._interval.wait_s += wait_s
+        return self.metrics(counters.step, **row)
+
+    def take_interval(self) -> Interval:
+        """The sums since the last call."""
+        taken, self._interval = self._interval, Interval()
+        return taken
 
     def metrics(self, step: int, **values: Any) -> Row:
         """Append a row of metrics and return it."""

@@ -1,44 +1,40 @@
 """What `memory.plan` decides before a run: the recipe with the plan's settings, and what is done with each layer.
 
-    ""      nothing: the run is as the recipe says; the plain plan tells whether it fits
-    "auto"  where the recipe as it stands fits with a margin, the same; else `plan.auto` decides what it leaves open
-    FILE    a plan that `tilewright plan --out` wrote
+    memory.plan = ""      nothing is decided: the run is as its recipe says
+    memory.plan = "auto"  under the plan in the run's folder (`plan.toml`), if it has one that still holds;
+                          else as the recipe says, where that fits with plan.margin to spare;
+                          else as `plan.auto` decides, which changes nothing that the user has set
+    memory.plan = FILE    as the plan says that `tilewright plan --out` wrote
 
-A run keeps its plan in its folder (`plan.toml`) and goes on under it, so that it goes on with the same numbers.
-Called by `assemble.set_up`; `carried` by `loop`, before anything is planned.
+A run keeps its plan in its folder and resumes under it, so that it continues with the same numbers. Read `plan_run`
+first: each case is a function below it. Nothing here builds a model.
 """
 
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
-from tilewright.core.errors import ConfigError, FitError, Problem, TilewrightError, UnknownFitError
-from tilewright.core.hardware import Machine
+from tilewright.core.edit import value_of, with_settings
+from tilewright.core.errors import ConfigError, FitError, TilewrightError, UnknownFitError
 from tilewright.core.load import CLI, DEFAULT, Loaded
 from tilewright.core.log import say
 from tilewright.core.placement import Placement
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.plan.auto import Decision, decide, typed, written
-from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.cost import Plan, make_plan
 from tilewright.plan.fixed import Fixed, fuses
-from tilewright.plan.joint import JointPlanner
-from tilewright.plan.joint_plan import Budget, JointPlan
+from tilewright.plan.joint_plan import JointPlan
 from tilewright.plan.joint_words import no_plan, verdict
-from tilewright.plan.links import as_links, disk_speed, existing, host_speed
 from tilewright.plan.options import Setting
 from tilewright.plan.plain import plain
 from tilewright.plan.plan_file import PlanFile, read_plan, to_toml
 from tilewright.plan.replan import Replanner
 from tilewright.training.durable import write_whole
 from tilewright.training.placement_words import words
+from tilewright.training.site import Site
 from tilewright.training.slicing import placed
 
 AUTO, NONE = "auto", ""
@@ -47,44 +43,22 @@ FILE = "plan.toml"
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a run would be: what a planner asks besides the recipe."""
-
-    vocab_size: int
-    machine: Machine
-    rates: Ceilings
-    tier_dir: Path
-    """Of the disk tier."""
-
-    def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
-        """What the run may use; with `disk`, of the free space of the tier's disk too, whose speed is measured."""
-        device = recipe.plan.device_budget or self.machine.device_memory_bytes
-        speed = disk_speed(self.tier_dir, self.machine, progress=say) if disk else None
-        room = shutil.disk_usage(existing(self.tier_dir)).free if speed is not None else 0
-        links = as_links(host_speed(self.machine, progress=say), speed)
-        return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
-
-    def planner(self, recipe: Recipe, fixed: Fixed = Fixed()) -> JointPlanner:  # noqa: B008 (frozen)
-        """A joint planner of a recipe here."""
-        return JointPlanner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What was decided."""
+class ResolvedPlan:
+    """What a run executes, and what that is expected to take."""
 
     loaded: Loaded
-    """With the plan's settings, whose source is the plan."""
+    """The recipe with the plan's settings, whose source is the plan."""
     plan: Plan
     """What the run is expected to take."""
     site: Site
+    user_settings: frozenset[str]
+    """Names of the settings that the user has set in a file, in the environment or on the command line: they stay."""
     joint: JointPlan | None = None
-    """None where the run is as the recipe says."""
+    """What was decided layer by layer; None where the run is as the recipe says."""
     events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    """(text, numbers) of what is worth telling."""
+    """(text, numbers) of what is worth reporting."""
     note: str = ""
     """Why the joint planner decides nothing here, and cannot plan again."""
-    explicit: frozenset[str] = field(default=frozenset())
 
     @property
     def placement(self) -> Placement | None:
@@ -100,27 +74,58 @@ class Planned:
 
     @cached_property
     def replanner(self) -> Replanner | None:
-        """Plans the run anew while it goes on; None where there is no plan, or the planner does not know the model."""
+        """Plans the run again while it runs; None where there is no plan, or the planner does not know the model."""
         if self.note or self.loaded.recipe.memory.plan == NONE:
             return None
         recipe = self.loaded.recipe
-        away = {tier for layer in self.placement or () for tier in (layer.parameters, layer.states, layer.inputs)}
-        disk = "disk" in away | {recipe.memory.parameters, recipe.memory.states, recipe.memory.inputs}
-        planner = self.site.planner(recipe, written(recipe, self.explicit))
+        disk = "disk" in _tiers(self.placement) | {recipe.memory.parameters, recipe.memory.states, recipe.memory.inputs}
+        planner = self.site.planner(recipe, written(recipe, self.user_settings))
         try:
             num_layers = planner.shape(recipe).num_layers
         except TilewrightError as error:
-            say(f"note: nothing is planned anew in this run: {str(error).splitlines()[0]}")
+            say(f"note: no re-planning in this run: {str(error).splitlines()[0]}")
             return None
         placement = self.placement or placed(recipe, num_layers)
         budget = self.site.budget(recipe, disk=disk and recipe.memory.executor == "layer_major")
         return Replanner(planner, Setting.of(recipe), placement, budget)
 
 
-def carried(loaded: Loaded, folder: Path) -> tuple[Loaded, PlanFile | None]:
-    """The recipe of a run that goes on, with the settings of the plan in its folder, and that plan.
+def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, resuming: bool = False) -> ResolvedPlan:
+    """Decide what a run executes: one of the cases in this file's first lines.
 
-    A setting that somebody types now comes before the plan's.
+    Args:
+        loaded: the recipe; of a run that resumes, from `load_run_plan`.
+        site: machine, rates, folder.
+        run_plan: the plan in the folder of a run that resumes.
+        resuming: only what changes no number may be decided.
+
+    Raises:
+        ConfigError: a plan file that cannot be read, is for another model or machine, or contradicts the command line.
+        FitError: nothing fits, and `plan.enforce` is set.
+        UnknownFitError: nothing is known, `plan.device_budget` and `plan.enforce` are set.
+    """
+    recipe = loaded.recipe
+    if recipe.memory.plan not in (AUTO, NONE):
+        return _from_file(loaded, read_plan(Path(recipe.memory.plan).expanduser()), site)
+    user_settings = _user_settings(loaded)
+    run_plan = run_plan or _plan_beside(loaded)
+    if recipe.memory.plan == AUTO and run_plan is not None:
+        resumed = _under_run_plan(loaded, run_plan, site, user_settings)
+        if resumed is not None:
+            return resumed
+    plan = make_plan(recipe, site.vocab_size, site.machine, site.rates)
+    unmodified = ResolvedPlan(loaded, plan, site, user_settings)
+    if plan.state == "not known":
+        return _not_known(unmodified)
+    spare = plan.peak_bytes + plan.reserve_bytes <= (1 - recipe.plan.margin) * plan.budget_bytes
+    if recipe.memory.plan == NONE or spare:
+        return _checked(unmodified)
+    return _decided(unmodified, resuming)
+
+
+def load_run_plan(loaded: Loaded, folder: Path) -> tuple[Loaded, PlanFile | None]:
+    """The plan in the folder of a run that resumes, and the recipe with its settings; a setting that the user sets now
+    stays.
 
     Raises:
         ConfigError: the folder's plan cannot be read.
@@ -129,113 +134,185 @@ def carried(loaded: Loaded, folder: Path) -> tuple[Loaded, PlanFile | None]:
     if loaded.recipe.memory.plan != AUTO or not path.exists():
         return loaded, None
     file = read_plan(path)
-    open_ = {name: value for name, value in file.settings.items() if loaded.sources.get(name, DEFAULT) == DEFAULT}
-    return with_settings(loaded, open_, FILE), file
+    left_open = {name: value for name, value in file.settings.items() if loaded.sources.get(name, DEFAULT) == DEFAULT}
+    return with_settings(loaded, left_open, FILE), file
 
 
-def plan_run(loaded: Loaded, site: Site, *, running: PlanFile | None = None, goes_on: bool = False) -> Planned:
-    """Decide.
-
-    Args:
-        loaded: the recipe; of a run that goes on, from `carried`.
-        site: machine, rates, folder.
-        running: the plan in the folder of a run that goes on.
-        goes_on: only what changes no number may be decided.
-
-    Raises:
-        ConfigError: a plan file that cannot be read, or is for another model or machine, or that what was typed
-            contradicts.
-        FitError: nothing fits, and `plan.enforce` is set.
-        UnknownFitError: nothing is known, `plan.device_budget` and `plan.enforce` are set.
-    """
-    wanted = loaded.recipe.memory.plan
-    if wanted not in (AUTO, NONE):
-        return _from_file(loaded, read_plan(Path(wanted).expanduser()), site)
-    explicit = frozenset(name for name, source in loaded.sources.items() if source not in (DEFAULT, f"plan {FILE}"))
-    running = running or _beside(loaded)
-    if wanted == AUTO and running is not None:
-        found = _running(loaded, running, site, explicit)
-        if found is not None:
-            return found
-    plan = make_plan(loaded.recipe, site.vocab_size, site.machine, site.rates)
-    as_it_stands = Planned(loaded, plan, site, explicit=explicit)
-    if plan.state == "not known":
-        return _not_known(as_it_stands)
-    within = (1 - loaded.recipe.plan.margin) * plan.budget_bytes
-    if wanted == NONE or plan.peak_bytes + plan.reserve_bytes <= within:
-        return _refused(as_it_stands) if not plan.fits else as_it_stands
-    return _decided(as_it_stands, goes_on)
+def _user_settings(loaded: Loaded) -> frozenset[str]:
+    """Names of the settings that come neither from defaults nor from the run's own plan."""
+    return frozenset(name for name, source in loaded.sources.items() if source not in (DEFAULT, f"plan {FILE}"))
 
 
-def _beside(loaded: Loaded) -> PlanFile | None:
+def _tiers(placement: Placement | None) -> set[str]:
+    """Where parameters, states or inputs of some layer are."""
+    return {tier for layer in placement or () for tier in (layer.parameters, layer.states, layer.inputs)}
+
+
+# ---- under the plan of the run's folder ----
+
+
+def _plan_beside(loaded: Loaded) -> PlanFile | None:
     """The plan of the run whose run.toml is the recipe: what differs by layer is only there."""
     if loaded.path is None or loaded.path.name != "run.toml" or not (loaded.path.parent / FILE).exists():
         return None
     return read_plan(loaded.path.parent / FILE)
 
 
-def _not_known(stands: Planned) -> Planned:
+def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, user_settings: frozenset[str]) -> ResolvedPlan | None:
+    """A run that resumes as its folder's plan says; None where that fits no more, or the user has set something else.
+
+    The same settings with other layers are then looked for: that changes no number.
+    """
+    if any(value_of(loaded.recipe, name) != value for name, value in file.settings.items() if name in user_settings):
+        return None
+    try:
+        found = _priced(loaded.recipe, file, site)
+        file.check_fit(found)
+    except (ConfigError, FitError) as error:
+        say(f"note: the plan of this run is not used: {str(error).splitlines()[0]}")
+        return None
+    return ResolvedPlan(loaded, plain(found), site, user_settings, found)
+
+
+def _priced(recipe: Recipe, file: PlanFile, site: Site) -> JointPlan:
+    """What a plan file takes here.
+
+    Raises:
+        ConfigError: it is for another model or machine.
+    """
+    file.check_machine(site.machine)
+    planner = site.planner(recipe)
+    file.check(planner.shape(recipe))
+    budget = site.budget(recipe, disk="disk" in _tiers(file.placement))
+    return planner.priced(Setting.of(recipe), file.placement, budget)
+
+
+# ---- as the recipe says ----
+
+
+def _checked(unmodified: ResolvedPlan) -> ResolvedPlan:
+    """A run as its recipe says, where that fits, or is allowed not to.
+
+    Raises:
+        FitError: it does not.
+    """
+    if unmodified.plan.fits or not unmodified.loaded.recipe.plan.enforce:
+        return unmodified
+    raise does_not_fit(unmodified.plan)
+
+
+def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
     """A run as its recipe says, of which the plan does not know whether it fits.
 
     Raises:
         UnknownFitError: the recipe has a memory budget that is to be kept.
     """
-    plan, section = stands.plan, stands.loaded.recipe.plan
+    plan, section = unmodified.plan, unmodified.loaded.recipe.plan
     if section.device_budget and section.enforce:
         raise not_known(plan)
     text = f"{plan.verdict} It runs as the recipe says."
-    return replace(stands, note=plan.unknown, events=((text, {"least_bytes": plan.peak_bytes}),))
+    return replace(unmodified, note=plan.unknown, events=((text, {"least_bytes": plan.peak_bytes}),))
 
 
-def _decided(stands: Planned, goes_on: bool) -> Planned:
-    """What `plan.auto` finds for a recipe that does not fit as it stands."""
-    recipe, site = stands.loaded.recipe, stands.site
-    fault = "layers come in groups (memory.group)" if recipe.memory.group > 1 else ""
+# ---- as plan.auto decides ----
+
+
+def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
+    """What `plan.auto` finds for a recipe that does not fit as it is."""
+    recipe, site, user_settings = unmodified.loaded.recipe, unmodified.site, unmodified.user_settings
     planner = site.planner(recipe)
+    fault = "layers come in groups (memory.group)" if recipe.memory.group > 1 else ""
     try:
         shape = planner.shape(recipe) if not fault else None
     except (ConfigError, UnknownFitError) as error:
         fault = str(error).splitlines()[0]
     if fault or shape is None:
         text = f"the recipe runs as it stands: {fault}"
-        return _refused(replace(stands, note=fault, events=((text, {}),)))
+        return _checked(replace(unmodified, note=fault, events=((text, {}),)))
     budget = site.budget(recipe)
     found = decide(
         planner,
-        stands.explicit,
+        user_settings,
         budget,
         lambda: site.budget(recipe, disk=True),
         fused=fuses(shape.compiled, site.machine),
-        same_numbers=goes_on,
+        same_numbers=resuming,
     )
     if found is not None:
-        return _with_plan(stands, found)
-    if stands.plan.fits:
-        peak, whole = format_bytes(stands.plan.peak_bytes), format_bytes(stands.plan.budget_bytes)
+        return _with_decision(unmodified, found)
+    plan = unmodified.plan
+    if plan.fits:
+        peak, whole = format_bytes(plan.peak_bytes), format_bytes(plan.budget_bytes)
         text = f"{peak} of {whole} are planned, which leaves less than plan.margin free; no other plan fits better"
-        return replace(stands, events=((text, {"peak_bytes": stands.plan.peak_bytes}),))
+        return replace(unmodified, events=((text, {"peak_bytes": plan.peak_bytes}),))
     if recipe.plan.enforce:
-        raise no_plan(planner.with_fixed(_last(recipe, stands.explicit)), budget)
-    return replace(stands, events=((f"nothing fits, and plan.enforce = false: {stands.plan.verdict}", {}),))
+        raise no_plan(planner.with_fixed(_user_constraints(recipe, user_settings)), budget)
+    return replace(unmodified, events=((f"nothing fits, and plan.enforce = false: {plan.verdict}", {}),))
 
 
-def _last(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
-    """All that may be decided, formats left out: what the error of a run that does not fit is about."""
-    fixed = typed(recipe, explicit)
+def _user_constraints(recipe: Recipe, user_settings: frozenset[str]) -> Fixed:
+    """What the user has set of all that may be decided but formats: the run's error is about that."""
+    fixed = typed(recipe, user_settings)
     if fixed.activations and fixed.executor is None:  # what layers keep was written for the executor that there is
         fixed = replace(fixed, executor=recipe.memory.executor)
     return replace(fixed, most_rows=recipe.train.micro_batch)
 
 
-def _refused(stands: Planned) -> Planned:
-    """A run as its recipe says, where that fits, or is allowed not to.
+def _with_decision(unmodified: ResolvedPlan, found: Decision) -> ResolvedPlan:
+    plan = found.plan
+    numbers = {"peak_bytes": int(plan.peak_bytes), "budget_bytes": int(plan.budget.device), "step_s": plan.step_s}
+    events: list[tuple[str, Mapping[str, Any]]] = [(f"{verdict(plan)} {words(plan.placement)}", numbers)]
+    for change in found.departures:
+        text = f"{change.name} {change.before} -> {change.after}: {found.reason}"
+        least = {} if found.least_bytes is None else {"least_bytes": int(found.least_bytes)}
+        events.append((text, {"setting": change.name, "before": change.before, "after": change.after} | least))
+    loaded = with_settings(unmodified.loaded, plan.settings(), AUTO)
+    return replace(unmodified, loaded=loaded, plan=plain(plan), joint=plan, events=tuple(events))
 
-    Raises:
-        FitError: it does not.
-    """
-    if stands.plan.fits or not stands.loaded.recipe.plan.enforce:
-        return stands
-    raise does_not_fit(stands.plan)
+
+# ---- as a plan file says ----
+
+
+def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> ResolvedPlan:
+    """A run as a plan file says, which leaves nothing to the recipe."""
+    _refuse_contradiction(loaded, file)
+    before = loaded.recipe
+    loaded = with_settings(loaded, file.settings, file.path.name)
+    found = _priced(loaded.recipe, file, site)
+    if loaded.recipe.plan.enforce:
+        file.check_fit(found)
+    numbers = {"peak_bytes": int(found.peak_bytes), "budget_bytes": int(found.budget.device), "step_s": found.step_s}
+    text = f"{file.path}: {format_bytes(found.peak_bytes)}, {format_seconds(found.step_s)} a step expected here; "
+    events: list[tuple[str, Mapping[str, Any]]] = [(text + words(found.placement), numbers)]
+    for name, value in file.settings.items():
+        old = value_of(before, name)
+        if old != value:
+            text = f"{name} {old} -> {value}: set by the plan"
+            events.append((text, {"setting": name, "before": old, "after": value}))
+    return ResolvedPlan(loaded, plain(found), site, frozenset(), found, tuple(events))
+
+
+def _refuse_contradiction(loaded: Loaded, file: PlanFile) -> None:
+    """Raise ConfigError where something was typed that the plan says otherwise."""
+    said = {
+        name: loaded.sources[name]
+        for name, value in file.settings.items()
+        if loaded.sources[name].startswith((CLI, "env")) and value_of(loaded.recipe, name) != value
+    }
+    if said:
+        again = " ".join(f"--{name} {value_of(loaded.recipe, name)}" for name in said)
+        values = [f"{name} = {value_of(loaded.recipe, name)} ({source})" for name, source in said.items()]
+        raise ConfigError(
+            "The plan and what was typed contradict each other.",
+            got=f"{', '.join(values)}; the plan has " + ", ".join(f"{name} = {file.settings[name]}" for name in said),
+            need="one of them",
+            try_=f"leave {', '.join(f'--{name}' for name in said)} out, or make a plan with it: "
+            f"tilewright plan RECIPE {again} --out FILE",
+            where="memory.plan",
+        )
+
+
+# ---- errors ----
 
 
 def not_known(plan: Plan) -> UnknownFitError:
@@ -256,117 +333,3 @@ def does_not_fit(plan: Plan) -> FitError:
         need=f"a peak below {format_bytes(plan.budget_bytes)}",
         try_="\n".join(str(fix) for fix in plan.fixes) or "a smaller model",
     )
-
-
-def _with_plan(stands: Planned, found: Decision) -> Planned:
-    plan = found.plan
-    loaded = with_settings(stands.loaded, plan.settings(), AUTO)
-    numbers = {"peak_bytes": int(plan.peak_bytes), "budget_bytes": int(plan.budget.device), "step_s": plan.step_s}
-    events: list[tuple[str, Mapping[str, Any]]] = [(f"{verdict(plan)} {words(plan.placement)}", numbers)]
-    for change in found.departures:
-        text = f"{change.name} {change.before} -> {change.after}: {found.reason}"
-        least = {} if found.least_bytes is None else {"least_bytes": int(found.least_bytes)}
-        events.append((text, {"setting": change.name, "before": change.before, "after": change.after} | least))
-    return replace(stands, loaded=loaded, plan=plain(plan), joint=plan, events=tuple(events))
-
-
-def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> Planned:
-    """A run as a plan file says."""
-    _refuse_contradiction(loaded, file)
-    before = loaded.recipe
-    loaded = with_settings(loaded, file.settings, file.path.name)
-    found = _expected(loaded.recipe, file, site)
-    if loaded.recipe.plan.enforce:
-        file.check_fit(found)
-    numbers = {"peak_bytes": int(found.peak_bytes), "budget_bytes": int(found.budget.device), "step_s": found.step_s}
-    text = f"{file.path}: {format_bytes(found.peak_bytes)}, {format_seconds(found.step_s)} a step expected here; "
-    events: list[tuple[str, Mapping[str, Any]]] = [(text + words(found.placement), numbers)]
-    for name, value in file.settings.items():
-        old = _value(before, name)
-        if old != value:
-            text = f"{name} {old} -> {value}: so says the plan"
-            events.append((text, {"setting": name, "before": old, "after": value}))
-    return Planned(loaded, plain(found), site, found, tuple(events), explicit=frozenset())
-
-
-def _running(loaded: Loaded, file: PlanFile, site: Site, explicit: frozenset[str]) -> Planned | None:
-    """A run that goes on as its folder's plan says; None where that does not fit any more, or something else is typed.
-
-    The same settings with other layers are then looked for: that changes no number.
-    """
-    if any(_value(loaded.recipe, name) != value for name, value in file.settings.items() if name in explicit):
-        return None
-    try:
-        found = _expected(loaded.recipe, file, site)
-        file.check_fit(found)
-    except (ConfigError, FitError) as error:
-        say(f"note: the plan of this run is not used: {str(error).splitlines()[0]}")
-        return None
-    return Planned(loaded, plain(found), site, found, explicit=explicit)
-
-
-def _expected(recipe: Recipe, file: PlanFile, site: Site) -> JointPlan:
-    """What a plan file takes here.
-
-    Raises:
-        ConfigError: it is for another model or machine.
-    """
-    file.check_machine(site.machine)
-    planner = site.planner(recipe)
-    file.check(planner.shape(recipe))
-    away = {tier for layer in file.placement for tier in (layer.parameters, layer.states, layer.inputs)}
-    return planner.priced(Setting.of(recipe), file.placement, site.budget(recipe, disk="disk" in away))
-
-
-def _refuse_contradiction(loaded: Loaded, file: PlanFile) -> None:
-    """Raise ConfigError where something was typed that the plan says otherwise."""
-    said = {
-        name: loaded.sources[name]
-        for name, value in file.settings.items()
-        if loaded.sources[name].startswith((CLI, "env")) and _value(loaded.recipe, name) != value
-    }
-    if said:
-        again = " ".join(f"--{name} {_value(loaded.recipe, name)}" for name in said)
-        values = [f"{name} = {_value(loaded.recipe, name)} ({source})" for name, source in said.items()]
-        raise ConfigError(
-            "The plan and what was typed contradict each other.",
-            got=f"{', '.join(values)}; the plan has " + ", ".join(f"{name} = {file.settings[name]}" for name in said),
-            need="one of them",
-            try_=f"leave {', '.join(f'--{name}' for name in said)} out, or make a plan with it: "
-            f"tilewright plan RECIPE {again} --out FILE",
-            where="memory.plan",
-        )
-
-
-def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> Loaded:
-    """A recipe with a plan's settings.
-
-    Raises:
-        ConfigError: they are not allowed together.
-    """
-    values = loaded.recipe.model_dump()
-    for name, value in settings.items():
-        section, _, field_ = name.partition(".")
-        values[section][field_] = value
-    try:
-        recipe = Recipe.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(
-            "The plan's settings are not a recipe's.",
-            got="; ".join(f"{'.'.join(map(str, row['loc']))}: {row['msg']}" for row in error.errors()),
-            need="settings as `tilewright plan --out` writes them",
-            try_="tilewright plan RECIPE --out FILE, which makes a plan",
-            where=source,
-        ) from error
-    problems = [Problem(one.what, one.got, one.need, one.try_, source) for one in conflicts(recipe)]
-    if problems:
-        raise ConfigError.from_problems(problems)
-    sources = loaded.sources | {
-        name: f"plan {source}" for name, value in settings.items() if _value(loaded.recipe, name) != value
-    }
-    return replace(loaded, recipe=recipe, sources=sources)
-
-
-def _value(recipe: Recipe, name: str) -> Any:
-    section, _, field_ = name.partition(".")
-    return recipe.model_dump()[section][field_]

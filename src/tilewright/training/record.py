@@ -1,29 +1,17 @@
-"""One place that tells: the run's files, the progress line and the sinks, fed step by step.
+"""One place that reports: events, progress lines and evaluations, to the run's files, the screen and the sinks.
 
-`metrics`, `progress` and `sinks` know how to write; this file knows what belongs into a row and when a line is due.
+`metrics` writes the row of every step; `progress` and `sinks` know how to show one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.units import format_loss, format_perplexity
-from tilewright.training.counters import Counters
 from tilewright.training.evaluate import DomainLoss, pooled
-from tilewright.training.metrics import RunLog
+from tilewright.training.metrics import Counters, RunLog
 from tilewright.training.progress import Progress, step_line
 from tilewright.training.sinks import Sink, scalars_of
 from tilewright.training.step import StepResult
-
-
-@dataclass
-class _Interval:
-    """Sums since the last progress line."""
-
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    wait_s: float = 0.0
 
 
 class Recorder:
@@ -34,7 +22,6 @@ class Recorder:
         progress: the screen.
         sinks: optional further homes of the metrics.
         steps: steps of the whole run.
-        log_every: steps between progress lines.
         memory_limit: bytes the run may use, for the progress line.
         scaled: the run has a loss scale.
     """
@@ -46,7 +33,6 @@ class Recorder:
         sinks: Sequence[Sink],
         *,
         steps: int,
-        log_every: int,
         memory_limit: int,
         scaled: bool,
     ) -> None:
@@ -54,46 +40,18 @@ class Recorder:
         self._progress = progress
         self._sinks = sinks
         self._steps = steps
-        self._log_every = log_every
         self._memory_limit = memory_limit
         self._scaled = scaled
-        self._interval = _Interval()
 
-    def line_due(self, step: int) -> bool:
-        """True at steps whose row is shown and carries the memory."""
-        return step % self._log_every == 0 or step in (1, self._steps)
-
-    def step(
-        self, counters: Counters, result: StepResult, lr: float, wait_s: float, memory: Mapping[str, Any] | None
-    ) -> None:
-        """A row of metrics for the step just counted; with `memory` (a ledger's snapshot) also a progress line."""
-        seconds = result.seconds + wait_s
-        row = {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": lr,
-            "loss_scale": result.loss_scale,
-            "skipped": result.skipped,
-            "tokens": counters.tokens,
-            "tokens_per_s": result.num_tokens / seconds,
-            "step_s": result.seconds,
-            "wait_s": wait_s,
-            "wait_share": wait_s / seconds,
-            **result.aux,
-        }
-        if result.redone is not None:
-            row["redone"] = result.redone
-        if memory is not None:
-            row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
-            row |= {"memory_phases": memory["phase_owners"], "memory_tiers": memory["tiers"]}
-        row = self.log.metrics(counters.step, **row)
-        self._add(result, wait_s)
+    def step(self, row: Mapping[str, Any], counters: Counters, result: StepResult) -> None:
+        """What a step's row (`RunLog.step`) asks for besides: a progress line where it has the memory, and an event
+        where the step was skipped or computed again."""
         if result.redone is not None:
             text = f"step {counters.step} computed again in wider formats: {result.redone}"
             self.event(counters.step, "redo", text, grad_norm=result.grad_norm, loss=result.loss)
         if result.skipped is not None:
             self._skipped(counters.step, result)
-        if memory is not None:
+        if "memory" in row:
             self._show(row, counters)
 
     def evaluation(self, step: int, results: Mapping[str, DomainLoss], seconds: float) -> None:
@@ -107,10 +65,11 @@ class Recorder:
         for sink in self._sinks:
             sink.log(step, scalars_of(row))
 
-    def event(self, step: int, kind: str, message: str, **numbers: Any) -> None:
-        """An event in the file and on the screen."""
+    def event(self, step: int, kind: str, message: str, *, shown: bool = True, **numbers: Any) -> None:
+        """An event in the file and, unless `shown` is false, on the screen."""
         self.log.event(step, kind, message, **numbers)
-        self._progress.note(f"{kind.replace('_', ' ')}: {message}")
+        if shown:
+            self._progress.note(f"{kind.replace('_', ' ')}: {message}")
 
     def close(self) -> None:
         """Close files, screen and sinks."""
@@ -124,22 +83,17 @@ class Recorder:
         text = f"step {step} skipped: {result.skipped} (gradient norm {result.grad_norm:.3g})"
         self.event(step, kind, text, grad_norm=result.grad_norm, loss_scale=result.loss_scale)
 
-    def _add(self, result: StepResult, wait_s: float) -> None:
-        self._interval.steps += 1
-        self._interval.tokens += result.num_tokens
-        self._interval.seconds += result.seconds + wait_s
-        self._interval.wait_s += wait_s
-
     def _show(self, row: Mapping[str, Any], counters: Counters) -> None:
         """Rates are means since the last line, the rest is this step's."""
-        interval, self._interval = self._interval, _Interval()
+        interval = self.log.take_interval()
         shown = {
             **row,
             "tokens_per_s": interval.tokens / interval.seconds,
             "wait_share": interval.wait_s / interval.seconds,
         }
-        # The first step compiles: no estimate from it alone.
-        seconds_left = interval.seconds / interval.steps * (self._steps - counters.step) if interval.steps > 1 else None
+        steps_left = self._steps - counters.step
+        # The first step compiles: no estimate from it alone. The last one leaves nothing to estimate.
+        seconds_left = interval.seconds / interval.steps * steps_left if interval.steps > 1 and steps_left else None
         line = step_line(
             shown,
             steps=self._steps,

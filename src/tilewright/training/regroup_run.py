@@ -27,7 +27,7 @@ LESS = 0.95
 def regroup_for(
     setup: Setup, parts: Parts, recorder: Recorder, *, budget: Callable[[], float] | None = None
 ) -> Regroup:
-    """What runs the steps of this run. With `memory.plan = ""` all placements stay; a step may be computed again.
+    """What watches the steps of this run. With `memory.plan = ""` all placements stay, but for a step without memory.
 
     Args:
         setup: machine and plan.
@@ -39,8 +39,8 @@ def regroup_for(
 
     planned = bool(setup.recipe.memory.plan)
 
-    def tell(step: int, text: str, **numbers: object) -> None:
-        recorder.event(step, "regroup", text, **numbers)
+    def tell(step: int, text: str, *, shown: bool, **numbers: object) -> None:
+        recorder.event(step, "regroup", text, shown=shown, **numbers)
 
     def peaks() -> dict[str, int]:
         return {name: size + reserve for name, size in parts.ledger.take_peaks().items()}
@@ -62,7 +62,7 @@ def regroup_for(
 
 def _ladder(setup: Setup, placement: Placement) -> frozenset[str]:
     """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
-    if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.explicit:
+    if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.user_settings:
         return frozenset()
     fused = fuses(setup.compiles, setup.machine)
     kinds = [same_bits(setup.recipe, fused, layer.activations) for layer in placement.layers]

@@ -1,12 +1,14 @@
 """One run in motion: steps, and what is due between them (evaluation, checkpoints, the end).
 
 `loop` assembles a `Run` and calls `train`. The run decides nothing about numbers: `step` computes, `state` and
-`checkpoint` keep, `record` tells.
+`checkpoint` keep, `metrics` and `record` write down. What is not due in a step is not called in it. Read `Run.train`,
+`Run._step` and the executor's `step`; docs/explanation/how-a-step-runs.md walks through them.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tilewright.memory.table import is_out_of_memory
 from tilewright.precision import audit_table
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.checkpoint import CheckpointStore, SaveRecord
+from tilewright.training.control import StepControl
 from tilewright.training.evaluate import DomainLoss, evaluate
 from tilewright.training.export import export
 from tilewright.training.layer_major_step import LostStep, left_out
@@ -30,8 +33,8 @@ from tilewright.training.regroup_run import cheapest_fixes
 from tilewright.training.run_folder import RunFolder
 from tilewright.training.sample import write_sample
 from tilewright.training.state import TrainState
-from tilewright.training.step import StepResult
-from tilewright.training.whole import HalfUpdated
+from tilewright.training.step import Batch, StepResult, row_length
+from tilewright.training.whole import HalfUpdated, retried
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,11 @@ class Run:
     _drawn: dict[str, Any] | None = None
     """The stream's state before the batches of a step that has not changed anything yet."""
     _saved_step: int = -1
+    _saving: int = 0
+    """Saves whose end has not been told."""
+
+    def __post_init__(self) -> None:
+        self.recipe = self.setup.recipe
 
     @property
     def step(self) -> int:
@@ -85,7 +93,7 @@ class Run:
         self._began = began
         self._ready_s = time.perf_counter() - began
         self._elapsed_before_s = self.recorder.log.elapsed_s
-        recipe, setup = self.setup.recipe, self.setup
+        recipe, setup = self.recipe, self.setup
         self._saved_step = self.step  # there is nothing to save before the first step
         if self.resumed:
             return
@@ -104,7 +112,7 @@ class Run:
             FitError: the device's memory ran out; the newest checkpoint stays.
             CheckpointError: the last checkpoint could not be written.
         """
-        steps, first = self.setup.recipe.train.steps, self.step
+        steps, first = self.recipe.train.steps, self.step
         while self.step < steps and stop.reason is None:
             try:
                 self._step()
@@ -130,7 +138,7 @@ class Run:
         finished = self.step >= steps
         if finished:
             self._evaluate()
-        if self.setup.recipe.save.last or not finished:
+        if self.recipe.save.last or not finished:
             self._save_at_end()
         else:
             self._write_audit()
@@ -144,38 +152,69 @@ class Run:
         return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else stop.reason)
 
     def _step(self) -> None:
-        parts = self.parts
-        if (switched := parts.modes.enter(self.step)) is not None:
-            self.recorder.event(self.step + 1, "precision_switch", switched)
-            self.folder.write_json("precision.json", parts.modes.rows())
+        """Batches, rate, the executor's step, the record. A step is taken whole or not at all (`whole`)."""
+        parts, number = self.parts, self.step + 1
+        if self.step >= parts.modes.next_switch:
+            self._enter_mode()
         self._drawn = parts.stream.state_dict()
         microbatches = parts.stream.next_step()
-        wait_s = parts.stream.wait_s
         lr = parts.schedule.lr_at(self.step)
         if parts.control is not None:
-            control = parts.control
-            self.regroup.retried(lambda: control.before(self.step, microbatches, self.recorder))
-            lr = control.lr(lr)
+            lr = self._enter_formats(parts.control, microbatches, lr)
+        due = number % self.recipe.train.log_every == 0 or number in (1, self.recipe.train.steps)
         if self.step in self.left_out:
             self.last = left_out(microbatches)
         else:
-            self.last = self.regroup.step(self.step + 1, microbatches, lr)
+            self.last = self._compute(number, microbatches, lr, due)
         self._drawn = None
         parts.counters.add(self.last)
-        memory = parts.ledger.snapshot(parts.model, parts.optimizer) if self.recorder.line_due(self.step) else None
-        self.recorder.step(parts.counters, self.last, lr, wait_s, memory)
+        memory = parts.ledger.snapshot(parts.model, parts.optimizer) if due else None
+        row = self.recorder.log.step(parts.counters, self.last, lr, parts.stream.wait_s, memory)
+        if due or self.last.skipped is not None or self.last.redone is not None:
+            self.recorder.step(row, parts.counters, self.last)
         if parts.control is not None:
             control = parts.control
-            self.regroup.retried(lambda: control.after(self.step - 1, microbatches, self.recorder))
+            self._retried(lambda: control.after(self.step - 1, microbatches, self.recorder))
+        if due:
+            self._give_back()  # else free blocks pile up over hundreds of steps
+
+    def _compute(self, number: int, microbatches: Sequence[Batch], lr: float, due: bool) -> StepResult:
+        """The executor's step, between two looks of the re-planner where it has something to look at: the run is near
+        its memory budget, its rows have another length, or a progress line is due."""
+        regroup, executor = self.regroup, self.parts.executor
+        length = row_length(microbatches)
+        looks = regroup.watches or (regroup.active and (due or length != regroup.forecast.row_length))
+        if looks:
+            regroup.before(number, length)
+        result = retried(partial(executor.step, microbatches, lr), partial(regroup.tighten, number))
+        if looks or regroup.watches or executor.whole.relieved:
+            regroup.after(number, result.seconds)
+        return result
+
+    def _retried(self, work: Callable[[], None]) -> None:
+        """A pass of the precision controller, again under a tighter plan where memory runs out."""
+        retried(work, partial(self.regroup.tighten, self.step + 1))
+
+    def _enter_mode(self) -> None:
+        """Go over to the precision mode that begins with this step."""
+        switched = self.parts.modes.enter(self.step)
+        if switched is not None:
+            self.recorder.event(self.step + 1, "precision_switch", switched)
+            self.folder.write_json("precision.json", self.parts.modes.rows())
+
+    def _enter_formats(self, control: StepControl, microbatches: Sequence[Batch], lr: float) -> float:
+        """Give the products the formats of this step, by schedule and evidence; the learning rate that goes with it."""
+        self._retried(lambda: control.before(self.step, microbatches, self.recorder))
+        return control.lr(lr)
 
     def _between_steps(self) -> None:
-        recipe = self.setup.recipe
         self._tell_notes()
-        if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
+        if self.recipe.train.eval_every and self.step % self.recipe.train.eval_every == 0:
             self._evaluate()
-        if recipe.save.every and self.step % recipe.save.every == 0 and self.step < recipe.train.steps:
+        if self.recipe.save.every and self.step % self.recipe.save.every == 0 and self.step < self.recipe.train.steps:
             self._stall_s += self._save()
-        self._tell_saves()
+        if self._saving:
+            self._tell_saves()
 
     def _tell_notes(self) -> None:
         """What the model could not do as asked; it finds some of it out with the first batch."""
@@ -199,7 +238,7 @@ class Run:
         if self._evaluated_step == self.step:
             return
         started = time.perf_counter()
-        fp32 = self.setup.recipe.precision.eval_fp32
+        fp32 = self.recipe.precision.eval_fp32
         self._give_back()
         with self.parts.passing():
             self.evals = evaluate(self.parts.model, self.parts.eval_batches, device=self.setup.device, fp32=fp32)
@@ -220,7 +259,7 @@ class Run:
         Raises:
             HardwareError: some did.
         """
-        if self.setup.recipe.precision.strict:
+        if self.recipe.precision.strict:
             self.folder.write_json(audit_table.FILE, self.parts.audit.to_json(self.step))
             self.parts.audit.refuse_fallbacks()
 
@@ -228,6 +267,7 @@ class Run:
         """Save this step and the audit up to it; returns the seconds that training stood still."""
         self._write_audit()
         self._saved_step = self.step
+        self._saving += 1
         # They come with a parameter's first update, and going on asks for all: after a stop before the first step too.
         self.parts.optimizer.init_states()
         self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
@@ -258,6 +298,7 @@ class Run:
         """Record the saves that ended; returns the last one that failed."""
         failed = None
         for save in self.store.finished():
+            self._saving -= 1
             numbers = {"stall_s": save.stall_s, "write_s": save.write_s, "bytes": save.bytes}
             if save.error is None:
                 text = f"step {save.step}: {format_bytes(save.bytes)} written in {format_seconds(save.write_s)}"
@@ -283,7 +324,7 @@ class Run:
         before it are saved."""
         memory = self.parts.ledger.snapshot(self.parts.model, self.parts.optimizer)
         when, fixes = f"in step {self.step + 1}", cheapest_fixes(self.setup)
-        fit = no_memory(error, memory, when, self.setup.recipe, fixes)
+        fit = no_memory(error, memory, when, self.recipe, fixes)
         self.recorder.event(self.step, "stop", str(fit), memory_phases=memory["known_phases"])
         if self._drawn is not None:
             self.parts.stream.load_state_dict(self._drawn)
@@ -306,7 +347,7 @@ class Run:
     # ---- the end ----
 
     def _finish(self) -> None:
-        recipe, tokenizer = self.setup.recipe, self.setup.tokenizer
+        recipe, tokenizer = self.recipe, self.setup.tokenizer
         if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and tokenizer is not None:
             num_tokens, seed = recipe.train.sample_tokens, recipe.run.seed
             with self.parts.passing():
@@ -325,6 +366,6 @@ class Run:
         self.recorder.event(self.step, "done", text, stall_s=self._stall_s, stall_share=share)
 
     def _export(self) -> None:
-        recipe, target = self.setup.recipe, self.folder.path / "hf"
+        recipe, target = self.recipe, self.folder.path / "hf"
         text = export(recipe, self.parts.model, self.state, self.setup.tokenizer, target)
         self.recorder.event(self.step, "export", text)

@@ -190,7 +190,10 @@ class StandardExecutor:
             self._sum_over_ranks([totals])
             num_targets, num_tokens = totals.tolist()
             scale = self.scaler.scale_value if self.scaler is not None else 1.0
-            attempt, redone = self._attempt_twice(microbatches, num_targets, scale)
+            if self.control is None or not num_targets:
+                attempt, redone = self._attempt(microbatches, num_targets, scale), None
+            else:
+                attempt, redone = self._guarded(self.control, microbatches, num_targets, scale)
             told = {name: float(value) / len(microbatches) for name, value in attempt.aux.items()}
             with self._phase("update"):
                 if attempt.skipped is not None:
@@ -204,12 +207,10 @@ class StandardExecutor:
             attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone
         )
 
-    def _attempt_twice(
-        self, microbatches: Sequence[Batch], num_targets: int, scale: float
+    def _guarded(
+        self, control: PrecisionController, microbatches: Sequence[Batch], num_targets: int, scale: float
     ) -> tuple[_Attempt, str | None]:
         """The step, and why it was computed again in wider formats, if it was: where `control` finds it bad."""
-        if self.control is None or not num_targets:
-            return self._attempt(microbatches, num_targets, scale), None
         before = [(part, part.state_dict()) for part in (self.clip, self.scaler) if part is not None]
         attempts: list[_Attempt] = []
 
@@ -219,24 +220,13 @@ class StandardExecutor:
             attempts.append(self._attempt(microbatches, num_targets, scale))
             return attempts[-1].loss, attempts[-1].norm
 
-        redone, skipped = self.control.guard(compute)
+        redone, skipped = control.guard(compute)
         return replace(attempts[-1], skipped=attempts[-1].skipped or skipped), redone
 
     def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> _Attempt:
-        """Forward and backward over all micro-batches, gradients shared and clipped."""
-        loss_sum, aux = self._accumulate(microbatches, scale / max(num_targets, 1))
-        self._sum_over_ranks([loss_sum])
-        with self._phase("update"):
-            self._share_gradients()
-            loss = float(loss_sum) / max(num_targets, 1)
-            norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
-        return _Attempt(loss, norm, skipped, aux)
-
-    def _accumulate(self, microbatches: Sequence[Batch], factor: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sums over the micro-batches of the loss over all targets, and of what the model tells besides.
-
-        `factor` times the gradient of the loss is left in `param.grad`.
-        """
+        """Forward and backward over all micro-batches; the gradient of the mean loss is left in `param.grad`, summed
+        over the ranks and clipped."""
+        factor = scale / max(num_targets, 1)
         aux: dict[str, Tensor] = {}
         loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
         loss_sum = loss_sum.to(self.device)
@@ -249,7 +239,12 @@ class StandardExecutor:
             loss_sum += output.loss_sum.detach()
             for name, value in output.aux.items():
                 aux[name] = aux[name] + value if name in aux else value
-        return loss_sum, aux
+        self._sum_over_ranks([loss_sum])
+        with self._phase("update"):
+            self._share_gradients()
+            loss = float(loss_sum) / max(num_targets, 1)
+            norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
+        return _Attempt(loss, norm, skipped, aux)
 
     def _judge(self, loss: float, inv_scale: float) -> tuple[float, str | None]:
         """Unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason not to apply it."""
@@ -355,6 +350,11 @@ def _tokens_in(batch: Batch) -> int:
     if "segments" in batch:
         return int((batch["segments"] >= 0).sum())
     return batch["input_ids"].numel() if "input_ids" in batch else batch["labels"].numel()
+
+
+def row_length(microbatches: Sequence[Batch]) -> int | None:
+    """Tokens of the longest row; None of images."""
+    return max((batch["input_ids"].shape[1] for batch in microbatches if "input_ids" in batch), default=None)
 
 
 def not_finite_error(model: nn.Module, loss: float, steps: int) -> NumericsError:

@@ -1,16 +1,18 @@
-"""A step happens whole or not at all, also where an allocator finds no memory in the middle of it.
+"""The transaction of a step: it happens whole or not at all, also where an allocator finds no memory in its middle.
 
     whole = WholeStep(model, params, device, parts=(clip, scaler))
-    with whole.attempt():          # forward, backward: out of memory takes all of it back, and the error goes on
+    with whole.attempt():          # inside the step. Forward, backward: out of memory restores what was, and is raised
         ...
-    whole.finish(update)           # what has begun to change weights goes on where it stood
+        whole.finish(update)       # what has begun to change weights continues where it stood
+
+    retried(step, tighten)         # around the step: computes it again after `tighten` has made the plan smaller
 
 Up to the update, what a step changes is little: generators, the state of clipping and loss scale, buffers, what modules
-note. It is kept before the step and put back. The update itself cannot be taken back without a copy of weights and
+note. It is copied before the step and put back. The update itself cannot be undone without a copy of weights and
 states, so it is made of pieces that can be called again, and is brought to its end. Only where that fails is a step
 half done: `HalfUpdated`, and the run stops.
 
-Used by the executors. What happens then, a retry under a tighter plan, is the matter of `regroup`.
+The executors use `WholeStep`, the training loop `retried`; which plan is tighter, `regroup` knows.
 """
 
 import gc
@@ -104,10 +106,8 @@ class WholeStep:
         self._params = params
         self._device = device
         self._parts = parts
-        self.relief: Callable[[], None] = lambda: None
-        """Lets go of what can be computed again; called before a piece is called again."""
         self.relieved: list[str] = []
-        """What the allocator said where a piece was called again, since somebody emptied this list."""
+        """What the allocator said where a piece was called again, since the caller last emptied this list."""
 
     @contextmanager
     def attempt(self, *, irrevocable: Callable[[], str | None] = lambda: None) -> Iterator[Before]:
@@ -138,11 +138,12 @@ class WholeStep:
             before.restore()
             raise
 
-    def finish(self, work: Callable[[], Result]) -> Result:
+    def finish(self, work: Callable[[], Result], relief: Callable[[], None] | None = None) -> Result:
         """work(); called again where an allocator finds no memory, until it is through.
 
         Args:
-            work: goes on where it stood when it is called again, or starts over.
+            work: continues where it stood when it is called again, or starts over.
+            relief: frees what can be computed again; called before `work` is called again.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError, MemoryError: the allocator's error of the last try.
@@ -155,7 +156,8 @@ class WholeStep:
                     raise
                 self.relieved.append(first_line(error))
                 self._let_go(error)
-            self.relief()
+            if relief is not None:
+                relief()
             free_memory(self._device)
         raise AssertionError("the last try returns or raises")
 
@@ -167,6 +169,29 @@ class WholeStep:
         """The error's frames hold what was computed up to it."""
         traceback.clear_frames(error.__traceback__)
         free_memory(self._device)
+
+
+def retried(work: Callable[[], Result], tighten: Callable[[str], bool]) -> Result:
+    """work(); called again where an allocator finds no memory, each time after `tighten`.
+
+    Args:
+        work: changes nothing where it does not come to its end, as a step in its transaction.
+        tighten: makes `work` take less memory, given what the allocator said. False where it cannot: then `work` is
+            called once more, because what the failure has freed may be enough.
+
+    Raises:
+        torch.OutOfMemoryError, RuntimeError, MemoryError: the allocator's error of the last call. Nothing has changed.
+    """
+    tighter = True
+    while True:
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            if not tighter or not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold what was computed up to it
+            said = first_line(error)
+        tighter = tighten(said)
 
 
 def free_memory(device: torch.device) -> None:

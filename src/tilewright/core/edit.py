@@ -1,0 +1,52 @@
+"""A loaded recipe with other settings: values by name, checked again, each with its source."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from tilewright.core.check import conflicts
+from tilewright.core.config import Recipe
+from tilewright.core.errors import ConfigError, Problem
+from tilewright.core.load import Loaded
+
+
+def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> Loaded:
+    """A recipe with a plan's settings.
+
+    Args:
+        loaded: the recipe.
+        settings: values by name, `section.field`.
+        source: the plan's name, for `loaded.sources` and for errors.
+
+    Raises:
+        ConfigError: they are not allowed together.
+    """
+    values = loaded.recipe.model_dump()
+    for name, value in settings.items():
+        section, _, field_ = name.partition(".")
+        values[section][field_] = value
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(
+            "The plan's settings are not a recipe's.",
+            got="; ".join(f"{'.'.join(map(str, row['loc']))}: {row['msg']}" for row in error.errors()),
+            need="settings as `tilewright plan --out` writes them",
+            try_="tilewright plan RECIPE --out FILE, which makes a plan",
+            where=source,
+        ) from error
+    problems = [Problem(one.what, one.got, one.need, one.try_, source) for one in conflicts(recipe)]
+    if problems:
+        raise ConfigError.from_problems(problems)
+    sources = loaded.sources | {
+        name: f"plan {source}" for name, value in settings.items() if value_of(loaded.recipe, name) != value
+    }
+    return replace(loaded, recipe=recipe, sources=sources)
+
+
+def value_of(recipe: Recipe, name: str) -> Any:
+    """Value of the setting with this name, `section.field`."""
+    section, _, field_ = name.partition(".")
+    return recipe.model_dump()[section][field_]

@@ -1,0 +1,104 @@
+"""A step that a reader can follow: few frames from the training loop to the loss, and few files of ours in a step.
+
+One steady step of a real run is traced: everything that Python calls from the beginning of the third step's first
+forward pass to that of the fourth's, which is one turn of the loop in `Run.train`.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+
+import pytest
+import torch
+
+import tilewright
+from tests.training.tiny import tiny, write_text
+from tilewright.models.decoder import Decoder
+from tilewright.training.loop import train
+from tilewright.training.run import Run
+
+PACKAGE = Path(tilewright.__file__).parent
+ELSEWHERE = ("models", "ops", "optim", "data")
+"""What a step computes with; the rest decides what a step is."""
+MICROBATCHES, STEP = 2, 3
+MOST_FRAMES, MOST_FILES = 5, 8
+
+
+class StepTrace:
+    """Calls of Python functions in one step. A context manager around a run.
+
+    Args:
+        loop: code of the training loop.
+        loss: code of the model's loss.
+    """
+
+    def __init__(self, loop: CodeType, loss: CodeType) -> None:
+        self.loop, self.loss = loop, loss
+        self.calls: Counter[CodeType] = Counter()
+        self.between: list[CodeType] = []
+        """From the loop down to the loss, both left out."""
+        self._losses = 0
+
+    def __enter__(self) -> "StepTrace":
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
+        first = MICROBATCHES * (STEP - 1)
+        if frame.f_code is self.loss and (above := self._above(frame)) is not None:
+            if self._losses == first:
+                self.between = above
+            self._losses += 1
+        if first < self._losses <= first + MICROBATCHES:
+            self.calls[frame.f_code] += 1
+
+    def _above(self, frame: FrameType) -> list[CodeType] | None:
+        found, caller = [], frame.f_back
+        while caller is not None and caller.f_code is not self.loop:
+            found.append(caller.f_code)
+            caller = caller.f_back
+        return found[::-1] if caller is not None else None
+
+    def files(self) -> dict[str, list[str]]:
+        """Functions called by file of ours outside of ELSEWHERE."""
+        found: dict[str, list[str]] = {}
+        for code in self.calls:
+            path = Path(code.co_filename)
+            if path.is_relative_to(PACKAGE) and path.relative_to(PACKAGE).parts[0] not in ELSEWHERE:
+                found.setdefault(str(path.relative_to(PACKAGE)), []).append(code.co_qualname)
+        return {name: sorted(found[name]) for name in sorted(found)}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """The third step of six, of the standard executor in BF16. No line, evaluation or checkpoint is due in it."""
+    folder, threads = tmp_path_factory.mktemp("step"), torch.get_num_threads()
+    write_text(folder / "text")
+    settings = {
+        "precision__mode": "bf16_mixed", "train__batch_size": 4, "train__micro_batch": 2, "train__steps": 6,
+        "train__eval_every": 0, "train__log_every": 100, "train__sample_tokens": 0, "save__every": 0,
+    }  # fmt: skip
+    try:
+        with StepTrace(Run.train.__code__, Decoder.loss.__code__) as found:
+            train(tiny(folder, folder / "runs", **settings))
+    finally:
+        torch.set_num_threads(threads)
+    assert found.between
+    return found
+
+
+def test_few_frames_between_the_loop_and_the_loss(trace):
+    rows = [f"{Path(code.co_filename).name}: {code.co_qualname}" for code in trace.between]
+    assert len(rows) <= MOST_FRAMES, "\n".join([f"{len(rows)} frames, {MOST_FRAMES} at most", *rows])
+
+
+def test_few_files_in_a_step(trace):
+    files = trace.files()
+    rows = [f"{name}: {', '.join(functions)}" for name, functions in files.items()]
+    assert len(rows) <= MOST_FILES, "\n".join([f"{len(rows)} files, {MOST_FILES} at most", *rows])
