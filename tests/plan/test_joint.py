@@ -16,8 +16,9 @@ from tilewright.plan.footprint import KIND_BYTES, footprint
 from tilewright.plan.joint import JointPlanner, largest
 from tilewright.plan.joint_plan import Budget
 from tilewright.plan.joint_words import cheapest_changes, timeline, verdict, why
+from tilewright.plan.layer_cost import layer_cost, layer_seconds
 from tilewright.plan.moments import FRAGMENTS, stages
-from tilewright.plan.options import Choice, Links, Setting, choices, layer_cost, layer_seconds
+from tilewright.plan.options import Choice, Links, Setting, choices
 from tilewright.plan.plan_file import is_plan_file, read_plan, to_toml
 from tilewright.plan.published import find_published
 from tilewright.plan.solve import solve
@@ -72,7 +73,7 @@ def test_more_memory_is_never_slower(plans):
 
 def test_seconds_by_part_add_up_to_what_was_minimised(deep, plans):
     for plan in plans:
-        head = plan.seconds["head"] + plan.seconds["loss"]
+        head = sum(deep._head_seconds(plan.shape, plan.setting).values())
         layers = sum(row.count * row.cost.seconds for row in plan.rows)
         assert plan.step_s == pytest.approx(head + layers, rel=1e-6)
 

@@ -19,8 +19,10 @@ from tilewright.plan.classes import ShapeFinder
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint_plan import Budget, JointPlan, Row, bytes_of, chosen
+from tilewright.plan.layer_cost import end_class, layer_cost, layer_seconds
 from tilewright.plan.moments import CHECKPOINT, FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
-from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices, end_class, layer_cost, layer_seconds
+from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices
+from tilewright.plan.roofline import backward_passes, elementwise_s, head_s, loss_s
 from tilewright.plan.shape import LayerClass, ModelShape
 from tilewright.plan.solve import Answer, Cost, Counts, Group, Phase, Problem, least_seconds, seconds, solve
 
@@ -290,12 +292,17 @@ class JointPlanner:
         return layer_cost(found, choice, setting, shape, self.recipe, self.rates, budget.links)
 
     def _head_seconds(self, shape: ModelShape, setting: Setting) -> dict[str, float]:
-        tokens = setting.num_micro * setting.micro_batch * shape.seq_len
-        work = 6.0 * tokens * shape.dim * shape.vocab_size
-        rate = self.rates.matmul_rate(shape.product_format, (shape.dim * shape.vocab_size) ** 0.5)
-        logits = tokens * shape.vocab_size
-        loss = logits * (2 / self.rates.exp + 4 * shape.product_bytes / self.rates.bandwidth)
-        return {"head": work / rate, "loss": loss}
+        """Of what stands behind the layers; a layer-major step that clips by the exact norm runs it twice."""
+        times = setting.num_micro * (setting.passes if setting.executor == "layer_major" else 1)
+        tokens, fmt = setting.micro_batch * shape.seq_len, shape.product_format
+        base = Base.of(shape, setting, self.recipe, self.machine)
+        kept = base.head_kept + (0.0 if shape.foreign else base.head_gradient)
+        found = {
+            "head": head_s(tokens, shape.dim, shape.vocab_size, fmt, self.rates),
+            "loss": loss_s(tokens * shape.vocab_size, shape.loss_compiled, fmt, self.rates),
+            "elementwise": elementwise_s(kept, shape.compiled, fmt, self.rates),
+        }
+        return {name: times * seconds for name, seconds in found.items()}
 
     def _assembled(
         self,
@@ -368,7 +375,7 @@ def _settings(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:
     tiles = dict.fromkeys((recipe.memory.loss_tile, min(recipe.memory.loss_tile, SMALL_LOSS_TILE)))
     if fixed.loss_tile is not None:
         tiles = {fixed.loss_tile: None}
-    passes = 2 if recipe.optim.clip == "exact" and recipe.optim.clip_norm > 0 else 1
+    passes = backward_passes(recipe)
     for tile in tiles:
         for executor in executors(recipe):
             if fixed.executor not in (None, executor):

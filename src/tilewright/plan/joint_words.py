@@ -13,7 +13,8 @@ from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan, Row, describe
-from tilewright.plan.options import choices, layer_cost
+from tilewright.plan.layer_cost import layer_cost
+from tilewright.plan.options import choices
 
 NUM_CHANGES = 3
 WORTH = 1.03
