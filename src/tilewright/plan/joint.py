@@ -19,7 +19,7 @@ from tilewright.plan.classes import ShapeFinder
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint_plan import Budget, JointPlan, Row, bytes_of, chosen
-from tilewright.plan.layer_cost import end_class, layer_cost, layer_seconds
+from tilewright.plan.layer_cost import Products, end_class, layer_cost, layer_seconds
 from tilewright.plan.moments import CHECKPOINT, FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
 from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices
 from tilewright.plan.roofline import backward_passes, elementwise_s, head_s, loss_s
@@ -173,8 +173,7 @@ class JointPlanner:
         if without is not None:
             return without
         real = self.with_recipe(found.recipe).priced(found.setting, found.placement, budget)
-        left = 1 - found.recipe.plan.margin
-        return replace(real, narrowed=found.narrowed) if real.peak_bytes <= left * budget.device else None
+        return replace(real, narrowed=found.narrowed) if real.least_device <= budget.device else None
 
     def smallest(self, budget: Budget) -> JointPlan | None:
         """The plan with the least device memory within the host's budget; None where the host's is too small.
@@ -261,14 +260,11 @@ class JointPlanner:
             else tuple(choices(found, setting, shape, recipe, budget.links, self.fixed.of(found.indices)))
             for found in classes
         )
-        groups = tuple(
-            Group(
-                found.name,
-                found.count,
-                tuple(layer_cost(found, one, setting, shape, recipe, self.rates, budget.links) for one in mine),
-            )
-            for found, mine in zip(classes, options, strict=True)
-        )
+        groups = []
+        for found, mine in zip(classes, options, strict=True):
+            products = Products(found, setting.micro_batch, shape, self.rates)
+            args = (setting, shape, recipe, self.rates, budget.links, products)
+            groups.append(Group(found.name, found.count, tuple(layer_cost(found, one, *args) for one in mine)))
         names = frozenset(found.name for found in ends)
         homes = homes or self._homes(budget)
         moments = phases(shape, setting, recipe, self.machine, names, homes)
@@ -279,7 +275,9 @@ class JointPlanner:
         device = left * budget.device * (1.0 if cpu else 1 - FRAGMENTS)
         limit = float("inf") if cpu else left * budget.host
         journal = journal_bytes(base, setting, recipe) if homes.on_disk else 0.0
-        problem = Problem(groups, tuple(moments), device, limit, sum(host.values()), left * budget.disk - journal)
+        problem = Problem(
+            tuple(groups), tuple(moments), device, limit, sum(host.values()), left * budget.disk - journal
+        )
         return _Table(setting, classes, options, problem, host)
 
     def _homes(self, budget: Budget) -> Homes:
@@ -368,7 +366,7 @@ def _left_out(late: Sequence[OutOfTime]) -> tuple[str, ...]:
 def _settings(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:
     """Everything that may be chosen for the whole model; the smaller loss tile last."""
     batch = recipe.train.batch_size
-    most = min(batch, fixed.most_rows or MOST_ROWS)
+    most = min(batch, fixed.most_rows or max(MOST_ROWS, recipe.train.micro_batch))
     sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch, most)}
     if fixed.micro_batch is not None:
         sizes = {fixed.micro_batch}

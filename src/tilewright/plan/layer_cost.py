@@ -6,6 +6,7 @@ or `published` (guessed shares).
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from tilewright.core.config import Recipe
@@ -34,6 +35,36 @@ HIDDEN_SHARE = 0.02
 equally fast on paper, the one that moves less."""
 
 
+Pass = Literal["fprop", "dgrad", "wgrad"]
+
+
+class Products:
+    """Seconds of the products of a layer in one micro-batch, by pass; no choice changes them.
+
+    Args:
+        found: the layer.
+        rows: of a micro-batch.
+        shape: of the model.
+        rates: of the machine.
+    """
+
+    def __init__(self, found: LayerClass, rows: int, shape: ModelShape, rates: Ceilings) -> None:
+        self.seconds = cache(self._seconds)
+        self._of = found, rows, shape, rates
+
+    def _seconds(self, which: Pass) -> float:
+        """Those that are no linear layer's (experts in one tensor) count as they run."""
+        found, rows, shape, rates = self._of
+        total = 0.0
+        for product in found.products:
+            flops = 2.0 * rows * shape.seq_len * product.share * product.num_weights
+            fmt = getattr(product.gemms, which)
+            name = fmt if fmt not in FP8_FORMATS else "fp8" if "fp8" in rates.matmul else "bf16"
+            padded = flops * (shape.expert_rows if product.share < 1 else 1.0)
+            total += rates.matmul_s(name, product.num_weights**0.5, padded, compiled=shape.compiled)
+        return total + sum(rows * flops / rates.matmul_rate(fmt, shape.dim) for fmt, flops in found.others.items())
+
+
 def layer_cost(
     found: LayerClass,
     choice: Choice,
@@ -42,9 +73,11 @@ def layer_cost(
     recipe: Recipe,
     rates: Ceilings,
     links: Links,
+    products: Products | None = None,
 ) -> Cost:
-    """Bytes and seconds of one layer under a choice."""
-    return _Layer(found, choice, setting, shape, recipe, rates, links).cost()
+    """Bytes and seconds of one layer under a choice. `products`: of this layer and setting, where they are there."""
+    products = products or Products(found, setting.micro_batch, shape, rates)
+    return _Layer(found, choice, setting, shape, recipe, rates, links, products).cost()
 
 
 @dataclass(frozen=True)
@@ -56,6 +89,7 @@ class _Layer:
     recipe: Recipe
     rates: Ceilings
     links: Links
+    products: Products
 
     def cost(self) -> Cost:
         """All of it."""
@@ -211,17 +245,9 @@ class _Layer:
             return 0.0
         return self.products_s("fprop") * self.found.mlp_flops / self.found.product_flops
 
-    def products_s(self, which: str) -> float:
-        """Products of one micro-batch; those that are no linear layer's (experts in one tensor) as they run."""
-        rate, weighted = self.rates, 0.0
-        for product in self.found.products:
-            flops = 2.0 * self.rows * self.shape.seq_len * product.share * product.num_weights
-            fmt = getattr(product.gemms, which)
-            name = fmt if fmt not in FP8_FORMATS else "fp8" if "fp8" in rate.matmul else "bf16"
-            padded = flops * (self.shape.expert_rows if product.share < 1 else 1.0)
-            weighted += rate.matmul_s(name, product.num_weights**0.5, padded, compiled=self.shape.compiled)
-        others = (self.rows * flops / rate.matmul_rate(fmt, self.shape.dim) for fmt, flops in self.found.others.items())
-        return weighted + sum(others)
+    def products_s(self, which: Pass) -> float:
+        """Products of one micro-batch."""
+        return self.products.seconds(which)
 
     def attention_s(self) -> float:
         """Scores and values of one micro-batch, forward."""
@@ -276,7 +302,8 @@ def layer_seconds(
     links: Links,
 ) -> dict[str, float]:
     """What the seconds of `layer_cost` consist of. `link`: what crosses the link and is not hidden."""
-    layer = _Layer(found, choice, setting, shape, recipe, rates, links)
+    made = Products(found, setting.micro_batch, shape, rates)
+    layer = _Layer(found, choice, setting, shape, recipe, rates, links, made)
     micro, passes = setting.num_micro, setting.passes if setting.executor == "layer_major" else 1
     products = layer.products_s("fprop") + passes * (layer.products_s("dgrad") + layer.products_s("wgrad"))
     loops = FORWARD_SHARE + passes * (1 - FORWARD_SHARE)

@@ -56,8 +56,9 @@ from tilewright.training.export import check_export
 from tilewright.training.layer_major_step import LayerMajorExecutor
 from tilewright.training.no_memory import explained
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
-from tilewright.training.planned import Planned, Site, plan_run
+from tilewright.training.planned import Planned, plan_run
 from tilewright.training.run_data import prepare_data
+from tilewright.training.site import Site
 from tilewright.training.slicing import (
     Sliced,
     comes_in_slices,

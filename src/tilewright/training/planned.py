@@ -8,7 +8,6 @@ A run keeps its plan in its folder (`plan.toml`) and goes on under it, so that i
 Called by `assemble.set_up`; `carried` by `loop`, before anything is planned.
 """
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,53 +19,28 @@ from pydantic import ValidationError
 from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
 from tilewright.core.errors import ConfigError, FitError, Problem, TilewrightError, UnknownFitError
-from tilewright.core.hardware import Machine
 from tilewright.core.load import CLI, DEFAULT, Loaded
 from tilewright.core.log import say
 from tilewright.core.placement import Placement
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.plan.auto import Decision, decide, typed, written
-from tilewright.plan.ceilings import Ceilings
+from tilewright.plan.auto import Decision, decide, written
 from tilewright.plan.cost import Plan, make_plan
-from tilewright.plan.fixed import Fixed, fuses
-from tilewright.plan.joint import JointPlanner
-from tilewright.plan.joint_plan import Budget, JointPlan
-from tilewright.plan.joint_words import no_plan, verdict
-from tilewright.plan.links import as_links, disk_speed, existing, host_speed
+from tilewright.plan.fixed import fuses
+from tilewright.plan.joint_plan import JointPlan
+from tilewright.plan.joint_words import verdict
 from tilewright.plan.options import Setting
 from tilewright.plan.plain import plain
 from tilewright.plan.plan_file import PlanFile, read_plan, to_toml
 from tilewright.plan.replan import Replanner
 from tilewright.training.durable import write_whole
 from tilewright.training.placement_words import words
+from tilewright.training.refused import does_not_fit, not_known, nothing_fits
+from tilewright.training.site import Site
 from tilewright.training.slicing import placed
 
 AUTO, NONE = "auto", ""
 FILE = "plan.toml"
 """In a run folder: the plan that the run executes."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a run would be: what a planner asks besides the recipe."""
-
-    vocab_size: int
-    machine: Machine
-    rates: Ceilings
-    tier_dir: Path
-    """Of the disk tier."""
-
-    def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
-        """What the run may use; with `disk`, of the free space of the tier's disk too, whose speed is measured."""
-        device = recipe.plan.device_budget or self.machine.device_memory_bytes
-        speed = disk_speed(self.tier_dir, self.machine, progress=say) if disk else None
-        room = shutil.disk_usage(existing(self.tier_dir)).free if speed is not None else 0
-        links = as_links(host_speed(self.machine, progress=say), speed)
-        return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
-
-    def planner(self, recipe: Recipe, fixed: Fixed = Fixed()) -> JointPlanner:  # noqa: B008 (frozen)
-        """A joint planner of a recipe here."""
-        return JointPlanner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed)
 
 
 @dataclass(frozen=True)
@@ -106,7 +80,10 @@ class Planned:
         recipe = self.loaded.recipe
         away = {tier for layer in self.placement or () for tier in (layer.parameters, layer.states, layer.inputs)}
         disk = "disk" in away | {recipe.memory.parameters, recipe.memory.states, recipe.memory.inputs}
-        planner = self.site.planner(recipe, written(recipe, self.explicit))
+        fixed = written(recipe, self.explicit)
+        if self.joint is None and recipe.memory.executor == "layer_major":
+            fixed = replace(fixed, activations=frozenset(["recompute"]))  # as it stands it fits, and does not grow
+        planner = self.site.planner(recipe, fixed)
         try:
             num_layers = planner.shape(recipe).num_layers
         except TilewrightError as error:
@@ -157,12 +134,11 @@ def plan_run(loaded: Loaded, site: Site, *, running: PlanFile | None = None, goe
         found = _running(loaded, running, site, explicit)
         if found is not None:
             return found
-    plan = make_plan(loaded.recipe, site.vocab_size, site.machine, site.rates)
+    plan = make_plan(loaded.recipe, site.vocab_size, site.machine, site.rates, fixes=False)
     as_it_stands = Planned(loaded, plan, site, explicit=explicit)
     if plan.state == "not known":
         return _not_known(as_it_stands)
-    within = (1 - loaded.recipe.plan.margin) * plan.budget_bytes
-    if wanted == NONE or plan.peak_bytes + plan.reserve_bytes <= within:
+    if wanted == NONE or plan.fits_with(loaded.recipe.plan.margin):
         return _refused(as_it_stands) if not plan.fits else as_it_stands
     return _decided(as_it_stands, goes_on)
 
@@ -215,16 +191,8 @@ def _decided(stands: Planned, goes_on: bool) -> Planned:
         text = f"{peak} of {whole} are planned, which leaves less than plan.margin free; no other plan fits better"
         return replace(stands, events=((text, {"peak_bytes": stands.plan.peak_bytes}),))
     if recipe.plan.enforce:
-        raise no_plan(planner.with_fixed(_last(recipe, stands.explicit)), budget)
+        raise nothing_fits(stands.loaded.recipe, site, stands.explicit, same_numbers=goes_on)
     return replace(stands, events=((f"nothing fits, and plan.enforce = false: {stands.plan.verdict}", {}),))
-
-
-def _last(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
-    """All that may be decided, formats left out: what the error of a run that does not fit is about."""
-    fixed = typed(recipe, explicit)
-    if fixed.activations and fixed.executor is None:  # what layers keep was written for the executor that there is
-        fixed = replace(fixed, executor=recipe.memory.executor)
-    return replace(fixed, most_rows=recipe.train.micro_batch)
 
 
 def _refused(stands: Planned) -> Planned:
@@ -235,27 +203,8 @@ def _refused(stands: Planned) -> Planned:
     """
     if stands.plan.fits or not stands.loaded.recipe.plan.enforce:
         return stands
-    raise does_not_fit(stands.plan)
-
-
-def not_known(plan: Plan) -> UnknownFitError:
-    """The error of a run of which it has to be known, and is not, whether it fits."""
-    return UnknownFitError(
-        "It is not known whether this run fits.",
-        got=plan.unknown,
-        need=f"a peak below {format_bytes(plan.budget_bytes)}; it is more than {format_bytes(plan.peak_bytes)}",
-        try_="tilewright train RECIPE --dry-run --plan.enforce false, which takes two steps and measures them",
-    )
-
-
-def does_not_fit(plan: Plan) -> FitError:
-    """The error of a run that the plan says does not fit, with the cheapest changes that make it fit."""
-    return FitError(
-        "This run does not fit.",
-        got=plan.verdict,
-        need=f"a peak below {format_bytes(plan.budget_bytes)}",
-        try_="\n".join(str(fix) for fix in plan.fixes) or "a smaller model",
-    )
+    site = stands.site  # what makes it fit takes seconds to find, so it is looked for here alone
+    raise does_not_fit(make_plan(stands.loaded.recipe, site.vocab_size, site.machine, site.rates))
 
 
 def _with_plan(stands: Planned, found: Decision) -> Planned:
