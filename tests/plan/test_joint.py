@@ -97,7 +97,8 @@ def test_a_standard_plan_holds_the_bytes_of_the_plain_plan(plans):
 
 
 def test_42_billion_parameters_on_one_card_by_hand():
-    sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": {"batch_size": 4}, "optim": {"clip": "lagged"}}
+    train = {"batch_size": 4, "micro_batch": 4}
+    sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": train, "optim": {"clip": "lagged"}}
     slices = {"executor": "layer_major"}
     recipe = make_recipe(**sections, memory=slices | {"undo": "checkpoint"})
     planner = on_h200(recipe, 128256, OPEN)
