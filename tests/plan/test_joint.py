@@ -14,7 +14,7 @@ from tilewright.plan.changes import cheapest_changes, replan_with
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
 from tilewright.plan.footprint import KIND_BYTES, footprint
-from tilewright.plan.joint import JointPlanner, largest
+from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget
 from tilewright.plan.joint_words import timeline, verdict, why
 from tilewright.plan.layer_cost import layer_cost, layer_seconds
@@ -23,6 +23,7 @@ from tilewright.plan.options import Choice, Links, Setting, choices
 from tilewright.plan.plan_file import is_plan_file, read_plan, to_toml
 from tilewright.plan.published import find_published
 from tilewright.plan.solve import solve
+from tilewright.plan.sweep import largest
 from tilewright.plan.workload import Planner
 
 H200 = find_published("h200")

@@ -66,8 +66,8 @@ def joint_plan(
     """
     with quick_imports():
         from tilewright.plan.changes import cheapest_changes, idle_memory, replan_with
-        from tilewright.plan.joint import largest, pareto
         from tilewright.plan.joint_words import no_plan
+        from tilewright.plan.sweep import largest, pareto
 
     planner, budget = _planner(loaded, options, vocab_size(loaded.recipe), as_json)
     found = largest(planner, budget) if options.largest else planner.plan(budget)

@@ -9,7 +9,7 @@ layer inputs may lie elsewhere; one layer's gradients live at a time.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tilewright.core.config import Recipe
@@ -21,6 +21,10 @@ from tilewright.plan.shape import LayerClass, ModelShape
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 MASTER_BYTES = {"fp32": 4, "split24": 1, "stochastic": 0}
+
+SMALL_LOSS_TILE = 16 * 2**20
+MOST_ROWS = 64
+"""Largest micro-batch tried."""
 
 NOTHING_FIXED = Fixed()
 
@@ -64,6 +68,37 @@ class Setting:
             passes=backward_passes(recipe),
             prefetch=recipe.memory.prefetch,
         )
+
+
+def settings_of(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:
+    """Everything that may be chosen for the whole model; the smaller loss tile last."""
+    batch = recipe.train.batch_size
+    most = min(batch, fixed.most_rows or max(MOST_ROWS, recipe.train.micro_batch))
+    sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch, most)}
+    if fixed.micro_batch is not None:
+        sizes = {fixed.micro_batch}
+    tiles = dict.fromkeys((recipe.memory.loss_tile, min(recipe.memory.loss_tile, SMALL_LOSS_TILE)))
+    if fixed.loss_tile is not None:
+        tiles = {fixed.loss_tile: None}
+    for tile in tiles:
+        for executor in executors(recipe):
+            if fixed.executor not in (None, executor):
+                continue
+            for size in sorted(sizes, reverse=True):
+                rows = {"micro_batch": size, "num_micro": -(-batch // size)}
+                yield replace(Setting.of(recipe), executor=executor, loss_tile=tile, **rows)
+
+
+def executors(recipe: Recipe) -> tuple[Literal["standard", "layer_major"], ...]:
+    """Those that can run a recipe's formats and clipping."""
+    if recipe.optim.clip == "lagged":
+        return ("layer_major",)
+    precision = recipe.precision
+    scaled = {"pure_fp16", "hybrid"} & {precision.mode, precision.start_mode}
+    scaled |= {"fp16"} & {rule.compute for rule in precision.rules}
+    if precision.enabled and (scaled or precision.moves_products):
+        return ("standard",)
+    return ("standard", "layer_major")
 
 
 @dataclass(frozen=True)

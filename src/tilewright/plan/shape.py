@@ -5,9 +5,10 @@ micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tilewright.core.hardware import Machine
+from tilewright.plan.fixed import Fixed
 from tilewright.plan.operands import OperandBytes
 from tilewright.plan.workload import Product
 
@@ -160,6 +161,29 @@ class ModelShape:
     def num_layers(self) -> int:
         """All layers."""
         return sum(found.count for found in self.classes)
+
+    def resized(self, num_layers: int) -> "ModelShape":
+        """The same shape with another number of layers, the most frequent class taking the difference."""
+        if num_layers == self.num_layers:
+            return self
+        most = max(self.classes, key=lambda found: found.count)
+        extra = num_layers - self.num_layers
+        kept = sorted(most.indices)[: max(1, most.count + extra)]
+        more = tuple(range(self.num_layers, self.num_layers + max(0, extra)))
+        classes = tuple(replace(found, indices=(*kept, *more)) if found is most else found for found in self.classes)
+        return replace(self, classes=classes)
+
+    def split(self, fixed: Fixed) -> "ModelShape":
+        """The same shape with a class of its own for layers of one structure that differ in what is fixed."""
+        classes: list[LayerClass] = []
+        for found in self.classes:
+            parts: dict[Fixed, list[int]] = {}
+            for index in found.indices:
+                parts.setdefault(fixed.layers[index], []).append(index)
+            for number, indices in enumerate(parts.values()):
+                name = found.name if len(parts) == 1 else f"{found.name}, part {number + 1}"
+                classes.append(replace(found, name=name, indices=tuple(indices)))
+        return replace(self, classes=tuple(classes))
 
     def class_of(self, layer: int) -> LayerClass:
         """The class of a layer by its number."""
