@@ -244,3 +244,25 @@ def test_idle_memory_is_explained(where, command):
         more = planner.plan(Budget(2 * budget.device, budget.host, budget.links))
         assert more is not None
         assert more.step_s >= found.step_s / SAME
+
+
+@ON
+@pytest.mark.parametrize("name", ["default", "cpu_50m"])
+def test_a_mode_is_offered_as_faster_where_planning_it_says_so(where, name):
+    loaded, budget = load((name,)), budget_of((name,), where, 4.0)
+    planner = planner_for(loaded, where)
+    found = planner.plan(budget)
+    offered = [str(change) for change in cheapest_changes(loaded.recipe, budget, found, replan_with(planner))]
+    modes = (load((name,), "--precision.mode", mode) for mode in ("bf16_mixed", "fp8_tile"))
+    bf16, fp8 = (plain_plan(one, where).step_s for one in modes)
+    assert where == "card" or fp8 > bf16
+    if fp8 > bf16:
+        assert not any("fp8_tile" in text for text in offered)
+
+
+@ON
+def test_an_executor_that_is_typed_says_nothing_of_what_layers_keep(where):
+    command = COMMANDS["default, slices"]
+    found = planner_for(load(command), where).plan(budget_of(command, where, 4.0))
+    assert found.setting.executor == "layer_major"
+    assert {row.choice.activations for row in found.rows if row.indices} == {"keep"}
