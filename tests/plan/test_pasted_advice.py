@@ -88,9 +88,9 @@ def plain_plan(loaded: Loaded, where: str):
 
 @cache
 def whole(command: tuple[str, ...], where: str) -> int:
-    """What a recipe takes as it stands."""
-    plan = plain_plan(load(command), where)
-    return plan.peak_bytes + plan.reserve_bytes
+    """What a recipe takes as it stands, where there is little more."""
+    peak = plain_plan(load(command), where).peak_bytes
+    return peak + plain_plan(load(command, device_budget=peak), where).reserve_bytes  # some of it a share of the budget
 
 
 def budget_of(command: tuple[str, ...], where: str, share: float) -> Budget:
@@ -126,16 +126,16 @@ def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, 
             assert again.tokens_per_s > found.tokens_per_s
 
 
-@pytest.mark.parametrize("share", [1.06, 4.0])
+@pytest.mark.parametrize("share", [1.1, 4.0])
 @EACH
 @ON
 def test_the_fastest_plan_is_no_slower_than_the_recipe_as_it_stands(where, command, share):
     loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, share)
     stands = plain_plan(load(COMMANDS[command], device_budget=budget.device), where)
     found = planner_for(loaded, where).plan(budget)
-    if stands.fits_with(loaded.recipe.plan.margin):
-        assert found is not None
-        assert found.step_s <= 1.005 * stands.step_s, (found.setting, found.seconds, stands.seconds)
+    assert stands.fits_with(loaded.recipe.plan.margin)
+    assert found is not None
+    assert found.step_s <= 1.005 * stands.step_s, (found.setting, found.seconds, stands.seconds)
 
 
 @pytest.mark.parametrize("disk", [False, True])
