@@ -50,7 +50,8 @@ with quick_imports():
     from tilewright.core.hardware import detect_machine
     from tilewright.plan.joint import JointPlanner
     from tilewright.plan.joint_plan import Budget
-    from tilewright.plan.joint_words import cheapest_changes, verdict
+    from tilewright.plan.changes import cheapest_changes, replan_with
+    from tilewright.plan.joint_words import verdict
     from tilewright.plan.options import Links
     from tilewright.plan.published import LINK_SHARE, find_published
 case = json.loads(sys.argv[1])
@@ -67,7 +68,7 @@ if plan is None:
     found["verdict"] = "does not fit"
 else:
     if case["changes"]:
-        cheapest_changes(planner, budget, plan)
+        cheapest_changes(planner.recipe, budget, plan, replan_with(planner))
     found |= {"verdict": verdict(plan), "num_parameters": plan.shape.num_parameters, "step_s": plan.step_s}
     found["changes_cpu_s" if case["changes"] else "_"] = time.process_time() - cpu - used
 found.pop("_", None)

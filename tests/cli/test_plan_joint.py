@@ -102,7 +102,8 @@ def test_more_than_the_machine_has(capsys):
 def test_below_the_smallest_plan(capsys):
     message = error_of(capsys, "--device-memory", "720MiB", code=3)
     assert "This run does not fit." in message
-    assert "the smallest plan takes" in message
+    assert "on the device and" in message
+    assert "for the smallest plan: layer_major" in message
     assert "a step" in message
     for word in ("got", "need", "try"):
         assert f"  {word} " in message

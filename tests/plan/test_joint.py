@@ -10,17 +10,20 @@ from tests.plan.test_cost import MOE
 from tilewright.core.errors import ConfigError
 from tilewright.core.integer_program import OutOfTime
 from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.plan.changes import cheapest_changes, replan_with
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
 from tilewright.plan.footprint import KIND_BYTES, footprint
-from tilewright.plan.joint import JointPlanner, largest
+from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget
-from tilewright.plan.joint_words import cheapest_changes, timeline, verdict, why
+from tilewright.plan.joint_words import timeline, verdict, why
+from tilewright.plan.layer_cost import layer_cost, layer_seconds
 from tilewright.plan.moments import FRAGMENTS, stages
-from tilewright.plan.options import Choice, Links, Setting, choices, layer_cost, layer_seconds
+from tilewright.plan.options import Choice, Links, Setting, choices
 from tilewright.plan.plan_file import is_plan_file, read_plan, to_toml
 from tilewright.plan.published import find_published
 from tilewright.plan.solve import solve
+from tilewright.plan.sweep import largest
 from tilewright.plan.workload import Planner
 
 H200 = find_published("h200")
@@ -72,7 +75,7 @@ def test_more_memory_is_never_slower(plans):
 
 def test_seconds_by_part_add_up_to_what_was_minimised(deep, plans):
     for plan in plans:
-        head = plan.seconds["head"] + plan.seconds["loss"]
+        head = sum(deep._head_seconds(plan.shape, plan.setting).values())
         layers = sum(row.count * row.cost.seconds for row in plan.rows)
         assert plan.step_s == pytest.approx(head + layers, rel=1e-6)
 
@@ -95,14 +98,17 @@ def test_a_standard_plan_holds_the_bytes_of_the_plain_plan(plans):
 
 
 def test_42_billion_parameters_on_one_card_by_hand():
-    sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": {"batch_size": 4}, "optim": {"clip": "lagged"}}
-    recipe = make_recipe(**sections, memory={"undo": "checkpoint"})
+    train = {"batch_size": 4, "micro_batch": 4}
+    sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": train, "optim": {"clip": "lagged"}}
+    slices = {"executor": "layer_major"}
+    recipe = make_recipe(**sections, memory=slices | {"undo": "checkpoint"})
     planner = on_h200(recipe, 128256, OPEN)
     plan = planner.plan(Budget(139 * GIB, 128 * GIB, LINKS))
     assert plan is not None
-    with_journal = planner.with_recipe(make_recipe(**sections))
+    with_journal = planner.with_recipe(make_recipe(**sections, memory=slices))
     assert with_journal.plan(Budget(139 * GIB, 128 * GIB, LINKS)) is None  # its bytes again, on the host
-    changes = cheapest_changes(with_journal, Budget(139 * GIB, 128 * GIB, LINKS), None)
+    budget = Budget(139 * GIB, 128 * GIB, LINKS)
+    changes = cheapest_changes(with_journal.recipe, budget, None, replan_with(with_journal))
     assert any("--memory.undo checkpoint" in str(change) for change in changes)
     assert plan.setting.executor == "layer_major"
     assert plan.setting.moments == "8bit"
@@ -170,9 +176,9 @@ def test_the_largest_model_fits_and_one_layer_more_does_not(deep):
 
 def test_changes_are_faster_and_cheapest_first(deep, plans):
     tight = plans[1]
-    changes = cheapest_changes(deep, tight.budget, tight)
+    changes = cheapest_changes(deep.recipe, tight.budget, tight, replan_with(deep))
     assert 1 <= len(changes) <= 3
-    rates = [change.plan.tokens_per_s for change in changes]
+    rates = [change.tokens_per_s for change in changes]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] > tight.tokens_per_s
 

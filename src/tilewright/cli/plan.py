@@ -55,7 +55,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
         from tilewright.core.hardware import detect_machine
         from tilewright.plan.ceilings import measure
         from tilewright.plan.cost import make_plan
-        from tilewright.training.planned import does_not_fit, not_known
+        from tilewright.training.refused import does_not_fit, not_known
 
     settings = loaded.recipe
     machine = detect_machine(settings.run.device)

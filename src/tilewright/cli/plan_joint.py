@@ -15,7 +15,7 @@ from tilewright.cli.common import print_json, show_table
 from tilewright.core.config import Recipe
 from tilewright.core.env import quick_imports
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.core.load import CLI, Loaded, load_recipe
+from tilewright.core.load import Loaded, load_recipe
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -65,24 +65,27 @@ def joint_plan(
         FitError: nothing fits.
     """
     with quick_imports():
-        from tilewright.plan.joint import largest, pareto
+        from tilewright.plan.changes import cheapest_changes, idle_memory, replan_with
         from tilewright.plan.joint_words import no_plan
+        from tilewright.plan.sweep import largest, pareto
 
     planner, budget = _planner(loaded, options, vocab_size(loaded.recipe), as_json)
     found = largest(planner, budget) if options.largest else planner.plan(budget)
     if found is None:
-        raise no_plan(planner, budget)
+        changes = cheapest_changes(planner.recipe, budget, None, replan_with(planner))
+        raise no_plan(planner, budget, [str(change) for change in changes])
     if options.why:
         lines = _why(planner, found, options.why)
         print_json({"why": lines}) if as_json else click.echo("\n".join(lines))
         return
     other = _other(planner, budget, options, typed, vocab_size)
-    changes = [] if options.largest else _changes(planner, budget, found)
+    changes = [] if options.largest else cheapest_changes(planner.recipe, budget, found, replan_with(planner))
+    idle = "" if options.largest else idle_memory(planner, found)
     curve = pareto(planner, budget) if options.html and not options.largest else []
     if as_json:
-        print_json(_json(found, changes, other, curve))
+        print_json(_json(found, changes, other, curve) | {"idle": idle})
     else:
-        _print(found, changes, other, options)
+        _print(found, changes, other, options, idle)
     _write_files(found, curve, changes, options)
 
 
@@ -90,20 +93,14 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
     import torch
 
     from tilewright.core.hardware import detect_machine
-    from tilewright.plan.auto import typed
+    from tilewright.plan.auto import planner_of
     from tilewright.plan.ceilings import measure
-    from tilewright.plan.joint import JointPlanner
     from tilewright.plan.joint_plan import Budget
     from tilewright.plan.links import as_links, disk_speed, host_speed
     from tilewright.plan.options import Links
     from tilewright.plan.published import GUESSES, HOST_BYTES, LINK_SHARE, find_published
 
     recipe = loaded.recipe
-    open_formats = frozenset(
-        name for name in ("optim.moments", "optim.master") if loaded.sources.get(name, "default") == "default"
-    )
-    said = frozenset(name for name, source in loaded.sources.items() if source.startswith((CLI, "env")))
-    fixed = typed(recipe, said)
     disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
     if options.on:
         row = find_published(options.on)
@@ -119,7 +116,7 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
         links = Links(LINK_SHARE * row.link, DISK_SPEED if disk else None, guessed)
         notes = (f"published, not measured: {row.full_name} ({row.source})", GUESSES)
         budget = Budget(device, host, links, disk)
-        return JointPlanner(recipe, vocab_size, machine, row.ceilings(), open_formats, notes, fixed), budget
+        return planner_of(loaded, vocab_size, machine, row.ceilings(), notes), budget
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     rates = measure(machine, progress=None if quiet else say)
@@ -129,8 +126,7 @@ def _planner(loaded: Loaded, options: JointOptions, vocab_size: int, quiet: bool
     links = as_links(
         host_speed(machine, progress=progress), disk_speed(folder, machine, progress=progress) if disk else None
     )
-    planner = JointPlanner(recipe, vocab_size, machine, rates, open_formats, fixed=fixed)
-    return planner, Budget(device, host, links, disk)
+    return planner_of(loaded, vocab_size, machine, rates), Budget(device, host, links, disk)
 
 
 def _budgets_here(options: JointOptions, machine: "Machine", wanted: int) -> tuple[int, int]:
@@ -192,12 +188,6 @@ def _why(planner: "JointPlanner", found: "JointPlan", text: str) -> list[str]:
             where="--why",
         )
     return why(planner, found, int(match[1]))
-
-
-def _changes(planner: "JointPlanner", budget: "Budget", found: "JointPlan") -> list[Any]:
-    from tilewright.plan.joint_words import cheapest_changes
-
-    return cheapest_changes(planner, budget, found)
 
 
 def _other(
@@ -270,7 +260,9 @@ def _table(plan: "JointPlan") -> tuple[list[str], list[list[str]]]:
     return columns, rows
 
 
-def _print(plan: "JointPlan", changes: list[Any], other: dict[str, str] | None, options: JointOptions) -> None:
+def _print(
+    plan: "JointPlan", changes: list[Any], other: dict[str, str] | None, options: JointOptions, idle: str
+) -> None:
     from tilewright.plan.joint_words import verdict
 
     if options.largest:
@@ -309,7 +301,7 @@ def _print(plan: "JointPlan", changes: list[Any], other: dict[str, str] | None, 
         show_table(
             ["", mine["plan"], other["plan"]], [[k, v, other.get(k, "-")] for k, v in mine.items() if k != "plan"]
         )
-    for note in plan.notes:
+    for note in (*([idle] if idle else []), *plan.notes):
         click.echo(f"note: {note}")
 
 
@@ -346,8 +338,7 @@ def _json(
         "host": {owner: int(size) for owner, size in plan.host.items()},
         "seconds": dict(plan.seconds),
         "changes": [
-            {"what": change.what, "keeps_result": change.keeps_result, "step_s": change.plan.step_s}
-            for change in changes
+            {"what": change.what, "keeps_result": change.keeps_result, "step_s": change.step_s} for change in changes
         ],
         "compared": other,
         "pareto": [

@@ -47,6 +47,18 @@ def format_bytes(count: float) -> str:
     return f"{size:.2f} TiB"
 
 
+def format_budget(count: float) -> str:
+    """Bytes that are enough, as people type a size: rounded up.
+
+    Example:
+        >>> format_budget(1.001 * 2**30), format_budget(500 * 2**20)
+        ('1.01GiB', '500MiB')
+    """
+    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
+    hundredths = math.ceil(100 * count / unit) if unit == 2**30 else 100 * math.ceil(count / unit)
+    return f"{Decimal(hundredths) / 100}{name}"
+
+
 def format_count(count: float) -> str:
     """A count with an SI suffix: parameters, tokens, FLOP.
 

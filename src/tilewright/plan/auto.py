@@ -12,8 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewright.core.config import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.core.load import CLI, DEFAULT, Loaded
 from tilewright.core.placement import KIND_OF
 from tilewright.core.units import format_bytes
+from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.fixed import BESIDE, KEPT, Activations, Fixed, same_bits
 from tilewright.plan.footprint import written_beside
 from tilewright.plan.joint import JointPlanner
@@ -65,19 +68,16 @@ class Decision:
 
 
 def written(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
-    """What somebody wrote down of what is decided layer by layer. Slices that are asked for recompute, as they always
-    do where no plan says otherwise.
+    """What somebody wrote down of what is decided layer by layer. An executor says nothing of what layers keep.
 
     Args:
         recipe: the run's settings.
         explicit: those of them that were written down.
     """
-    memory, standard = recipe.memory, recipe.memory.executor == "standard"
+    memory = recipe.memory
     kept: Activations | None = None
-    if standard and "train.activation_checkpoint" in explicit:
+    if memory.executor == "standard" and "train.activation_checkpoint" in explicit:
         kept = KIND_OF[recipe.train.activation_checkpoint]
-    elif not standard and "memory.executor" in explicit:
-        kept = "recompute"
     return Fixed(
         activations=None if kept is None else frozenset([kept]),
         parameters=memory.parameters if "memory.parameters" in explicit else None,
@@ -95,13 +95,33 @@ def typed(recipe: Recipe, names: frozenset[str]) -> Fixed:
         recipe: the run's settings.
         names: those of them that were written down.
     """
-    memory, train = recipe.memory, recipe.train
+    memory, train, found = recipe.memory, recipe.train, written(recipe, names)
+    chosen = "memory.executor" in names or (found.activations is not None and found.activations != {"keep"})
     return replace(
-        written(recipe, names),
-        executor=memory.executor if "memory.executor" in names else None,
+        found,
+        executor=memory.executor if chosen else None,  # what keeps less than all is said of the standard one alone
         micro_batch=train.micro_batch if "train.micro_batch" in names else None,
         loss_tile=memory.loss_tile if "memory.loss_tile" in names else None,
     )
+
+
+def planner_of(
+    loaded: Loaded, vocab_size: int, machine: Machine, rates: Ceilings, notes: tuple[str, ...] = ()
+) -> JointPlanner:
+    """The planner of a command: what is typed, or set by a variable of the environment, is fixed, and the optimizer's
+    formats are open where nobody wrote them down.
+
+    Args:
+        loaded: the recipe.
+        vocab_size: of the tokenizer.
+        machine: where it would run.
+        rates: of the machine.
+        notes: what the caller knows of the rates.
+    """
+    open_formats = frozenset(name for name in FORMATS if loaded.sources.get(name, DEFAULT) == DEFAULT)
+    said = frozenset(name for name, source in loaded.sources.items() if source.startswith((CLI, "env")))
+    fixed = typed(loaded.recipe, said)
+    return JointPlanner(loaded.recipe, vocab_size, machine, rates, open_formats, notes, fixed)
 
 
 def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_numbers: bool) -> Iterator[Stage]:
@@ -122,9 +142,9 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
         mlp_tiles=memory.mlp_tiles,
         attention_block=memory.attention_block,
     )
-    if memory.executor == "standard":
-        kinds = same_bits(recipe, fused, KIND_OF[train.activation_checkpoint]) & (now.activations or KEPT)
-        now = replace(now, activations=None if kinds == KEPT else kinds)
+    standing = KIND_OF[train.activation_checkpoint] if memory.executor == "standard" else "recompute"
+    kinds = same_bits(recipe, fused, standing) & (now.activations or KEPT)
+    now = replace(now, activations=None if kinds == KEPT else kinds)
     seen: list[Stage] = []
 
     def fresh(stage: Stage) -> Iterator[Stage]:

@@ -33,7 +33,7 @@ from tilewright.plan.footprint import KIND_BYTES, Pages, held_codes, layer_stora
 from tilewright.plan.layer_trace import TracedLayer, trace_layers
 from tilewright.plan.live_bytes import GemmKind
 from tilewright.plan.roofline import FORMAT_OF, element_passes, expert_rows, walked
-from tilewright.plan.shape import LayerClass, Line, ModelShape
+from tilewright.plan.shape import Coding, LayerClass, Line, ModelShape
 from tilewright.plan.stacks import find_stack, keep_layers
 from tilewright.plan.traced import free_pages
 from tilewright.plan.workload import BYTES, DTYPES, Planner, Workload, products_of
@@ -214,6 +214,7 @@ def _foreign_shape(
                 others=_by_format(one.others),
                 operations=one.operations,
                 codes=float(held_codes(products, machine)),
+                coding=Coding.of(products, recipe.data.seq_len, machine),
             )
         )
     net: Any = model.net
@@ -328,7 +329,8 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
         everything = Line(kept["none"].fixed, kept["none"].per_row + mask)
         of_mlp = Line(0, mlp * kept["none"].per_row)
         fused = work.compiled and not moe  # as in `plan.roofline`
-        walked = _kept(work, short.config, place, storages if fused else eager, "none", policy, 1)
+        passed = storages if fused else eager
+        walked = [_kept(work, short.config, place, passed, "none", policy, rows) for rows in (1, 2)]
         wide = layer_parameters(config, index)
         widths = (config.expert_dim if moe else config.ffn_dim, config.dim)
         products = tuple(p for p in work.products[mode] if f".layers.{place}." in p.fqn)
@@ -345,7 +347,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 kept_attention=kept["attention"],
                 input=Line(0, recipe.data.seq_len * config.dim * BYTES[policy.stream]),
                 work=Line(0, share * kept["none"].per_row),
-                moved=Line(0, element_passes(fused) * walked),
+                moved=Line.through(*walked).times(element_passes(fused)),
                 fused=fused,
                 mlp_kept=of_mlp,
                 mlp_work=Line(0, share * of_mlp.per_row),
@@ -359,6 +361,7 @@ def _decoder_shape(skeleton: _Skeleton, recipe: Recipe, policy: Policy, mode: st
                 largest_weight=_largest((config.dim * width for width in widths), machine),
                 called_experts=config.num_experts if moe else 0,
                 codes=float(held_codes(products, machine)),
+                coding=Coding.of(products, recipe.data.seq_len, machine),
             )
         )
     return ModelShape(

@@ -12,9 +12,10 @@ from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.plan.ceilings import Ceilings
 from tilewright.plan.explain import plan_table, plan_verdict
-from tilewright.plan.fixes import Fix, changed, find_fixes
+from tilewright.plan.fixes import Fix, find_fixes
 from tilewright.plan.footprint import footprint
 from tilewright.plan.layer_major import layer_major_footprint
+from tilewright.plan.moments import FRAGMENTS
 from tilewright.plan.roofline import binding, step_seconds
 from tilewright.plan.traced import traced_footprint
 from tilewright.plan.workload import Planner, Workload
@@ -73,6 +74,10 @@ class Plan:
             return "does not fit"
         return "not known" if self.unknown else "fits"
 
+    def fits_with(self, margin: float) -> bool:
+        """Whether the peak leaves so much of the budget free: only then is a run as its recipe says."""
+        return self.peak_bytes + self.reserve_bytes <= (1 - margin) * self.budget_bytes
+
     @property
     def fits(self) -> bool:
         """Whether the run is known to fit."""
@@ -114,7 +119,7 @@ class Plan:
         return cls(**fields)
 
 
-def make_plan(recipe: Recipe, vocab_size: int, machine: Machine, rates: Ceilings) -> Plan:
+def make_plan(recipe: Recipe, vocab_size: int, machine: Machine, rates: Ceilings, *, fixes: bool = True) -> Plan:
     """Plan a run.
 
     Args:
@@ -122,20 +127,21 @@ def make_plan(recipe: Recipe, vocab_size: int, machine: Machine, rates: Ceilings
         vocab_size: of the tokenizer; classes for image classification.
         machine: where it would run; its memory is the budget unless `plan.device_budget` is set.
         rates: measured ceilings of that machine.
+        fixes: look for changes that make it fit where it does not.
 
     Raises:
         ConfigError, CheckpointError: the model cannot be built.
     """
     planner = Planner(vocab_size, machine)
     plan = _plan(planner.workload(recipe), rates)
-    if plan.fits or plan.unknown:
+    if plan.fits or plan.unknown or not fixes:
         return plan
 
-    def fix(base: Recipe, settings: dict[str, Any], keeps_result: bool) -> Fix:
-        other = changed(base, settings)
+    def fix(other: Recipe, settings: dict[str, Any], keeps_result: bool) -> Fix:
         smaller = Planner(settings["data.vocab_size"], machine) if "data.vocab_size" in settings else planner
         tried = _plan(smaller.workload(other), rates)
-        return Fix(settings, keeps_result, tried.fits, tried.peak_bytes, tried.step_s, 1 / tried.tokens_per_s)
+        fits = tried.fits and tried.fits_with(other.plan.margin)
+        return Fix(settings, keeps_result, fits, tried.peak_bytes, tried.step_s, 1 / tried.tokens_per_s)
 
     return Plan(**{**_fields(plan), "fixes": find_fixes(recipe, fix)})
 
@@ -151,13 +157,14 @@ def _plan(work: Workload, rates: Ceilings) -> Plan:
         bytes_ = traced_footprint(work) if work.trace is not None else footprint(work)
     seconds = step_seconds(work, rates)
     budget = work.recipe.plan.device_budget or work.machine.device_memory_bytes
+    lost = 0 if work.machine.device == "cpu" else int(FRAGMENTS * budget)
     return Plan(
         device=work.machine.device,
         num_parameters=work.num_parameters,
         phases=bytes_.phases,
         other_parts=bytes_.other_parts,
         budget_bytes=budget,
-        reserve_bytes=bytes_.reserve_bytes,
+        reserve_bytes=bytes_.reserve_bytes + lost,
         seconds=seconds,
         tokens_per_step=work.step_tokens,
         bound_by=binding(seconds),

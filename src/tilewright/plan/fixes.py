@@ -5,10 +5,13 @@ settings that change what is learned or how exactly (8- and 16-bit formats, shor
 kind comes first; inside a kind the order is that of seconds a token. Called by `plan.cost`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
+from tilewright.core.check import conflicts
 from tilewright.core.config import Recipe
 from tilewright.core.placement import KIND_OF
 from tilewright.core.units import format_bytes, format_seconds
@@ -28,9 +31,10 @@ class Fix:
     token_s: float
 
     def __str__(self) -> str:
-        settings = " ".join(f"--{name} {value}" for name, value in self.settings.items())
         ends = "" if self.fits else ", still too much"
-        return f"{settings:<44} peak {format_bytes(self.peak_bytes)}, step {format_seconds(self.step_s)}{ends}"
+        return (
+            f"{words(self.settings):<44} peak {format_bytes(self.peak_bytes)}, step {format_seconds(self.step_s)}{ends}"
+        )
 
 
 def changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
@@ -41,6 +45,24 @@ def changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
         sections.setdefault(section, {})[field] = value
     update = {name: getattr(recipe, name).model_copy(update=fields) for name, fields in sections.items()}
     return recipe.model_copy(update=update)
+
+
+def words(settings: Mapping[str, Any]) -> str:
+    """Settings as they are typed."""
+    return " ".join(f"--{name} {value}" for name, value in settings.items())
+
+
+def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
+    """The recipe with other settings; None where they are not allowed, alone or together."""
+    values = recipe.model_dump()
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        values[section][field] = value
+    try:
+        found = Recipe.model_validate(values)
+    except ValidationError:
+        return None
+    return None if conflicts(found) else found
 
 
 def candidates(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -118,9 +140,10 @@ def find_fixes(recipe: Recipe, plan: Callable[[Recipe, dict[str, Any], bool], Fi
 
     Args:
         recipe: does not fit.
-        plan: plans the recipe with the settings and returns the fix.
+        plan: plans the recipe that it is given, which has the settings already, and returns the fix.
     """
-    found = [plan(recipe, settings, keeps) for settings, keeps in candidates(recipe)]
+    allowed = ((accepted(recipe, settings), settings, keeps) for settings, keeps in candidates(recipe))
+    found = [plan(other, settings, keeps) for other, settings, keeps in allowed if other is not None]
     fitting = sorted((fix for fix in found if fix.fits), key=lambda fix: (not fix.keeps_result, fix.token_s))
     if not fitting:
         return tuple(sorted(found, key=lambda fix: fix.peak_bytes)[:NUM_FIXES])

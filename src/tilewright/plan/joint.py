@@ -19,10 +19,12 @@ from tilewright.plan.classes import ShapeFinder
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.fixes import changed
 from tilewright.plan.joint_plan import Budget, JointPlan, Row, bytes_of, chosen
+from tilewright.plan.layer_cost import Products, end_class, layer_cost, layer_seconds
 from tilewright.plan.moments import CHECKPOINT, FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
-from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices, end_class, layer_cost, layer_seconds
+from tilewright.plan.options import NOTHING_FIXED, Choice, Setting, choices, settings_of
+from tilewright.plan.roofline import elementwise_s, head_s, loss_s
 from tilewright.plan.shape import LayerClass, ModelShape
-from tilewright.plan.solve import Answer, Cost, Counts, Group, Phase, Problem, least_seconds, seconds, solve
+from tilewright.plan.solve import Answer, Counts, Group, Phase, Problem, least_seconds, seconds, solve
 
 FORMATS = (
     {"optim.moments": "bf16"},
@@ -32,11 +34,8 @@ FORMATS = (
 )
 """What the optimizer may be narrowed to where the recipe leaves it open, the widest first."""
 FORMAT_FIELDS = {"optim.moments", "optim.master"}
-SMALL_LOSS_TILE = 16 * 2**20
 GAP = 1e-4
 """Share of the best step time by which a plan may miss it: far below what the rates are known to."""
-MOST_ROWS = 64
-"""Largest micro-batch tried."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,8 @@ class JointPlanner:
             self._shapes[recipe.optim.master] = self._finder.find(recipe)
         found = self._shapes[recipe.optim.master]
         if self._layers is not None:
-            return _resized(found, self._layers)
-        return _split(found, self.fixed) if self.fixed.layers else found
+            return found.resized(self._layers)
+        return found.split(self.fixed) if self.fixed.layers else found
 
     def plan(self, budget: Budget) -> JointPlan | None:
         """The fastest plan within a budget, `plan.margin` left free; None where nothing fits.
@@ -131,7 +130,7 @@ class JointPlanner:
             best: tuple[float, _Table, Answer] | None = None
             late: list[OutOfTime] = []
             shape = self.shape(recipe)
-            for setting in _settings(recipe, self.fixed):
+            for setting in settings_of(recipe, self.fixed):
                 if best is not None and setting.loss_tile < best[1].setting.loss_tile:
                     break  # smaller tiles come last: they save memory and no time
                 table = self._table(recipe, shape, setting, budget)
@@ -171,8 +170,7 @@ class JointPlanner:
         if without is not None:
             return without
         real = self.with_recipe(found.recipe).priced(found.setting, found.placement, budget)
-        left = 1 - found.recipe.plan.margin
-        return replace(real, narrowed=found.narrowed) if real.peak_bytes <= left * budget.device else None
+        return replace(real, narrowed=found.narrowed) if real.least_device <= budget.device else None
 
     def smallest(self, budget: Budget) -> JointPlan | None:
         """The plan with the least device memory within the host's budget; None where the host's is too small.
@@ -184,7 +182,7 @@ class JointPlanner:
         late: list[OutOfTime] = []
         for recipe, narrowed in self._recipes():
             shape = self.shape(recipe)
-            settings = list(_settings(recipe, self.fixed))
+            settings = list(settings_of(recipe, self.fixed))
             fewest = min(setting.micro_batch for setting in settings)
             for setting in settings:
                 if setting.micro_batch > fewest:
@@ -225,7 +223,8 @@ class JointPlanner:
         rows: list[Row] = []
         for found in table.classes:
             mine = [ends[found.name]] if found.indices == (-1,) else [layers[i] for i in found.indices]
-            costs = {choice: self._cost(found, choice, setting, shape, budget) for choice in dict.fromkeys(mine)}
+            args = (setting, shape, self.recipe, self.rates, budget.links)
+            costs = {choice: layer_cost(found, choice, *args) for choice in dict.fromkeys(mine)}
             for choice in sorted(costs, key=lambda choice: -costs[choice].kept):
                 taken = tuple(i for i, one in zip(found.indices, mine, strict=True) if one == choice and i >= 0)
                 rows.append(Row(found.name, taken, choice, costs[choice]))
@@ -259,14 +258,11 @@ class JointPlanner:
             else tuple(choices(found, setting, shape, recipe, budget.links, self.fixed.of(found.indices)))
             for found in classes
         )
-        groups = tuple(
-            Group(
-                found.name,
-                found.count,
-                tuple(layer_cost(found, one, setting, shape, recipe, self.rates, budget.links) for one in mine),
-            )
-            for found, mine in zip(classes, options, strict=True)
-        )
+        groups = []
+        for found, mine in zip(classes, options, strict=True):
+            products = Products(found, setting.micro_batch, shape, self.rates)
+            args = (setting, shape, recipe, self.rates, budget.links, products)
+            groups.append(Group(found.name, found.count, tuple(layer_cost(found, one, *args) for one in mine)))
         names = frozenset(found.name for found in ends)
         homes = homes or self._homes(budget)
         moments = phases(shape, setting, recipe, self.machine, names, homes)
@@ -277,7 +273,9 @@ class JointPlanner:
         device = left * budget.device * (1.0 if cpu else 1 - FRAGMENTS)
         limit = float("inf") if cpu else left * budget.host
         journal = journal_bytes(base, setting, recipe) if homes.on_disk else 0.0
-        problem = Problem(groups, tuple(moments), device, limit, sum(host.values()), left * budget.disk - journal)
+        problem = Problem(
+            tuple(groups), tuple(moments), device, limit, sum(host.values()), left * budget.disk - journal
+        )
         return _Table(setting, classes, options, problem, host)
 
     def _homes(self, budget: Budget) -> Homes:
@@ -286,16 +284,18 @@ class JointPlanner:
         on_disk = budget.links.disk is not None
         return Homes(travels=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
-    def _cost(self, found: LayerClass, choice: Choice, setting: Setting, shape: ModelShape, budget: Budget) -> Cost:
-        return layer_cost(found, choice, setting, shape, self.recipe, self.rates, budget.links)
-
     def _head_seconds(self, shape: ModelShape, setting: Setting) -> dict[str, float]:
-        tokens = setting.num_micro * setting.micro_batch * shape.seq_len
-        work = 6.0 * tokens * shape.dim * shape.vocab_size
-        rate = self.rates.matmul_rate(shape.product_format, (shape.dim * shape.vocab_size) ** 0.5)
-        logits = tokens * shape.vocab_size
-        loss = logits * (2 / self.rates.exp + 4 * shape.product_bytes / self.rates.bandwidth)
-        return {"head": work / rate, "loss": loss}
+        """Of what stands behind the layers; a layer-major step that clips by the exact norm runs it twice."""
+        times = setting.num_micro * (setting.passes if setting.executor == "layer_major" else 1)
+        tokens, fmt = setting.micro_batch * shape.seq_len, shape.product_format
+        base = Base.of(shape, setting, self.recipe, self.machine)
+        kept = base.head_kept + (0.0 if shape.foreign else base.head_gradient)
+        found = {
+            "head": head_s(tokens, shape.dim, shape.vocab_size, fmt, self.rates),
+            "loss": loss_s(tokens * shape.vocab_size, shape.loss_compiled, fmt, self.rates),
+            "elementwise": elementwise_s(kept, shape.compiled, fmt, self.rates),
+        }
+        return {name: times * seconds for name, seconds in found.items()}
 
     def _assembled(
         self,
@@ -358,46 +358,6 @@ def _left_out(late: Sequence[OutOfTime]) -> tuple[str, ...]:
     return (f"the solver found nothing in {PATIENCE_S:g} s for {len(late)} of the settings, which are left out",)
 
 
-def _settings(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:
-    """Everything that may be chosen for the whole model; the smaller loss tile last."""
-    batch = recipe.train.batch_size
-    most = min(batch, fixed.most_rows or MOST_ROWS)
-    sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch, most)}
-    if fixed.micro_batch is not None:
-        sizes = {fixed.micro_batch}
-    tiles = dict.fromkeys((recipe.memory.loss_tile, min(recipe.memory.loss_tile, SMALL_LOSS_TILE)))
-    if fixed.loss_tile is not None:
-        tiles = {fixed.loss_tile: None}
-    passes = 2 if recipe.optim.clip == "exact" and recipe.optim.clip_norm > 0 else 1
-    for tile in tiles:
-        for executor in executors(recipe):
-            if fixed.executor not in (None, executor):
-                continue
-            for size in sorted(sizes, reverse=True):
-                yield Setting(
-                    executor=executor,  # type: ignore[arg-type]
-                    micro_batch=size,
-                    num_micro=-(-batch // size),
-                    moments=recipe.optim.moments,
-                    master=recipe.optim.master,
-                    loss_tile=tile,
-                    passes=passes,
-                    prefetch=recipe.memory.prefetch,
-                )
-
-
-def executors(recipe: Recipe) -> tuple[str, ...]:
-    """Those that can run a recipe's formats and clipping."""
-    if recipe.optim.clip == "lagged":
-        return ("layer_major",)
-    precision = recipe.precision
-    scaled = {"pure_fp16", "hybrid"} & {precision.mode, precision.start_mode}
-    scaled |= {"fp16"} & {rule.compute for rule in precision.rules}
-    if precision.enabled and (scaled or precision.moves_products):
-        return ("standard",)
-    return ("standard", "layer_major")
-
-
 def _rows(table: _Table, counts: Counts) -> Iterator[Row]:
     """Options with their layers. What keeps more lies higher: backward lets go of it first."""
     for found, mine, group, row in zip(table.classes, table.options, table.problem.groups, counts, strict=True):
@@ -436,65 +396,4 @@ def _owners(
     work = total + running - sum(found.values()) - process
     found["work"] = work if work >= 1 else 0.0
     found["process"] = process
-    return found
-
-
-def _resized(shape: ModelShape, num_layers: int) -> ModelShape:
-    """The same shape with another number of layers."""
-    if num_layers == shape.num_layers:
-        return shape
-    most = max(shape.classes, key=lambda found: found.count)
-    extra = num_layers - shape.num_layers
-    kept = sorted(most.indices)[: max(1, most.count + extra)]
-    more = tuple(range(shape.num_layers, shape.num_layers + max(0, extra)))
-    classes = tuple(replace(found, indices=(*kept, *more)) if found is most else found for found in shape.classes)
-    return replace(shape, classes=classes)
-
-
-def _split(shape: ModelShape, fixed: Fixed) -> ModelShape:
-    """The same shape with a class of its own for layers of one structure that differ in what is fixed."""
-    classes: list[LayerClass] = []
-    for found in shape.classes:
-        parts: dict[Fixed, list[int]] = {}
-        for index in found.indices:
-            parts.setdefault(fixed.layers[index], []).append(index)
-        for number, indices in enumerate(parts.values()):
-            name = found.name if len(parts) == 1 else f"{found.name}, part {number + 1}"
-            classes.append(replace(found, name=name, indices=tuple(indices)))
-    return replace(shape, classes=tuple(classes))
-
-
-def largest(planner: JointPlanner, budget: Budget) -> JointPlan | None:
-    """The plan of the deepest model of this shape that fits; None where not even one layer a class does."""
-    shape = planner.shape(planner.recipe)
-    least = len(shape.classes)
-    low, high = least - 1, max(2 * shape.num_layers, least)
-    found: dict[int, JointPlan] = {}
-
-    def fits(num_layers: int) -> bool:
-        plan = planner.with_layers(num_layers).plan(budget)
-        if plan is not None:
-            found[num_layers] = plan
-        return plan is not None
-
-    while high < 4096 and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return found.get(low)
-
-
-def pareto(planner: JointPlanner, budget: Budget, points: int = 6) -> list[JointPlan]:
-    """Fastest plans at several device budgets, from the least that fits to the budget itself."""
-    least = planner.smallest(budget)
-    found: list[JointPlan] = []
-    if least is None:
-        return found
-    low = min(least.peak_bytes / (1 - FRAGMENTS) / (1 - planner.recipe.plan.margin) * 1.01, budget.device)
-    for i in range(points):
-        device = low + (budget.device - low) * i / (points - 1)
-        plan = planner.plan(replace(budget, device=device))
-        if plan is not None:
-            found.append(plan)
     return found

@@ -12,10 +12,13 @@ from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.placement import KIND_OF, LayerPlacement, Placement
 from tilewright.plan.fixed import INPUTS_OF
-from tilewright.plan.moments import Base, journal_bytes
+from tilewright.plan.moments import FRAGMENTS, Base, journal_bytes
 from tilewright.plan.options import Choice, Links, Setting, state_bytes
 from tilewright.plan.shape import ModelShape, ranges
 from tilewright.plan.solve import Cost
+
+_SPARE = 1 + 1e-6
+"""What the solver's tolerance may use up of a budget (`solve`), and more."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,28 @@ class JointPlan:
         return used + journal_bytes(
             Base.of(self.shape, self.setting, self.recipe, self.machine), self.setting, self.recipe
         )
+
+    @property
+    def least_device(self) -> float:
+        """Device memory of a budget in which this plan is accepted: what it takes, `plan.margin`, and on a GPU what its
+        allocator cannot hand out."""
+        lost = 0.0 if self.machine.device == "cpu" else FRAGMENTS
+        taken = self.peak_bytes - lost * self.budget.device
+        return _SPARE * taken / (self._left * (1 - lost))
+
+    @property
+    def least_host(self) -> float:
+        """The same of the host's memory."""
+        return _SPARE * self.host_bytes / self._left
+
+    @property
+    def least_disk(self) -> float:
+        """The same of the disk's."""
+        return _SPARE * self.disk_bytes / self._left
+
+    @property
+    def _left(self) -> float:
+        return 1 - self.recipe.plan.margin
 
     @property
     def placement(self) -> Placement:

@@ -1,23 +1,18 @@
-"""A joint plan in words: one sentence, what binds, one layer explained, the cheapest changes, the timeline.
+"""A joint plan in words: one sentence, what binds, one layer explained, what it takes to fit, the timeline.
 
 Called by `cli.plan_joint` and `training.planned`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from tilewright.core.config import Recipe
 from tilewright.core.errors import FitError
-from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.plan.fixes import changed
+from tilewright.core.units import format_budget, format_bytes, format_count, format_seconds
 from tilewright.plan.joint import JointPlanner
 from tilewright.plan.joint_plan import Budget, JointPlan, Row, describe
-from tilewright.plan.options import choices, layer_cost
+from tilewright.plan.layer_cost import layer_cost
+from tilewright.plan.options import choices
 
-NUM_CHANGES = 3
-WORTH = 1.03
-"""Times as many tokens a second: what gains less is not worth a change, and is below what the rates are known to."""
 NEAR = 0.97
 """Of what a plan may use of a budget: from here on it binds."""
 
@@ -49,73 +44,19 @@ def scarce_memory(plan: JointPlan) -> list[str]:
     return [*found, "host memory"] if plan.host and plan.host_bytes >= near * plan.budget.host else found
 
 
-@dataclass(frozen=True)
-class Change:
-    """One change of recipe or machine, and the plan with it. `keeps_result`: the same losses up to rounding."""
+def no_plan(planner: JointPlanner, budget: Budget, changes: Sequence[str]) -> FitError:
+    """The smallest budgets with a plan and what it takes, and changes that make the run fit.
 
-    what: str
-    keeps_result: bool
-    plan: JointPlan | None
-
-    def __str__(self) -> str:
-        if self.plan is None:
-            return f"{self.what}: does not fit either"
-        learned = "" if self.keeps_result else "; changes what is learned"
-        return (
-            f"{self.what}: {format_seconds(self.plan.step_s)} a step, {format_count(self.plan.tokens_per_s)} tokens/s"
-            f"{learned}"
-        )
-
-
-def candidates(recipe: Recipe, budget: Budget, found: JointPlan | None) -> Iterator[tuple[str, bool, Recipe, Budget]]:
-    """Changes worth trying: (words, same losses, recipe, budget)."""
-    settings: list[tuple[dict[str, Any], bool]] = []
-    if recipe.train.checkpoint_inputs == "exact":
-        settings.append(({"train.activation_checkpoint": "full", "train.checkpoint_inputs": "fp8"}, False))
-    layer_major = found is None or found.setting.executor == "layer_major"
-    if layer_major and recipe.optim.clip == "exact" and recipe.optim.clip_norm:
-        settings.append(({"optim.clip": "lagged"}, False))
-    if layer_major and recipe.optim.clip == "lagged" and recipe.memory.undo == "journal":
-        settings.append(({"memory.undo": "checkpoint"}, True))
-    if found is None or not found.narrowed:
-        if recipe.optim.moments != "8bit":
-            settings.append(({"optim.moments": "8bit"}, False))
-        if recipe.optim.master == "fp32" and recipe.precision.mode == "bf16_mixed":
-            settings.append(({"optim.master": "stochastic", "optim.moments": "8bit"}, False))
-    if recipe.precision.mode == "bf16_mixed":
-        settings.append(({"precision.mode": "fp8_tile"}, False))
-    if found is None and recipe.train.batch_size > 1:
-        settings.append(({"train.batch_size": recipe.train.batch_size // 2}, False))
-    if found is None and recipe.data.seq_len >= 256:
-        settings.append(({"data.seq_len": recipe.data.seq_len // 2}, False))
-    for values, keeps in settings:
-        words = " ".join(f"--{name} {value}" for name, value in values.items())
-        yield words, keeps, changed(recipe, values), budget
-    yield "half as much device memory again", True, recipe, replace(budget, device=1.5 * budget.device)
-    if budget.links.host:
-        yield "twice the host memory", True, recipe, replace(budget, host=2 * budget.host)
-
-
-def cheapest_changes(planner: JointPlanner, budget: Budget, found: JointPlan | None) -> list[Change]:
-    """The changes that gain most time a token; where nothing fits, those that make it fit."""
-    tried = []
-    for words, keeps, recipe, other in candidates(planner.recipe, budget, found):
-        other_planner = planner if recipe is planner.recipe else planner.with_recipe(recipe)
-        plan = other_planner.plan(other)
-        if plan is not None and (found is None or plan.tokens_per_s > WORTH * found.tokens_per_s):
-            tried.append(Change(words, keeps, plan))
-    tried.sort(key=lambda change: -change.plan.tokens_per_s if change.plan else 0.0)
-    return tried[:NUM_CHANGES]
-
-
-def no_plan(planner: JointPlanner, budget: Budget) -> FitError:
-    """The smallest plan there is and what it takes, and changes that make the run fit."""
+    Args:
+        planner: may choose what the command may.
+        budget: in which nothing fits.
+        changes: from `changes.cheapest_changes`.
+    """
     least = planner.smallest(budget)
     with_host = planner.smallest(replace(budget, host=float("inf"))) if budget.links.host else None
     with_disk = planner.smallest(replace(budget, disk=float("inf"))) if budget.links.disk else None
     enough_host = least is not None
     least = least or with_host
-    changes = [str(change) for change in cheapest_changes(planner, budget, None)]
     given = f"{format_bytes(budget.device)} on the device"
     given += f" and {format_bytes(budget.host)} on the host" if budget.links.host else ""
     given += f" and {format_bytes(budget.disk)} on the disk" if budget.links.disk else ""
@@ -126,22 +67,26 @@ def no_plan(planner: JointPlanner, budget: Budget) -> FitError:
             "This run does not fit.", got=given, need="a smaller model", try_="\n".join(changes) or "--largest"
         )
     formats = "".join(f", {name} = {value}" for name, value in least.narrowed.items())
-    host = f" and {format_bytes(least.host_bytes)} on the host" if least.host else ""
     why = "" if enough_host else "; the host's memory is what is missing first"
     other = ""
-    if enough_host and with_host is not None and with_host.peak_bytes < 0.9 * least.peak_bytes:
-        device, host_needed = format_bytes(with_host.peak_bytes), format_bytes(with_host.host_bytes)
-        other = f"\nor {device} on the device and {host_needed} on the host"
-    if with_disk is not None and with_disk.peak_bytes < 0.9 * least.peak_bytes:
-        device, disk_needed = format_bytes(with_disk.peak_bytes), format_bytes(with_disk.disk_bytes)
-        other += f"\nor {device} on the device and {disk_needed} on the disk"
+    if enough_host and with_host is not None and with_host.least_device < 0.9 * least.least_device:
+        other = f"\nor {_budgets(with_host)}"
+    if with_disk is not None and with_disk.least_device < 0.9 * least.least_device:
+        other += f"\nor {_budgets(with_disk)}"
     return FitError(
         "This run does not fit.",
         got=f"{given}{why}",
-        need=f"the smallest plan takes {format_bytes(least.peak_bytes)} on the device{host}: {least.setting.executor}, "
-        f"micro_batch {least.setting.micro_batch}{formats}; {format_seconds(least.step_s)} a step{other}",
+        need=f"{_budgets(least)} for the smallest plan: {least.setting.executor}, micro_batch "
+        f"{least.setting.micro_batch}{formats}; {format_seconds(least.step_s)} a step{other}",
         try_="\n".join(changes) or "a smaller model; --largest names the deepest that fits",
     )
+
+
+def _budgets(plan: JointPlan) -> str:
+    """The least budgets in which a plan is accepted, its margin included."""
+    found = f"{format_budget(plan.least_device)} on the device"
+    found += f" and {format_budget(plan.least_host)} on the host" if plan.host else ""
+    return found + (f" and {format_budget(plan.least_disk)} on the disk" if plan.disk_bytes else "")
 
 
 def why(planner: JointPlanner, plan: JointPlan, layer: int) -> list[str]:

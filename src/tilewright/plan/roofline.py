@@ -10,22 +10,16 @@ from typing import Literal
 
 import torch
 
+from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.models.activation_bytes import FP32, role, shared_input
+from tilewright.models.activation_bytes import FP32, head_bytes, layer_bytes, role, tile_bytes, weight_copy_bytes
 from tilewright.models.count import count_flops
 from tilewright.plan.ceilings import Ceilings
-from tilewright.plan.fixes import changed
-from tilewright.plan.footprint import activation_bytes, head_shape, product_bytes
+from tilewright.plan.footprint import head_shape, layer_storages, product_bytes, storage
+from tilewright.plan.operands import OperandBytes, uncast
 from tilewright.plan.trace import Trace
 from tilewright.plan.workload import BYTES, Product, Workload, fp8_unit
-from tilewright.precision.gemms import FP8_FORMATS, Gemms
-
-_READ_BYTES = 2
-"""An element of an input or gradient as quantisation reads it; each copy that it writes has one byte."""
-_DECODE_BYTES = 3
-"""A code is read, a BF16 number written."""
-_WEIGHT_BYTES = 5
-"""A weight is read in FP32, its FP8 data written: once per step on a CPU, in each pass on a GPU (`weight_store`)."""
+from tilewright.precision.gemms import FP8_FORMATS
 
 FORWARD_SHARE = 0.39
 """Of the bytes that element-wise work moves, forward and backward, what the forward pass moves; as counted of eager
@@ -46,11 +40,19 @@ attention models, user and system time of their steps, `elementwise` from `ceili
 CALL_SHARE = 0.1
 """Of the seconds that calling a linear layer on almost nothing takes, forward and backward, those of one operation."""
 
+CAST_BYTES = 6
+"""A weight is read in FP32 and written in 16 bit, in each micro-batch."""
+GRADIENT_BYTES = 12
+"""A gradient is read, added to and written in FP32."""
+CLIP_BYTES = 12
+"""A gradient is read for its norm, and read and written to be clipped."""
+
 _LAST = ("down_proj", "shared_experts.down_proj")
 """Nobody needs their results in backward."""
 
-_TWO_PASSES = {"matmul": 1.75, "attention": 1.78, "head": 2.0, "loss": 2.0, "calls": 1.7}
-"""Exact clipping slice by slice takes a second backward pass: of 2 + 2 + 4 operations a product the last 6 again."""
+_TWO_PASSES = {"matmul": 1.75, "attention": 1.78, "elementwise": 1.72, "calls": 1.72}
+"""Exact clipping slice by slice takes a second backward pass: of 2 + 2 + 4 operations a product the last 6 again, of
+loops that take 0.39 + 0.39 + 0.61 the last two; all else twice."""
 
 FORMAT_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Formats by dtype; FP32 for all others."""
@@ -81,18 +83,20 @@ def step_seconds(work: Workload, rates: Ceilings) -> dict[str, float]:
     policy = work.policies[mode]
     fmt = policy.product
     micro = _forward_backward(work, mode, fmt, rates)
-    micro["elementwise"] = _moved_bytes(work, mode) / _elementwise_rate(work, fmt, rates)
-    casts = 6 if fmt in ("bf16", "fp16") and work.trace is None else 0  # read FP32, write 16 bit; a trace has them
-    cast = work.num_parameters - sum(p.num_weights for p in work.products[mode] if _all_fp8(p.gemms))
-    micro["weights"] = (casts * cast + 12 * work.num_trainable) / rates.bandwidth  # and read, add, write gradients
-    micro["quantize"] = _quantize_bytes(work, mode, fp8_unit(work.machine)) / rates.bandwidth
-    if work.recipe.memory.executor == "layer_major" and work.recipe.optim.clip == "exact":
+    micro["elementwise"] = _elementwise_s(work, mode, fmt, rates)
+    wide = 1 - work.num_narrow / work.num_parameters
+    cast = wide * (work.num_parameters - uncast(work.products[mode]))
+    casts = CAST_BYTES * cast if fmt in FORMAT_OF.values() and work.trace is None else 0  # a trace has them
+    micro["weights"] = (casts + GRADIENT_BYTES * work.num_trainable) / rates.bandwidth
+    two_passes = work.recipe.memory.executor == "layer_major" and backward_passes(work.recipe) == 2
+    if two_passes:
         micro = {name: seconds * _TWO_PASSES.get(name, 2.0) for name, seconds in micro.items()}
+    coded = OperandBytes.of(work.products[mode], work.num_tokens, work.machine)
+    forward = 1 + (1 + two_passes) * recomputes(work)
+    micro["quantize"] = (forward * coded.forward + (1 + two_passes) * coded.backward) / rates.bandwidth
     parts = {name: seconds * work.num_micro for name, seconds in micro.items()}
-    codes = sum(p.num_weights for p in work.products[mode] if p.gemms.any_fp8)
-    times = 1 if work.machine.device == "cpu" else work.num_micro * (3 if recomputes(work) else 2)
-    parts["quantize"] += times * _WEIGHT_BYTES * codes / rates.bandwidth
-    clip = 12 * work.num_trainable / rates.bandwidth
+    parts["quantize"] += coded.step / rates.bandwidth
+    clip = CLIP_BYTES * work.num_trainable / rates.bandwidth
     parts["optimizer"] = work.num_trainable / rates.adam[work.recipe.optim.moments] + clip
     return parts
 
@@ -103,8 +107,9 @@ def recomputes(work: Workload, what: Literal["products", "attention"] = "product
     return work.recipe.train.activation_checkpoint in modes or work.recipe.memory.executor == "layer_major"
 
 
-def _all_fp8(gemms: Gemms) -> bool:
-    return all(name in FP8_FORMATS for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
+def backward_passes(recipe: Recipe) -> int:
+    """Backward passes of a layer-major step: two where clipping by the exact norm comes before the first update."""
+    return 2 if recipe.optim.clip == "exact" and recipe.optim.clip_norm > 0 else 1
 
 
 def _matmul_s(work: Workload, product: Product, flops: float, rates: Ceilings) -> float:
@@ -140,28 +145,6 @@ def _rate_name(work: Workload, fmt: str, rates: Ceilings) -> str:
     return "fp8" if fp8_unit(work.machine) and "fp8" in rates.matmul else "bf16"
 
 
-def _quantize_bytes(work: Workload, mode: str, has_unit: bool) -> float:
-    """Bytes read and written in a micro-batch to make 8-bit operands and, without a unit, to decode them."""
-    passes = 2 if recomputes(work) else 1
-    total, seen = 0.0, set[tuple[str, int]]()
-    for product in work.products[mode]:
-        gemms = product.gemms
-        fprop, dgrad, wgrad = (name in FP8_FORMATS for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
-        if not (fprop or dgrad or wgrad):
-            continue
-        tokens = work.num_tokens * product.share
-        x, dy, weight = tokens * product.num_in, tokens * product.num_out, product.num_weights
-        reader = shared_input(product.fqn)
-        if (fprop or wgrad) and reader not in seen:
-            seen.add(reader)
-            total += passes * x * (_READ_BYTES + fprop + wgrad)
-        if dgrad or wgrad:
-            total += dy * (_READ_BYTES + dgrad + wgrad)
-        if not has_unit:
-            total += _DECODE_BYTES * (passes * fprop * (x + weight) + dgrad * (dy + weight) + wgrad * (dy + x))
-    return total
-
-
 def element_passes(fused: bool) -> float:
     """Passes of element-wise work, forward and backward, over what a layer of our decoder keeps for backward.
 
@@ -186,37 +169,52 @@ def remade_share(fused: bool, operand_bytes: float) -> float:
     return 0.05 if fused and operand_bytes == FP32 else 1.0
 
 
-def _fused(work: Workload) -> bool:
-    """Whether element-wise work is compiled into loops. Layers with experts are compiled in pieces; most of theirs, the
-    tokens' way to experts and back, lies between."""
-    return work.compiled and not (work.config is not None and work.config.num_experts)
+def _fused(work: Workload, layer: int) -> bool:
+    """Whether a layer's element-wise work is compiled into loops. Layers with experts are compiled in pieces; most of
+    theirs, the tokens' way to experts and back, lies between."""
+    return work.compiled and not (work.config is not None and work.config.is_moe(layer))
 
 
-def _moved_bytes(work: Workload, mode: str) -> float:
-    """Read and written in a micro-batch by all but products and attention."""
+def _elementwise_s(work: Workload, mode: str, fmt: str, rates: Ceilings) -> float:
+    """Seconds of a micro-batch in all but products and attention."""
     sliced = work.recipe.memory.executor == "layer_major"
     kind = work.recipe.train.activation_checkpoint
     again = FORWARD_SHARE if sliced or kind != "none" else 0.0
-    if kind in ("selective", "products") and not sliced:
-        again *= remade_share(_fused(work), product_bytes(work))
     if work.trace is not None:  # with what the standard executor recomputes
         passed = walked(work.machine, work.trace.moved_bytes, work.trace.fresh_bytes)
-        return (1 + again if sliced else 1) * passed
-    recipe = changed(work.recipe, {"train.activation_checkpoint": "none"})
-    whole = replace(work, recipe=recipe, compiled=_fused(work))
-    return (1 + again) * element_passes(whole.compiled) * activation_bytes(whole, mode)
+        return (1 + again if sliced else 1) * passed / rates.elementwise[fmt]
+    assert work.config is not None
+    storages, eager = layer_storages(work, mode), layer_storages(replace(work, compiled=False), mode)
+    total = elementwise_s(head_bytes(work.config, work.num_tokens, storage(work, mode)), work.compiled, fmt, rates)
+    for layer, (fused_kept, kept) in enumerate(zip(storages, eager, strict=True)):
+        fused = _fused(work, layer)
+        makes = 1 + again
+        if kind in ("selective", "products") and not sliced:
+            makes = 1 + again * remade_share(fused, product_bytes(work))
+        found = fused_kept if fused else kept
+        size = layer_bytes(work.config, layer, "none", found) * work.num_tokens
+        size += tile_bytes(work.config, layer, "none", found, work.num_tokens)
+        size += weight_copy_bytes(work.config, layer, "none", found, BYTES[work.policies[mode].storage])
+        total += makes * elementwise_s(size, fused, fmt, rates)
+    return total
 
 
-def _elementwise_rate(work: Workload, fmt: str, rates: Ceilings) -> float:
-    """Compiled loops run at the speed of memory; eager ones as measured."""
-    return rates.bandwidth if _fused(work) else rates.elementwise[fmt]
+def elementwise_s(kept: float, fused: bool, fmt: str, rates: Ceilings) -> float:
+    """Seconds of element-wise work, forward and backward, of a layer of our decoder that keeps so many bytes; compiled
+    loops run at the speed of memory, eager ones as measured."""
+    return element_passes(fused) * kept / (rates.bandwidth if fused else rates.elementwise[fmt])
 
 
-def _loss_rate(work: Workload, fmt: str, rates: Ceilings) -> float:
-    """Logits/s: eager as measured; compiled two exponentials and four passes over the logits each."""
-    if not work.loss_compiled:
-        return rates.loss[fmt]
-    return 1 / (2 / rates.exp + 4 * BYTES[fmt] / rates.bandwidth)
+def head_s(tokens: float, dim: int, vocab_size: int, fmt: str, rates: Ceilings) -> float:
+    """Seconds of the products of the head, forward and backward."""
+    return 6 * tokens * dim * vocab_size / rates.matmul_rate(fmt, (dim * vocab_size) ** 0.5)
+
+
+def loss_s(logits: float, compiled: bool, fmt: str, rates: Ceilings) -> float:
+    """Seconds of the loss of so many logits: eager as measured; compiled two exponentials and four passes over each."""
+    if not compiled:
+        return logits / rates.loss[fmt]
+    return logits * (2 / rates.exp + 4 * BYTES[fmt] / rates.bandwidth)
 
 
 def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> dict[str, float]:
@@ -227,8 +225,8 @@ def _forward_backward(work: Workload, mode: str, fmt: str, rates: Ceilings) -> d
     head = head_shape(work)
     if head is not None:
         tokens, dim, vocab_size = head
-        parts["head"] = 6 * tokens * dim * vocab_size / rates.matmul_rate(fmt, (dim * vocab_size) ** 0.5)
-        parts["loss"] = tokens * vocab_size / _loss_rate(work, fmt, rates)
+        parts["head"] = head_s(tokens, dim, vocab_size, fmt, rates)
+        parts["loss"] = loss_s(tokens * vocab_size, work.loss_compiled, fmt, rates)
     if work.trace is not None:
         parts["matmul"] = _traced_matmul_s(work, work.trace, mode, rates)
         causal = 0.5 if work.recipe.model.task == "causal_lm" else 1.0

@@ -5,8 +5,11 @@ micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from tilewright.core.hardware import Machine
+from tilewright.plan.fixed import Fixed
+from tilewright.plan.operands import OperandBytes
 from tilewright.plan.workload import Product
 
 
@@ -28,6 +31,21 @@ class Line:
     def through(cls, one: float, two: float) -> "Line":
         """The line through the values at one and at two rows."""
         return cls(max(0.0, 2 * one - two), min(two - one, one))
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Bytes moved to make 8-bit operands of a layer's products and to decode them; see `operands.OperandBytes`."""
+
+    forward: Line = Line()
+    backward: Line = Line()
+    step: float = 0.0
+
+    @classmethod
+    def of(cls, products: Sequence[Product], seq_len: int, machine: Machine) -> "Coding":
+        """Of a layer with these products, for rows of `seq_len` tokens."""
+        one, two = (OperandBytes.of(products, rows * seq_len, machine) for rows in (1, 2))
+        return cls(Line.through(one.forward, two.forward), Line.through(one.backward, two.backward), one.step)
 
 
 @dataclass(frozen=True)
@@ -75,6 +93,7 @@ class LayerClass:
     """Calls of operations, forward and backward, of layers that are not ours."""
     codes: float = 0.0
     """Bytes of the 8-bit codes of its weights, where these stay on the device."""
+    coding: Coding = Coding()
 
     @property
     def count(self) -> int:
@@ -127,9 +146,44 @@ class ModelShape:
         return self.head_parameters < self.vocab_size * self.dim
 
     @property
+    def foreign(self) -> bool:
+        """Whether its layers are not ours, and run operation by operation."""
+        return any(found.operations for found in self.classes)
+
+    @property
+    def cast_share(self) -> float:
+        """Share of the weights that is stored wider than products read it, and cast in each micro-batch."""
+        if self.product_bytes == 4:
+            return 0.0
+        return max(0.0, self.stored_bytes - self.product_bytes) / (4 - self.product_bytes)
+
+    @property
     def num_layers(self) -> int:
         """All layers."""
         return sum(found.count for found in self.classes)
+
+    def resized(self, num_layers: int) -> "ModelShape":
+        """The same shape with another number of layers, the most frequent class taking the difference."""
+        if num_layers == self.num_layers:
+            return self
+        most = max(self.classes, key=lambda found: found.count)
+        extra = num_layers - self.num_layers
+        kept = sorted(most.indices)[: max(1, most.count + extra)]
+        more = tuple(range(self.num_layers, self.num_layers + max(0, extra)))
+        classes = tuple(replace(found, indices=(*kept, *more)) if found is most else found for found in self.classes)
+        return replace(self, classes=classes)
+
+    def split(self, fixed: Fixed) -> "ModelShape":
+        """The same shape with a class of its own for layers of one structure that differ in what is fixed."""
+        classes: list[LayerClass] = []
+        for found in self.classes:
+            parts: dict[Fixed, list[int]] = {}
+            for index in found.indices:
+                parts.setdefault(fixed.layers[index], []).append(index)
+            for number, indices in enumerate(parts.values()):
+                name = found.name if len(parts) == 1 else f"{found.name}, part {number + 1}"
+                classes.append(replace(found, name=name, indices=tuple(indices)))
+        return replace(self, classes=tuple(classes))
 
     def class_of(self, layer: int) -> LayerClass:
         """The class of a layer by its number."""

@@ -191,7 +191,7 @@ class _Columns:
 
 def _integer_program(problem: Problem, smallest: bool, gap: float) -> Answer | None:
     columns = _Columns(problem.groups)
-    unit = max(problem.device_budget, 1.0)
+    unit = max(problem.device_budget, *(phase.base for phase in problem.phases), 1.0)  # however small the budget
     costs = [problem.groups[g].costs[o].seconds for g, o in columns.options]
     scale = max(costs, default=0.0) or 1.0
     counts = [
@@ -208,7 +208,7 @@ def _integer_program(problem: Problem, smallest: bool, gap: float) -> Answer | N
 
 
 def _rows(problem: Problem, columns: _Columns, unit: float, smallest: bool) -> list[Row]:
-    """Constraints; bytes in units of the device's budget."""
+    """Constraints; bytes in units of about a device's memory."""
     num = len(columns.options)
     rows: list[Row] = []
     for g, group in enumerate(problem.groups):

@@ -23,17 +23,18 @@ from tilewright.core.load import CLI, DEFAULT, Loaded
 from tilewright.core.log import say
 from tilewright.core.placement import Placement
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.plan.auto import Decision, decide, typed, written
+from tilewright.plan.auto import Decision, decide, written
 from tilewright.plan.cost import Plan, make_plan
-from tilewright.plan.fixed import Fixed, fuses
+from tilewright.plan.fixed import fuses
 from tilewright.plan.joint_plan import JointPlan
-from tilewright.plan.joint_words import no_plan, verdict
+from tilewright.plan.joint_words import verdict
 from tilewright.plan.options import Setting
 from tilewright.plan.plain import plain
 from tilewright.plan.plan_file import PlanFile, read_plan, to_toml
 from tilewright.plan.replan import Replanner
 from tilewright.training.durable import write_whole
 from tilewright.training.placement_words import words
+from tilewright.training.refused import does_not_fit, not_known, nothing_fits
 from tilewright.training.site import Site
 from tilewright.training.slicing import placed
 
@@ -79,7 +80,10 @@ class ResolvedPlan:
             return None
         recipe = self.loaded.recipe
         disk = "disk" in _tiers(self.placement) | {recipe.memory.parameters, recipe.memory.states, recipe.memory.inputs}
-        planner = self.site.planner(recipe, written(recipe, self.user_settings))
+        fixed = written(recipe, self.user_settings)
+        if self.joint is None and recipe.memory.executor == "layer_major":
+            fixed = replace(fixed, activations=frozenset(["recompute"]))  # as it stands it fits, and does not grow
+        planner = self.site.planner(recipe, fixed)
         try:
             num_layers = planner.shape(recipe).num_layers
         except TilewrightError as error:
@@ -113,12 +117,11 @@ def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, re
         resumed = _under_run_plan(loaded, run_plan, site, user_settings)
         if resumed is not None:
             return resumed
-    plan = make_plan(recipe, site.vocab_size, site.machine, site.rates)
+    plan = make_plan(recipe, site.vocab_size, site.machine, site.rates, fixes=False)
     unmodified = ResolvedPlan(loaded, plan, site, user_settings)
     if plan.state == "not known":
         return _not_known(unmodified)
-    spare = plan.peak_bytes + plan.reserve_bytes <= (1 - recipe.plan.margin) * plan.budget_bytes
-    if recipe.memory.plan == NONE or spare:
+    if recipe.memory.plan == NONE or plan.fits_with(recipe.plan.margin):
         return _checked(unmodified)
     return _decided(unmodified, resuming)
 
@@ -198,7 +201,8 @@ def _checked(unmodified: ResolvedPlan) -> ResolvedPlan:
     """
     if unmodified.plan.fits or not unmodified.loaded.recipe.plan.enforce:
         return unmodified
-    raise does_not_fit(unmodified.plan)
+    site = unmodified.site  # what makes it fit takes seconds to find, so it is looked for here alone
+    raise does_not_fit(make_plan(unmodified.loaded.recipe, site.vocab_size, site.machine, site.rates))
 
 
 def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
@@ -246,16 +250,8 @@ def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
         text = f"{peak} of {whole} are planned, which leaves less than plan.margin free; no other plan fits better"
         return replace(unmodified, events=((text, {"peak_bytes": plan.peak_bytes}),))
     if recipe.plan.enforce:
-        raise no_plan(planner.with_fixed(_user_constraints(recipe, user_settings)), budget)
+        raise nothing_fits(recipe, site, user_settings, same_numbers=resuming)
     return replace(unmodified, events=((f"nothing fits, and plan.enforce = false: {plan.verdict}", {}),))
-
-
-def _user_constraints(recipe: Recipe, user_settings: frozenset[str]) -> Fixed:
-    """What the user has set of all that may be decided but formats: the run's error is about that."""
-    fixed = typed(recipe, user_settings)
-    if fixed.activations and fixed.executor is None:  # what layers keep was written for the executor that there is
-        fixed = replace(fixed, executor=recipe.memory.executor)
-    return replace(fixed, most_rows=recipe.train.micro_batch)
 
 
 def _with_decision(unmodified: ResolvedPlan, found: Decision) -> ResolvedPlan:
@@ -313,23 +309,3 @@ def _refuse_contradiction(loaded: Loaded, file: PlanFile) -> None:
 
 
 # ---- errors ----
-
-
-def not_known(plan: Plan) -> UnknownFitError:
-    """The error of a run of which it has to be known, and is not, whether it fits."""
-    return UnknownFitError(
-        "It is not known whether this run fits.",
-        got=plan.unknown,
-        need=f"a peak below {format_bytes(plan.budget_bytes)}; it is more than {format_bytes(plan.peak_bytes)}",
-        try_="tilewright train RECIPE --dry-run --plan.enforce false, which takes two steps and measures them",
-    )
-
-
-def does_not_fit(plan: Plan) -> FitError:
-    """The error of a run that the plan says does not fit, with the cheapest changes that make it fit."""
-    return FitError(
-        "This run does not fit.",
-        got=plan.verdict,
-        need=f"a peak below {format_bytes(plan.budget_bytes)}",
-        try_="\n".join(str(fix) for fix in plan.fixes) or "a smaller model",
-    )
