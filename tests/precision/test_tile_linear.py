@@ -19,12 +19,22 @@ from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 from tilewright.precision.input_share import InputCopies, InputShare
 from tilewright.precision.policy import Policy, Rule
-from tilewright.precision.tile_linear import TileLinear, tile_linear
+from tilewright.precision.tile_linear import TileLinear, input_copies, new_switch
+from tilewright.precision.tile_products import Fixed, products
 from tilewright.precision.weight_store import contents
 from tilewright.precision.weights import QuantizedWeights
 
 KERNELS = Kernels.default()
 SHAPES = [(256, 128, 384), (1, 576, 200), (130, 72, 576), (0, 128, 64), (300, 1000, 8)]
+
+
+def tile_linear(x, weight, bias, gemms, kernels):
+    """x W^T + b without a layer: the three products as a layer calls them."""
+    keep_value, kind = gemms.wgrad not in FP8_FORMATS, (gemms.tensorwise, True)
+    column = not keep_value and weight.requires_grad and torch.is_grad_enabled()
+    copies = input_copies(x, kernels, *kind, row=gemms.fprop in FP8_FORMATS, column=column)
+    fixed = Fixed(keep_value, *kind, kernels.spec, torch.bfloat16)
+    return products(x, weight, bias, copies, None, new_switch(gemms), fixed)
 
 
 def rounded(x, spec, tile):

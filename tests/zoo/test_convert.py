@@ -22,7 +22,7 @@ ROUNDED = ("linear", "conv", "head", "router", "embedding", "other")
 def converted(case):
     """A fresh conversion, and its report."""
     net = case.family.net()
-    return net, convert(net, case.variant)
+    return net, convert(net, case.variant).precision_report
 
 
 def bound(report):
