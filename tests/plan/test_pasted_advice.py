@@ -45,9 +45,9 @@ COMMANDS = {
     "slice_cpu": ("slice_cpu",),
     "slice_cpu, exact": ("slice_cpu", "--optim.clip", "exact"),
 }
-SHARES = (0.4, 0.7, 1.0, 4.0)
-"""Of what a recipe takes as it stands."""
-CASES = pytest.mark.parametrize("share", SHARES)
+CASES = pytest.mark.parametrize(
+    "share", [pytest.param(0.4, marks=pytest.mark.slow), 0.7, 1.0, pytest.param(4.0, marks=pytest.mark.slow)]
+)
 EACH = pytest.mark.parametrize("command", COMMANDS)
 ON = pytest.mark.parametrize("where", MACHINES)
 
@@ -180,7 +180,7 @@ def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_p
             assert run.plan.step_s <= SAME * fix.step_s
 
 
-@pytest.mark.parametrize("share", [0.05, 0.45])
+@pytest.mark.parametrize("share", [pytest.param(0.05, marks=pytest.mark.slow), 0.45])
 @pytest.mark.parametrize("command", ["default", "cpu_50m, full", "slice_cpu"])
 @ON
 def test_what_train_says_of_a_run_that_does_not_fit(where, command, share, tmp_path):

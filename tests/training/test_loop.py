@@ -87,7 +87,13 @@ def test_run_folder_holds_everything(data, tmp_path, straight, capsys):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("bf16", "loss_scale", "switch", "split24", "moe", "fp8")
+"""By default; the others vary what these keep."""
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_stopped_and_resumed_equals_never_stopped_bitwise(case, data, tmp_path, straight, monkeypatch):
     reference = straight(case)
     with monkeypatch.context() as patch:
