@@ -87,7 +87,7 @@ def test_the_file_is_as_large_as_one_step_and_has_no_name(tmp_path):
         for layer in range(4):
             store.put(layer, 0, torch.zeros(100, 8))
         store.clear()
-    assert os.fstat(store._keepers["disk"]._file.fileno()).st_size == 4 * 100 * 8 * 4
+    assert os.fstat(store._keepers["disk"].store.fileno()).st_size == 4 * 100 * 8 * 4
     assert list(tmp_path.iterdir()) == []
     store.close()
 
@@ -123,17 +123,17 @@ class TestBadDisk:
         def broken(*_):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(os, "pwrite", broken)
+        monkeypatch.setattr(os, "pwritev", broken)
         store.put(0, 0, torch.zeros(10, 8))
-        with pytest.raises(HardwareError, match="disk tier cannot be used"):
+        with pytest.raises(HardwareError, match="disk tier cannot be written"):
             store.get(0, 0)
 
     def test_truncated_under_us(self, tmp_path):
         store = make_store("disk", tmp_path)
         store.put(0, 0, torch.ones(10, 8))
         store.get(0, 0)
-        os.ftruncate(store._keepers["disk"]._file.fileno(), 16)
-        with pytest.raises(HardwareError, match="shorter than what was written"):
+        os.ftruncate(store._keepers["disk"].store.fileno(), 16)
+        with pytest.raises(HardwareError, match="the file ends at byte 16 of 320"):
             store.get(0, 0)
 
     def test_a_folder_that_cannot_be_made(self, tmp_path):
@@ -190,4 +190,16 @@ def test_what_could_not_be_put_is_not_there(tmp_path, monkeypatch):
     assert store.num_bytes == {"disk": 0}
     store.put(1, 0, torch.full((4,), 2.0))
     assert store.get(1, 0).tolist() == [2.0] * 4
+    store.close()
+
+
+def test_layers_that_leave_the_disk_give_their_room_back(tmp_path):
+    store = InputStore("disk", "cpu", folder=tmp_path)
+    for layer in range(3):
+        store.put(layer, 0, torch.zeros(100))
+    file = store._keepers["disk"].store
+    store.clear()
+    assert file.num_bytes == 1200, "kept for the next step"
+    store.place({0: "disk"})
+    assert file.num_bytes == os.fstat(file.fileno()).st_size == 400
     store.close()

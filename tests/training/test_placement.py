@@ -187,7 +187,7 @@ def test_kept_graphs_hold_no_memory_of_slices_that_leave(tmp_path):
         finite = forward(batches)
         arena = executor.run.residence.parameters
         arena.flush()
-        for slot in arena._slots:
+        for slot in arena._slots.slots:
             slot.buffer.live.fill_(255)
             slot.holds = None
         return finite
