@@ -13,7 +13,7 @@ Legend: N tokens of a call  D width.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from tilewright.formats.tiled import WithCopies
 from tilewright.models.routers import find_routers
 from tilewright.ops.inductor import layer_options
 from tilewright.precision.region import Fp32Functions
+from tilewright.precision.snapshot import drawing, torch_states
 
 NAMES = ("mlp", "ffn", "feed_forward", "feedforward")
 """What MLPs are called."""
@@ -246,7 +247,7 @@ class _Surroundings:
     device: torch.device
     autocast: tuple[bool, torch.dtype, bool]
     modes: tuple[Fp32Functions, ...]
-    states: tuple[Tensor, ...]
+    states: Mapping[str, Tensor]
 
     @classmethod
     def now(cls, device: torch.device, draws: bool) -> "_Surroundings":
@@ -254,34 +255,18 @@ class _Surroundings:
         kind = device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
         modes = tuple(mode for mode in _get_current_function_mode_stack() if isinstance(mode, Fp32Functions))
-        return cls(device, autocast, modes, _random_states(device) if draws else ())
+        return cls(device, autocast, modes, torch_states(device) if draws else {})
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, everything is as it was then; afterwards the generators are as they were before."""
         enabled, dtype, cached = self.autocast
-        before = _random_states(self.device) if self.states else ()
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cached))
             for mode in self.modes:
                 stack.enter_context(mode)
-            _set_random_states(self.states, self.device)
-            try:
-                yield
-            finally:
-                _set_random_states(before, self.device)
-
-
-def _random_states(device: torch.device) -> tuple[Tensor, ...]:
-    states = (torch.get_rng_state(),)
-    return states if device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
-
-
-def _set_random_states(states: tuple[Tensor, ...], device: torch.device) -> None:
-    if states:
-        torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
+            stack.enter_context(drawing(self.states))
+            yield
 
 
 @contextmanager
