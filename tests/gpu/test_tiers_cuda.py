@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.memory.using import using
 from tilewright.memory.arena import Arena
 from tilewright.memory.journal import Journal
 from tilewright.memory.pinned import pinned_empty, unpin
@@ -49,7 +50,7 @@ class TestArena:
                 key = draw.choice(list(slices))
                 arena.prefetch(draw.choice(list(slices)))
                 changed = draw.random() < 0.6
-                with arena.using(key, changed=changed) as tensors, torch.no_grad():
+                with using(arena, key, changed=changed) as tensors, torch.no_grad():
                     low, high = tensors["w"].aminmax()
                     assert low.item() == high.item() == expected[key], (turn, key, expected[key])
                     if changed:
@@ -80,7 +81,7 @@ class TestArena:
     def test_parameters_stay_where_gradients_find_them(self, tier, tmp_path):
         arena, slices = make_arena(tier, tmp_path)
         param = slices[2]["w"]
-        with arena.using(2, changed=True):
+        with using(arena, 2, changed=True):
             (param * 3).sum().backward()
             with torch.no_grad():
                 param -= param.grad
@@ -103,7 +104,7 @@ class TestArena:
         arena.add("moving", {"away": tensors["away"]}, fill=fill)
         arena.seal()
         assert (tensors["here"] == 7).all()
-        with arena.using("moving", changed=False):
+        with using(arena, "moving", changed=False):
             assert (tensors["away"] == 7).all()
             assert tensors["away"].is_cuda
         arena.close()
@@ -121,7 +122,7 @@ def test_slices_move_between_all_tiers_while_the_device_computes(tmp_path):
     for turn in range(80):
         key = draw.choice(list(slices))
         arena.prefetch(draw.choice(list(slices)))
-        with arena.using(key, changed=True) as tensors, torch.no_grad():
+        with using(arena, key, changed=True) as tensors, torch.no_grad():
             low, high = tensors["w"].aminmax()
             assert low.item() == high.item() == expected[key], (turn, key)
             keep_busy()

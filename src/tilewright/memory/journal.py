@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tilewright.core.config import Tier
 from tilewright.memory.layout import Layout
-from tilewright.memory.on_device import Residence
 from tilewright.memory.pinned import pinned_empty, unpin
+from tilewright.memory.residence import Tiers
 from tilewright.memory.stores import Store, make_store
 from tilewright.models.layered import Slice
 
@@ -98,7 +98,7 @@ class Journal:
         self._kept[part.name] = _Kept(part, tensors, layout)
 
     @torch.no_grad()
-    def rollback(self, residence: Residence) -> None:
+    def rollback(self, residence: Tiers) -> None:
         """Give all kept tensors the values that they had; nothing is kept afterwards.
 
         Raises:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.lending import lending
-from tilewright.memory.on_device import Residence
 from tilewright.memory.replay import Replay
+from tilewright.memory.residence import Tiers
 from tilewright.models.contract import LossOutput
 from tilewright.models.layered import Layered, Slice, Slices
 
@@ -39,11 +39,6 @@ class Retry(Protocol):
     """Calls a function, and again after `relief` where it finds no memory, until it succeeds or nothing helps."""
 
     def __call__(self, piece: Callable[[], Result], relief: Callable[[], None], /) -> Result: ...
-
-
-def once(piece: Callable[[], Result], relief: Callable[[], None], /) -> Result:
-    """No retry."""
-    return piece()
 
 
 class LayerMajor:
@@ -67,11 +62,11 @@ class LayerMajor:
         slices: Slices,
         *,
         inputs: InputStore,
-        residence: Residence,
+        residence: Tiers,
         replay: Replay,
         phase: Phase,
         device: torch.device,
-        retry: Retry = once,
+        retry: Retry,
     ) -> None:
         self.view = view
         self.slices = slices

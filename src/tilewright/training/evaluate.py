@@ -8,12 +8,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tilewright.core.units import perplexity
 from tilewright.models.contract import TrainableModel
 from tilewright.precision.convert import evaluating
-from tilewright.training.step import Batch, count_targets
+from tilewright.training.step import Batch, count_targets, to_device
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ def _domain(model: TrainableModel, batches: Sequence[Batch], device: torch.devic
         return None
     total = torch.zeros((), dtype=torch.float32 if device.type != "cpu" else torch.float64, device=device)
     for batch in batches:
-        moved: dict[str, Tensor] = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        total += model.loss(moved).loss_sum
+        total += model.loss(to_device(batch, device)).loss_sum
     return _result(float(total), tokens)
 
 
