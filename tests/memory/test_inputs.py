@@ -2,6 +2,8 @@
 
 import errno
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
+from tilewright.memory.input_tiers import HostTier
 from tilewright.memory.inputs import InputStore
 from tilewright.ops.kernels import Kernels
 
@@ -203,3 +206,34 @@ def test_layers_that_leave_the_disk_give_their_room_back(tmp_path):
     store.place({0: "disk"})
     assert file.num_bytes == os.fstat(file.fileno()).st_size == 400
     store.close()
+
+
+def test_host_memory_of_a_gpu(monkeypatch):
+    """Its streams are stand-ins that copy at once; tests/gpu shows that copies wait where they must."""
+    event = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+    stream = SimpleNamespace(wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: event)
+    waited = []
+    stand_ins = {
+        "Stream": lambda device: stream,
+        "stream": lambda _: nullcontext(),
+        "current_stream": lambda device: stream,
+        "synchronize": waited.append,
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    tier = HostTier(torch.device("cpu"))
+    for size in (300, 200, 500):
+        for key in ((0, 0), (0, 1), (1, 0)):
+            codes, scales = torch.full((size, 3), sum(key) + size).to(torch.uint8), torch.randn(size)
+            tier.put(key, [codes, scales])
+            tier.prefetch(key)
+            for _ in range(2):
+                assert all(torch.equal(a, b) for a, b in zip(tier.get(key), (codes, scales), strict=True))
+            tier.drop(key)
+        held = {300: 300, 200: 300, 500: 500}[size]
+        assert 3 * held * 7 <= tier.num_bytes < 3 * (held * 7 + 512), "buffers stay, and grow where they are too small"
+    assert len(waited) == 3, "before each buffer was replaced"
+    tier.forget(lambda layer: layer == 0)
+    assert list(tier.store.sizes) == [(1, 0)]
+    tier.close()
+    assert tier.num_bytes == 0

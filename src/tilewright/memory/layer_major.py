@@ -18,7 +18,7 @@ bad numbers are the matter of `training.layer_major_step`, which calls this.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +32,8 @@ from tilewright.models.layered import Layered, Slice, Slices
 
 Batch = Mapping[str, Tensor]
 Phase = Callable[[str], AbstractContextManager[None]]
-Result = TypeVar("Result")
-
-
-class Retry(Protocol):
-    """Calls a function, and again after `relief` where it finds no memory, until it succeeds or nothing helps."""
-
-    def __call__(self, piece: Callable[[], Result], relief: Callable[[], None], /) -> Result: ...
+Retry = Callable[[Callable[[], Any], Callable[[], None]], Any]
+"""Calls a function, and again after the second where it finds no memory, until it succeeds or nothing helps."""
 
 
 class LayerMajor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from tilewright.formats.tiled import WithCopies
+from tilewright.models.evaluation import evaluation
 from tilewright.models.routers import find_routers
 from tilewright.ops.inductor import layer_options
 from tilewright.precision.region import Fp32Functions
@@ -128,7 +129,7 @@ class _Tiling:
             return "it takes more than its tokens"
         x = _value(args[0]).detach()
         x = x.reshape(*(1,) * (x.ndim - 2), -1, x.shape[-1])[..., :3, :]
-        with torch.no_grad(), _evaluation(module):
+        with torch.no_grad(), evaluation(module):
             together = whole(x)
             if not isinstance(together, Tensor) or together.shape[:-1] != x.shape[:-1]:
                 return "its result is not one row a token"
@@ -267,18 +268,6 @@ class _Surroundings:
                 stack.enter_context(mode)
             stack.enter_context(drawing(self.states))
             yield
-
-
-@contextmanager
-def _evaluation(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each part's own mode afterwards."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 def _value(x: Any) -> Any:

@@ -4,13 +4,13 @@ The model is left as it was found: mode, precision, gradients and generators.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from tilewright.core.units import perplexity
 from tilewright.models.contract import TrainableModel
+from tilewright.models.evaluation import evaluation
 from tilewright.precision.convert import evaluating
 from tilewright.training.step import Batch, count_targets, to_device
 
@@ -45,13 +45,8 @@ def evaluate(
         device: where batches are moved.
         fp32: compute in FP32 whatever the model's precision (a converted model only).
     """
-    was_training = model.training
-    model.eval()
-    try:
-        with evaluating(model) if fp32 else nullcontext():
-            results = {domain: _domain(model, rows, torch.device(device)) for domain, rows in batches.items()}
-    finally:
-        model.train(was_training)
+    with evaluating(model) if fp32 else evaluation(model):
+        results = {domain: _domain(model, rows, torch.device(device)) for domain, rows in batches.items()}
     return {domain: result for domain, result in results.items() if result is not None}
 
 
