@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.memory.using import using
 from tilewright.memory.arena import Arena
 from tilewright.memory.journal import Journal
 from tilewright.memory.pinned import pinned_empty, unpin
@@ -50,7 +49,7 @@ class TestArena:
                 key = draw.choice(list(slices))
                 arena.prefetch(draw.choice(list(slices)))
                 changed = draw.random() < 0.6
-                with using(arena, key, changed=changed) as tensors, torch.no_grad():
+                with arena.using(key, changed=changed) as tensors, torch.no_grad():
                     low, high = tensors["w"].aminmax()
                     assert low.item() == high.item() == expected[key], (turn, key, expected[key])
                     if changed:
@@ -81,7 +80,7 @@ class TestArena:
     def test_parameters_stay_where_gradients_find_them(self, tier, tmp_path):
         arena, slices = make_arena(tier, tmp_path)
         param = slices[2]["w"]
-        with using(arena, 2, changed=True):
+        with arena.using(2, changed=True):
             (param * 3).sum().backward()
             with torch.no_grad():
                 param -= param.grad
@@ -104,7 +103,7 @@ class TestArena:
         arena.add("moving", {"away": tensors["away"]}, fill=fill)
         arena.seal()
         assert (tensors["here"] == 7).all()
-        with using(arena, "moving", changed=False):
+        with arena.using("moving", changed=False):
             assert (tensors["away"] == 7).all()
             assert tensors["away"].is_cuda
         arena.close()
@@ -122,7 +121,7 @@ def test_slices_move_between_all_tiers_while_the_device_computes(tmp_path):
     for turn in range(80):
         key = draw.choice(list(slices))
         arena.prefetch(draw.choice(list(slices)))
-        with using(arena, key, changed=True) as tensors, torch.no_grad():
+        with arena.using(key, changed=True) as tensors, torch.no_grad():
             low, high = tensors["w"].aminmax()
             assert low.item() == high.item() == expected[key], (turn, key)
             keep_busy()

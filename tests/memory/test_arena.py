@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.memory.using import using
 from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.memory.arena import Arena
 from tilewright.memory.layout import Layout, vacant
@@ -80,7 +79,7 @@ class TestValues:
                 for _ in range(draw.randrange(3)):
                     arena.prefetch(draw.choice(list(slices)))
                 changed = draw.random() < 0.5
-                with using(arena, key, changed=changed) as tensors, torch.no_grad():
+                with arena.using(key, changed=changed) as tensors, torch.no_grad():
                     assert_equal(tensors, expected[key], (turn, key))
                     if changed:
                         for name, tensor in tensors.items():
@@ -139,7 +138,7 @@ class TestValues:
             arena.add("head", {"norm": torch.ones(3)})
             arena.seal()
             for key in ("head", "shared"):
-                with using(arena, key, changed=True):
+                with arena.using(key, changed=True):
                     assert torch.equal(tied, value)
             assert arena.prefetch("shared")
             assert_equal(arena.read("shared"), {"embed.weight": value}, "shared")
@@ -161,14 +160,14 @@ class TestValues:
                 plain(x).square().sum().backward()
                 reference.step()
                 reference.zero_grad()
-                with using(arena, 0, changed=False), torch.no_grad():
+                with arena.using(0, changed=False), torch.no_grad():
                     hidden = model[0](x)
-                with using(arena, 1, changed=True):
+                with arena.using(1, changed=True):
                     hidden.requires_grad_()
                     model[1](hidden).square().sum().backward()
                     optimizers[1].step()
                     optimizers[1].zero_grad()
-                with using(arena, 0, changed=True):
+                with arena.using(0, changed=True):
                     model[0](x).backward(hidden.grad)
                     optimizers[0].step()
                     optimizers[0].zero_grad()
@@ -212,7 +211,7 @@ class TestAwayFromTheDevice:
         slices = make_slices()
         with make_arena(tier, tmp_path, slices) as arena:
             for changed in (False, True, False):
-                with using(arena, 4, changed=changed):
+                with arena.using(4, changed=changed):
                     pass
             assert arena.traffic.read_bytes == arena.traffic.written_bytes == Layout.of(slices[4]).num_bytes
 
@@ -253,7 +252,7 @@ class TestAwayFromTheDevice:
 def test_slices_without_tensors_and_arenas_without_slices(tmp_path):
     with make_arena("disk", tmp_path, {}) as arena:
         assert arena.num_bytes == {"device": 0, "host": 0, "disk": 0}
-    with make_arena("host", tmp_path, {"a": {}}) as arena, using(arena, "a", changed=True) as tensors:
+    with make_arena("host", tmp_path, {"a": {}}) as arena, arena.using("a", changed=True) as tensors:
         assert tensors == {}
 
 
@@ -303,10 +302,10 @@ class TestDisk:
     def test_full_in_mid_run(self, tmp_path):
         with make_arena("disk", tmp_path, self.big_slices(), prefetch=0) as arena:
             with largest_file(5 * MIB):
-                with using(arena, 0, changed=True):
+                with arena.using(0, changed=True):
                     pass
                 arena.flush()
-                with using(arena, 2, changed=True):
+                with arena.using(2, changed=True):
                     pass
                 with pytest.raises(HardwareError, match="cannot be written"):
                     arena.flush()
@@ -323,7 +322,7 @@ class TestDisk:
         with make_arena("disk", tmp_path, slices, prefetch=0) as arena:
             shutil.rmtree(tmp_path / "tier")
             for key in slices:
-                with using(arena, key, changed=True) as tensors:
+                with arena.using(key, changed=True) as tensors:
                     assert (tensors["w"] == key).all()
                     tensors["w"].add_(10)
             assert [int(arena.read(key)["w"][0]) for key in slices] == [10, 11, 12]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.memory.test_arena import assert_equal, copies, file_of, largest_file, make_slices
-from tests.memory.using import using
 from tilewright.core.errors import FitError, HardwareError
 from tilewright.memory.arena import Arena
 from tilewright.memory.layout import Layout
@@ -47,7 +46,7 @@ def test_any_order_of_use_change_and_move(seed, tmp_path):
             for _ in range(draw.randrange(3)):
                 arena.prefetch(draw.choice(list(slices)))
             changed = draw.random() < 0.5
-            with using(arena, key, changed=changed) as tensors, torch.no_grad():
+            with arena.using(key, changed=changed) as tensors, torch.no_grad():
                 assert_equal(tensors, expected[key], (turn, key))
                 assert all(tensors[name] is slices[key][name] for name in tensors), "the tensors themselves"
                 if changed:
@@ -119,7 +118,7 @@ def test_a_tier_without_room_leaves_the_slice_where_it_is(tmp_path):
                 arena.move(key, "disk")
         assert [arena.tier_of(key) for key in slices] == ["device", "host"]
         for key in slices:
-            with using(arena, key, changed=True) as tensors:
+            with arena.using(key, changed=True) as tensors:
                 assert (tensors["w"] == key).all()
         assert arena.num_bytes["disk"] == 0
 
@@ -141,7 +140,7 @@ def test_a_device_without_memory_leaves_the_slice_where_it_is(tmp_path, monkeypa
                 arena.move(0, "device")
         assert arena.tier_of(0) == "host"
         assert slices[0]["a"].isnan().all()
-        with using(arena, 0, changed=False) as tensors:
+        with arena.using(0, changed=False) as tensors:
             assert tensors["a"].tolist() == [1.0] * 5
             assert tensors["b"].tolist() == [2.0] * 7
 
@@ -159,5 +158,5 @@ def test_misuse_is_a_bug(tmp_path):
             arena.move(0, "disk")
         with pytest.raises(AssertionError, match="fixed"):
             arena.move(1, "host")
-        with using(arena, 2, changed=False), pytest.raises(AssertionError, match="none is live"):
+        with arena.using(2, changed=False), pytest.raises(AssertionError, match="none is live"):
             arena.move(0, "device")

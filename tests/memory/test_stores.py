@@ -83,6 +83,19 @@ def test_a_file_without_holes_does_not_grow_for_ever(tmp_path, monkeypatch):
     store.close()
 
 
+def test_rooms_without_bytes_lie_anywhere(tmp_path):
+    store = DiskStore(tmp_path)
+    store.take({"a": 0, 1: 0, "b": 10, (2, 3): 0, "c": 20})
+    store.give_back(["b"])
+    store.take({"d": 0, "e": 4})
+    store.write("c", [noise(20, 0)])
+    store.write("e", [noise(4, 1)])
+    assert torch.equal(content(store, "c"), noise(20, 0))
+    store.give_back(["a", 1, "c"])
+    assert torch.equal(content(store, "e"), noise(4, 1))
+    store.close()
+
+
 def test_a_full_disk_gives_all_back_that_was_taken(tmp_path):
     store = DiskStore(tmp_path)
     store.take({"a": MIB})

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.memory.using import using
 from tilewright.memory import arena as arena_module
 from tilewright.memory.arena import Arena
 from tilewright.memory.transfer import CudaTransfer
@@ -55,7 +54,7 @@ def test_bytes_go_both_ways(tier, log, tmp_path):
         for _ in range(60):
             key = draw.randrange(4)
             arena.prefetch(draw.randrange(4))
-            with using(arena, key, changed=True) as tensors:
+            with arena.using(key, changed=True) as tensors:
                 assert tensors["w"].unique().tolist() == [expected[key]]
                 tensors["w"].add_(1)
                 expected[key] += 1

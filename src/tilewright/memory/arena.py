@@ -21,7 +21,8 @@ slice goes where is the caller's choice; the bytes move in `transfer`, and lie i
 Not for several threads. Used by the layer-major executor.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -225,6 +226,15 @@ class Arena:
         if not item.resident:
             item.leave()
             self._slots.release(slice_id, changed=changed)
+
+    @contextmanager
+    def using(self, slice_id: Hashable, *, changed: bool) -> Iterator[dict[str, Tensor]]:
+        """`fetch`, and `release` at the end of the block, however it ends."""
+        tensors = self.fetch(slice_id)
+        try:
+            yield tensors
+        finally:
+            self.release(slice_id, changed=changed)
 
     def read(self, slice_id: Hashable) -> dict[str, Tensor]:
         """Copies of a slice's tensors in host memory, as they are now. What is live stays so, what is not does not

@@ -244,7 +244,7 @@ class DiskStore(Store):
         """Where there is room for so many bytes: the first gap between rooms that they fit into, or the end."""
         end = self._end if self._held == self._end else 0
         if end < self._end:
-            for start, key in sorted((start, key) for key, start in self._starts.items()):
+            for key, start in sorted(self._starts.items(), key=lambda room: room[1]):
                 if start - end >= num_bytes:
                     break
                 end = max(end, start + self.sizes[key])
