@@ -16,7 +16,6 @@ from torch import nn
 from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.memory.arena import Arena
 from tilewright.memory.layout import Layout, vacant
-from tilewright.memory.tiers import DiskStore, HostStore
 
 TIERS = ("device", "host", "disk")
 MIB = 2**20
@@ -99,7 +98,7 @@ class TestValues:
             live = arena.fetch(2)
             live["weight"].data.add_(1)
             expected[2]["weight"] += 1
-            for key in arena.slices:
+            for key in slices:
                 assert_equal(arena.read(key), expected[key], key)
             arena.read(2)["weight"].zero_()
             assert_equal(live, expected[2], "live, after its copy was zeroed")
@@ -219,13 +218,14 @@ class TestAwayFromTheDevice:
     def test_reads_run_while_the_caller_computes(self, tier, tmp_path):
         with make_arena(tier, tmp_path, make_slices()) as arena:
             names = set()
-            read = arena._rooms[tier].read
+            store = arena._transfers[tier].store
+            read = store.read
 
-            def spy(offset, pieces):
+            def spy(key, pieces):
                 names.add(threading.current_thread().name)
-                read(offset, pieces)
+                read(key, pieces)
 
-            arena._rooms[tier].read = spy
+            store.read = spy
             arena.prefetch(1)
             arena.fetch(1)
             assert names == {"tier-read_0"}
@@ -251,7 +251,7 @@ class TestAwayFromTheDevice:
 
 def test_slices_without_tensors_and_arenas_without_slices(tmp_path):
     with make_arena("disk", tmp_path, {}) as arena:
-        assert arena.slices == ()
+        assert arena.num_bytes == {"device": 0, "host": 0, "disk": 0}
     with make_arena("host", tmp_path, {"a": {}}) as arena, arena.using("a", changed=True) as tensors:
         assert tensors == {}
 
@@ -278,7 +278,7 @@ def largest_file(num_bytes):
 
 def file_of(arena):
     """The file of the disk tier."""
-    return next(iter(arena._rooms["disk"]._rooms.values())).store.fileno()
+    return arena._transfers["disk"].store.fileno()
 
 
 class TestDisk:
@@ -292,7 +292,7 @@ class TestDisk:
         with largest_file(5 * MIB), pytest.raises(FitError) as caught:
             make_arena("disk", tmp_path, slices)
         problem = caught.value.problems[0]
-        assert problem.what == "The disk tier does not fit on its disk."
+        assert problem.what == "The disk tier is full."
         assert "12.00 MiB" in problem.need
         assert "free" in problem.got
         assert "memory.tier_dir" in problem.try_
@@ -368,30 +368,3 @@ os.kill(os.getpid(), signal.SIGKILL)
             os.close(handle)
         arena.close()
         arena.close()
-
-    def test_more_pieces_than_one_system_call_takes(self, tmp_path):
-        store = DiskStore(3000 * 5, tmp_path)
-        pieces = [torch.full((5,), i % 251, dtype=torch.uint8) for i in range(3000)]
-        store.write(0, pieces)
-        found = [torch.zeros(5, dtype=torch.uint8) for _ in range(3000)]
-        store.read(0, found)
-        assert all(torch.equal(a, b) for a, b in zip(found, pieces, strict=True))
-        store.close()
-
-    def test_system_moves_less_than_it_was_asked_to(self, tmp_path, monkeypatch):
-        """Linux moves at most 2 GiB a call: here at most 7 bytes."""
-        store = DiskStore(40, tmp_path)
-        pwritev, preadv = os.pwritev, os.preadv
-        monkeypatch.setattr(os, "pwritev", lambda f, views, at: pwritev(f, [views[0][:7]], at))
-        monkeypatch.setattr(os, "preadv", lambda f, views, at: preadv(f, [views[0][:7]], at))
-        pieces = list(torch.arange(40, dtype=torch.uint8).split([11, 0, 29]))
-        store.write(0, pieces)
-        found = [torch.zeros_like(piece) for piece in pieces]
-        store.read(0, found)
-        assert torch.equal(torch.cat(found), torch.arange(40, dtype=torch.uint8))
-        store.close()
-
-
-def test_host_memory_that_is_not_there():
-    with pytest.raises(FitError, match="The host tier does not fit into memory"):
-        HostStore(2**62, torch.device("cpu"))

@@ -2,6 +2,8 @@
 
 import errno
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
+from tilewright.memory.input_tiers import HostTier
 from tilewright.memory.inputs import InputStore
 from tilewright.ops.kernels import Kernels
 
@@ -87,7 +90,7 @@ def test_the_file_is_as_large_as_one_step_and_has_no_name(tmp_path):
         for layer in range(4):
             store.put(layer, 0, torch.zeros(100, 8))
         store.clear()
-    assert os.fstat(store._keepers["disk"]._file.fileno()).st_size == 4 * 100 * 8 * 4
+    assert os.fstat(store._keepers["disk"].store.fileno()).st_size == 4 * 100 * 8 * 4
     assert list(tmp_path.iterdir()) == []
     store.close()
 
@@ -123,17 +126,17 @@ class TestBadDisk:
         def broken(*_):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(os, "pwrite", broken)
+        monkeypatch.setattr(os, "pwritev", broken)
         store.put(0, 0, torch.zeros(10, 8))
-        with pytest.raises(HardwareError, match="disk tier cannot be used"):
+        with pytest.raises(HardwareError, match="disk tier cannot be written"):
             store.get(0, 0)
 
     def test_truncated_under_us(self, tmp_path):
         store = make_store("disk", tmp_path)
         store.put(0, 0, torch.ones(10, 8))
         store.get(0, 0)
-        os.ftruncate(store._keepers["disk"]._file.fileno(), 16)
-        with pytest.raises(HardwareError, match="shorter than what was written"):
+        os.ftruncate(store._keepers["disk"].store.fileno(), 16)
+        with pytest.raises(HardwareError, match="the file ends at byte 16 of 320"):
             store.get(0, 0)
 
     def test_a_folder_that_cannot_be_made(self, tmp_path):
@@ -191,3 +194,46 @@ def test_what_could_not_be_put_is_not_there(tmp_path, monkeypatch):
     store.put(1, 0, torch.full((4,), 2.0))
     assert store.get(1, 0).tolist() == [2.0] * 4
     store.close()
+
+
+def test_layers_that_leave_the_disk_give_their_room_back(tmp_path):
+    store = InputStore("disk", "cpu", folder=tmp_path)
+    for layer in range(3):
+        store.put(layer, 0, torch.zeros(100))
+    file = store._keepers["disk"].store
+    store.clear()
+    assert file.num_bytes == 1200, "kept for the next step"
+    store.place({0: "disk"})
+    assert file.num_bytes == os.fstat(file.fileno()).st_size == 400
+    store.close()
+
+
+def test_host_memory_of_a_gpu(monkeypatch):
+    """Its streams are stand-ins that copy at once; tests/gpu shows that copies wait where they must."""
+    event = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+    stream = SimpleNamespace(wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: event)
+    waited = []
+    stand_ins = {
+        "Stream": lambda device: stream,
+        "stream": lambda _: nullcontext(),
+        "current_stream": lambda device: stream,
+        "synchronize": waited.append,
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    tier = HostTier(torch.device("cpu"))
+    for size in (300, 200, 500):
+        for key in ((0, 0), (0, 1), (1, 0)):
+            codes, scales = torch.full((size, 3), sum(key) + size).to(torch.uint8), torch.randn(size)
+            tier.put(key, [codes, scales])
+            tier.prefetch(key)
+            for _ in range(2):
+                assert all(torch.equal(a, b) for a, b in zip(tier.get(key), (codes, scales), strict=True))
+            tier.drop(key)
+        held = {300: 300, 200: 300, 500: 500}[size]
+        assert 3 * held * 7 <= tier.num_bytes < 3 * (held * 7 + 512), "buffers stay, and grow where they are too small"
+    assert len(waited) == 3, "before each buffer was replaced"
+    tier.forget(lambda layer: layer == 0)
+    assert list(tier.store.sizes) == [(1, 0)]
+    tier.close()
+    assert tier.num_bytes == 0

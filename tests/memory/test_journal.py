@@ -1,12 +1,10 @@
 """The journal: a step that is taken back leaves everything as it was, bit by bit."""
 
-import contextlib
-import resource
-
 import pytest
 import torch
 from torch import nn
 
+from tests.memory.test_arena import largest_file
 from tilewright.core.errors import FitError, HardwareError
 from tilewright.memory.arena import Arena
 from tilewright.memory.journal import Journal
@@ -60,16 +58,6 @@ def assert_values(residence, parts, expected):
             assert len(wrong) == 0, f"{part.name} {name}: {len(wrong)} wrong, first at {wrong[0].item()}"
 
 
-@contextlib.contextmanager
-def largest_file(num_bytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("kept_in", ["host", "disk"])
 def test_steps_committed_and_taken_back(kept_in, tier, tmp_path):
@@ -114,7 +102,7 @@ def test_disk_is_full(tmp_path):
     parts, states, residence, expected = make("device", tmp_path, size=4 * MIB)
     journal = Journal("disk", "cpu", folder=tmp_path)
     journal.begin()
-    with largest_file(MIB), pytest.raises(FitError, match="does not fit on its disk"):
+    with largest_file(MIB), pytest.raises(FitError, match="disk tier is full"):
         change(journal, residence, parts[0], states[0], 1)
     assert_values(residence, parts, expected)
     journal.close()

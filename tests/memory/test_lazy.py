@@ -58,7 +58,7 @@ def fill_lazily(model, values, tier, folder, num_slices=4):
         for index in range(num_slices):
             arena.add(index, dict(named[index::num_slices]), fill=values)
         arena.seal()
-        found = {name: value for index in arena.slices for name, value in arena.read(index).items()}
+        found = {name: value for index in range(num_slices) for name, value in arena.read(index).items()}
     assert all(param is params[name] for name, param in model.named_parameters())
     for name, param in model.named_parameters():
         param.data = found[name]

@@ -47,7 +47,7 @@ def assert_equal(found, expected):
 
 
 def all_of(arena):
-    return {name: value for part in arena.slices for name, value in arena.read(part).items()}
+    return {name: value for part in arena._slices for name, value in arena.read(part).items()}
 
 
 @pytest.mark.parametrize(("moments", "master", "dtype"), FORMATS)

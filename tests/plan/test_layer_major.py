@@ -9,7 +9,6 @@ from tilewright.core.load import load_recipe
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.layer_major import LayerMajor
 from tilewright.memory.ledger import Ledger
-from tilewright.memory.on_device import AtHome
 from tilewright.memory.replay import Replay
 from tilewright.memory.residence import Tiers
 from tilewright.models.layered import find_slices
@@ -68,11 +67,11 @@ def test_bytes_on_the_device_are_those_of_real_tiers(parameters, states, group, 
 def test_layer_inputs_are_those_of_a_real_forward_pass(inputs, group):
     train = {"micro_batch": 2, "batch_size": 6, "checkpoint_inputs": inputs}
     recipe = layer_major_recipe(memory={"group": group}, train=train)
-    _, _, view, slices = parts_of(recipe)
+    model, optimizer, view, slices = parts_of(recipe)
     store, ledger = InputStore("device", "cpu", inputs, kernels=Kernels(MACHINE)), Ledger("cpu")
     run = LayerMajor(
-        view, slices, inputs=store, residence=AtHome(), replay=Replay("cpu"), phase=ledger.phase,
-        device=torch.device("cpu"),
+        view, slices, inputs=store, residence=Tiers(model, slices, optimizer, "cpu"), replay=Replay("cpu"),
+        phase=ledger.phase, device=torch.device("cpu"), retry=lambda piece, relief: piece(),
     )  # fmt: skip
     run.forward([make_batch(recipe)] * 3)
     forward = plan_of(recipe).phases["forward"]

@@ -71,7 +71,7 @@ def test_prefetch_takes_buffers(data, tmp_path):
     for prefetch in (0, 1, 2):
         loaded = tiny(data, tmp_path, memory__prefetch=prefetch, memory__parameters="host", **LAYERS)
         parts = assemble.build(assemble.set_up(loaded), fresh=True)
-        held.append(len(parts.sliced.home.parameters._slots))
+        held.append(len(parts.sliced.home.parameters._slots.slots))
         parts.sliced.home.close()
         parts.stream.close()
         parts.ledger.close()

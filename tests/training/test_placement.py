@@ -187,7 +187,7 @@ def test_kept_graphs_hold_no_memory_of_slices_that_leave(tmp_path):
         finite = forward(batches)
         arena = executor.run.residence.parameters
         arena.flush()
-        for slot in arena._slots:
+        for slot in arena._slots.slots:
             slot.buffer.live.fill_(255)
             slot.holds = None
         return finite
@@ -368,13 +368,14 @@ def test_a_tier_without_room_leaves_all_where_it_was(tmp_path, monkeypatch):
     assert_same(outcome(executor, made), want)
 
 
-def test_without_tiers_there_is_nowhere_to_go():
+def test_without_a_residence_all_begins_on_the_device(tmp_path):
+    made = steps(2)
+    want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
     model = make_decoder("gqa").train()
-    optimizer = DeepSeekAdam(decay_groups(model, 0.1))
-    executor = LayerMajorExecutor(model, model, find_slices(model, model), optimizer, clip=GradClip(0.0))
+    optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
+    executor = LayerMajorExecutor(model, model, find_slices(model, model), optimizer, clip=GradClip(0.5))
     assert executor.placement == plain()
-    executor.place(Placement.uniform(2, activations="keep"))
-    assert executor.placement == Placement.uniform(2, activations="keep")
-    with pytest.raises(ConfigError, match="no tiers"):
-        executor.place(Placement.uniform(2, states="host"))
-    assert executor.placement == Placement.uniform(2, activations="keep")
+    moved = Placement.uniform(2, states="host", activations="keep")
+    executor.place(moved)
+    assert executor.placement == moved
+    assert_same(outcome(executor, made), want)

@@ -162,7 +162,7 @@ def test_a_run_that_goes_as_planned_says_so_once():
 def test_the_first_step_corrects_every_later_plan():
     """The machine takes a quarter more than planned: what fitted on paper does not."""
     play = Play(PlayedExecutor(factor=1.25), budget=700.0)
-    assert play.regroup.expected_bytes is None
+    assert play.regroup.forecast.expected is None
     play.step()
     assert play.regroup.forecast.memory_factor == 1.25
     assert play.triggers() == ["calibration"]
@@ -172,7 +172,7 @@ def test_the_first_step_corrects_every_later_plan():
     play.step()
     play.step()
     assert len(play.events) == 1  # as expected from here on
-    assert play.regroup.expected_bytes == pytest.approx(play.executor.peaks()["backward"], rel=0.01)
+    assert play.regroup.forecast.peak_bytes == pytest.approx(play.executor.peaks()["backward"], rel=0.01)
     assert play.regroup.forecast.time_factor == 2.0
 
 
@@ -431,7 +431,7 @@ def test_a_second_step_that_makes_the_run_go_over_to_another_placement():
     assert play.regroup.forecast.time_factor == pytest.approx(2.0)
     assert play.regroup.forecast.memory_factor == pytest.approx(1.1)
     play.step()
-    assert play.regroup.expected_bytes <= 620
+    assert play.regroup.forecast.peak_bytes <= 620
 
 
 def test_a_model_that_nobody_can_plan_keeps_less_and_less():

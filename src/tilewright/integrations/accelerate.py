@@ -14,8 +14,8 @@ from tilewright.optim.gradients import found_inf
 from tilewright.precision.convert import convert
 from tilewright.precision.loss_scale import DynamicScaler
 from tilewright.precision.policy import Policy
+from tilewright.precision.snapshot import Notes
 from tilewright.precision.table import ConversionReport
-from tilewright.precision.untouched import Notes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -18,7 +18,7 @@ from tilewright.precision.control import PrecisionController, grad_norm
 from tilewright.precision.controller_settings import ControllerSettings
 from tilewright.precision.evidence import Evidence
 from tilewright.precision.limits import Limit
-from tilewright.precision.untouched import Notes
+from tilewright.precision.snapshot import Notes
 
 
 class ControllerCallback(TrainerCallback, ExportableState):

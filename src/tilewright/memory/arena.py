@@ -16,15 +16,12 @@ integer: the largest) in its shape, which takes no memory, shows wherever it is 
 tier `device` the tensors stay where they are and are always live. So do those of a slice that is added as `resident`:
 for tensors that several slices read, as a head tied to the embedding. A tensor belongs to one slice.
 
-`prefetch + 1` staging buffers of the largest slice that is off the device rotate, whatever its tier. A slice that is
-released and wanted again before its buffer was needed costs nothing. What goes where is the caller's matter; the bytes
-move in `transfer`, and lie in `rooms`.
-Not for several threads. Called by the layer-major executor.
+`prefetch + 1` staging buffers of the largest slice that is off the device rotate, whatever its tier (`slots`). Which
+slice goes where is the caller's choice; the bytes move in `transfer`, and lie in `stores`.
+Not for several threads. Used by the layer-major executor.
 """
 
-import time
 from collections.abc import Hashable, Iterator, Mapping
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,8 +31,9 @@ from torch import Tensor
 
 from tilewright.core.config import Tier
 from tilewright.memory.layout import Layout, vacant
-from tilewright.memory.rooms import Rooms
-from tilewright.memory.transfer import Buffer, Traffic, Transfer, make_transfer
+from tilewright.memory.slots import Slots
+from tilewright.memory.stores import Store, make_store
+from tilewright.memory.transfer import Traffic, Transfer, make_transfer
 from tilewright.models.contract import FirstValues
 
 
@@ -49,10 +47,6 @@ class _Slice:
     away: dict[str, Tensor] = field(default_factory=dict)
     """What stands in for the tensors while they are not live."""
     layout: Layout = field(default_factory=lambda: Layout({}, 0))
-    offset: int = 0
-    """Address of its room, where it is not at home on the device."""
-    saving: Future[None] | None = None
-    """The last time that it was written back."""
     live: bool = False
 
     @property
@@ -65,28 +59,15 @@ class _Slice:
         for name, view in self.layout.views(flat).items():
             self.tensors[name].data = view
 
+    def vacate(self, device: torch.device) -> None:
+        """Make what stands in for the tensors while their bytes are in a tier."""
+        self.away = {name: vacant(tensor.shape, tensor.dtype, device) for name, tensor in self.tensors.items()}
+        self.leave()
+
     def leave(self) -> None:
         """Let the tensors be what stands in for them."""
         for name, value in self.away.items():
             self.tensors[name].data = value
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A staging buffer and what is in it."""
-
-    buffer: Buffer
-    holds: Hashable | None = None
-    wanted: bool = False
-    """Prefetched or live: not free for another slice."""
-    loading: Future[None] | None = None
-    saving: Future[None] | None = None
-    mark: torch.cuda.Event | None = None
-
-    def close(self) -> None:
-        """Give memory back that is not the device's."""
-        if self.buffer.bounce is not None:
-            self.buffer.bounce.close()
 
 
 class Arena:
@@ -109,10 +90,8 @@ class Arena:
         self._folder, self._num_slots = folder, prefetch + 1
         self._slices: dict[Hashable, _Slice] = {}
         self._owners: dict[int, Hashable] = {}
-        self._slots: list[_Slot] = []  # the one that was used longest ago first
-        self._rooms: dict[Tier, Rooms] = {}
+        self._slots = Slots()
         self._transfers: dict[Tier, Transfer] = {}
-        self._wait_s = 0.0
         self._sealed = False
 
     # ---- filling ----
@@ -160,24 +139,23 @@ class Arena:
         assert not self._sealed, "seal() once"
         self._sealed = True
         for tier in dict.fromkeys(item.tier for item in self._slices.values() if not item.resident):
-            items = [item for item in self._slices.values() if item.tier == tier]
-            for item in items:
+            items = {slice_id: item for slice_id, item in self._slices.items() if item.tier == tier}
+            for item in items.values():
                 item.layout = Layout.of(item.tensors)
-            starts = self._rooms_in(tier).take([item.layout.num_bytes for item in items])
-            for item, start in zip(items, starts, strict=True):
-                item.offset = start
-        for item in self._slices.values():
+            self._to(tier).store.take({slice_id: item.layout.num_bytes for slice_id, item in items.items()})
+        for slice_id, item in self._slices.items():
             if item.resident:
                 self._fill_on_device(item)
             else:
-                self._take_over(item)
+                self._write_values(slice_id, item, self._to(item.tier).store)
+                item.vacate(self.device)
         self._make_slots()
 
-    def _rooms_in(self, tier: Tier) -> Rooms:
-        if tier not in self._rooms:
-            self._rooms[tier] = Rooms(tier, self.device, self._folder)
-            self._transfers[tier] = make_transfer(self._rooms[tier], self.device)
-        return self._rooms[tier]
+    def _to(self, tier: Tier) -> Transfer:
+        """What moves bytes to and from a tier."""
+        if tier not in self._transfers:
+            self._transfers[tier] = make_transfer(make_store(tier, self.device, self._folder), self.device)
+        return self._transfers[tier]
 
     def _make_slots(self) -> None:
         """Staging buffers for what is off the device now."""
@@ -186,20 +164,12 @@ class Arena:
             largest = max(item.layout.num_bytes for item in moving)
             # A buffer for a disk serves the host too, not the other way round.
             tier = max((item.tier for item in moving), key=("host", "disk").index)
-            buffers = (self._transfers[tier].make_buffer(largest) for _ in range(min(self._num_slots, len(moving))))
-            self._slots = [_Slot(buffer) for buffer in buffers]
+            self._slots.make(self._to(tier), largest, min(self._num_slots, len(moving)))
 
     @torch.no_grad()
-    def _take_over(self, item: _Slice) -> None:
-        """Move the first values of a slice into the store, one copy and no more."""
-        self._write_values(item, self._rooms[item.tier], item.offset)
-        item.away = {name: vacant(t.shape, t.dtype, self.device) for name, t in item.tensors.items()}
-        item.leave()
-
-    def _write_values(self, item: _Slice, rooms: Rooms, start: int) -> None:
-        """Fill a room with the first values of a slice, or with those that its tensors have."""
-        size = item.layout.num_bytes
-        flat = rooms.view(start, size) if rooms.in_memory else torch.empty(size, dtype=torch.uint8)
+    def _write_values(self, slice_id: Hashable, item: _Slice, store: Store) -> None:
+        """Fill a room with the first values of a slice, or with those that its tensors have: one copy and no more."""
+        flat = store.view(slice_id) if store.in_memory else torch.empty(item.layout.num_bytes, dtype=torch.uint8)
         views = item.layout.views(flat)
         fill, item.fill = item.fill, None
         if fill is not None:
@@ -207,8 +177,8 @@ class Arena:
         else:
             for name, tensor in item.tensors.items():
                 views[name].copy_(tensor)
-        if not rooms.in_memory:
-            rooms.write(start, [flat])
+        if not store.in_memory:
+            store.write(slice_id, [flat])
 
     @torch.no_grad()
     def _fill_on_device(self, item: _Slice) -> None:
@@ -222,23 +192,14 @@ class Arena:
 
     # ---- using ----
 
-    @property
-    def slices(self) -> tuple[Hashable, ...]:
-        """All slices in the order in which they were added."""
-        return tuple(self._slices)
-
     def prefetch(self, slice_id: Hashable) -> bool:
         """Start bringing a slice in. False where no buffer is free for it: the slice comes when it is fetched."""
         item = self._slices[slice_id]
         if item.resident or item.live:
             return True
-        if not self._slots:
+        if not self._slots.slots:
             self._make_slots()
-        slot = self._slot_of(slice_id) or self._free_slot()
-        if slot is None:
-            return False
-        self._start(slot, slice_id, item)
-        return True
+        return self._slots.prefetch(slice_id, self._to(item.tier))
 
     def fetch(self, slice_id: Hashable) -> dict[str, Tensor]:
         """Make a slice's tensors live, waiting for them where need be; the tensors by name.
@@ -250,14 +211,9 @@ class Arena:
         if item.live:
             raise AssertionError(f"slice {slice_id!r} is live already: release it first")
         if not item.resident:
-            if not self._slots:
+            if not self._slots.slots:
                 self._make_slots()
-            slot = self._slot_of(slice_id) or self._free_slot() or self._least_wanted_slot()
-            if slot is None:
-                raise AssertionError(f"{len(self._slots)} slices are live, and there are no more buffers")
-            self._start(slot, slice_id, item)
-            self._wait(slot)
-            item.enter(slot.buffer.live)
+            item.enter(self._slots.fetch(slice_id, self._to(item.tier)))
         item.live = True
         return dict(item.tensors)
 
@@ -267,18 +223,9 @@ class Arena:
         if not item.live:
             raise AssertionError(f"slice {slice_id!r} is not live")
         item.live = False
-        if item.resident:
-            return
-        item.leave()
-        slot = self._slot_of(slice_id)
-        assert slot is not None, "a live slice has a buffer"
-        slot.wanted, slot.mark = False, self._transfers[item.tier].mark()
-        self._slots.remove(slot)
-        self._slots.append(slot)
-        if changed:
-            transfer = self._transfers[item.tier]
-            slot.saving = transfer.save(item.offset, item.layout.num_bytes, slot.buffer, slot.mark)
-            item.saving = slot.saving
+        if not item.resident:
+            item.leave()
+            self._slots.release(slice_id, changed=changed)
 
     @contextmanager
     def using(self, slice_id: Hashable, *, changed: bool) -> Iterator[dict[str, Tensor]]:
@@ -295,18 +242,11 @@ class Arena:
         item = self._slices[slice_id]
         if item.resident or item.live:
             return {name: _host_copy(tensor) for name, tensor in item.tensors.items()}
-        slot = self._slot_of(slice_id)
-        if slot is not None:
-            self._wait_for(slot.loading)
-            return {name: _host_copy(view) for name, view in item.layout.views(slot.buffer.live).items()}
-        return item.layout.views(self._read(item))
+        return {name: _host_copy(view) for name, view in self._views(slice_id, item).items()}
 
-    def _read(self, item: _Slice) -> Tensor:
-        """The bytes of a slice that no buffer holds, on the host."""
-        self._wait_for(item.saving)
-        flat = torch.empty(item.layout.num_bytes, dtype=torch.uint8)
-        self._wait_for(self._transfers[item.tier].read(item.offset, flat))
-        return flat
+    def _views(self, slice_id: Hashable, item: _Slice) -> dict[str, Tensor]:
+        """The tensors of a slice that is off the device and not live."""
+        return item.layout.views(self._slots.read(slice_id, self._to(item.tier), item.layout.num_bytes))
 
     def flush(self) -> None:
         """Wait until everything that was released is in its tier.
@@ -314,17 +254,15 @@ class Arena:
         Raises:
             HardwareError: it cannot be written.
         """
-        for slot in self._slots:
-            self._wait_for(slot.saving)
+        self._slots.flush()
 
     def close(self) -> None:
         """Wait for what is on its way, and give the tier's room back. What is not live is lost."""
         for transfer in self._transfers.values():
             transfer.close()
-        for slot in self._slots:
-            slot.close()
-        for rooms in self._rooms.values():
-            rooms.close()
+        self._slots.close()
+        for transfer in self._transfers.values():
+            transfer.store.close()
 
     def __enter__(self) -> "Arena":
         return self
@@ -338,11 +276,11 @@ class Arena:
         fixed = [item for item in self._slices.values() if item.resident]
         held: dict[Tier, int] = {"device": sum(t.nbytes for item in fixed for t in item.tensors.values())}
         held |= {"host": 0, "disk": 0}
-        for tier, rooms in self._rooms.items():
-            held[tier] += rooms.num_bytes
-        for slot in self._slots:
-            held["device"] += slot.buffer.live.numel()
-            held["host"] += slot.buffer.bounce.num_bytes if slot.buffer.bounce is not None else 0
+        for tier, transfer in self._transfers.items():
+            held[tier] += transfer.store.num_bytes
+        for slot in self._slots.slots:
+            held["device"] += slot.buffer.live.nbytes
+            held["host"] += slot.buffer.bounce.nbytes if slot.buffer.bounce is not None else 0
         return held
 
     @property
@@ -350,7 +288,7 @@ class Arena:
         """What went to and from the tiers since the arena was sealed, and the seconds spent waiting for them."""
         parts = [transfer.traffic for transfer in self._transfers.values()]
         read, written = sum(part.read_bytes for part in parts), sum(part.written_bytes for part in parts)
-        return Traffic(read, written, self._wait_s)
+        return Traffic(read, written, self._slots.wait_s)
 
     # ---- moving ----
 
@@ -381,91 +319,38 @@ class Arena:
             return
         if not self._sealed or item.fixed or (tier == "disk" and self._folder is None):
             raise AssertionError(f"slice {slice_id!r} cannot move to {tier}: not sealed, fixed, or without a folder")
-        if item.live or any(slot.holds is not None and self._slices[slot.holds].live for slot in self._slots):
+        if item.live or any(slot.live for slot in self._slots.slots):
             raise AssertionError("slices move while none is live")
-        self._drop_slots()
-        before, start = item.tier, item.offset
+        self._slots.drop()
+        before = item.tier
         if tier == "device":
-            self._bring_home(item)
+            self._bring_home(slice_id, item)
         else:
-            self._send_off(item, tier)
+            self._send_off(slice_id, item, tier)
         if before != "device":
-            self._rooms[before].give_back(start)
+            self._to(before).store.give_back([slice_id])
 
-    def _bring_home(self, item: _Slice) -> None:
-        views = item.layout.views(self._read(item))
+    def _bring_home(self, slice_id: Hashable, item: _Slice) -> None:
+        views = self._views(slice_id, item)
         values = {name: view.to(self.device, copy=True) for name, view in views.items()}
         for name, value in values.items():
             item.tensors[name].data = value
         item.tier, item.away = "device", {}
 
-    def _send_off(self, item: _Slice, tier: Tier) -> None:
-        rooms, item.layout = self._rooms_in(tier), Layout.of(item.tensors)
-        (start,) = rooms.take([item.layout.num_bytes])
+    def _send_off(self, slice_id: Hashable, item: _Slice, tier: Tier) -> None:
+        store, item.layout = self._to(tier).store, Layout.of(item.tensors)
+        store.take({slice_id: item.layout.num_bytes})
         try:
             if item.resident:
-                self._write_values(item, rooms, start)
+                self._write_values(slice_id, item, store)
             else:
-                rooms.write(start, [self._read(item)])
+                store.write(slice_id, [self._slots.read(slice_id, self._to(item.tier), item.layout.num_bytes)])
         except BaseException:
-            rooms.give_back(start)
+            store.give_back([slice_id])
             raise
-        item.tier, item.offset = tier, start
+        item.tier = tier
         if not item.away:
-            item.away = {name: vacant(t.shape, t.dtype, self.device) for name, t in item.tensors.items()}
-            item.leave()
-
-    def _drop_slots(self) -> None:
-        """Wait for what is on its way, and give the staging buffers back: they are made again when they are needed."""
-        for slot in self._slots:
-            self._wait_for(slot.loading)
-            self._wait_for(slot.saving)
-            slot.close()
-        self._slots = []
-
-    # ---- buffers ----
-
-    def _slot_of(self, slice_id: Hashable) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.holds == slice_id), None)
-
-    def _free_slot(self) -> _Slot | None:
-        return next((slot for slot in self._slots if not slot.wanted), None)
-
-    def _least_wanted_slot(self) -> _Slot | None:
-        """A buffer whose slice was prefetched and never came to use."""
-        return next((slot for slot in self._slots if not self._slices[slot.holds].live), None)
-
-    def _start(self, slot: _Slot, slice_id: Hashable, item: _Slice) -> None:
-        """Load a slice into a buffer, unless it is there."""
-        slot.wanted = True
-        if slot.holds == slice_id:
-            return
-        # Out of the buffer must be what was in it, and in its room what is to come, whichever tiers these are.
-        before = [future for future in (slot.saving, item.saving) if future is not None]
-        if slot.holds is not None and self._slices[slot.holds].tier != item.tier and slot.loading is not None:
-            wait([slot.loading])  # a slice that was prefetched in vain; another thread than this tier's may be at it
-        slot.holds = slice_id
-        transfer = self._transfers[item.tier]
-        slot.loading = transfer.load(item.offset, item.layout.num_bytes, slot.buffer, slot.mark, before)
-
-    def _wait(self, slot: _Slot) -> None:
-        """Until the slice in a buffer may be used and changed."""
-        try:
-            self._wait_for(slot.loading)
-            self._wait_for(slot.saving)
-        except BaseException:  # an interrupted wait leaves the buffer's content unknown as well
-            slot.holds, slot.wanted = None, False
-            raise
-        slot.loading = slot.saving = None
-
-    def _wait_for(self, future: Future[None] | None) -> None:
-        if future is None:
-            return
-        started = time.perf_counter()
-        try:
-            future.result()
-        finally:
-            self._wait_s += time.perf_counter() - started
+            item.vacate(self.device)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

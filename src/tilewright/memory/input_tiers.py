@@ -3,28 +3,23 @@
 put(key, tensors)    keep these contiguous tensors
 prefetch(key)        begin to bring them back
 get(key)             the tensors on the device
-drop(key)            let go of them
+drop(key)            they are of no use any more
+forget(gone)         give back the room of layers for which gone(layer)
 """
 
-import errno
-import os
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from tilewright.core.errors import FitError, HardwareError, TilewrightError
-from tilewright.core.units import format_bytes
-from tilewright.memory.pinned import pinned_empty, unpin
-from tilewright.memory.tiers import open_nameless
+from tilewright.memory.layout import Layout
+from tilewright.memory.stores import DiskStore, HostStore, Store
 
 Key = tuple[int, int]
-Result = TypeVar("Result")
+"""Number of the layer and of the micro-batch."""
 MAX_UNDER_WAY = 2
 """Tensors being written at once: they stay in memory until they are."""
 
@@ -51,19 +46,35 @@ class DeviceTier:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensors in self._kept.values() for tensor in tensors)
 
+    def forget(self, gone: Callable[[int], bool]) -> None:
+        """Nothing to do."""
+
     def close(self) -> None:
         self._kept.clear()
 
 
-class HostTier:
-    """Copies to and from registered host memory on streams of their own.
+class _InStore:
+    """Keeps the tensors in a store. A key's room is kept for the next step, and replaced where it is too small."""
 
-    A key's buffers are kept for the next step, and replaced where they are too small.
-    """
+    store: Store
+
+    def forget(self, gone: Callable[[int], bool]) -> None:
+        keys = [key for key in self.store.sizes if gone(key[0])]
+        if keys:
+            self.idle()
+            self.store.give_back(keys)
+
+    def idle(self) -> None:
+        """Wait until nothing reads or writes the store."""
+        raise NotImplementedError
+
+
+class HostTier(_InStore):
+    """Copies to and from registered host memory on streams of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[tuple[Key, int], Tensor] = {}
+        self.store = HostStore(device)
         self._kept: dict[Key, list[Tensor]] = {}
         self._coming: dict[Key, tuple[torch.cuda.Event, list[Tensor]]] = {}
         self._going: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
@@ -72,7 +83,9 @@ class HostTier:
     def put(self, key: Key, tensors: Sequence[Tensor]) -> None:
         while self._going and (len(self._going) >= MAX_UNDER_WAY or self._going[0][0].query()):
             self._going.popleft()[0].synchronize()
-        places = [self._place(key, number, tensor) for number, tensor in enumerate(tensors)]
+        layout = Layout.of({str(number): tensor for number, tensor in enumerate(tensors)})
+        self.store.fit(key, layout.num_bytes, self.idle)
+        places = list(layout.views(self.store.view(key)).values())
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._down):
             for place, tensor in zip(places, tensors, strict=True):
@@ -105,168 +118,79 @@ class HostTier:
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return self.store.num_bytes
 
-    @property
-    def layers(self) -> set[int]:
-        """The layers that buffers are kept for."""
-        return {layer for (layer, _), _ in self._buffers}
-
-    def forget(self, layers: Set[int]) -> None:
-        """Give the buffers of these layers back; nothing of theirs is kept."""
-        if not layers:
-            return
+    def idle(self) -> None:
         torch.cuda.synchronize(self._device)
-        for place in [place for place in self._buffers if place[0][0] in layers]:
-            unpin(self._buffers.pop(place), self._device)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self.idle()
         self._kept.clear()
         self._coming.clear()
         self._going.clear()
-        for buffer in self._buffers.values():
-            unpin(buffer, self._device)
-        self._buffers.clear()
-
-    def _place(self, key: Key, number: int, tensor: Tensor) -> Tensor:
-        """Host memory in the form of a tensor."""
-        buffer = self._buffers.get((key, number))
-        if buffer is None or buffer.nbytes < tensor.nbytes:
-            if buffer is not None:
-                torch.cuda.synchronize(self._device)
-                unpin(self._buffers.pop((key, number)), self._device)
-            buffer = self._buffers[key, number] = pinned_empty(tensor.nbytes, self._device)
-        return buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self.store.close()
 
 
-@dataclass
-class _Region:
-    """A piece of the file, and what it holds."""
+class DiskTier(_InStore):
+    """A thread writes and reads a file, in the order of the calls.
 
-    start: int
-    tensors: list[tuple[torch.Size, torch.dtype]]
-    num_bytes: int
-    coming: Future[list[Tensor]] | None = None
-
-
-class DiskTier:
-    """One file, written and read by a thread in the order of the calls.
-
-    The file has no name, so nothing is left of it however the process ends. It grows in the first step; space is taken
-    before bytes are written, so a full disk is found by `put` and not by the thread.
+    Space is taken before bytes are written, so a full disk is found by `put` and not by the thread.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self._device, self._folder = device, folder
-        self._file = open_nameless(folder)
-        self._regions: dict[Key, _Region] = {}
-        self._end = self._size = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-inputs")
+        self._device = device
+        self.store = DiskStore(folder)
+        self._kept: dict[Key, list[tuple[torch.Size, torch.dtype]]] = {}
+        self._coming: dict[Key, Future[list[Tensor]]] = {}
         self._writes: deque[Future[None]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-inputs")
 
     def put(self, key: Key, tensors: Sequence[Tensor]) -> None:
         self._settle(MAX_UNDER_WAY - 1)
-        if not self._regions:
-            self._end = 0  # a new step: from the start of the file again
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        arrays = [_bytes_of(tensor.cpu()) for tensor in tensors]
-        region = _Region(self._end, [(tensor.shape, tensor.dtype) for tensor in tensors], num_bytes)
-        self._grow(self._end + num_bytes)
-        self._regions[key] = region
-        self._end += num_bytes
-        self._writes.append(self._thread.submit(self._write, arrays, region.start))
+        pieces = [_flat(tensor.cpu()) for tensor in tensors]
+        self.store.fit(key, sum(map(len, pieces)), self.idle)
+        self._kept[key] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._writes.append(self._thread.submit(self.store.write, key, pieces))
 
     def prefetch(self, key: Key) -> None:
-        region = self._regions[key]
-        if region.coming is None:
-            region.coming = self._thread.submit(self._read, region)
+        if key not in self._coming:
+            self._coming[key] = self._thread.submit(self._read, key, self._kept[key])
 
     def get(self, key: Key) -> Sequence[Tensor]:
         self.prefetch(key)
-        region = self._regions[key]
-        coming, region.coming = region.coming, None
-        tensors = self._wait(coming)
+        tensors = self._coming.pop(key).result()
         self._settle(len(self._writes))  # one that failed has left no data for this read
         return [tensor.to(self._device) for tensor in tensors]
 
     def drop(self, key: Key) -> None:
-        region = self._regions.pop(key)
-        if region.coming is not None:
-            region.coming.cancel()
+        del self._kept[key]
+        if key in self._coming:
+            self._coming.pop(key).cancel()
 
     @property
     def num_bytes(self) -> int:
-        return sum(region.num_bytes for region in self._regions.values())
+        return sum(shape.numel() * dtype.itemsize for kept in self._kept.values() for shape, dtype in kept)
+
+    def idle(self) -> None:
+        self._settle(0)
+        self._thread.submit(lambda: None).result()  # after reads that are of no use any more
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-        self._regions.clear()
-        self._file.close()
+        self._kept.clear()
+        self.store.close()
 
     def _settle(self, most: int) -> None:
         """Take note of writes that ended, and wait until at most so many are under way."""
         while len(self._writes) > most or (self._writes and self._writes[0].done()):
-            self._wait(self._writes.popleft())
+            self._writes.popleft().result()
 
-    def _wait(self, future: Future[Result]) -> Result:
-        try:
-            return future.result()
-        except OSError as error:
-            raise disk_error(error, self._folder) from error
-
-    def _grow(self, size: int) -> None:
-        if size <= self._size:
-            return
-        try:
-            os.posix_fallocate(self._file.fileno(), self._size, size - self._size)
-        except OSError as error:
-            raise disk_error(error, self._folder, size) from error
-        self._size = size
-
-    def _write(self, arrays: Sequence[memoryview], start: int) -> None:
-        for array in arrays:
-            done = 0
-            while done < len(array):
-                done += os.pwrite(self._file.fileno(), array[done:], start + done)
-            start += len(array)
-
-    def _read(self, region: _Region) -> list[Tensor]:
-        tensors, start = [], region.start
-        for shape, dtype in region.tensors:
-            tensor = torch.empty(shape, dtype=dtype)
-            array, done = _bytes_of(tensor), 0
-            while done < len(array):
-                read = os.preadv(self._file.fileno(), [array[done:]], start + done)
-                if read == 0:
-                    raise OSError(errno.EIO, "the file is shorter than what was written")
-                done += read
-            start += len(array)
-            tensors.append(tensor)
+    def _read(self, key: Key, kept: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in kept]
+        self.store.read(key, [_flat(tensor) for tensor in tensors])
         return tensors
 
 
-def disk_error(error: OSError, folder: Path, num_bytes: int | None = None) -> TilewrightError:
-    """What the user is told where the disk tier fails."""
-    told = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        wanted = f", with {format_bytes(num_bytes)} needed in all" if num_bytes is not None else ""
-        return FitError(
-            "The disk tier is full.",
-            got=f"{told}{wanted}",
-            need="space for what the recipe keeps on disk",
-            try_="memory.tier_dir in a larger file system, or another tier",
-            where=str(folder),
-        )
-    return HardwareError(
-        "The disk tier cannot be used.",
-        got=told,
-        need="a folder on a local disk that this process may read and write",
-        try_="another memory.tier_dir, or another tier",
-        where=str(folder),
-    )
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, not copied."""
-    return memoryview(tensor.view(torch.uint8).reshape(-1).numpy()) if tensor.numel() else memoryview(b"")
+def _flat(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, not copied."""
+    return tensor.reshape(-1).view(torch.uint8)

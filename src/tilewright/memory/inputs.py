@@ -89,6 +89,7 @@ class InputStore:
 
         Raises:
             ConfigError: a folder that cannot be written; all is as it was then.
+            HardwareError: the disk failed before.
         """
         assert not self._entries, "inputs are kept: place() between steps"
         rest: Tier = tier if isinstance(tier, str) else "device"
@@ -97,11 +98,11 @@ class InputStore:
         if "disk" in wanted and self._folder is None:
             raise ValueError("the disk tier needs a folder")
         made = {name: self._keepers.get(name) or self._make(name) for name in sorted(wanted)}
+        for name, keeper in made.items():
+            keeper.forget(lambda layer, name=name: by_layer.get(layer, rest) != name)
         for name, keeper in self._keepers.items():
             if name not in made:
                 keeper.close()
-        if isinstance(host := made.get("host"), HostTier):
-            host.forget({layer for layer in host.layers if by_layer.get(layer, rest) != "host"})
         self._rest, self._by_layer, self._keepers = rest, by_layer, made
 
     def tier_of(self, layer: int) -> Tier:

@@ -7,7 +7,7 @@
 As many bytes as all slices that a step changes, parameters and states, on the host or on disk; room is taken when a
 slice is kept for the first time, and used again in every step. Copies to the host are in order with the computation. A
 disk is written by a thread from two buffers of the largest slice, so `keep` waits for it only where it is slower than
-the computation. The bytes are of no use to another process: a checkpoint is. Called by `training.layer_major_step`.
+the computation. The bytes are of no use to another process: a checkpoint is. Used by `training.layer_major_step`.
 """
 
 from collections.abc import Sequence
@@ -21,25 +21,31 @@ from torch import Tensor
 
 from tilewright.core.config import Tier
 from tilewright.memory.layout import Layout
-from tilewright.memory.on_device import Residence
-from tilewright.memory.tiers import DiskStore, HostStore
+from tilewright.memory.pinned import pinned_empty, unpin
+from tilewright.memory.residence import Tiers
+from tilewright.memory.stores import Store, make_store
 from tilewright.models.layered import Slice
 
 
 @dataclass(eq=False)
-class _Room:
-    """Where a slice is kept."""
-
+class _Kept:
+    part: Slice
+    tensors: Sequence[Tensor]
     layout: Layout
-    store: HostStore | DiskStore
 
 
 @dataclass(eq=False)
 class _Buffer:
     """Host memory in front of the disk, and what is written from it."""
 
-    memory: HostStore
+    memory: Tensor
     writing: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Until it is written; an error stays here, to be met by every later call."""
+        if self.writing is not None:
+            self.writing.result()
+            self.writing = None
 
 
 class Journal:
@@ -49,6 +55,9 @@ class Journal:
         tier: host or disk.
         device: where the tensors are.
         folder: of the disk tier.
+
+    Raises:
+        ConfigError: the folder cannot be written.
     """
 
     def __init__(
@@ -58,9 +67,8 @@ class Journal:
             raise ValueError(f"need host, or disk with a folder; got {tier=}, {folder=}")
         self.tier: Literal["host", "disk"] = tier
         self.device = torch.device(device)
-        self._folder = folder
-        self._rooms: dict[str, _Room] = {}
-        self._kept: dict[str, tuple[Slice, Sequence[Tensor]]] = {}
+        self._store: Store = make_store(tier, self.device, folder)
+        self._kept: dict[str, _Kept] = {}
         self._buffers: list[_Buffer] = []  # the one that was used longest ago first
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
@@ -78,38 +86,35 @@ class Journal:
         """
         if part.name in self._kept:
             raise AssertionError(f"{part.name} is kept already, and may have changed since")
-        room = self._room(part.name, Layout.of(_numbered(tensors)))
-        if isinstance(room.store, HostStore):
-            _copy_out(tensors, room, room.store.view(0, room.layout.num_bytes))
+        layout = Layout.of({str(number): tensor for number, tensor in enumerate(tensors)})
+        self._store.fit(part.name, layout.num_bytes, self._settle)
+        if self._store.in_memory:
+            _copy_out(tensors, layout, self._store.view(part.name))
         else:
-            buffer = self._free_buffer(room.layout.num_bytes)
-            flat = buffer.memory.view(0, room.layout.num_bytes)
-            copied = _copy_out(tensors, room, flat)
-            buffer.writing = self._writer.submit(_write, room.store, flat, copied)
-        self._kept[part.name] = part, tensors
+            buffer = self._free_buffer(layout.num_bytes)
+            flat = buffer.memory[: layout.num_bytes]
+            copied = _copy_out(tensors, layout, flat)
+            buffer.writing = self._writer.submit(_write, self._store, part.name, flat, copied)
+        self._kept[part.name] = _Kept(part, tensors, layout)
 
     @torch.no_grad()
-    def rollback(self, residence: Residence) -> None:
+    def rollback(self, residence: Tiers) -> None:
         """Give all kept tensors the values that they had; nothing is kept afterwards.
 
         Raises:
             HardwareError: the disk fails.
         """
         self._settle()
-        for name, (part, tensors) in self._kept.items():
-            room = self._rooms[name]
-            size = room.layout.num_bytes
-            if isinstance(room.store, HostStore):
-                if self.device.type == "cuda":
-                    torch.cuda.current_stream(self.device).synchronize()
-                flat = room.store.view(0, size)
+        for name, kept in self._kept.items():
+            if self._store.in_memory:
+                flat = self._store.view(name)
             else:
-                flat = self._free_buffer(size).memory.view(0, size)
-                room.store.read(0, [flat])
-            residence.fetch(part, states=True)
-            for tensor, value in zip(tensors, room.layout.views(flat).values(), strict=True):
+                flat = self._free_buffer(kept.layout.num_bytes).memory[: kept.layout.num_bytes]
+                self._store.read(name, [flat])
+            residence.fetch(kept.part, states=True)
+            for tensor, value in zip(kept.tensors, kept.layout.views(flat).values(), strict=True):
                 tensor.copy_(value)
-            residence.release(part, changed=True)
+            residence.release(kept.part, changed=True)
         self._kept.clear()
 
     def commit(self) -> None:
@@ -119,63 +124,43 @@ class Journal:
     @property
     def num_bytes(self) -> dict[Tier, int]:
         """Bytes held by tier."""
-        held: dict[Tier, int] = {
-            "device": 0,
-            "host": sum(buffer.memory.num_bytes for buffer in self._buffers),
-            "disk": 0,
-        }
-        held[self.tier] += sum(room.store.num_bytes for room in self._rooms.values())
+        held: dict[Tier, int] = {"device": 0, "host": sum(len(buffer.memory) for buffer in self._buffers), "disk": 0}
+        held[self.tier] += self._store.num_bytes
         return held
 
     def close(self) -> None:
         """Give all room back."""
         self._writer.shutdown()
-        for store in [*(buffer.memory for buffer in self._buffers), *(room.store for room in self._rooms.values())]:
-            store.close()
+        for buffer in self._buffers:
+            unpin(buffer.memory, self.device)
+        self._store.close()
         self._buffers.clear()
-        self._rooms.clear()
         self._kept.clear()
-
-    def _room(self, name: str, layout: Layout) -> _Room:
-        room = self._rooms.get(name)
-        if room is not None and room.layout == layout:
-            return room
-        if room is not None:
-            self._settle()
-            room.store.close()
-        if self.tier == "host":
-            store: HostStore | DiskStore = HostStore(layout.num_bytes, self.device)
-        else:
-            assert self._folder is not None, "checked in the constructor"
-            store = DiskStore(layout.num_bytes, Path(self._folder))
-        self._rooms[name] = _Room(layout, store)
-        return self._rooms[name]
 
     def _free_buffer(self, num_bytes: int) -> _Buffer:
         """A buffer of at least this size that nothing is written from any more."""
         if len(self._buffers) < 2:
-            self._buffers.append(_Buffer(HostStore(num_bytes, self.device)))
+            self._buffers.append(_Buffer(pinned_empty(num_bytes, self.device)))
             return self._buffers[-1]
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)
-        _wait(buffer)
-        if buffer.memory.num_bytes < num_bytes:
-            buffer.memory.close()
-            buffer.memory = HostStore(num_bytes, self.device)
+        buffer.wait()
+        if len(buffer.memory) < num_bytes:
+            unpin(buffer.memory, self.device)
+            buffer.memory = pinned_empty(num_bytes, self.device)
         return buffer
 
     def _settle(self) -> None:
+        """Wait until the store has what was copied out."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         for buffer in self._buffers:
-            _wait(buffer)
+            buffer.wait()
 
 
-def _numbered(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {str(number): tensor for number, tensor in enumerate(tensors)}
-
-
-def _copy_out(tensors: Sequence[Tensor], room: _Room, flat: Tensor) -> torch.cuda.Event | None:
+def _copy_out(tensors: Sequence[Tensor], layout: Layout, flat: Tensor) -> torch.cuda.Event | None:
     """Copy tensors into flat host memory; what says when it is done, where the device runs on its own."""
-    for tensor, place in zip(tensors, room.layout.views(flat).values(), strict=True):
+    for tensor, place in zip(tensors, layout.views(flat).values(), strict=True):
         place.copy_(tensor, non_blocking=True)
     if not any(tensor.is_cuda for tensor in tensors):
         return None
@@ -184,14 +169,7 @@ def _copy_out(tensors: Sequence[Tensor], room: _Room, flat: Tensor) -> torch.cud
     return copied
 
 
-def _write(store: DiskStore, flat: Tensor, copied: torch.cuda.Event | None) -> None:
+def _write(store: Store, key: str, flat: Tensor, copied: torch.cuda.Event | None) -> None:
     if copied is not None:
         copied.synchronize()
-    store.write(0, [flat])
-
-
-def _wait(buffer: _Buffer) -> None:
-    """Until a buffer is written; an error stays there, to be met by every later call."""
-    if buffer.writing is not None:
-        buffer.writing.result()
-        buffer.writing = None
+    store.write(key, [flat])

@@ -18,32 +18,22 @@ bad numbers are the matter of `training.layer_major_step`, which calls this.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.lending import lending
-from tilewright.memory.on_device import Residence
 from tilewright.memory.replay import Replay
+from tilewright.memory.residence import Tiers
 from tilewright.models.contract import LossOutput
 from tilewright.models.layered import Layered, Slice, Slices
 
 Batch = Mapping[str, Tensor]
 Phase = Callable[[str], AbstractContextManager[None]]
-Result = TypeVar("Result")
-
-
-class Retry(Protocol):
-    """Calls a function, and again after `relief` where it finds no memory, until it succeeds or nothing helps."""
-
-    def __call__(self, piece: Callable[[], Result], relief: Callable[[], None], /) -> Result: ...
-
-
-def once(piece: Callable[[], Result], relief: Callable[[], None], /) -> Result:
-    """No retry."""
-    return piece()
+Retry = Callable[[Callable[[], Any], Callable[[], None]], Any]
+"""Calls a function, and again after the second where it finds no memory, until it succeeds or nothing helps."""
 
 
 class LayerMajor:
@@ -67,11 +57,11 @@ class LayerMajor:
         slices: Slices,
         *,
         inputs: InputStore,
-        residence: Residence,
+        residence: Tiers,
         replay: Replay,
         phase: Phase,
         device: torch.device,
-        retry: Retry = once,
+        retry: Retry,
     ) -> None:
         self.view = view
         self.slices = slices

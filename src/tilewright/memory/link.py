@@ -1,7 +1,7 @@
 """How fast a tier is: bytes a second to and from the device, measured with the code that training uses.
 
 A disk is measured past the system's copies of it in memory, as a tier larger than memory meets it; `cached` is what a
-smaller one meets. Called by `benchmarks.tiers`.
+smaller one meets. Called by `plan.links`.
 """
 
 import time
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tilewright.core.config import Tier
-from tilewright.memory.tiers import DiskStore, make_store
+from tilewright.memory.stores import DiskStore, make_store
 from tilewright.memory.transfer import make_transfer
 
 
@@ -47,24 +47,24 @@ def measure_link(
         HardwareError: the disk fails.
     """
     device = torch.device(device)
-    store = make_store(tier, slice_bytes * num_slices, device=device, folder=folder)
+    store = make_store(tier, device, folder)
+    store.take(dict.fromkeys(range(num_slices), slice_bytes))
     transfer = make_transfer(store, device)
     buffer = transfer.make_buffer(slice_bytes)
     buffer.live.zero_()
-    offsets = [slice_bytes * index for index in range(num_slices)]
 
     def rate(move: Callable[[int], Future[None]], afterwards: Callable[[], None] = lambda: None) -> float:
         started = time.perf_counter()
-        for offset in offsets:
-            move(offset).result()
+        for key in range(num_slices):
+            move(key).result()
         afterwards()
         return slice_bytes * num_slices / (time.perf_counter() - started)
 
-    def write(offset: int) -> Future[None]:
-        return transfer.save(offset, slice_bytes, buffer, transfer.mark())
+    def write(key: int) -> Future[None]:
+        return transfer.save(key, buffer, transfer.mark())
 
-    def read(offset: int) -> Future[None]:
-        return transfer.load(offset, slice_bytes, buffer, transfer.mark(), ())
+    def read(key: int) -> Future[None]:
+        return transfer.load(key, buffer, transfer.mark(), ())
 
     try:
         rate(write)  # touches all pages once
@@ -76,6 +76,5 @@ def measure_link(
         return LinkRates(rate(read), written, cached_read, cached_write)
     finally:
         transfer.close()
-        if buffer.bounce is not None:
-            buffer.bounce.close()
+        buffer.close()
         store.close()

@@ -8,7 +8,7 @@ come out in another last bit (compiled otherwise, or from a rounded input) may s
 of our own router are taken over where it makes them, those of foreign layers at `torch.topk`. Called by `layer_major`.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilewright.models.moe import Router
 from tilewright.models.routers import find_routers
+from tilewright.precision.snapshot import drawing, set_torch_states, torch_states
 
 
 class Choices:
@@ -44,10 +45,10 @@ class Choices:
 
 @dataclass
 class _Taken:
-    """What one call drew and chose. `states` are the generators' before it, None where it drew nothing."""
+    """What one call drew and chose. `states` are the generators' before it, empty where it drew nothing."""
 
     choices: Choices = field(default_factory=Choices)
-    states: list[Tensor] | None = None
+    states: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Replay:
@@ -64,14 +65,15 @@ class Replay:
 
     def first(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
         """function(), remembered under `key`. Where it fails, nothing was drawn and nothing is remembered."""
-        taken, before = _Taken(), self._states()
+        taken, before = _Taken(), torch_states(self._device)
         try:
             with self._choosing(layer, taken.choices):
                 out = function()
         except BaseException:
-            self._set_states(before)
+            set_torch_states(before)
             raise
-        if any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True)):
+        after = torch_states(self._device)
+        if any(not torch.equal(state, after[name]) for name, state in before.items()):
             taken.states = before
         self._taken[key] = taken
         return out
@@ -79,7 +81,7 @@ class Replay:
     def again(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
         """function() with the draws and choices that were remembered."""
         taken = self._taken[key]
-        with self._drawing(taken.states), self._choosing(layer, taken.choices.rewind()):
+        with drawing(taken.states), self._choosing(layer, taken.choices.rewind()):
             return function()
 
     def knows(self, key: Hashable) -> bool:
@@ -89,27 +91,6 @@ class Replay:
     def clear(self) -> None:
         """Forget all calls."""
         self._taken.clear()
-
-    def _states(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        return states if self._device.type != "cuda" else [*states, torch.cuda.get_rng_state(self._device)]
-
-    def _set_states(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], self._device)
-
-    @contextmanager
-    def _drawing(self, states: list[Tensor] | None) -> Iterator[None]:
-        if states is None:
-            yield
-            return
-        before = self._states()
-        self._set_states(states)
-        try:
-            yield
-        finally:
-            self._set_states(before)
 
     @contextmanager
     def _choosing(self, layer: nn.Module | None, choices: Choices) -> Iterator[None]:

@@ -12,7 +12,7 @@ States are made here, where the optimizer has none yet, and are never all in mem
 slice's parameters are named as in the model, its states `<parameter>.<state>`. The optimizer's step counters are no
 bytes to speak of and stay where they are. The slice of parameters that several others read stays on the device.
 
-Implements `on_device.Residence`. Built by `training.assemble`.
+Built by `training.slicing`.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ Legend: N tokens of a call  D width.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from tilewright.formats.tiled import WithCopies
+from tilewright.models.evaluation import evaluation
 from tilewright.models.routers import find_routers
 from tilewright.ops.inductor import layer_options
 from tilewright.precision.region import Fp32Functions
+from tilewright.precision.snapshot import drawing, torch_states
 
 NAMES = ("mlp", "ffn", "feed_forward", "feedforward")
 """What MLPs are called."""
@@ -127,7 +129,7 @@ class _Tiling:
             return "it takes more than its tokens"
         x = _value(args[0]).detach()
         x = x.reshape(*(1,) * (x.ndim - 2), -1, x.shape[-1])[..., :3, :]
-        with torch.no_grad(), _evaluation(module):
+        with torch.no_grad(), evaluation(module):
             together = whole(x)
             if not isinstance(together, Tensor) or together.shape[:-1] != x.shape[:-1]:
                 return "its result is not one row a token"
@@ -246,7 +248,7 @@ class _Surroundings:
     device: torch.device
     autocast: tuple[bool, torch.dtype, bool]
     modes: tuple[Fp32Functions, ...]
-    states: tuple[Tensor, ...]
+    states: Mapping[str, Tensor]
 
     @classmethod
     def now(cls, device: torch.device, draws: bool) -> "_Surroundings":
@@ -254,46 +256,18 @@ class _Surroundings:
         kind = device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
         modes = tuple(mode for mode in _get_current_function_mode_stack() if isinstance(mode, Fp32Functions))
-        return cls(device, autocast, modes, _random_states(device) if draws else ())
+        return cls(device, autocast, modes, torch_states(device) if draws else {})
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, everything is as it was then; afterwards the generators are as they were before."""
         enabled, dtype, cached = self.autocast
-        before = _random_states(self.device) if self.states else ()
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, dtype=dtype, enabled=enabled, cache_enabled=cached))
             for mode in self.modes:
                 stack.enter_context(mode)
-            _set_random_states(self.states, self.device)
-            try:
-                yield
-            finally:
-                _set_random_states(before, self.device)
-
-
-def _random_states(device: torch.device) -> tuple[Tensor, ...]:
-    states = (torch.get_rng_state(),)
-    return states if device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
-
-
-def _set_random_states(states: tuple[Tensor, ...], device: torch.device) -> None:
-    if states:
-        torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
-
-
-@contextmanager
-def _evaluation(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each part's own mode afterwards."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
+            stack.enter_context(drawing(self.states))
+            yield
 
 
 def _value(x: Any) -> Any:

@@ -1,21 +1,22 @@
-"""Copies between a store and the staging buffers on the device, in the background.
+"""Copies between the rooms of a store and the staging buffers on the device, in the background.
 
 One thread reads, one writes; each works off its orders in turn, and a read first waits for the writes that it is told
 to wait for. A finished future means: the bytes are where they should be. On a CPU the staging buffer is host memory,
 and the store reads right into it. On a GPU the copies run on two streams of their own beside the computation, the store
 in memory page-locked, the store on disk through page-locked buffers.
 
-Called by `arena` and `journal`.
+Used by `slots`, `arena` and `link`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tilewright.memory.tiers import HostStore, Store
+from tilewright.memory.pinned import pinned_empty, unpin
+from tilewright.memory.stores import Store
 
 
 @dataclass
@@ -32,7 +33,12 @@ class Buffer:
     """A staging buffer: flat uint8 on the device, and page-locked host memory where a disk and a GPU need a middle."""
 
     live: Tensor
-    bounce: HostStore | None = None
+    bounce: Tensor | None = None
+
+    def close(self) -> None:
+        """Give the host memory back; nothing may be copying to or from it any more."""
+        if self.bounce is not None:
+            unpin(self.bounce, self.live.device)
 
 
 class Transfer:
@@ -58,25 +64,25 @@ class Transfer:
         return None
 
     def load(
-        self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None, after: Sequence[Future[None]]
+        self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None, after: Sequence[Future[None]]
     ) -> Future[None]:
-        """Fill a buffer from the store.
+        """Fill a buffer's first bytes from a room.
 
         Args:
             mark: of the work that last used the buffer.
             after: writes that must be over first. Where one failed, whatever it was, all loads fail in the same way.
         """
-        self.traffic.read_bytes += num_bytes
-        return self._reader.submit(self._load_after, offset, num_bytes, buffer, mark, tuple(after))
+        self.traffic.read_bytes += self.store.sizes[key]
+        return self._reader.submit(self._load_after, key, buffer, mark, tuple(after))
 
-    def save(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> Future[None]:
-        """Write a buffer's first bytes to the store. The buffer must not change before the future is done."""
-        self.traffic.written_bytes += num_bytes
-        return self._writer.submit(self._save_or_note, offset, num_bytes, buffer, mark)
+    def save(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> Future[None]:
+        """Write a buffer's first bytes to a room. The buffer must not change before the future is done."""
+        self.traffic.written_bytes += self.store.sizes[key]
+        return self._writer.submit(self._save_or_note, key, buffer, mark)
 
-    def read(self, offset: int, host_bytes: Tensor) -> Future[None]:
-        """Copy from the store into host memory, after the loads ordered so far."""
-        return self._reader.submit(self._read, offset, host_bytes)
+    def read(self, key: Hashable, host_bytes: Tensor) -> Future[None]:
+        """Copy a room into host memory, after the loads ordered so far."""
+        return self._reader.submit(self._read, key, host_bytes)
 
     def close(self) -> None:
         """Wait for what is on its way, and end the threads. What failed stays in its future."""
@@ -84,25 +90,20 @@ class Transfer:
         self._writer.shutdown()
 
     def _load_after(
-        self,
-        offset: int,
-        num_bytes: int,
-        buffer: Buffer,
-        mark: torch.cuda.Event | None,
-        after: tuple[Future[None], ...],
+        self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None, after: tuple[Future[None], ...]
     ) -> None:
         for write in after:
             write.result()
         self._refuse_after_failure()
-        self._load(offset, num_bytes, buffer, mark)
+        self._load(key, buffer, mark)
 
-    def _read(self, offset: int, host_bytes: Tensor) -> None:
+    def _read(self, key: Hashable, host_bytes: Tensor) -> None:
         self._refuse_after_failure()
-        self.store.read(offset, [host_bytes])
+        self.store.read(key, [host_bytes])
 
-    def _save_or_note(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+    def _save_or_note(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
         try:
-            self._save(offset, num_bytes, buffer, mark)
+            self._save(key, buffer, mark)
         except BaseException as error:
             self._failure = error
             raise
@@ -112,11 +113,11 @@ class Transfer:
         if self._failure is not None:
             raise self._failure
 
-    def _load(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
-        self.store.read(offset, [buffer.live[:num_bytes]])
+    def _load(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+        self.store.read(key, [buffer.live[: self.store.sizes[key]]])
 
-    def _save(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
-        self.store.write(offset, [buffer.live[:num_bytes]])
+    def _save(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+        self.store.write(key, [buffer.live[: self.store.sizes[key]]])
 
 
 class CudaTransfer(Transfer):
@@ -130,7 +131,7 @@ class CudaTransfer(Transfer):
     def make_buffer(self, num_bytes: int) -> Buffer:
         """See `Transfer`."""
         live = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return Buffer(live, None if self.store.in_memory else HostStore(num_bytes, self.device))
+        return Buffer(live, None if self.store.in_memory else pinned_empty(num_bytes, self.device))
 
     def mark(self) -> torch.cuda.Event | None:
         """See `Transfer`."""
@@ -138,24 +139,24 @@ class CudaTransfer(Transfer):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _load(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
-        host = self._host_bytes(offset, num_bytes, buffer)
+    def _load(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+        host = self._host_bytes(key, buffer)
         if not self.store.in_memory:
-            self.store.read(offset, [host])
-        self._copy(host, buffer.live[:num_bytes], self._up, mark)
+            self.store.read(key, [host])
+        self._copy(host, buffer.live[: len(host)], self._up, mark)
 
-    def _save(self, offset: int, num_bytes: int, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
-        host = self._host_bytes(offset, num_bytes, buffer)
-        self._copy(buffer.live[:num_bytes], host, self._down, mark)
+    def _save(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
+        host = self._host_bytes(key, buffer)
+        self._copy(buffer.live[: len(host)], host, self._down, mark)
         if not self.store.in_memory:
-            self.store.write(offset, [host])
+            self.store.write(key, [host])
 
-    def _host_bytes(self, offset: int, num_bytes: int, buffer: Buffer) -> Tensor:
+    def _host_bytes(self, key: Hashable, buffer: Buffer) -> Tensor:
         """Page-locked memory at this end of the link: the store itself, or what stands before the disk."""
         if self.store.in_memory:
-            return self.store.view(offset, num_bytes)
+            return self.store.view(key)
         assert buffer.bounce is not None, "a buffer for a disk has a middle"
-        return buffer.bounce.view(0, num_bytes)
+        return buffer.bounce[: self.store.sizes[key]]
 
     def _copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream, mark: torch.cuda.Event | None) -> None:
         with torch.cuda.device(self.device), torch.cuda.stream(stream):

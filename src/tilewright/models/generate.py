@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewright.models.contract import Model
+from tilewright.models.evaluation import evaluation
 
 
 @torch.no_grad()
@@ -42,14 +43,9 @@ def generate(
         raise ValueError(f"a prompt of at least one token a row is needed, got shape {tuple(input_ids_BS.shape)}")
     if temperature < 0 or top_k < 0 or num_tokens < 0:
         raise ValueError("temperature, top_k and num_tokens cannot be negative")
-    was_training = model.training
-    model.eval()
-    try:
-        # A compiled layer would be compiled again for every new length.
-        with torch.compiler.set_stance("force_eager"):
-            return _extend(model, input_ids_BS, num_tokens, temperature, top_k, eos_id, generator)
-    finally:
-        model.train(was_training)
+    # A compiled layer would be compiled again for every new length.
+    with evaluation(model), torch.compiler.set_stance("force_eager"):
+        return _extend(model, input_ids_BS, num_tokens, temperature, top_k, eos_id, generator)
 
 
 def _extend(

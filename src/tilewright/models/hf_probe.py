@@ -8,14 +8,13 @@ Legend: B rows  S positions  V vocabulary.
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from tilewright.models.evaluation import evaluation
 from tilewright.models.hf_packing import forward_arguments
 
 _LENGTH, _FIRST = 8, 4
@@ -50,7 +49,7 @@ class InputStyle:
 def probe_language_model(net: nn.Module, vocab_size: int) -> InputStyle:
     """Run the model a few times on two rows of eight tokens. Leaves weights, mode and random state alone."""
     probe = _Probe(net, vocab_size)
-    with _evaluation(net):
+    with evaluation(net), torch.compiler.set_stance("force_eager"):
         causal = probe.is_causal()
         documents: Documents = "rows"
         if probe.takes_positions():
@@ -145,14 +144,3 @@ def _influence(logits_BSV: Tensor) -> float:
     """How much the first document changes the second: the largest difference of the two rows' logits there."""
     second = logits_BSV[:, _FIRST:]
     return float((second[0] - second[1]).abs().max())
-
-
-@contextmanager
-def _evaluation(net: nn.Module) -> Iterator[None]:
-    was_training = net.training
-    net.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        net.train(was_training)

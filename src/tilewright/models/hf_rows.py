@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from tilewright.models.evaluation import evaluation
+
 _SHORT = 6
 """Positions of the short row: fewer than any row of data has."""
 _REFUSALS = (ValueError, TypeError, RuntimeError, IndexError)
@@ -73,15 +75,11 @@ def row_use(net: nn.Module, length: int = _SHORT) -> RowUse:
     arguments: dict[str, Any] = {"input_ids": torch.full((1, length), _plain_id(net))}
     if "use_cache" in inspect.signature(net.forward).parameters:
         arguments["use_cache"] = False
-    training = net.training
-    net.eval()
     try:
-        with watch:
+        with evaluation(net), watch:
             net(**arguments)
     except _REFUSALS:
         return RowUse(watch.limits)
-    finally:
-        net.train(training)
     return RowUse(watch.limits, [name for name, param in net.named_parameters() if id(param) not in watch.touched])
 
 

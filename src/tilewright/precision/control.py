@@ -22,9 +22,9 @@ from tilewright.precision.gemms import FP8_FORMATS, GEMM_NAMES, Gemms
 from tilewright.precision.monitor import Monitor, agree, tile_layers
 from tilewright.precision.schedule import FormatSchedule
 from tilewright.precision.sharing import group_experts
+from tilewright.precision.snapshot import Notes
 from tilewright.precision.tile_linear import TileLinear
 from tilewright.precision.units import LEVELS, Site
-from tilewright.precision.untouched import Notes
 
 
 @dataclass(frozen=True)

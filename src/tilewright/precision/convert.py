@@ -16,6 +16,7 @@ from torch import nn
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.spec import SPECS
+from tilewright.models.evaluation import evaluation
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.cast import CASTS, Cast, CastLinear
 from tilewright.precision.checks import refuse_fallbacks, refuse_lost_rules
@@ -114,17 +115,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         ConfigError: the model is not converted.
     """
     report = _report_of(model)
-    training = [(module, module.training) for module in model.modules()]
     kinds = tuple(Rule(rule.match, kind=rule.kind) for rule in report.policy.rules if rule.kind)
     wide = decide_all(model, Policy("fp32", kinds, device_type=report.policy.device_type))
     narrow = decide_all(model, report.policy)
     moved = [(module, module.gemms) for module in model.modules() if isinstance(module, TileLinear)]
     switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) if wide.switch else None
-    model.eval()
     _store(wide)
     _apply(model, wide)
     try:
-        yield
+        with evaluation(model):
+            yield
     finally:
         _store(narrow)  # exact: FP16 values went through FP32 and back
         _apply(model, narrow)
@@ -133,8 +133,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         if switches is not None:
             torch.set_float32_matmul_precision(switches[0])
             torch.backends.cudnn.allow_tf32 = switches[1]
-        for module, was_training in training:
-            module.training = was_training
 
 
 def _report_of(model: nn.Module) -> ConversionReport:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import NumericsError
 from tilewright.precision.loss_turns import Turns, misused
-from tilewright.precision.untouched import Notes
+from tilewright.precision.snapshot import Notes
 
 
 class ScaleFields(Protocol):

@@ -25,8 +25,8 @@ from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.evidence import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
 from tilewright.precision.gemms import FP8_FORMATS, GEMM_NAMES
+from tilewright.precision.snapshot import untouched
 from tilewright.precision.tile_linear import TileLinear
-from tilewright.precision.untouched import untouched
 
 _ROWS = 128
 """Rows of a tile of the column-wise copies: rows are picked in such runs."""

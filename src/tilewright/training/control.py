@@ -13,7 +13,7 @@ from tilewright.precision.control import PrecisionController
 from tilewright.precision.schedule import lr_factor
 from tilewright.precision.units import Move
 from tilewright.training.record import Recorder
-from tilewright.training.step import Batch, count_targets
+from tilewright.training.step import Batch, count_targets, to_device
 
 _SHOWN = 3
 """Moves of one sample that an event spells out; precision.jsonl has all of them."""
@@ -78,7 +78,7 @@ class StepControl:
         """A pass over the batch's own mean loss, so that a sample is the same wherever its rows are computed."""
 
         def run() -> None:
-            batch = {name: tensor.to(self.device) for name, tensor in host_batch.items()}
+            batch = to_device(host_batch, self.device)
             (self.model.loss(batch).loss_sum / max(count_targets([host_batch]), 1)).backward()
 
         return run

@@ -4,16 +4,15 @@ The model is left as it was found: mode, precision, gradients and generators.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tilewright.core.units import perplexity
 from tilewright.models.contract import TrainableModel
+from tilewright.models.evaluation import evaluation
 from tilewright.precision.convert import evaluating
-from tilewright.training.step import Batch, count_targets
+from tilewright.training.step import Batch, count_targets, to_device
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,8 @@ def evaluate(
         device: where batches are moved.
         fp32: compute in FP32 whatever the model's precision (a converted model only).
     """
-    was_training = model.training
-    model.eval()
-    try:
-        with evaluating(model) if fp32 else nullcontext():
-            results = {domain: _domain(model, rows, torch.device(device)) for domain, rows in batches.items()}
-    finally:
-        model.train(was_training)
+    with evaluating(model) if fp32 else evaluation(model):
+        results = {domain: _domain(model, rows, torch.device(device)) for domain, rows in batches.items()}
     return {domain: result for domain, result in results.items() if result is not None}
 
 
@@ -75,8 +69,7 @@ def _domain(model: TrainableModel, batches: Sequence[Batch], device: torch.devic
         return None
     total = torch.zeros((), dtype=torch.float32 if device.type != "cpu" else torch.float64, device=device)
     for batch in batches:
-        moved: dict[str, Tensor] = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        total += model.loss(moved).loss_sum
+        total += model.loss(to_device(batch, device)).loss_sum
     return _result(float(total), tokens)
 
 

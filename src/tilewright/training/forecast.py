@@ -9,16 +9,20 @@ Used by `regroup`, which decides what follows from it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tilewright.core.placement import Placement
 from tilewright.core.units import format_bytes
+from tilewright.training.step import Executor
+
+if TYPE_CHECKING:  # the solver is loaded by who plans
+    from tilewright.plan.replan import Replanner
 
 STEP_PHASES = ("forward", "loss", "backward", "update")
 
 
 class Expected(Protocol):
-    """A placement and what it takes; `plan.replan.Replan`."""
+    """A placement and what it takes: `plan.replan.Replan`, or what a plan file says."""
 
     @property
     def placement(self) -> Placement: ...
@@ -28,27 +32,6 @@ class Expected(Protocol):
 
     @property
     def step_s(self) -> float: ...
-
-
-class Planner(Protocol):
-    """`plan.replan.Replanner`."""
-
-    def plan(
-        self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
-    ) -> Expected | None: ...
-
-    def predict(
-        self, placement: Placement, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
-    ) -> Expected: ...
-
-    def smallest(self, seq_len: int | None = None, *, memory_factor: float = 1.0) -> Expected | None: ...
-
-
-class Placed(Protocol):
-    """What has a placement: an executor."""
-
-    @property
-    def placement(self) -> Placement: ...
 
 
 class Forecast:
@@ -63,12 +46,12 @@ class Forecast:
     """
 
     def __init__(
-        self, executor: Placed, find_planner: Callable[[], Planner | None], known: Expected | None = None
+        self, executor: Executor, find_planner: "Callable[[], Replanner | None]", known: Expected | None = None
     ) -> None:
         self._executor = executor
         self._find_planner = find_planner
         self._known = known
-        self._planner: Planner | None = None
+        self._planner: Replanner | None = None
         self._looked = False
         self.row_length: int | None = None
         """Tokens of the longest row; None of images, and before the first step."""
@@ -92,7 +75,7 @@ class Forecast:
         self.looks += 1
         self.measured = max(0.0 if self.looks == 2 else self.measured, *peaks)
 
-    def planner(self) -> Planner | None:
+    def planner(self) -> "Replanner | None":
         """The planner of this run, made now if it is not there; None where the model cannot be planned."""
         if not self._looked:
             self._planner, self._looked = self._find_planner(), True

@@ -32,16 +32,16 @@ from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
 from tilewright.memory.layer_major import LayerMajor
 from tilewright.memory.ledger import Ledger
-from tilewright.memory.on_device import AtHome, Residence
 from tilewright.memory.places import Places
 from tilewright.memory.replay import Replay
+from tilewright.memory.residence import Tiers
 from tilewright.models.contract import TrainableModel
 from tilewright.models.layered import Layered, Slice, Slices
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.lagged import LaggedClip
 from tilewright.precision.weights import QuantizedWeights
-from tilewright.training.step import MAX_BAD_STEPS, Batch, StepResult, count_targets, count_tokens
+from tilewright.training.step import MAX_BAD_STEPS, Batch, StepResult, count_targets, count_tokens, to_device
 from tilewright.training.whole import WholeStep
 
 Result = TypeVar("Result")
@@ -118,7 +118,7 @@ class LayerMajorExecutor:
         undo: Journal | None = None,
         device: torch.device | str = "cpu",
         inputs: InputStore | None = None,
-        residence: Residence | None = None,
+        residence: Tiers | None = None,
         weights: QuantizedWeights | None = None,
         ledger: Ledger | None = None,
         placement: Placement | None = None,
@@ -137,7 +137,7 @@ class LayerMajorExecutor:
             view,
             slices,
             inputs=inputs or InputStore("device", self.device),
-            residence=residence or AtHome(),
+            residence=residence or Tiers(model, slices, optimizer, self.device),
             replay=Replay(self.device),
             phase=self._phase,
             device=self.device,
@@ -169,9 +169,7 @@ class LayerMajorExecutor:
         lagged = self.lagged.now() if self.lagged is not None else None
         try:
             with self.whole.attempt(irrevocable=lambda: self._why_half(attempt)) as before:
-                batches = [
-                    {k: v.to(self.device, non_blocking=True) for k, v in batch.items()} for batch in microbatches
-                ]
+                batches = [to_device(batch, self.device) for batch in microbatches]
                 norm = self._lagged(batches, attempt) if self.lagged is not None else self._exact(batches, attempt)
                 self.run.end()
                 if attempt.skipped is not None:
@@ -207,9 +205,6 @@ class LayerMajorExecutor:
         self.run.residence.close()
         if self.undo is not None:
             self.undo.close()
-
-    def _on_device(self, batch: Batch) -> Batch:
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     # ---- exact: the norm first ----
 

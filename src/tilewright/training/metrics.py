@@ -94,30 +94,12 @@ class JsonLines:
         self._file.close()
 
 
-@dataclass(frozen=True)
-class Repair:
-    """What `repair` did: broken lines cut, and whole rows dropped."""
-
-    torn: int
-    dropped: int
-
-
-def repair(path: Path, keep: Callable[[Row], bool]) -> Repair:
+def repair(path: Path, keep: Callable[[Row], bool]) -> None:
     """Cut lines that are not whole JSON objects and rows that `keep` refuses; the file is replaced whole."""
-    if not path.exists():
-        return Repair(0, 0)
-    kept, torn, dropped = [], 0, 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        row = _parse(line)
-        if row is None:
-            torn += 1
-        elif keep(row):
-            kept.append(line.decode("utf-8"))
-        else:
-            dropped += 1
-    if torn or dropped:
-        write_whole(path, "".join(kept))
-    return Repair(torn, dropped)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if (row := _parse(line)) is not None and keep(row)]
+    if len(kept) < len(lines):
+        write_whole(path, b"".join(kept).decode("utf-8"))
 
 
 class RunLog:
@@ -130,17 +112,13 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, *, resumed_step: int | None = None, elapsed_s: float = 0.0) -> None:
-        self.repaired = {}
         if resumed_step is not None:
-            self.repaired = {
-                "metrics.jsonl": repair(folder / "metrics.jsonl", lambda row: row["step"] <= resumed_step),
-                "samples.jsonl": repair(folder / "samples.jsonl", lambda row: row["step"] <= resumed_step),
-                "precision.jsonl": repair(folder / "precision.jsonl", lambda row: row["step"] <= resumed_step),
-                "events.jsonl": repair(
-                    folder / "events.jsonl",
-                    lambda row: row["step"] <= resumed_step or row["kind"] not in REPLAYED_EVENTS,
-                ),
-            }
+            for name in ("metrics.jsonl", "samples.jsonl", "precision.jsonl"):
+                repair(folder / name, lambda row: row["step"] <= resumed_step)
+            repair(
+                folder / "events.jsonl",
+                lambda row: row["step"] <= resumed_step or row["kind"] not in REPLAYED_EVENTS,
+            )
         self._started = time.perf_counter() - elapsed_s
         self._metrics = JsonLines(folder / "metrics.jsonl")
         self._events = JsonLines(folder / "events.jsonl")

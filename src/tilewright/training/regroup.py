@@ -26,15 +26,18 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tilewright.core.errors import TilewrightError
 from tilewright.core.placement import Placement
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.table import is_out_of_memory
-from tilewright.training.forecast import STEP_PHASES, Expected, Forecast, Planner, peak_of
+from tilewright.training.forecast import STEP_PHASES, Expected, Forecast, peak_of
 from tilewright.training.placement_words import loosest, tighter, words
-from tilewright.training.whole import WholeStep
+from tilewright.training.step import Executor
+
+if TYPE_CHECKING:  # the solver is loaded by who plans
+    from tilewright.plan.replan import Replanner
 
 CUTS = 6
 """Budgets tried after an out-of-memory, each smaller, before the smallest placement is taken."""
@@ -60,19 +63,6 @@ class Rules:
     """Share of the step time that a change must save where it need not be made."""
 
 
-class Movable(Protocol):
-    """An executor whose placement can change between steps."""
-
-    whole: WholeStep
-
-    @property
-    def placement(self) -> Placement: ...
-
-    def place(self, placement: Placement) -> None:
-        """Go over to another placement. On an error the old one is what runs."""
-        ...
-
-
 class Regroup:
     """Watches the steps of an executor, and moves it between placements.
 
@@ -95,8 +85,8 @@ class Regroup:
 
     def __init__(
         self,
-        executor: Movable,
-        planner: Callable[[], Planner | None],
+        executor: Executor,
+        planner: "Callable[[], Replanner | None]",
         *,
         budget: Callable[[], float],
         peaks: Callable[[], Mapping[str, int]],
@@ -288,7 +278,7 @@ class Regroup:
         self._tell("out_of_memory", f"{text}; there is no tighter placement", expected_bytes=least)
         return False
 
-    def _smaller(self, planner: Planner, peak_bytes: float) -> Iterable[tuple[Expected, float]]:
+    def _smaller(self, planner: "Replanner", peak_bytes: float) -> Iterable[tuple[Expected, float]]:
         """Plans for less and less, and the smallest."""
         limit = min(peak_bytes, self._allowed())
         for _ in range(CUTS):
@@ -381,11 +371,6 @@ class Regroup:
         return True
 
     # ---- what is known ----
-
-    @property
-    def expected_bytes(self) -> float | None:
-        """What a step is expected to take at its peak now, corrected by what was measured; None where nobody knows."""
-        return None if self.forecast.expected is None else self.forecast.peak_bytes
 
     def _fits(self, budget: float) -> bool:
         return not self.forecast.is_known() or self.forecast.peak_bytes <= budget

@@ -10,34 +10,26 @@ place, so the model is never in memory twice. Writing and finding checkpoints is
 Called by `loop`.
 """
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 
 from tilewright.core.errors import CheckpointError
+from tilewright.precision.snapshot import host_states, set_host_states, set_torch_states, torch_states
 from tilewright.training.checkpoint import CheckpointStore, read_meta, read_tensors, stored_tensors
 from tilewright.training.slicing import Sliced
 from tilewright.training.visiting import Visit
+from tilewright.training.whole import Stateful
 
 _MAX_DIFFERENCES = 5
 
 Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-
-
-class Stateful(Protocol):
-    """A component with a small state of JSON types: scaler, clipping, data stream, progress."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,8 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name, and copies of the generators' states."""
-        return model_tensors(self.model) | self._optimizer_tensors() | _torch_rng()
+        generators = {f"rng.{name}": state for name, state in torch_states().items()}
+        return model_tensors(self.model) | self._optimizer_tensors() | generators
 
     def meta(self) -> dict[str, Any]:
         """Everything that is not a tensor, in JSON types."""
@@ -82,7 +75,7 @@ class TrainState:
             "format": 1,
             "model": model_fingerprint(self.model),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
-            "rng": {"python": _python_rng(), "numpy": _numpy_rng()},
+            "rng": host_states(),
         }
 
     def restore(self, path: Path) -> dict[str, Any]:
@@ -108,7 +101,8 @@ class TrainState:
         for name, part in self.parts.items():
             if name in meta["parts"]:
                 part.load_state_dict(meta["parts"][name])
-        _set_rng(rng, meta["rng"])
+        set_torch_states({name.removeprefix("rng."): state for name, state in rng.items()})
+        set_host_states(meta["rng"])
         return meta
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -185,32 +179,3 @@ def model_fingerprint(model: nn.Module) -> str:
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "not there" if shape is None else "x".join(map(str, shape)) or "scalar"
-
-
-def _torch_rng() -> dict[str, Tensor]:
-    states = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states |= {f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def _python_rng() -> list[Any]:
-    version, numbers, gauss = random.getstate()
-    return [version, list(numbers), gauss]
-
-
-def _numpy_rng() -> list[Any]:
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    return [name, keys.tolist(), int(position), int(has_gauss), float(cached)]
-
-
-def _set_rng(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    torch.set_rng_state(tensors["rng.cpu"])
-    for name, state in tensors.items():
-        index = name.removeprefix("rng.cuda.")
-        if index != name and torch.cuda.is_available() and int(index) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, int(index))
-    version, numbers, gauss = meta["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = meta["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

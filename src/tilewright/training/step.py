@@ -231,7 +231,7 @@ class StandardExecutor:
         loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
         loss_sum = loss_sum.to(self.device)
         for host_batch in microbatches:
-            batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in host_batch.items()}
+            batch = to_device(host_batch, self.device)
             with self._phase("forward"):
                 output = self.model.loss(batch)
             with self._phase("backward"):
@@ -329,6 +329,11 @@ class StandardExecutor:
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return self.ledger.phase(name) if self.ledger is not None else nullcontext()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch where the model computes."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def count_targets(microbatches: Sequence[Batch]) -> int:

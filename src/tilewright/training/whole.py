@@ -16,20 +16,18 @@ The executors use `WholeStep`, the training loop `retried`; which plan is tighte
 """
 
 import gc
-import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tilewright.core.errors import FitError
 from tilewright.memory.probe import give_back_free_pages
 from tilewright.memory.table import is_out_of_memory
-from tilewright.precision.untouched import Notes, Slots
+from tilewright.precision.snapshot import Slots, Snapshot
 
 Result = TypeVar("Result")
 TRIES = 3
@@ -41,7 +39,7 @@ class HalfUpdated(FitError):
 
 
 class Stateful(Protocol):
-    """Small state that a step changes."""
+    """A component with a small state of JSON types that a step changes: scaler, clipping, data stream, progress."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -58,34 +56,24 @@ class Before:
     """
 
     def __init__(self, slots: Slots, device: torch.device, parts: Sequence[Stateful]):
-        self._device = device
         self._parts = [(part, part.state_dict()) for part in parts]
-        self._notes = Notes(slots=slots)
-        self._counts = [(count, count.clone()) for count in slots.counts]
-        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._snapshot = Snapshot(slots, device)
 
     def forget_pass(self, *parts: Stateful) -> None:
         """For a step that is skipped: what forward and backward left in the model is as it was, and in these parts.
 
         Generators stay where they are, as data does: the next step draws other numbers.
         """
-        self._notes.restore()
+        self._snapshot.notes.restore()
         for part, state in self._parts:
             if part in parts:
                 part.load_state_dict(state)
 
-    @torch.no_grad()
     def restore(self) -> None:
         """For a step that is taken back, and computed again."""
-        self.forget_pass(*(part for part, _ in self._parts))
-        for count, value in self._counts:
-            count.copy_(value)
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        self._snapshot.restore()
+        for part, state in self._parts:
+            part.load_state_dict(state)
 
 
 class WholeStep:

@@ -1,10 +1,12 @@
-"""A pass through a model that leaves nothing behind: gradients, buffers, generators and what modules note on the side.
+"""What a pass changes besides gradients, as it was: buffers, what modules note on the side, counts and generators.
 
-For passes that are looked at and not trained on (`monitor`), and for steps that are skipped or computed again.
+For passes that are looked at and not trained on (`monitor`), for steps that are skipped or computed again, and for
+layers that are computed a second time with the same random numbers. Random states have one form, that of checkpoints:
+torch's as uint8 tensors by device ("cpu", "cuda.0"), Python's and numpy's in JSON types.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,15 +86,34 @@ class Notes:
                 buffer.copy_(value)
 
 
+class Snapshot:
+    """Notes, counts of what was executed, and the generators' states, as they were when this was made.
+
+    Args:
+        slots: of the models.
+        device: whose generator the models draw from, besides those of the host; None for all GPUs in use.
+    """
+
+    def __init__(self, slots: Slots, device: torch.device | None = None) -> None:
+        self.notes = Notes(slots=slots)
+        self._counts = [(count, count.clone()) for count in slots.counts]
+        self._torch, self._host = torch_states(device), host_states()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all of it back."""
+        self.notes.restore()
+        for count, value in self._counts:
+            count.copy_(value)
+        set_torch_states(self._torch)
+        set_host_states(self._host)
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Inside, gradients start empty; afterwards model, gradients and generators are what they were."""
-    notes = Notes(model)
+    before = Snapshot(Slots(model))
     grads = [(param, param.grad) for param in model.parameters()]
-    layers = [layer.counts for layer in model.modules() if hasattr(layer, "counts")]
-    counts = [(count, count.clone()) for count in (*layers, *counters(model))]
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     for param, _ in grads:
         param.grad = None
     try:
@@ -100,11 +121,56 @@ def untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for param, grad in grads:
             param.grad = grad
-        for count, value in counts:
-            count.copy_(value)
-        notes.restore()
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        before.restore()
+
+
+def torch_states(device: torch.device | None = None) -> dict[str, Tensor]:
+    """States of torch's generators by device: the CPU's and that of `device`; None for all GPUs in use."""
+    gpus: list[int] = []
+    if device is None and torch.cuda.is_initialized():
+        gpus = list(range(torch.cuda.device_count()))
+    elif device is not None and device.type == "cuda":
+        gpus = [torch.cuda.current_device() if device.index is None else device.index]
+    return {name: _state(name) for name in ("cpu", *(f"cuda.{index}" for index in gpus))}
+
+
+def set_torch_states(states: Mapping[str, Tensor]) -> None:
+    """Set torch's generators; states of GPUs that are not there are left out."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif (index := int(name.removeprefix("cuda."))) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, index)
+
+
+def host_states() -> dict[str, list[Any]]:
+    """States of Python's and numpy's generators."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, keys.tolist(), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_host_states(states: Mapping[str, list[Any]]) -> None:
+    """Set Python's and numpy's generators."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+@contextmanager
+def drawing(states: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, torch draws from these states on; afterwards its generators are as they were. Nothing without states."""
+    before = {name: _state(name) for name in states}
+    set_torch_states(states)
+    try:
+        yield
+    finally:
+        set_torch_states(before)
+
+
+def _state(name: str) -> Tensor:
+    return torch.get_rng_state() if name == "cpu" else torch.cuda.get_rng_state(int(name.removeprefix("cuda.")))
