@@ -11,7 +11,7 @@ import pytest
 
 from tests.contracts.observe import fixed_ceilings, observe, write_llama, write_texts
 from tilewright.core import schema
-from tilewright.core.config import PrecisionRule
+from tilewright.core.config_precision import PrecisionRule
 
 ROOT = Path(__file__).resolve().parents[2]
 

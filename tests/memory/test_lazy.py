@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.shapes import KERNELS, make_batch
 from tests.models.test_hf_models import ALL, CAUSAL, IMAGES, MASKED
-from tilewright.core.config import PrecisionSection
+from tilewright.core.config_precision import PrecisionSection
 from tilewright.core.errors import CheckpointError
 from tilewright.memory.arena import Arena
 from tilewright.memory.layout import vacant

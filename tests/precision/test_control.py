@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.models.shapes import make_batch, make_decoder
-from tilewright.core.config import PrecisionSection
+from tilewright.core.config_precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.precision.control import PrecisionController
 from tilewright.precision.controller_settings import ControllerSettings

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.core.config import PrecisionRule, PrecisionSection
+from tilewright.core.config_precision import PrecisionRule, PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.precision.gemms import FP8_FORMATS, Gemms
 from tilewright.precision.policy import MODES, Policy, Rule

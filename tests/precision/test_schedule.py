@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewright.core.config import PrecisionSection
+from tilewright.core.config_precision import PrecisionSection
 from tilewright.precision.schedule import FormatSchedule, ModeSchedule, lr_factor
 
 

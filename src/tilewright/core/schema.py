@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tilewright.core.config import PrecisionRule, Recipe
+from tilewright.core.config import Recipe
+from tilewright.core.config_precision import PrecisionRule
 from tilewright.core.toml_file import NONE
 from tilewright.core.units import parse_bytes
 

@@ -4,16 +4,13 @@ A module of its own because the decorator imports torch's compiler, which takes 
 something is compiled.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tilewright.models.moe import MoE
-
 
 @torch.compiler.disable
-def run_experts(moe: "MoE", x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
-    """See `MoE.run_experts`."""
-    return moe.run_experts(x_ND, weights_NK, experts_NK)
+def run_eager(run: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """`run(x, weights, experts)` outside of compiled code."""
+    return run(x, weights, experts)

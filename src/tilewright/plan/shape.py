@@ -4,9 +4,11 @@
 micro-batch.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.plan.fixed import Fixed
 from tilewright.plan.operands import OperandBytes
@@ -204,3 +206,16 @@ def ranges(indices: Sequence[int]) -> str:
         else:
             runs.append([index, index])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def largest_weight(sizes: Iterable[int], machine: Machine) -> int:
+    """Elements of the largest weight on a GPU."""
+    return 0 if machine.device == "cpu" else max(sizes, default=0)
+
+
+def rule_notes(recipe: Recipe) -> tuple[str, ...]:
+    """What a plan by classes does not see of the recipe's precision rules."""
+    single = [rule.match for rule in recipe.precision.rules if re.search(r"layers?\.\d", rule.match)]
+    if not single:
+        return ()
+    return (f"precision rules of single layers count for the first of their class: {', '.join(single)}",)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tilewright.core.config import PrecisionSection, Recipe
+from tilewright.core.config import Recipe
+from tilewright.core.config_precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, fp8_choice
 from tilewright.core.load import Loaded

@@ -5,13 +5,12 @@ torch's own 16-bit product on such a CPU (oneDNN's emulation) ran at a quarter o
 Loss and attention ask `widens`; the linear layer is in `wide_linear`.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
-from tilewright.core.hardware import Machine, cpu_features, cpu_multiplies
+from tilewright.core.hardware import Machine
 from tilewright.ops.dispatch import Case
+from tilewright.ops.native.cpu_has import cpu_has
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
@@ -28,12 +27,6 @@ def widens(device_type: str, dtype: torch.dtype) -> bool:
 
         return device_type == "cpu" and not multiplies(dtype)
     return device_type == "cpu" and not cpu_has(dtype)
-
-
-@functools.cache
-def cpu_has(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies a dtype itself."""
-    return cpu_multiplies(dtype, cpu_features())
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

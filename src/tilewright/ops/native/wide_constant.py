@@ -6,10 +6,10 @@ something is compiled.
 
 import torch
 
-from tilewright.ops.native.wide import cpu_has
+from tilewright.ops.native.cpu_has import cpu_has
 
 
 @torch.compiler.assume_constant_result
 def multiplies(dtype: torch.dtype) -> bool:
-    """See `wide.cpu_has`."""
+    """See `cpu_has`."""
     return cpu_has(dtype)
