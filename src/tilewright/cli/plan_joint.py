@@ -248,7 +248,7 @@ def _settings(found: Mapping[str, Any]) -> dict[str, str]:
 def _table(plan: "JointPlan") -> tuple[list[str], list[list[str]]]:
     from tilewright.plan.joint_plan import describe
 
-    columns = ["layers", "number", "parameters", "states", "activations", "slices", "a layer takes"]
+    columns = ["layers", "number", "parameters", "states", "activations", "slices", "per layer"]
     rows = []
     for row in plan.rows:
         choice = row.choice

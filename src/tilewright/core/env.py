@@ -169,7 +169,7 @@ def tune_cpu_runtime() -> None:
     """Settings of torch's CPU runtime that it reads once, unless the user decided. Call before torch is imported.
 
     Huge pages: a training step allocates and frees every activation; with pages of 4 KiB the kernel clears and maps
-    each of them anew at every step. Spinning: by default an OpenMP thread spins for milliseconds at every barrier,
+    each of them again at every step. Spinning: by default an OpenMP thread spins for milliseconds at every barrier,
     so one other busy process on the machine slows a step several times over; short spinning costs nothing when
     alone. Measured in docs/log.md.
     """

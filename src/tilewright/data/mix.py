@@ -4,7 +4,7 @@ Two parts. `apportion` spreads samples over domains in exact proportion to the w
 stage goes to the first domain where round((j + 1) x) > round(j x), x being that domain's share of what is left over by
 the domains before it. Counts are sums of such steps, so they never fall; they stay within half the number of domains
 of the exact proportion; and sample j's index inside its domain needs no walk from the start. `permute` shuffles the
-rows of a domain anew each epoch by a Feistel network, also without state. So a resume needs four things (seed,
+rows of a domain again each epoch by a Feistel network, also without state. So a resume needs four things (seed,
 fingerprint, next sample, log) whatever the number of ranks.
 """
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, cpu_features, find_cxx_compiler
 
 MARCH = "skylake-avx512"
@@ -56,6 +57,29 @@ def why_no_compile(machine: Machine) -> str | None:
             f"{torch.__version__} cannot be told an architecture (2.13 can; or set CXX=clang++)"
         )
     return None
+
+
+def compiles_layers(wanted: str, machine: Machine, *, by_default: bool) -> bool:
+    """Whether a run compiles its layers.
+
+    Args:
+        wanted: `train.compile`: on, off or auto.
+        machine: where it runs.
+        by_default: whether `auto` compiles this kind of model.
+
+    Raises:
+        HardwareError: `on`, and there is no compiler that can be used.
+    """
+    fault = None if machine.device == "cuda" else why_no_compile(machine)
+    if wanted == "on" and fault:
+        raise HardwareError(
+            "The layers cannot be compiled here.",
+            got=fault,
+            need="a C++ compiler that is right for this processor: g++, clang++, or CXX set to one",
+            try_='train.compile = "auto"',
+            where="train.compile",
+        )
+    return wanted == "on" or (wanted == "auto" and not fault and by_default)
 
 
 @functools.cache

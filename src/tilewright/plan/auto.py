@@ -68,7 +68,7 @@ class Decision:
 
 
 def written(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
-    """What somebody wrote down of what is decided layer by layer. An executor says nothing of what layers keep.
+    """What the user set of what is decided layer by layer. An executor says nothing of what layers keep.
 
     Args:
         recipe: the run's settings.
@@ -89,7 +89,7 @@ def written(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
 
 
 def typed(recipe: Recipe, names: frozenset[str]) -> Fixed:
-    """What somebody wrote down of everything that is decided.
+    """What the user set of everything that is decided.
 
     Args:
         recipe: the run's settings.
@@ -129,7 +129,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
 
     Args:
         recipe: the run's settings.
-        explicit: those of them that somebody wrote down.
+        explicit: those of them that the user set.
         fused: see `fixed.fuses`; not all that layers may keep gives the same bits then.
         same_numbers: only what changes no bit, for a run that goes on.
     """
@@ -208,7 +208,7 @@ def decide(
 
     Args:
         planner: of the recipe.
-        explicit: settings that somebody wrote down.
+        explicit: settings that the user set.
         budget: without a disk.
         disk: the budget with one; measures it.
         how: see `stages`.

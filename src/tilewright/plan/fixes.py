@@ -1,4 +1,4 @@
-"""Changes of a recipe that make it fit, cheapest first, each planned anew.
+"""Changes of a recipe that make it fit, cheapest first, each planned again.
 
 Two kinds: settings that leave the result as it is (smaller micro-batches, recomputation, compiled layers), and
 settings that change what is learned or how exactly (8- and 16-bit formats, shorter rows, a smaller model). The first

@@ -17,7 +17,7 @@ from tilewright.models.build import build_model
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
-from tilewright.ops.inductor import why_no_compile
+from tilewright.ops.inductor import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.fixes import changed
 from tilewright.plan.trace import Trace, trace_model
@@ -200,10 +200,9 @@ def fp8_unit(machine: Machine) -> bool:
 
 
 def _compiles(recipe: Recipe, machine: Machine) -> bool:
-    """Whether layers are compiled; as `training.assemble` decides it."""
-    possible = machine.device == "cuda" or why_no_compile(machine) is None
+    """Whether layers are compiled, where they can be."""
     wanted = recipe.train.compile
-    return wanted == "on" or (wanted == "auto" and possible and recipe.model.kind == "decoder")
+    return wanted == "on" or compiles_layers(wanted, machine, by_default=recipe.model.kind == "decoder")
 
 
 def products_of(model: nn.Module, policy: Policy, config: DecoderConfig | None) -> tuple[Product, ...]:

@@ -79,7 +79,7 @@ class PrecisionController:
         self.steps = 0
         """Steps that `run` was called for."""
         self.told: set[str] = set()
-        """Products that the budget refused to move, as far as somebody was told."""
+        """Products that the budget refused to move, as far as was reported."""
         self._rows: deque[dict[str, Any]] = deque()
         self._before = [(layer, layer.gemms) for _, layer in tile_layers(model)]
 

@@ -35,7 +35,7 @@ _FIXED = ("tensor", "channel", "block")
 class FP8Quantizer(nn.Module):
     """Rounds to FP8 and back; the gradient passes straight through, and is zero where a value was clipped.
 
-    A scale is found anew for each input, unless `scale` fixes it or `calibrate_batches` inputs have found it.
+    A scale is found again for each input, unless `scale` fixes it or `calibrate_batches` inputs have found it.
 
     Args:
         scale: fixed decode scale, value = code * scale: a number, or a tensor of the granularity's scales ([M] for
@@ -102,7 +102,7 @@ class FP8Quantizer(nn.Module):
         return _Rounded.apply(x_MK, scale_inv, tile, self.spec, powers, fixed and self.clip_gradient).view(x.shape)
 
     def reset(self) -> None:
-        """Forget the scale and calibrate anew."""
+        """Forget the scale and calibrate again."""
         self.scale, self.amax, self._batches_left = None, None, self.calibrate_batches
 
     def _observe(self, amax: Tensor) -> None:

@@ -1,7 +1,7 @@
 """What it does to loss and gradients when one product of one layer computes in FP8: measured, one switch at a time.
 
 At given weights, on a few batches, the model computes in FP32 but for the one product that is tried. The reference is
-not BF16: any switch rolls the BF16 roundings of all that follows anew, so the luck of the one reference pass would
+not BF16: any switch rolls the BF16 roundings of all that follows again, so the luck of the one reference pass would
 stand in every switch, and add up where these are added. Forward products change the loss and all gradients; the other
 two change gradients only. A weight-gradient product changes nothing but its own weight's gradient, so all of them are
 tried in one pass. Read `measure` first. Called by `training.search_precision`; the numbers go to `budget` and `search`.

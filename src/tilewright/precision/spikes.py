@@ -82,7 +82,7 @@ class SpikeDetector:
             self._norms.append(grad_norm)
 
     def forget(self) -> None:
-        """Start anew: losses have moved to another level for good."""
+        """Start again: losses have moved to another level for good."""
         self._losses.clear()
         self._norms.clear()
 

@@ -35,7 +35,7 @@ class TileLinear(Cast, nn.Linear):
     """x W^T + b with the formats of `gemms`. x [..., K] any float dtype -> [..., M] `output_dtype`.
 
     Made from an `nn.Linear` by `convert`, in place; parameters stay what they were. `convert` settles what compiled
-    code depends on (`settle`); `set_gemms` moves products between formats at run time and compiles nothing anew.
+    code depends on (`settle`); `set_gemms` moves products between formats at run time and compiles nothing again.
     """
 
     gemms: Gemms = Gemms.all("bf16")

@@ -30,7 +30,7 @@ from tilewright.memory.lazy import fill_buffers, vacate
 from tilewright.memory.ledger import Ledger
 from tilewright.memory.probe import give_back_free_pages
 from tilewright.models.contract import Model
-from tilewright.ops.inductor import why_no_compile
+from tilewright.ops.inductor import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -103,7 +103,7 @@ class Setup:
         return self.planned.placement
 
     def replanner(self) -> Replanner | None:
-        """Plans the run anew while it goes on; made at the first call. None where it cannot be: see `planned.note`."""
+        """Plans the run again while it runs; made at the first call. None where it cannot be: see `planned.note`."""
         return self.planned.replanner
 
     @property
@@ -128,17 +128,8 @@ class Setup:
         Raises:
             HardwareError: the recipe insists, and there is no compiler that can be used.
         """
-        wanted = self.recipe.train.compile
-        fault = None if self.machine.device == "cuda" else why_no_compile(self.machine)
-        if wanted == "on" and fault:
-            raise HardwareError(
-                "The layers cannot be compiled here.",
-                got=fault,
-                need="a C++ compiler that is right for this processor: g++, clang++, or CXX set to one",
-                try_='train.compile = "auto"',
-                where="train.compile",
-            )
-        return wanted == "on" or (wanted == "auto" and not fault and self.recipe.model.kind == "decoder")
+        recipe = self.recipe
+        return compiles_layers(recipe.train.compile, self.machine, by_default=recipe.model.kind == "decoder")
 
     @property
     def tier_dir(self) -> Path:

@@ -1,6 +1,6 @@
 """What a step is expected to take: bytes and seconds as planned, corrected by what steps have measured.
 
-    forecast.begin_anew(row_length)           # another placement or row length: nothing measured is of it
+    forecast.restart(row_length)           # another placement or row length: nothing measured is of it
     forecast.measure(peaks)                   # after a step
     forecast.error                            # 0.05: 5 % more than expected
     forecast.memory_factor *= ...             # what every later plan is multiplied by
@@ -66,7 +66,7 @@ class Forecast:
         self.looks = 0
         """How often that was measured."""
 
-    def begin_anew(self, row_length: int | None) -> None:
+    def restart(self, row_length: int | None) -> None:
         """Another placement or row length: nothing that was measured is of it, and nothing is expected yet."""
         self.row_length, self.expected, self.measured, self.looks = row_length, None, 0.0, 0
 

@@ -48,7 +48,7 @@ def nothing_fits(recipe: Recipe, site: Site, explicit: frozenset[str], *, same_n
     Args:
         recipe: the run's settings.
         site: machine and rates.
-        explicit: settings that somebody wrote down.
+        explicit: settings that the user set.
         same_numbers: see `auto.stages`.
     """
     budget = site.budget(recipe, disk=True)

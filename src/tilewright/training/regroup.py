@@ -143,7 +143,7 @@ class Regroup:
             return
         if row_length != self.forecast.row_length:
             text = f"rows of {row_length} tokens, before {self.forecast.row_length}"
-            self.forecast.begin_anew(row_length)
+            self.forecast.restart(row_length)
             self._plan_again("shape", text, tokens=row_length)
             return
         change = budget / self._planned_for - 1
@@ -340,7 +340,7 @@ class Regroup:
         return None
 
     def _pays(self, saved_s: float) -> bool:
-        """Whether a change that need not be made is worth it: a first step under a new placement compiles anew."""
+        """Whether a change that need not be made is worth it: a first step under a new placement compiles again."""
         steps_left = self._steps - self._number
         return saved_s > self.rules.gain * self.forecast.step_s and saved_s * steps_left > (self._first_s or 0.0)
 
@@ -364,7 +364,7 @@ class Regroup:
             self._tell(trigger, f"{text}; no memory to go over to {after}", **numbers)
             return False
         self._tell(trigger, f"{text}: from {before} to {after}{told}", before=before, after=after, **numbers)
-        self.forecast.begin_anew(self.forecast.row_length)
+        self.forecast.restart(self.forecast.row_length)
         self.watches, self._gave_back = self.active, False
         self.executor.whole.free_memory()  # what the old one took is measured no more
         self._peaks()  # those up to now are of the old one

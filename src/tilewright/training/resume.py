@@ -128,6 +128,6 @@ def _nothing_to_resume(folder: Path, rejected: list[Rejection]) -> CheckpointErr
         "There is no sound checkpoint to go on from.",
         got=got or "no checkpoint",
         need="a checkpoint whose files are what was written",
-        try_="--save.resume never, which starts anew and keeps this folder under another name",
+        try_="--save.resume never, which starts again and keeps this folder under another name",
         where=str(folder),
     )
