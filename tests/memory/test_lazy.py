@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.shapes import KERNELS, make_batch
+from tests.models.shapes import KERNELS, load_decoder, make_batch
 from tests.models.test_hf_models import ALL, CAUSAL, IMAGES, MASKED
 from tilewright.core.config_precision import PrecisionSection
 from tilewright.core.errors import CheckpointError
@@ -17,7 +17,7 @@ from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
 from tilewright.models.first_values import random_values, stored_values
-from tilewright.models.hf_io import load_decoder, save_decoder
+from tilewright.models.hf_io import save_decoder
 from tilewright.models.hf_load import load_hf
 from tilewright.models.layered import find_slices
 from tilewright.models.layered_hf import layered

@@ -1,5 +1,7 @@
 """Tiny decoder shapes and batches that the model tests share."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
+from tilewright.models.hf_io import load_weights, read_config
 from tilewright.ops.kernels import Kernels
 
 KERNELS = Kernels(detect_machine("cpu"), compile=False)
@@ -35,6 +38,13 @@ def make_decoder(name: str, seed: int = 0) -> Decoder:
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(4.0) if param.dim() > 1 else param.add_(torch.randn_like(param) * 0.2)
+    return model
+
+
+def load_decoder(folder: Path, kernels: Kernels | None = None) -> Decoder:
+    """The decoder in a Hugging Face folder, parameters in FP32."""
+    model = Decoder(read_config(folder), kernels)
+    load_weights(model, folder)
     return model
 
 

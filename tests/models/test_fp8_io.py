@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.models.shapes import KERNELS, make_batch, make_decoder
+from tests.models.shapes import KERNELS, load_decoder, make_batch, make_decoder
 from tests.models.test_hf_io import FP32_DB, deepseek, hf_logits, llama
 from tests.ops.compare import assert_snr
 from tilewright.core.errors import CheckpointError
@@ -19,7 +19,7 @@ from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
 from tilewright.models.hf import HFModel
-from tilewright.models.hf_io import load_decoder, load_weights, save_decoder
+from tilewright.models.hf_io import load_weights, save_decoder
 from tilewright.models.hf_load import load_hf
 
 FP8 = torch.float8_e4m3fn

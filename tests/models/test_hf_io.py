@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.shapes import SHAPES, make_batch, make_decoder
+from tests.models.shapes import SHAPES, load_decoder, make_batch, make_decoder
 from tests.ops.compare import assert_snr
 from tilewright.core.errors import CheckpointError
 from tilewright.models import hf_io
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
 from tilewright.models.hf_config import to_hf_config
-from tilewright.models.hf_io import load_decoder, load_weights, read_config, save_decoder
+from tilewright.models.hf_io import load_weights, read_config, save_decoder
 
 FP32_DB = 110
 """FP32 holds 24 bits, 144 dB; two implementations that sum in another order differ by about 130 dB here."""

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.plan.rates import make_rates
 from tilewright.core.hardware import detect_machine
-from tilewright.core.log import say
 from tilewright.plan import ceilings, probe
 from tilewright.plan.ceilings import Ceilings, measure
 
@@ -48,18 +48,31 @@ def test_every_rate_is_positive_and_sane(measured):
     assert measured.threads == torch.get_num_threads()
 
 
-def measured_for(machine, key, threads, progress):
-    """In the place of `_measure_all`."""
-    progress("measuring")
-    return replace(make_rates(), key=key, threads=threads)
-
-
-def test_measured_in_a_process_of_its_own(machine, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(ceilings, "_measure_all", measured_for)
-    there = measure(machine, tmp_path, progress=say, own_process=True)
-    assert capfd.readouterr().out == "measuring\n"
+def test_measured_in_a_process_of_its_own(machine, tmp_path, monkeypatch):
+    """Another module in the place of ours, which would measure for a quarter of a minute."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    monkeypatch.setattr(ceilings, "__name__", "stand_in")
+    lines = []
+    there = measure(machine, tmp_path, progress=lines.append, own_process=True)
+    assert lines == ["measuring"]
     assert there.threads == torch.get_num_threads()
     assert measure(machine, tmp_path) == there, "from the cache"
+
+
+STAND_IN = """
+import dataclasses
+from tests.plan.rates import make_rates
+from tilewright.core.subprocess_call import answer
+from tilewright.plan import ceilings
+
+def measured(machine, key, threads, progress):
+    progress("measuring")
+    return dataclasses.replace(make_rates(), key=key, threads=threads)
+
+ceilings._measure_all = measured
+answer(ceilings._measure_here)
+"""
 
 
 def test_second_call_reads_the_cache(machine, tmp_path, monkeypatch):

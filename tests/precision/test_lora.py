@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models.shapes import KERNELS, make_batch, make_decoder
+from tests.models.shapes import KERNELS, load_decoder, make_batch, make_decoder
 from tests.models.test_fp8_io import DEEPSEEK_WIDTHS, NETS, write_plain
 from tests.models.test_hf_io import deepseek
 from tests.ops.compare import assert_snr
@@ -19,7 +19,6 @@ from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
-from tilewright.models.hf_io import load_decoder
 from tilewright.models.hf_load import load_hf
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.adapter_io import load_adapter, save_adapter

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tilewright.models.hf_io import load_decoder
+from tests.models.shapes import load_decoder
 from tilewright.precision.adapter_io import load_adapter, save_adapter
 from tilewright.precision.lora import adapted_layers, add_lora
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.shapes import make_batch
+from tests.models.shapes import load_decoder, make_batch
 from tests.training.tiny import rows, save_tokenizer, tiny
 from tilewright.core.errors import CheckpointError
 from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
-from tilewright.models.hf_io import load_decoder
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.groups import decay_groups

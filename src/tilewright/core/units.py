@@ -121,14 +121,14 @@ def format_seconds(seconds: float) -> str:
 
     Example:
         >>> format_seconds(0.0123), format_seconds(75), format_seconds(7400), format_seconds(4.2e-5)
-        ('12.3 ms', '1m15s', '2h03m', '42 µs')
+        ('12.3 ms', '1m15s', '2h03m', '0.042 ms')
     """
     if not math.isfinite(seconds):
         return f"{seconds:g} s"
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs" if seconds >= 1e-7 or not seconds else "under 0.1 µs"
+    if 0 < seconds < 1e-6:
+        return "under 0.001 ms"
     if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
+        return f"{seconds * 1e3:.{3 if seconds >= 1e-3 else 2}g} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:

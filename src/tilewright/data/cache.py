@@ -26,31 +26,36 @@ _MANIFEST = "manifest.json"
 _CHECKED_BYTES = 1 << 30  # files above this are checked by size alone
 
 
-def cached(root: Path, key: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
+def cached(root: Path, key: str, build: Callable[[Path], None], before: Callable[[], None] | None = None) -> Path:
     """The folder of entry `key` below `root`, built by `build(folder)` where it is missing or damaged.
 
-    Returns:
-        (the entry's folder, whether it was built now).
+    Args:
+        root: folder of the cache.
+        key: name of the entry.
+        build: fills the folder it gets.
+        before: called first where the entry is missing or damaged; may have another process make it.
 
     Raises:
         DataError: the cache folder cannot be written, or the disk is full. Nothing half-written stays.
     """
     entry = root / key
     if damage(entry) is None:  # no lock needed: a whole entry never changes, and the folder may be read-only
-        return entry, False
+        return entry
+    if before:
+        before()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{key}.lock"):
             problem = damage(entry)
             if problem is None:
-                return entry, False
+                return entry
             if entry.exists():
                 log.warning("cached data %s is damaged (%s) and is made again", entry, problem)
                 shutil.rmtree(entry)
             _build(root, key, build)
     except OSError as error:
         raise _cannot_write(root, error) from error
-    return entry, True
+    return entry
 
 
 def damage(entry: Path) -> str | None:

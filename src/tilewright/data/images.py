@@ -5,7 +5,7 @@ are one domain. Needs Pillow (extra `hf`). Called by `prepare`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import xxhash
 
-from tilewright.core.apart import apart, here
 from tilewright.core.errors import DataError
 from tilewright.data.cache import cached, file_digest
 from tilewright.data.mix import Picks, permute
@@ -82,13 +81,19 @@ class PreparedImages:
 
 
 def prepare_images(
-    source: str, root: Path, *, image_size: int, holdout: float, seed: int, own_process: bool = False
+    source: str,
+    root: Path,
+    *,
+    image_size: int,
+    holdout: float,
+    seed: int,
+    before: Callable[[], None] | None = None,
 ) -> PreparedImages:
-    """Prepare a folder of images. Arguments as in `prepare`; `root` is the cache folder.
+    """Prepare a folder of images. Arguments as in `prepare`; `root` is the cache folder,
+    `before` that of `cached`.
 
     Raises:
         DataError: no such folder, fewer than two classes with images, or Pillow is missing.
-        HardwareError: the process of its own was ended from outside.
     """
     _need_pillow()
     files = _list_images(Path(source).expanduser())
@@ -96,12 +101,11 @@ def prepare_images(
     for name, path in files:
         status = path.stat()
         digest.update(f"{path.resolve()}\0{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    run = apart if own_process else here
-    arguments = (source, files, image_size, holdout, seed)
-    folder, _ = cached(
-        root, f"images-{digest.hexdigest()}", lambda f: run(timed, "preparing images", build_images, f, *arguments)
-    )
-    return PreparedImages(folder)
+
+    def build(folder: Path) -> None:
+        timed("preparing images", build_images, folder, source, files, image_size, holdout, seed)
+
+    return PreparedImages(cached(root, f"images-{digest.hexdigest()}", build, before))
 
 
 def _need_pillow() -> None:

@@ -12,7 +12,7 @@ import platformdirs
 import tokenizers
 import xxhash
 
-from tilewright.core.apart import apart, here
+from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.build_rows import build_rows
 from tilewright.data.cache import cached, file_digest
 from tilewright.data.corpus import build_corpus
@@ -63,12 +63,19 @@ def prepare(
 
     Raises:
         DataError: nothing usable in the source, or a cache folder that cannot be written.
-        HardwareError: the process of its own was ended from outside.
+        HardwareError: the process of its own was killed.
     """
+    arguments = {name: value for name, value in locals().items() if name != "own_process"}
+    seconds: dict[str, float] = {}
+
+    def elsewhere() -> None:
+        seconds.update(call_module(__name__, **arguments))
+
+    before = elsewhere if own_process else None
     root = Path(cache_dir).expanduser() if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
     root = root / "data"
     if task == "image_classification":
-        return prepare_images(source, root, image_size=image_size, holdout=holdout, seed=seed, own_process=own_process)
+        return prepare_images(source, root, image_size=image_size, holdout=holdout, seed=seed, before=before)
     found = installed_source() if source == "installed" else user_source(source, text_field, domains)
     if task == "masked_lm" and tokenizer:
         need_mask(load_tokenizer(tokenizer))
@@ -82,15 +89,13 @@ def prepare(
     }
     key = _key("text", found.key, _FORMAT, tokenizers.__version__, _tokenizer_digest(tokenizer), **settings)
     settings["vocab_size"] = vocab_size
-    seconds: dict[str, float] = {}
-    run = apart if own_process else here
 
     def build(what: Callable[..., None], *args: object, **kwargs: object) -> Callable[[Path], None]:
-        return lambda folder: seconds.update(run(timed, "preparing data", what, folder, *args, **kwargs))
+        return lambda folder: seconds.update(timed("preparing data", what, folder, *args, **kwargs))
 
-    corpus, _ = cached(root, key, build(build_corpus, found, **settings))
+    corpus = cached(root, key, build(build_corpus, found, **settings), before)
     rows_key = _key("rows", key, task=task, seq_len=seq_len)
-    packed, _ = cached(root, rows_key, build(build_rows, corpus, task, seq_len))
+    packed = cached(root, rows_key, build(build_rows, corpus, task, seq_len), before)
     prepared = PreparedData(corpus, packed)
     prepared.summary["seconds"] = seconds
     return prepared
@@ -111,3 +116,7 @@ def _tokenizer_digest(path: str) -> str:
 def _key(kind: str, *values: object, **named: object) -> str:
     text = json.dumps([values, sorted(named.items())])
     return f"{kind}-{xxhash.xxh3_64_hexdigest(text.encode())}"
+
+
+if __name__ == "__main__":
+    answer(lambda domains, **rest: prepare(domains=tuple(domains), **rest).summary.get("seconds", {}))

@@ -32,6 +32,7 @@ from tilewright.models.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.config import ActivationCheckpoint, CheckpointInputs, DecoderConfig
 from tilewright.models.contract import LossOutput
 from tilewright.models.head import head_loss
+from tilewright.models.hf_io import save_decoder
 from tilewright.models.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.moe import MoE
 from tilewright.ops.inductor import graph_limit, layer_options
@@ -319,8 +320,6 @@ class Decoder(nn.Module):
         live: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         """Write a Hugging Face folder of Llama or DeepSeek-V3 layout. See `hf_io.save_decoder`."""
-        from tilewright.models.hf_io import save_decoder  # hf_io builds decoders, so it imports this module
-
         save_decoder(self, folder, dtype=dtype, extra=extra, live=live)
 
     def _run_layers(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Tensor]]:

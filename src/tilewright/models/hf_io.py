@@ -1,4 +1,4 @@
-"""Weights of Llama and DeepSeek-V3 folders: (sharded) safetensors to and from a `Decoder`.
+"""Weights of Llama and DeepSeek-V3 folders: (sharded) safetensors to and from a `decoder.Decoder`.
 
 Reading copies slice by slice into the parameters that exist already, so a model is never in memory twice; everything
 that does not fit is reported at once, before a byte is copied. Writing puts config.json last: a folder without it is
@@ -22,7 +22,6 @@ from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 from tilewright.formats.store import CODE_DTYPE, SCALE_SUFFIX, layout_settings, to_stored
 from tilewright.models.contract import FirstValues
-from tilewright.models.decoder import Decoder
 from tilewright.models.fp8_io import (
     StoredWeight,
     copy_weight,
@@ -42,12 +41,10 @@ from tilewright.models.hf_folder import (
     refuse_adapters,
     scan_folder,
 )
-from tilewright.ops.kernels import Kernels
 
 __all__ = [
     "copy_stored",
     "decoder_weights",
-    "load_decoder",
     "load_weights",
     "read_config",
     "save_decoder",
@@ -61,28 +58,14 @@ _HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 """Stored by old writers, computed from the shape by everybody."""
 
 
-def load_decoder(folder: Path | str, kernels: Kernels | None = None, device: torch.device | str = "cpu") -> Decoder:
-    """The model in a folder of Llama or DeepSeek-V3 layout, parameters in FP32.
-
-    Raises:
-        CheckpointError: the folder is not of these layouts, is incomplete, or does not match its own config.json.
-    """
-    with torch.device("meta"):
-        model = Decoder(read_config(folder), kernels)
-    model.to_empty(device=device)
-    model.tie_weights()
-    load_weights(model, folder)
-    return model
-
-
-def load_weights(model: Decoder, folder: Path | str, *, absent: Collection[str] = ()) -> None:
+def load_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str] = ()) -> None:
     """Copy a folder's weights into the model's parameters and buffers, cast to their dtypes.
 
     FP8 weights are decoded, exactly in FP32 (and in BF16 where their scales are powers of two). A weight that the model
     keeps in FP8 takes codes and scales as they are, or is encoded.
 
     Args:
-        model: in memory, see `load_decoder`.
+        model: a decoder, in memory.
         folder: of the same shape.
         absent: names of the model's own that no folder holds (adapters); left as they are.
 
@@ -94,14 +77,14 @@ def load_weights(model: Decoder, folder: Path | str, *, absent: Collection[str] 
     values({name: tensor for name, tensor in _stored_state(model).items() if name not in absent})
 
 
-def decoder_weights(model: Decoder, folder: Path | str, *, absent: Collection[str] = ()) -> FirstValues:
+def decoder_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str] = ()) -> FirstValues:
     """What copies a folder's weights into tensors under the model's names; see `load_weights`.
 
     Names and shapes are checked now, by the files' headers. Bytes are read when the copier is called, which raises
     CheckpointError where a file is torn or FP8 weights hold NaN.
 
     Args:
-        model: may be on the meta device; only names, shapes and dtypes are read.
+        model: a decoder, perhaps on the meta device; only names, shapes and dtypes are read.
         folder: of the same shape.
         absent: names of the model's own that no folder holds.
     """
@@ -162,7 +145,7 @@ def _copy_files(
 
 
 def save_decoder(
-    model: Decoder,
+    model: nn.Module,
     folder: Path | str,
     *,
     dtype: torch.dtype | None = None,
@@ -174,6 +157,7 @@ def save_decoder(
     """Write config.json and safetensors; see `contract.Model.save_hf`.
 
     Args:
+        model: a decoder.
         dtype: float8_e4m3fn writes the layout of DeepSeek-V3: linear layers in FP8 with a power-of-two scale for each
             128x128 block, everything else in BF16. Weights that came from such a folder are written without loss.
         shard_bytes: a file holds at most this much, or one tensor.
@@ -184,7 +168,7 @@ def save_decoder(
             folder cannot be written.
     """
     state = _stored_state(model)
-    dtype = dtype or model.model.embed_tokens.weight.dtype
+    dtype = dtype or state["model.embed_tokens.weight"].dtype
     coded, high = _split_linears(model, keep) if dtype == CODE_DTYPE else (set(), set())
     rest = torch.bfloat16 if dtype == CODE_DTYPE else dtype
     config = to_hf_config(model.config, str(rest).removeprefix("torch.")) | dict(extra or {})
@@ -266,7 +250,7 @@ def _matrix(tensor: Tensor) -> tuple[int, int]:
     return tensor.shape[0], tensor.shape[1]
 
 
-def _split_linears(model: Decoder, keep: Collection[str]) -> tuple[set[str], set[str]]:
+def _split_linears(model: nn.Module, keep: Collection[str]) -> tuple[set[str], set[str]]:
     """Names of the weights to write in FP8, and of the linear layers that are not: head and `keep`."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     high = kept_names(linears, keep) | {name for name in linears if not name.startswith("model.layers.")}
@@ -280,7 +264,7 @@ def _stored_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if seen.setdefault(id(tensor), name) == name}
 
 
-def _may_ignore(name: str, model: Decoder, folder: Path | str) -> bool:
+def _may_ignore(name: str, model: nn.Module, folder: Path | str) -> bool:
     """Whether a stored tensor that the model has no place for cannot change its logits."""
     if name == "lm_head.weight" and model.config.tie_embeddings:
         return True

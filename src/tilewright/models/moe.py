@@ -107,9 +107,9 @@ class MoE(nn.Module):
         x_ND = x_BSD.flatten(0, 1)
         weights_NK, experts_NK = self.gate(x_ND)
         if torch.compiler.is_compiling():
-            from tilewright.models.moe_apart import run_eager  # its decorator takes seconds to import
+            from tilewright.ops.opaque import eager  # its decorators take seconds to import
 
-            out_ND = run_eager(self.run_experts, x_ND, weights_NK, experts_NK)
+            out_ND = eager(self.run_experts, x_ND, weights_NK, experts_NK)
         else:
             out_ND = self.run_experts(x_ND, weights_NK, experts_NK)
         if self.shared_experts is not None:

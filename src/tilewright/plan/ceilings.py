@@ -10,6 +10,7 @@ count; pass `refresh` to measure again. Where others took the processors meanwhi
 and then measured again.
 """
 
+import functools
 import hashlib
 import json
 import statistics
@@ -24,9 +25,9 @@ import platformdirs
 import torch
 
 from tilewright import __version__
-from tilewright.core.apart import apart, here
-from tilewright.core.hardware import Machine
+from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import get_logger
+from tilewright.core.subprocess_call import answer, call_module
 from tilewright.ops.kernels import Kernels
 from tilewright.plan.probe import Load, Probe, Timed
 
@@ -148,12 +149,11 @@ def measure(
         machine: facts about this machine; its device is the one measured.
         cache_dir: folder of the cache; the user's cache folder by default.
         refresh: measure again.
-        progress: called with a line of text before each measurement; in a process of its own, a function that pickle
-            can carry.
+        progress: called with a line of text before each measurement.
         own_process: measure in a process of its own, so that pages which this leaves are not in the one that goes on.
 
     Raises:
-        HardwareError: the process of its own was ended from outside.
+        HardwareError: the process of its own was killed.
 
     A cache folder that cannot be written is told by a warning, and the measurement is used all the same.
     """
@@ -162,8 +162,11 @@ def measure(
     path = folder / "ceilings" / f"{key}.json"
     if not refresh and (cached := _read(path)) is not None:
         return cached
-    run = apart if own_process else here
-    ceilings = run(_measure_all, machine, key, torch.get_num_threads(), progress or _in_silence)
+    progress, threads = progress or _in_silence, torch.get_num_threads()
+    if own_process:
+        ceilings = Ceilings.from_json(call_module(__name__, progress, device=machine.device, key=key, threads=threads))
+    else:
+        ceilings = _measure_all(machine, key, threads, progress)
     _write(path, ceilings)
     return ceilings
 
@@ -287,3 +290,12 @@ def _rest(probe: Probe, in_runs: Probe, matmul: Mapping[str, Mapping[int, float]
         "bandwidth": probe.bandwidth(),
         "exp": probe.exp(),
     }
+
+
+def _measure_here(device: str, key: str, threads: int) -> dict[str, object]:
+    """What `measure` asks of a process of its own."""
+    return _measure_all(detect_machine(device), key, threads, functools.partial(print, flush=True)).to_json()
+
+
+if __name__ == "__main__":
+    answer(_measure_here)

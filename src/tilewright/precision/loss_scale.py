@@ -12,24 +12,16 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewright.core.config_precision import PrecisionSection
 from tilewright.core.errors import NumericsError
 from tilewright.precision.loss_turns import Turns, misused
 from tilewright.precision.snapshot import Notes
-
-
-class ScaleFields(Protocol):
-    """The fields of the recipe's `[precision]` section read here."""
-
-    loss_scale: str | float
-    loss_scale_window: int
-    loss_scale_min: float
-    loss_scale_max: float
 
 
 def initial_scale(num_params: int) -> float:
@@ -102,11 +94,11 @@ class DynamicScaler:
         self._turns = Turns()
 
     @classmethod
-    def from_section(cls, section: ScaleFields, *, fp16: bool, num_params: int) -> "DynamicScaler | None":
+    def from_section(cls, section: PrecisionSection, *, fp16: bool, num_params: int) -> "DynamicScaler | None":
         """The scaler of a recipe's `[precision]` section, or None.
 
         Args:
-            section: `core.config.PrecisionSection`.
+            section: of a recipe.
             fp16: gradients pass through FP16 (`ConversionReport.needs_loss_scaling`). Read where the section says auto.
             num_params: parameters of the model.
         """

@@ -6,8 +6,8 @@ stored and printed. Later rules win over earlier ones, rules win over `fp32_ops`
 
 import fnmatch
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from tilewright.core.config_precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.precision.gemms import FP8_FORMATS, GEMM_FORMATS, Gemms, expected_gain
 from tilewright.precision.rules import ALWAYS_FP32, FP8_KINDS, Rule, kinds_of, known_or_raise, rule_error
@@ -36,62 +36,6 @@ FUNCTION_OPS = ("softmax", "log_softmax", "cross_entropy", "silu", "gelu", "matm
 """Entries of `fp32_ops` that stand for functions called inside a forward."""
 
 FP32_OPS = tuple(sorted({*KIND_OPS, *FUNCTION_OPS}))
-
-
-class RuleFields(Protocol):
-    """A rule as the recipe has it."""
-
-    @property
-    def match(self) -> str: ...
-
-    @property
-    def op(self) -> str: ...
-
-    @property
-    def compute(self) -> str: ...
-
-    @property
-    def fprop(self) -> str: ...
-
-    @property
-    def dgrad(self) -> str: ...
-
-    @property
-    def wgrad(self) -> str: ...
-
-    @property
-    def kind(self) -> str: ...
-
-
-class SectionFields(Protocol):
-    """The fields of the recipe's `[precision]` section that make a policy (`core.config.PrecisionSection`)."""
-
-    @property
-    def enabled(self) -> bool: ...
-
-    @property
-    def mode(self) -> str: ...
-
-    @property
-    def rules(self) -> tuple[RuleFields, ...]: ...
-
-    @property
-    def fp32_ops(self) -> tuple[str, ...]: ...
-
-    @property
-    def fp8_scale(self) -> str: ...
-
-    @property
-    def fp8_min_gain(self) -> float: ...
-
-    @property
-    def decouple(self) -> tuple[str, ...]: ...
-
-    @property
-    def strict(self) -> bool: ...
-
-    @property
-    def moves_products(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -165,20 +109,17 @@ class Policy:
             known_or_raise("parameters", self.parameters, ("fp32", "bf16", "fp16"))
 
     @classmethod
-    def from_section(cls, section: SectionFields, device_type: str, *, parameters: str = "") -> "Policy":
+    def from_section(cls, section: PrecisionSection, device_type: str, *, parameters: str = "") -> "Policy":
         """The policy of a recipe's `[precision]` section. `enabled = false` is FP32 everywhere, without rules.
 
         Args:
-            section: `core.config.PrecisionSection`.
+            section: of a recipe.
             device_type: "cpu" or "cuda".
             parameters: "bf16" where `optim.master` is not "fp32".
         """
         if not section.enabled:
             return cls("fp32", device_type=device_type, parameters=parameters)
-        rules = tuple(
-            Rule(rule.match, rule.op, rule.compute, rule.fprop, rule.dgrad, rule.wgrad, rule.kind)
-            for rule in section.rules
-        )
+        rules = tuple(Rule(**rule.model_dump()) for rule in section.rules)
         return cls(
             section.mode,
             rules,

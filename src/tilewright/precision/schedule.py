@@ -8,36 +8,8 @@ decided on evidence is the matter of `controller`. Called by `training` and `con
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class ScheduleFields(Protocol):
-    """The fields of the recipe's `[precision]` section read here."""
-
-    @property
-    def enabled(self) -> bool: ...
-
-    @property
-    def mode(self) -> str: ...
-
-    @property
-    def start_mode(self) -> str | None: ...
-
-    @property
-    def start_fraction(self) -> float: ...
-
-
-class FormatFields(Protocol):
-    """The fields of the recipe's `[precision]` section that `FormatSchedule` reads."""
-
-    @property
-    def fp8_from(self) -> tuple[float, float, float]: ...
-
-    @property
-    def fp8_until(self) -> float: ...
-
-    @property
-    def fp8_after(self) -> str: ...
+from tilewright.core.config_precision import PrecisionSection
 
 
 @dataclass(frozen=True)
@@ -69,7 +41,7 @@ class ModeSchedule:
         return cls(mode, start_mode, min(max(round(start_fraction * steps), 1), max(steps - 1, 1)))
 
     @classmethod
-    def from_section(cls, section: ScheduleFields, steps: int):
+    def from_section(cls, section: PrecisionSection, steps: int):
         """The schedule of a recipe's `[precision]` section. `enabled = false` is FP32 throughout."""
         if not section.enabled:
             return cls("fp32")
@@ -119,7 +91,7 @@ class FormatSchedule:
         return cls((fprop, wgrad, dgrad), round(fp8_until * steps) if fp8_until < 1 else None, fp8_after)
 
     @classmethod
-    def from_section(cls, section: FormatFields, steps: int) -> "FormatSchedule":
+    def from_section(cls, section: PrecisionSection, steps: int) -> "FormatSchedule":
         """The schedule of a recipe's `[precision]` section."""
         return cls.over(steps, fp8_from=section.fp8_from, fp8_until=section.fp8_until, fp8_after=section.fp8_after)
 

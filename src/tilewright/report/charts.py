@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 
 from tilewright.report.scales import FORMATS, Scale, format_number, format_tick, from_log, make_scale
+from tilewright.report.template import read
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 30.0, 34.0
 _LEGEND_LINE = 18
@@ -180,7 +180,7 @@ def histogram(
 def standalone(chart: str, title: str, legend: Sequence[str], size: tuple[int, int]) -> str:
     """A chart of that size with its style, title and a legend for each colour, as a file of its own."""
     width, height = size
-    css = resources.files("tilewright.report").joinpath("page.css").read_text(encoding="utf-8")
+    css = read("page.css")
     top = 34 + _LEGEND_LINE * len(legend)
     rows = "".join(
         f'<circle class="dot c{i % 8}" cx="24" cy="{40 + _LEGEND_LINE * i}" r="4"/>'

@@ -5,16 +5,13 @@ run (samples, paths, messages) is escaped by the template engine.
 """
 
 import shlex
-from importlib import resources
 from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from tilewright.core.errors import DataError
 from tilewright.report import figures, precision_figures, regroup_table, summary, tables
 from tilewright.report.collect import RunData, collect
 from tilewright.report.measured import state
+from tilewright.report.template import fill
 from tilewright.report.verdict.judge import Judgement, judge
 from tilewright.report.verdict.rule import State
 from tilewright.training.durable import write_whole
@@ -68,18 +65,14 @@ def write_report(run_dir: str | Path, run: RunData | None = None, judgement: Jud
 
 def render(run: RunData, judgement: Judgement | None = None) -> str:
     """The page of a run as HTML text; `judgement` is what `judge` says about it, if it has been asked already."""
-    package = resources.files("tilewright.report")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(package.joinpath("page.html").read_text(encoding="utf-8"))
     judgement, learned = judgement or judge(run), summary.learned(run)
-    return template.render(
+    return fill(
+        "page.html",
         run=run,
         judgement=judgement,
         State=State,
         headline=judgement.headline(learned),
         learned=learned,
-        css=Markup(package.joinpath("page.css").read_text(encoding="utf-8")),
-        svg=Markup,
         state=state(run),
         tiles=summary.tiles(run),
         figures={name: make(run) for name, make in FIGURES.items()},

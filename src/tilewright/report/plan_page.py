@@ -1,16 +1,17 @@
 """The joint plan as one HTML page: verdict, memory through a step, memory against time, the table.
 
-Made of the same charts and style sheet as the report of a run; opens offline. Called by `cli.plan_joint`.
+Made of the same charts and style sheet as the report of a run; opens offline.
 """
 
 from collections.abc import Sequence
-from html import escape
-from importlib import resources
 
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.plan.joint_plan import JointPlan
 from tilewright.plan.joint_words import formats_of, timeline, verdict
 from tilewright.report.charts import Mark, Series, line_chart, stacked_area
+from tilewright.report.figures import Figure
+from tilewright.report.summary import Tile
+from tilewright.report.template import fill
 
 _OWNERS = ("parameters", "optimizer", "gradients", "activations", "work", "process")
 _SIZE = (1040, 300)
@@ -27,45 +28,34 @@ def render_plan(
         table: columns and rows of the layers' choices.
         changes: what would be faster, in words; empty leaves the section out.
     """
-    css = resources.files("tilewright.report").joinpath("page.css").read_text(encoding="utf-8")
-    figures = _memory_figure(plan) + (_pareto_figure(curve, plan) if curve else "")
-    tiles = "".join(
-        f'<div><dt>{escape(name)}</dt><dd class="value">{escape(value)}</dd>'
-        f'<dd class="detail">{escape(detail)}</dd></div>'
-        for name, value, detail in _tiles(plan)
-    )
-    faster = f"<section><h2>What would be faster</h2>{_list(changes)}</section>\n" if changes else ""
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>plan of {escape(plan.shape.family)} · tilewright</title>\n<style>\n{css}\n</style>\n</head>\n<body>\n"
-        f'<header><p class="eyebrow"><b>plan</b> · {escape(plan.machine.device_name)}</p>'
-        f'<h1>{escape(verdict(plan))}</h1><dl class="tiles">{tiles}</dl></header>\n'
-        f'<main>\n<section><h2>Memory and time</h2><div class="charts">{figures}</div></section>\n'
-        f"<section><h2>Layers</h2>{_html_table(*table)}</section>\n{faster}"
-        f"<section><h2>What is guessed</h2>{_list(plan.notes)}</section>\n</main>\n</body>\n</html>\n"
+    columns, rows = table
+    return fill(
+        "plan.html",
+        plan=plan,
+        verdict=verdict(plan),
+        tiles=_tiles(plan),
+        figures=[_memory_figure(plan), *([_pareto_figure(curve, plan)] if curve else [])],
+        columns=columns,
+        rows=rows,
+        changes=changes,
     )
 
 
-def _list(lines: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
-
-
-def _tiles(plan: JointPlan) -> list[tuple[str, str, str]]:
+def _tiles(plan: JointPlan) -> list[Tile]:
     setting = plan.setting
     found = [
-        ("Step", format_seconds(plan.step_s), f"{format_count(plan.tokens_per_s)} tokens/s"),
-        ("Device", format_bytes(plan.peak_bytes), f"of {format_bytes(plan.budget.device)}, at {plan.peak_phase}"),
+        Tile("Step", format_seconds(plan.step_s), f"{format_count(plan.tokens_per_s)} tokens/s"),
+        Tile("Device", format_bytes(plan.peak_bytes), f"of {format_bytes(plan.budget.device)}, at {plan.peak_phase}"),
     ]
     if plan.host:
-        found.append(("Host", format_bytes(plan.host_bytes), f"of {format_bytes(plan.budget.host)}"))
+        found.append(Tile("Host", format_bytes(plan.host_bytes), f"of {format_bytes(plan.budget.host)}"))
     batches = "micro-batches" if setting.num_micro > 1 else "micro-batch"
-    found.append(("Executor", setting.executor, f"{setting.num_micro} {batches} of {setting.micro_batch}"))
-    found.append(("Optimizer", setting.moments, f"moments; master {setting.master}"))
+    found.append(Tile("Executor", setting.executor, f"{setting.num_micro} {batches} of {setting.micro_batch}"))
+    found.append(Tile("Optimizer", setting.moments, f"moments; master {setting.master}"))
     return found
 
 
-def _memory_figure(plan: JointPlan) -> str:
+def _memory_figure(plan: JointPlan) -> Figure:
     moments = timeline(plan)
     xs = [float(i) for i in range(len(moments))]
     series = [
@@ -79,19 +69,18 @@ def _memory_figure(plan: JointPlan) -> str:
     names = [name for name, _ in moments]
     places = f"0 is load, {names.index('loss')} the loss; before it layers forward, behind it layers backward. "
     places += f"The budget is {format_bytes(plan.budget.device)}, of which {plan.recipe.plan.margin:.0%} stay free."
-    legend = [(one.colour, one.name) for one in series]
-    return _figure("Device memory through one step", legend, svg, places)
+    return Figure("Device memory through one step", svg, places, [(one.colour, one.name, "") for one in series])
 
 
-def _pareto_figure(curve: Sequence[JointPlan], plan: JointPlan) -> str:
+def _pareto_figure(curve: Sequence[JointPlan], plan: JointPlan) -> Figure:
     points = sorted((found.peak_bytes / 2**30, found.step_s) for found in curve)
     narrowed = [found for found in curve if found.narrowed]
     series = [Series("fastest plan", [x for x, _ in points], [y for _, y in points], 0)]
-    legend, note = [(0, "fastest plan"), (1, "this plan")], "Each point is a plan of its own."
+    legend, note = [(0, "fastest plan", ""), (1, "this plan", "")], "Each point is a plan of its own."
     if narrowed:
         sizes, times = [found.peak_bytes / 2**30 for found in narrowed], [found.step_s for found in narrowed]
         series.append(Series("other formats", sizes, times, 2, "dots"))
-        legend.append((2, "with formats that change what is learned"))
+        legend.append((2, "with formats that change what is learned", ""))
         note += f" Formats of the optimizer that the recipe has not: {_told(narrowed)}."
     series.append(Series("this plan", [plan.peak_bytes / 2**30], [plan.step_s], 1, "dots"))  # above the others
     marks = [Mark(plan.budget.device / 2**30, f"budget {format_bytes(plan.budget.device)}")]
@@ -99,7 +88,7 @@ def _pareto_figure(curve: Sequence[JointPlan], plan: JointPlan) -> str:
         series, label="seconds of a step against device memory", y_label="seconds a step", x_label="device GiB",
         marks=marks, zero=True, size=_SIZE,
     )  # fmt: skip
-    return _figure("Memory against time", legend, svg, note)
+    return Figure("Memory against time", svg, note, legend)
 
 
 def _told(narrowed: Sequence[JointPlan]) -> str:
@@ -111,17 +100,3 @@ def _told(narrowed: Sequence[JointPlan]) -> str:
         f"{formats} with {format_bytes(min(found))}" + (f" to {format_bytes(max(found))}" if len(found) > 1 else "")
         for formats, found in sizes.items()
     )
-
-
-def _figure(title: str, legend: Sequence[tuple[int, str]], svg: str, note: str) -> str:
-    keys = "".join(f'<li><i style="--key: var(--c{colour})"></i>{escape(name)}</li>' for colour, name in legend)
-    return (
-        f'<figure class="wide"><h3>{escape(title)}</h3><ul class="legend">{keys}</ul>{svg}'
-        f'<figcaption><p class="note">{escape(note)}</p></figcaption></figure>'
-    )
-
-
-def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

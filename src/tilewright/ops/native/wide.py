@@ -5,12 +5,13 @@ torch's own 16-bit product on such a CPU (oneDNN's emulation) ran at a quarter o
 Loss and attention ask `widens`; the linear layer is in `wide_linear`.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
-from tilewright.core.hardware import Machine
+from tilewright.core.hardware import Machine, cpu_features, cpu_multiplies
 from tilewright.ops.dispatch import Case
-from tilewright.ops.native.cpu_has import cpu_has
 
 
 def why_not(machine: Machine, case: Case) -> str | None:
@@ -23,10 +24,19 @@ def why_not(machine: Machine, case: Case) -> str | None:
 def widens(device_type: str, dtype: torch.dtype) -> bool:
     """Whether products of this dtype are faster in FP32 on this device: a CPU without instructions for them."""
     if torch.compiler.is_compiling():
-        from tilewright.ops.native.wide_constant import multiplies  # its decorator takes seconds to import
+        from tilewright.ops.opaque import constant  # its decorators take seconds to import
 
-        return device_type == "cpu" and not multiplies(dtype)
-    return device_type == "cpu" and not cpu_has(dtype)
+        return device_type == "cpu" and not constant(_cpu_has, dtype)
+    return device_type == "cpu" and not _cpu_has(dtype)
+
+
+def _cpu_has(dtype: torch.dtype) -> bool:
+    return cpu_multiplies(dtype, _features())
+
+
+@functools.cache
+def _features() -> frozenset[str]:
+    return cpu_features()
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

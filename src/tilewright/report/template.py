@@ -1,0 +1,22 @@
+"""Pages from the templates of this package: the style sheet is inlined, text is escaped."""
+
+from importlib import resources
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+
+def read(name: str) -> str:
+    """A file of this package."""
+    return resources.files("tilewright.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def fill(name: str, **context: object) -> str:
+    """The template `name` as HTML text.
+
+    Args:
+        name: file of this package.
+        context: what the template names, besides `css` and `svg` (a function that marks a finished chart as HTML).
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(read(name)).render(css=Markup(read("page.css")), svg=Markup, **context)

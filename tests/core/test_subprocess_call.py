@@ -1,0 +1,86 @@
+"""Modules of ours run by `python -m`: results, errors and what they print come back."""
+
+import errno
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilewright.core.errors import DataError, HardwareError
+from tilewright.core.log import get_logger
+from tilewright.core.subprocess_call import answer, call_module
+
+NAME = "tests.core.test_subprocess_call"
+
+
+def act(what, **rest):
+    """What the child does."""
+    if what == "return":
+        return rest | {"pid": os.getpid()}
+    if what == "raise":
+        raise DataError("what", got="got", need="need", try_="try", where="where")
+    if what == "fail":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    if what == "exit":
+        sys.exit(0)
+    if what == "end":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("one line\nanother")
+    get_logger("child").warning("warned of %s", "it")
+    get_logger("child").info("not asked for")
+    return None
+
+
+@pytest.fixture(autouse=True)
+def tests_can_be_imported(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def test_a_result_comes_back_from_another_process():
+    found = call_module(NAME, what="return", text="\u00e9\n{" * 2**12, numbers=[1, 0.1, None])
+    assert found.pop("pid") != os.getpid()
+    assert found == {"text": "\u00e9\n{" * 2**12, "numbers": [1, 0.1, None]}
+
+
+def test_errors_of_users_come_back_whole():
+    with pytest.raises(DataError) as caught:
+        call_module(NAME, what="raise")
+    with pytest.raises(DataError) as expected:
+        act("raise")
+    assert caught.value.problems == expected.value.problems
+    assert str(caught.value) == "what\n  where  where\n  got    got\n  need   need\n  try    try"
+
+
+def test_other_errors_leave_their_traceback(capfd):
+    with pytest.raises(AssertionError, match="exit code 1"):
+        call_module(NAME, what="fail")
+    assert "No space left on device" in capfd.readouterr().err
+
+
+def test_a_killed_process_is_reported():
+    with pytest.raises(HardwareError) as caught:
+        call_module(NAME, what="end")
+    (problem,) = caught.value.problems
+    assert "SIGKILL" in problem.got
+    assert all((problem.what, problem.need, problem.try_, problem.where))
+
+
+def test_no_answer_is_a_bug():
+    with pytest.raises(AssertionError, match="exit code 0"):
+        call_module(NAME, what="exit")
+
+
+def test_lines_and_logs_come_through(capfd, caplog):
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        assert call_module(NAME, what="speak") is None
+    out, err = capfd.readouterr()
+    assert out == "one line\nanother\n"
+    assert "warned of it" in err
+    assert "not asked for" not in err
+
+
+if __name__ == "__main__":
+    answer(act)
