@@ -17,7 +17,7 @@ from tests.data.conftest import write_text
 from tilewright.data.collect import collect
 from tilewright.data.documents import Document, Part, Source, cut
 from tilewright.data.files import SEGMENT_BYTES, user_source
-from tilewright.data.installed import DOMAINS, dependency_closure, installed_source
+from tilewright.data.installed import dependency_closure, installed_source
 from tilewright.data.lines import segment_lines
 from tilewright.data.progress import Progress
 from tilewright.data.python_text import split_docstrings
@@ -170,7 +170,7 @@ def test_installed_text_does_not_depend_on_what_was_imported():
 
 def test_installed_source_lists_without_reading_and_samples(tmp_path):
     source = installed_source()
-    assert {part.domain for part in source.parts} <= set(DOMAINS)
+    assert {part.domain for part in source.parts} <= {"code", "cpp", "docs", "notes", "tests"}
     assert source.key == installed_source().key
     spool = spool_of(source, tmp_path, max_bytes=1_000_000)
     assert 930_000 < spool.lengths.sum() <= 1_000_000

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.formats.encode import NAN_CODE, decode, decode_e8m0, encode, encode_e8m0
+from tilewright.formats.encode import NAN_CODE, decode, decode_e8m0, encode
 from tilewright.formats.error import measure, sqnr_db
 from tilewright.formats.quantize import noise_like, quantize
 from tilewright.formats.scaling import (
@@ -103,10 +103,7 @@ def test_e8m0_equals_torch():
     codes = torch.arange(255, dtype=torch.uint8)
     values = decode_e8m0(codes)
     assert torch.equal(values, codes.view(torch.float8_e8m0fnu).float())
-    assert torch.equal(encode_e8m0(values), codes)
     assert decode_e8m0(torch.tensor([255], dtype=torch.uint8)).isnan().all()
-    with pytest.raises(ValueError, match="powers of two"):
-        encode_e8m0(torch.tensor([3.0]))
 
 
 @settings(max_examples=300, deadline=None)

@@ -5,7 +5,6 @@ of such pages and measuring the machine 60, in a process that then trains for we
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tilewright.core import errors
+from tilewright.core import env, errors
 from tilewright.core.errors import HardwareError, Problem, TilewrightError
 from tilewright.core.log import ROOT, configure, get_logger, say
 
@@ -36,11 +35,11 @@ def call_module(module: str, on_line: Callable[[str], object] = say, **arguments
     """
     sys.stdout.flush()
     request = {"level": get_logger(ROOT).getEffectiveLevel(), "arguments": arguments}
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-P", "-m", module, json.dumps(request)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     found: dict[str, Any] = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=env.importing(Path(__file__).parents[2])
+    ) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith("{"):

@@ -24,8 +24,6 @@ from tilewright.core.errors import DataError
 from tilewright.data.documents import Document, Part, Reject, Source, decode
 from tilewright.data.python_text import split_docstrings
 
-DOMAINS = ("code", "cpp", "docs", "notes", "tests")
-
 _MIN_CHARS = {"code": 64, "cpp": 64, "docs": 200, "notes": 64, "tests": 64}
 _DOCSTRING_SHARE = 0.12  # of a source file, measured over torch and transformers; only for size estimates
 _HEADERS = {".h", ".hpp", ".hh", ".hxx", ".cuh", ".inl"}

@@ -98,22 +98,6 @@ def _infinity_code(spec: FloatSpec) -> int:
     return ((1 << spec.exponent_bits) - 1) << spec.mantissa_bits
 
 
-def encode_e8m0(scale: Tensor) -> Tensor:
-    """Powers of two to their E8M0 codes (biased exponents).
-
-    Args:
-        scale: FP32, each a power of two from 2^-127 to 2^127.
-
-    Raises:
-        ValueError: a value is not a power of two in that range.
-    """
-    mantissa, exponent = torch.frexp(scale)
-    code = exponent - 1 + E8M0_BIAS
-    if not bool(((mantissa == 0.5) & (code >= 0) & (code < E8M0_NAN)).all()):
-        raise ValueError("E8M0 holds powers of two from 2^-127 to 2^127 only")
-    return code.to(torch.uint8)
-
-
 def decode_e8m0(codes: Tensor) -> Tensor:
     """FP32 powers of two of E8M0 codes; 255 is NaN."""
     value = torch.ldexp(torch.ones(codes.shape, device=codes.device), codes.to(torch.int32) - E8M0_BIAS)

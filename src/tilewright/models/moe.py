@@ -3,7 +3,7 @@
 Load is balanced without an auxiliary loss: a bias that only takes part in the choice (never in the weight of an
 expert) is moved after each step against the sign of the expert's load error. `MoE.forward` returns the load as a
 value instead of counting it on the side, so recomputing a layer in backward counts nothing twice;
-`decoder.Decoder` adds it up and calls `Router.rebalance`.
+`decoder.Decoder` adds it up and sets `Router.rebalanced`.
 
 Parameter names are those of Hugging Face's DeepSeek-V3 files. Called by `decoder.Block`.
 
@@ -70,13 +70,8 @@ class Router(nn.Module):
         return choice_NGE.masked_fill(~allowed_NG[..., None], float("-inf")).flatten(1)
 
     @torch.no_grad()
-    def rebalance(self, load_E: Tensor) -> None:
-        """Raise the bias of experts with less than the mean load, lower that of the others, by `balance_rate`."""
-        self.e_score_correction_bias.copy_(self.rebalanced(load_E))
-
-    @torch.no_grad()
     def rebalanced(self, load_E: Tensor) -> Tensor:
-        """The bias that `rebalance` sets."""
+        """The bias, raised by `balance_rate` for experts with less than the mean load, lowered for the others."""
         return self.e_score_correction_bias + self.balance_rate * torch.sign(load_E.mean() - load_E)
 
     def extra_repr(self) -> str:

@@ -81,11 +81,6 @@ class ConversionReport:
         return shares((row.formats, row.work) for row in self.rows)
 
     @property
-    def unchanged(self) -> Table:
-        """Rows that do what they do of themselves, each with the reason."""
-        return Table(row for row in self.rows if not row.set_by_policy)
-
-    @property
     def needs_loss_scaling(self) -> bool:
         """True where gradients pass through FP16, whose smallest normal value is 6e-5."""
         return any("fp16" in (row.compute, row.storage, row.output) for row in self.rows)
