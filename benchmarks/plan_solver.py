@@ -48,18 +48,18 @@ from tilewright.core.env import quick_imports
 with quick_imports():
     from tilewright.core.config import Recipe
     from tilewright.core.hardware import detect_machine
-    from tilewright.plan.joint import JointPlanner
-    from tilewright.plan.joint_plan import Budget
-    from tilewright.plan.changes import cheapest_changes, replan_with
-    from tilewright.plan.joint_words import verdict
-    from tilewright.plan.options import Links
-    from tilewright.plan.published import LINK_SHARE, find_published
+    from tilewright.planner.planner import Planner
+    from tilewright.planner.plan import Budget
+    from tilewright.planner.changes import cheapest_changes, replan_with
+    from tilewright.planner.describe import verdict
+    from tilewright.planner.options import Links
+    from tilewright.planner.published import LINK_SHARE, find_published
 case = json.loads(sys.argv[1])
 row = find_published("h200")
 machine = row.machine(detect_machine("cpu"), case["host"])
 formats = frozenset(("optim.moments", "optim.master"))
 recipe = Recipe.model_validate(case["recipe"])
-planner = JointPlanner(recipe, case["vocab_size"], machine, row.ceilings(), formats)
+planner = Planner(recipe, case["vocab_size"], machine, row.ceilings(), formats)
 budget = Budget(case["device"], case["host"], Links(LINK_SHARE * row.link, None))
 plan = planner.plan(budget)
 took, used = time.perf_counter() - start, time.process_time() - cpu

@@ -76,7 +76,7 @@ def commands() -> str:
 
 
 PUBLIC = {
-    "Runs": ("load_recipe", "Loaded", "Recipe", "train", "RunResult"),
+    "Runs": ("load_recipe", "Loaded", "Recipe", "train", "RunResult", "plan", "Plan"),
     "Precision of a model": (
         *("convert", "explain", "set_mode", "evaluating", "Policy", "Rule", "ConversionReport", "DynamicScaler"),
         *("QuantizedWeights", "FP8Quantizer", "PrecisionController", "ControllerSettings"),

@@ -30,7 +30,7 @@ def here(tmp_path_factory):
     write_texts(folder / "texts")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)
+        patch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
         assert run(["precision", "search", "--budget", "0.0005%", *FAST, *arguments()]) == 0
     return folder
 
@@ -38,7 +38,7 @@ def here(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _there(here, monkeypatch):
     monkeypatch.chdir(here)
-    monkeypatch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)
+    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
 
 
 def test_all_measurements_are_in_the_json(here):

@@ -9,7 +9,7 @@ import torch
 
 from tilewright.core.errors import TilewrightError
 from tilewright.core.load import load_recipe
-from tilewright.plan.ceilings import Ceilings
+from tilewright.planner.ceilings import Ceilings
 from tilewright.training.checkpoint import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.loop import train
 
@@ -55,7 +55,7 @@ def write_llama(folder: Path) -> None:
 
 
 def fixed_ceilings(*args: object, **kwargs: object) -> Ceilings:
-    """In the place of `plan.ceilings.measure`: round numbers at once, where measuring takes seconds a machine."""
+    """In the place of `planner.ceilings.measure`: round numbers at once, where measuring takes seconds a machine."""
     rates = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e10)
     return Ceilings(
         key="fixed",

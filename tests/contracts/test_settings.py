@@ -231,7 +231,7 @@ def run(settings, shared, tmp_path, monkeypatch):
     key = tuple(sorted(settings.items()))
     if key not in known:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)
+        monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
         for name in ("texts", "rows.jsonl", "llama"):
             (tmp_path / name).symlink_to(folder / name)
         known[key] = observe({"data.source": "texts", "data.cache_dir": str(folder / "cache")} | settings, tmp_path)

@@ -2,7 +2,7 @@
 
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.plan.ceilings import Ceilings
+from tilewright.planner.ceilings import Ceilings
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16")
 GIB = 2**30

@@ -14,8 +14,8 @@ import torch
 
 from tests.plan.rates import make_rates
 from tilewright.core.hardware import detect_machine
-from tilewright.plan import ceilings, probe
-from tilewright.plan.ceilings import Ceilings, measure
+from tilewright.planner import ceilings, probe
+from tilewright.planner.ceilings import Ceilings, measure
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ STAND_IN = """
 import dataclasses
 from tests.plan.rates import make_rates
 from tilewright.core.subprocess_call import answer
-from tilewright.plan import ceilings
+from tilewright.planner import ceilings
 
 def measured(machine, key, threads, progress):
     progress("measuring")
@@ -141,7 +141,7 @@ def test_rates_of_a_busy_machine_are_measured_again_in_an_hour(machine, tmp_path
 
 def test_steady_load_of_another_process_is_seen():
     program = (
-        "import os, time; from tilewright.plan.probe import Load; load = Load(); print(flush=True); time.sleep(1.0);"
+        "import os, time; from tilewright.planner.probe import Load; load = Load(); print(flush=True); time.sleep(1.0);"
         "print(load.others() * os.cpu_count())"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -6,8 +6,8 @@ from torch._subclasses import FakeTensorMode
 
 from tests.zoo.families import TRAINED, VOCAB
 from tilewright.models.hf_probe import REFUSALS, probe_language_model
-from tilewright.plan.fake_model import document_styles, quiet, text_inputs, to_fake
-from tilewright.plan.fake_operations import GroupedGemms
+from tilewright.planner.fake_model import document_styles, quiet, text_inputs, to_fake
+from tilewright.planner.fake_operations import GroupedGemms
 
 transformers = pytest.importorskip("transformers")
 TEXT = [family for family in TRAINED if family.batch == "text" and family.kind != "encoder-decoder"]

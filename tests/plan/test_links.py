@@ -3,8 +3,8 @@
 import pytest
 
 from tests.plan.rates import make_machine
-from tilewright.plan import links
-from tilewright.plan.links import LinkSpeed, as_links, disk_speed, existing, host_speed, known
+from tilewright.planner import links
+from tilewright.planner.links import LinkSpeed, as_links, disk_speed, existing, host_speed, known
 
 
 @pytest.fixture

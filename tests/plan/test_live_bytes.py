@@ -10,8 +10,8 @@ from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Block
 from tilewright.models.layers import rope_angles
 from tilewright.ops.kernels import Kernels
-from tilewright.plan.live_bytes import LiveBytes
-from tilewright.plan.roofline import FORWARD_SHARE, element_passes
+from tilewright.planner.live_bytes import LiveBytes
+from tilewright.planner.roofline import FORWARD_SHARE, element_passes
 from tilewright.precision.convert import convert
 from tilewright.precision.policy import Policy
 

@@ -14,18 +14,19 @@ from tests.plan.rates import GIB, make_machine, make_rates
 from tilewright.core.errors import FitError
 from tilewright.core.load import Loaded, load_recipe
 from tilewright.core.units import parse_bytes
-from tilewright.plan.auto import planner_of
-from tilewright.plan.changes import cheapest_changes, idle_memory, replan_with
-from tilewright.plan.cost import make_plan
-from tilewright.plan.joint_plan import Budget
-from tilewright.plan.joint_words import no_plan
-from tilewright.plan.options import Links
-from tilewright.plan.plan_file import to_toml
+from tilewright.planner.auto import planner_of
+from tilewright.planner.changes import cheapest_changes, idle_memory, replan_with
+from tilewright.planner.describe import no_plan
+from tilewright.planner.options import Links
+from tilewright.planner.plan import Budget
+from tilewright.planner.plan_file import to_toml
+from tilewright.planner.summary import make_plan
 from tilewright.training.planned import plan_run
+from tilewright.training.refused import fixes_of
 from tilewright.training.site import Site
 
 SAME = 1 + 1e-3
-"""Seconds that are equal: the solver's answers are a ten-thousandth apart (`joint.GAP`)."""
+"""Seconds that are equal: the solver's answers are a ten-thousandth apart (`planner.GAP`)."""
 FAST = {fmt: {256: 5e13, 2048: 5e14} for fmt in ("fp32", "tf32", "bf16", "fp16")} | {"fp8": {256: 6e13, 2048: 1e15}}
 MACHINES = {
     "cpu": (make_machine(64 * GIB, compiler="g++"), make_rates(), Links(None, None)),
@@ -167,7 +168,8 @@ def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_p
     budget = share * whole(COMMANDS[command], where)
     plan = plain_plan(load(COMMANDS[command], device_budget=budget), where)
     assert not plan.fits
-    for fix in plan.fixes:
+    loaded = load(COMMANDS[command], device_budget=budget)
+    for fix in fixes_of(loaded.recipe, site_of(loaded, where, tmp_path)):
         typed = pasted(str(fix))
         assert typed
         loaded = load(COMMANDS[command], *typed, device_budget=budget)
@@ -176,7 +178,7 @@ def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_p
         assert again.step_s <= SAME * fix.step_s
         if fix.fits:
             run = plan_run(loaded, site_of(loaded, where, tmp_path))
-            assert run.joint is None
+            assert run.decided is None
             assert run.plan.step_s <= SAME * fix.step_s
 
 
@@ -222,9 +224,9 @@ def test_train_executes_the_plan_that_was_written(where, command, share, tmp_pat
     path.write_text(to_toml(found))
     loaded = load(COMMANDS[command], "--memory.plan", str(path), device_budget=budget.device)
     run = plan_run(loaded, site_of(loaded, where, tmp_path))
-    assert run.joint is not None
-    assert run.joint.step_s == pytest.approx(found.step_s, rel=1e-6)
-    assert run.joint.least_device <= budget.device
+    assert run.decided is not None
+    assert run.decided.step_s == pytest.approx(found.step_s, rel=1e-6)
+    assert run.decided.least_device <= budget.device
 
 
 @EACH

@@ -4,7 +4,7 @@ import pytest
 
 from tests.plan.rates import make_machine
 from tilewright.core.errors import ConfigError
-from tilewright.plan.published import TABLE, find_published
+from tilewright.planner.published import TABLE, find_published
 
 
 def test_every_row_has_its_source_and_plausible_numbers():

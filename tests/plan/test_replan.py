@@ -5,21 +5,21 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
-from tests.plan.test_joint import LINKS, deep_recipe, on_h200
+from tests.plan.test_planner import LINKS, deep_recipe, on_h200
+from tilewright.core.edit import changed
 from tilewright.core.placement import KIND_OF, LayerPlacement, Placement
-from tilewright.plan.fixed import Fixed, fuses, same_bits
-from tilewright.plan.fixes import changed
-from tilewright.plan.joint import JointPlanner
-from tilewright.plan.joint_plan import Budget, chosen, placed
-from tilewright.plan.moments import FRAGMENTS
-from tilewright.plan.options import Choice, Links, Setting
-from tilewright.plan.replan import Replanner
+from tilewright.planner.fixed import Fixed, fuses, same_bits
+from tilewright.planner.moments import FRAGMENTS
+from tilewright.planner.options import Links, Setting
+from tilewright.planner.plan import Budget
+from tilewright.planner.planner import Planner
+from tilewright.planner.replan import Replanner
 
 MIB = 2**20
 
 
 def on_cpu(recipe, vocab_size=4096, **arguments):
-    return JointPlanner(recipe, vocab_size, make_machine(64 * GIB), make_rates(), **arguments)
+    return Planner(recipe, vocab_size, make_machine(64 * GIB), make_rates(), **arguments)
 
 
 def cpu_budget(size, disk=None):
@@ -66,7 +66,7 @@ def test_the_margin_stays_free(deep):
         (
             Fixed(executor="layer_major", parameters="host", states="host", inputs="host"),
             "layer_major",
-            {"parameters": {"host"}, "states": {"host"}, "activations": {"offload"}},
+            {"parameters": {"host"}, "states": {"host"}, "activations": {"recompute"}, "inputs": {"host"}},
         ),
         (Fixed(executor="layer_major", mlp_tiles=4, activations=frozenset(["recompute"])), None, {"mlp_tiles": {4}}),
     ],
@@ -84,12 +84,6 @@ def test_inputs_that_are_rounded_are_not_kept_exactly_in_some_layers(deep):
     recipe = changed(deep.recipe, {"train.checkpoint_inputs": "fp8"})
     plan = deep.with_recipe(recipe).plan(Budget(64 * GIB, 64 * GIB, LINKS))
     assert {row.choice.activations for row in plan.rows if row.indices} == {"recompute"}
-
-
-def test_choices_become_placements_and_back():
-    for choice in (Choice("host", "disk", "offload", 4, 1024), Choice(activations="spill"), Choice(activations="keep")):
-        assert chosen(placed(choice)) == choice
-    assert placed(Choice(activations="offload")) == LayerPlacement(activations="recompute", inputs="host")
 
 
 def test_a_placement_has_the_price_of_the_plan_that_made_it(deep, on_a_cpu):
@@ -191,7 +185,7 @@ def test_layers_that_may_keep_different_things_when_fused(deep):
     """A GPU's compiled layers: `selective` has other bits there, so each layer keeps to its own kind."""
     recipe = make_recipe(model={"num_layers": 4})
     machine = replace(make_machine(64 * GIB), device="cuda")
-    planner = JointPlanner(recipe, 512, machine, make_rates())
+    planner = Planner(recipe, 512, machine, make_rates())
     kinds = ("selective", "keep", "attention", "recompute")
     placement = Placement(layers=tuple(LayerPlacement(activations=kind) for kind in kinds))
     again = Replanner(planner, Setting.of(recipe), placement, Budget(64 * GIB, 64 * GIB, LINKS))
@@ -227,7 +221,7 @@ def test_what_a_layer_keeps_moves_only_where_that_changes_no_bit(sections, fused
     assert not fuses(True, make_machine(64 * GIB))
     machine = replace(make_machine(64 * GIB), device="cuda") if fused else make_machine(64 * GIB)
     assert fuses(True, machine) == fused
-    planner = JointPlanner(recipe, 512, machine, make_rates())
+    planner = Planner(recipe, 512, machine, make_rates())
     setting, budget = Setting.of(recipe), Budget(64 * GIB, 64 * GIB, LINKS)
     again = Replanner(planner, setting, Placement.uniform(3, activations=kind), budget)
     assert {layer.activations for layer in again.plan(64 * GIB).placement.layers} <= same

@@ -7,7 +7,7 @@ from dataclasses import astuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.plan.solve import Cost, Group, Phase, Problem, host_bytes, phase_bytes, seconds, solve
+from tilewright.planner.solve import Cost, Group, Phase, Problem, host_bytes, phase_bytes, seconds, solve
 
 NUMBERS = st.integers(0, 20)
 COST = st.builds(Cost, st.integers(1, 50), *[NUMBERS] * 8)
@@ -21,7 +21,7 @@ def problems(draw):
     )
     some = st.frozensets(st.sampled_from(names))
     running = st.sampled_from(["none", "forward", "backward"])
-    phase = st.builds(Phase, st.just("phase"), NUMBERS, some, some, running)
+    phase = st.builds(Phase, st.just("phase"), st.fixed_dictionaries({"work": NUMBERS}), some, some, running)
     phases = tuple(draw(st.lists(phase, min_size=1, max_size=3)))
     host = draw(st.one_of(st.integers(0, 80), st.just(math.inf)))
     return Problem(
@@ -106,7 +106,7 @@ def test_a_peak_that_moves_between_phases_is_caught():
     """Keeping is faster but does not fit forward; recomputing does not fit backward; one of each does."""
     keep, again = Cost(1, kept=10, backward=5), Cost(2, kept=1, backward=12)
     everything = frozenset("a")
-    phases = (Phase("forward", 0, everything), Phase("backward", 0, everything, transient="backward"))
+    phases = (Phase("forward", {}, everything), Phase("backward", {}, everything, transient="backward"))
     for budget, want in ((13, None), (14, ((0, 2),)), (22, ((0, 2),)), (23, ((1, 1),)), (25, ((2, 0),))):
         answer = solve(Problem((Group("a", 2, (keep, again)),), phases, budget + 1e-3, math.inf))
         assert (answer and answer.counts) == want
@@ -114,7 +114,7 @@ def test_a_peak_that_moves_between_phases_is_caught():
 
 def test_options_of_no_use_do_not_change_the_answer():
     good = Cost(1, held=2)
-    answer = solve(Problem((Group("a", 3, (Cost(2, held=3), good, good)),), (Phase("x", 0),), 7, 0))
+    answer = solve(Problem((Group("a", 3, (Cost(2, held=3), good, good)),), (Phase("x", {}),), 7, 0))
     assert answer is not None
     assert answer.counts == ((0, 3, 0),)
     assert all(value >= 0 for value in astuple(good))

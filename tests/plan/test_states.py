@@ -5,12 +5,14 @@ import json
 import pytest
 
 from tests.contracts.observe import fixed_ceilings
-from tests.plan.rates import make_machine, make_rates, make_recipe
+from tests.plan.rates import GIB, make_machine, make_rates, make_recipe
 from tests.training.tiny import rows, settings, tiny, write_text
 from tilewright.cli.app import run as command_line
 from tilewright.core.errors import UnknownFitError
-from tilewright.plan.cost import Plan, make_plan
-from tilewright.plan.joint import JointPlanner
+from tilewright.planner.options import Links
+from tilewright.planner.plan import Budget
+from tilewright.planner.planner import Planner
+from tilewright.planner.summary import PlanSummary, make_plan
 from tilewright.training.loop import train
 
 pytest.importorskip("transformers")
@@ -62,7 +64,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _rates(monkeypatch):
-    monkeypatch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)
+    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
 
 
 def foreign(folder, config, **changes):
@@ -77,15 +79,13 @@ def test_a_plan_says_which_of_three_it_is(case, folder):
     assert (plan.state, plan.fits) == (state_of(case), case == "fits")
     words = {"fits": "The run fits: ", "not known": "It is not known whether the run fits: "}
     assert plan.verdict.startswith(words.get(plan.state, "The run does not fit: "))
-    assert plan.verdict in plan.table()
     told = json.loads(json.dumps(plan.to_json()))
-    assert Plan.from_json(told) == plan
+    assert PlanSummary.from_json(told) == plan
     assert told["state"] == plan.state
     known = config is LLAMA
     for name in ("peak_bytes", "step_s", "tokens_per_s", "step_phase"):
         assert (told[name] is None) != known, name
-    assert ("tokens/s" in plan.table()) == known
-    assert bool(plan.fixes) == (case == "does not fit")
+    assert ("tokens/s" in plan.verdict) == known
     if not known:
         assert ("document masks" if config is MAMBA else "without data") in plan.unknown
         assert "takes more than" in plan.verdict
@@ -102,8 +102,10 @@ def test_the_command_ends_with_a_code_of_its_own(case, folder, tmp_path, capsys)
 
 def test_the_joint_planner_refuses_what_it_cannot_trace(folder):
     recipe = make_recipe(model={"kind": "hf", "path": folder(JETMOE)})
-    with pytest.raises(UnknownFitError, match="JetMoe"):
-        JointPlanner(recipe, 512, make_machine(), make_rates()).shape(recipe)
+    planner, budget = Planner(recipe, 512, make_machine(), make_rates()), Budget(64 * GIB, 0, Links(None, None))
+    for decide in (planner.plan, planner.smallest):
+        with pytest.raises(UnknownFitError, match="JetMoe"):
+            decide(budget)
 
 
 @pytest.mark.parametrize("plan", ["auto", ""])

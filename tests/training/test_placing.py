@@ -14,7 +14,7 @@ from tests.training.test_layer_major_hf import steps as hf_steps
 from tests.training.test_layer_major_step import steps
 from tests.training.tiny import tiny, write_text
 from tilewright.core.errors import ConfigError
-from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.core.placement import LayerPlacement, Placement, placement_of
 from tilewright.models.build import init_weights
 from tilewright.models.config import DecoderConfig
 from tilewright.models.decoder import Decoder
@@ -25,7 +25,6 @@ from tilewright.optim.groups import decay_groups
 from tilewright.precision.convert import convert
 from tilewright.training import assemble
 from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
-from tilewright.training.slicing import placed
 from tilewright.training.step import StandardExecutor
 
 KINDS = ("keep", "selective", "products", "attention", "recompute")
@@ -254,7 +253,7 @@ def test_a_run_is_built_as_its_placement_says(executor, tmp_path):
         if number and executor == "layer_major":
             given = replace(given, layers=(replace(given.layers[0], states="disk", inputs="disk"), given.layers[1]))
         parts = assemble.build(setup, fresh=True, placement=given)
-        assert parts.executor.placement == (given or placed(loaded.recipe, 2))
+        assert parts.executor.placement == (given or placement_of(loaded.recipe, 2))
         made = made or [parts.stream.next_step() for _ in range(3)]
         losses = [parts.executor.step(microbatches, LR).loss for microbatches in made]
         parts.close()
@@ -268,9 +267,9 @@ def test_a_recipe_without_a_plan_is_a_uniform_placement(tmp_path):
     kinds["full"] = "recompute"
     for mode, kind in kinds.items():
         recipe = tiny(tmp_path, tmp_path, train__activation_checkpoint=mode, memory__mlp_tiles=2).recipe
-        assert placed(recipe, 3) == Placement.uniform(3, activations=kind, mlp_tiles=2)
+        assert placement_of(recipe, 3) == Placement.uniform(3, activations=kind, mlp_tiles=2)
     options = {"memory__executor": "layer_major", "memory__states": "disk", "memory__inputs": "host"}
     recipe = tiny(tmp_path, tmp_path, **options, memory__attention_block=8).recipe
-    assert placed(recipe, 2) == Placement.uniform(
+    assert placement_of(recipe, 2) == Placement.uniform(
         2, states="disk", inputs="host", activations="recompute", attention_block=8
     )

@@ -14,7 +14,7 @@ from tests.training.out_of_memory import Allocator
 from tests.training.tiny import assert_same_run, rows, tiny
 from tilewright.core.errors import FitError
 from tilewright.optim.adam import DeepSeekAdam
-from tilewright.plan.replan import Replanner
+from tilewright.planner.replan import Replanner
 from tilewright.report.page import write_report
 from tilewright.training.layer_major_step import LayerMajorExecutor
 from tilewright.training.loop import train

@@ -40,7 +40,7 @@ def done():
 @pytest.fixture
 def run(case, data, done, tmp_path, monkeypatch):
     """Goes to a folder in which the family has been trained with these settings; trains it the first time."""
-    monkeypatch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)
+    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
 
     def go(changes):
         key = (case.family.name, *changes)

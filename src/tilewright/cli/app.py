@@ -24,7 +24,7 @@ COMMANDS = {
     "doctor": ("tilewright.cli.doctor:doctor", "This machine, and which kernel each operation gets, and why."),
     "plan": (
         "tilewright.cli.plan:plan",
-        "Does a run fit, how fast will it be, what binds: before it runs.",
+        "Does a run fit, how fast will it be, what takes its memory and time: before it runs.",
     ),
     "precision": (
         "tilewright.cli.precision:precision",

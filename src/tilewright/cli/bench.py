@@ -71,7 +71,7 @@ def _matmul(recipe: Recipe, as_json: bool) -> None:
     import torch
 
     from tilewright.core.hardware import detect_machine
-    from tilewright.plan.ceilings import measure
+    from tilewright.planner.ceilings import measure
 
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)

@@ -17,8 +17,8 @@ from tilewright.core.hardware import Machine, detect_machine, fp8_choice
 from tilewright.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from tilewright.plan.ceilings import Ceilings
-    from tilewright.plan.links import LinkSpeed
+    from tilewright.planner.ceilings import Ceilings
+    from tilewright.planner.links import LinkSpeed
 
 DISK_TEST_BYTES = 64 * 2**20
 
@@ -32,7 +32,7 @@ def doctor(device: str, as_json: bool) -> None:
     import torch
 
     from tilewright.ops.kernels import Kernels
-    from tilewright.plan import ceilings, links
+    from tilewright.planner import ceilings, links
 
     machine = detect_machine(device)
     torch.set_num_threads(machine.physical_cores)  # as a run has them: ceilings are kept by number of threads

@@ -1,19 +1,29 @@
 """`tilewright plan`: bytes and seconds of a run before it runs, from shapes and ceilings alone.
 
-Without options the recipe as it is; with budgets or a machine, the joint plan (`cli.plan_joint`).
+Without budgets the recipe as it stands; with a budget or a machine the planner decides what the command line leaves
+open. torch is imported inside, so that `--help` stays fast.
 """
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, recipe_argument, verbosity
-from tilewright.cli.plan_joint import JointOptions, joint_plan
-from tilewright.core.config import Recipe
 from tilewright.core.env import quick_imports
+from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.load import load_recipe
 from tilewright.core.log import say
+from tilewright.core.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tilewright.planner.changes import Change
+    from tilewright.planner.fixes import Fix
+    from tilewright.planner.plan import Budget, Plan
+    from tilewright.planner.planner import Planner
+    from tilewright.training.plan_request import PlanRequest
 
 
 @click.command(cls=RecipeCommand)
@@ -33,52 +43,114 @@ from tilewright.core.log import say
 @verbosity
 @click.pass_context
 def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None:
-    """Does a run fit, how fast will it be, what binds: before it runs.
+    """Does a run fit, how fast will it be, what takes its memory and time: before it runs.
 
     RECIPE is a TOML file or the name of a shipped recipe. Exits with 3 where the run does not fit, with 6 where that is
     not known. With
-    --device-memory, --host-memory or --on, decides for each kind of layers what lies where and what is kept, so that a
-    step is fastest.
+    --device-memory, --host-memory, --on or --largest, decides for each kind of layers what lies where and what is kept,
+    so that a step is fastest; else prices the recipe as it stands.
     """
     loaded = load_recipe(recipe, overrides(ctx))
-    if loaded.recipe.model.path:
-        from tilewright.training.run_data import check_rows
-
-        check_rows(loaded.recipe)
-    asked = JointOptions(**options)
-    if asked.asked:
-        joint_plan(loaded, overrides(ctx), asked, _vocab_size, as_json)
-        return
+    out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
     with quick_imports():
-        import torch
+        from tilewright.cli.plan_output import show, to_json
+        from tilewright.planner.changes import idle_memory
+        from tilewright.planner.sweep import pareto
+        from tilewright.training.plan_request import PlanRequest, plan_for, planner_for
+        from tilewright.training.refused import refused
 
-        from tilewright.core.hardware import detect_machine
-        from tilewright.plan.ceilings import measure
-        from tilewright.plan.cost import make_plan
-        from tilewright.training.refused import does_not_fit, not_known
-
-    settings = loaded.recipe
-    machine = detect_machine(settings.run.device)
-    torch.set_num_threads(settings.run.threads or machine.physical_cores)
-    rates = measure(machine, progress=None if as_json else say)
-    found = make_plan(settings, _vocab_size(settings), machine, rates)
+    asked = PlanRequest(**options)
+    planner, budget = planner_for(loaded, asked, quiet=as_json)
+    found = plan_for(planner, budget, asked)
+    if why:
+        lines = _why(planner, found, why)
+        print_json({"why": lines}) if as_json else click.echo("\n".join(lines))
+        return
+    changes = _changes(planner, budget, found, asked)
+    other = _other(planner, budget, asked, compare, overrides(ctx)) if compare else None
+    chosen = asked.decides and not asked.largest
+    idle = idle_memory(planner, found) if chosen else ""
+    curve = pareto(planner, budget) if html and chosen else []
     if as_json:
-        print_json(found.to_json())
+        print_json(to_json(found, changes, other, curve, idle))
     else:
-        click.echo(found.table())
-    if found.state == "does not fit":
-        raise does_not_fit(found)
-    if found.state == "not known":
-        raise not_known(found)
+        if asked.largest:
+            click.echo(f"The deepest model of this shape has {found.shape.num_layers} layers.")
+        show(found, changes, other, idle)
+    _write_files(found, curve, changes, out, html)
+    if found.state != "fits":
+        raise refused(found, changes)
 
 
-def _vocab_size(recipe: Recipe) -> int:
-    """Tokens of the tokenizer that the run would use; classes of an image folder."""
-    if recipe.model.task == "image_classification":
-        source = Path(recipe.data.source).expanduser()
-        return max(1, sum(path.is_dir() for path in source.iterdir())) if source.is_dir() else 1
-    from tilewright.data.tokenizer import load_tokenizer
-    from tilewright.training.run_data import tokenizer_path
+def _changes(planner: "Planner", budget: "Budget", found: "Plan", asked: "PlanRequest") -> Sequence["Change | Fix"]:
+    """What would make a decided plan faster, and a recipe that does not fit as it stands fit."""
+    from tilewright.planner.changes import cheapest_changes, replan_with
+    from tilewright.planner.fixes import find_fixes
 
-    path = tokenizer_path(recipe.model, recipe.data)
-    return load_tokenizer(path).vocab_size if path else recipe.data.vocab_size
+    if asked.decides:
+        return [] if asked.largest else cheapest_changes(planner.recipe, budget, found, replan_with(planner))
+    return find_fixes(planner, budget) if found.state == "does not fit" and not found.shape.unknown else []
+
+
+def _other(
+    planner: "Planner", budget: "Budget", asked: "PlanRequest", compare: str, typed: list[str]
+) -> dict[str, str]:
+    """The numbers of what is compared: another recipe, planned as this one is, or a plan file."""
+    from tilewright.cli.plan_output import numbers, settings_in_words
+    from tilewright.planner.plan_file import is_plan_file, read_plan
+    from tilewright.training.plan_request import planner_for
+
+    if is_plan_file(compare):
+        file = read_plan(compare)
+        file.check(planner.shape(planner.recipe))
+        made = file.predicted
+        return {
+            "plan": Path(compare).name,
+            "step": format_seconds(made["step_s"]),
+            "device": format_bytes(made["device_peak_bytes"]),
+            "host": format_bytes(made["host_bytes"]),
+            **settings_in_words(file.settings),
+        }
+    loaded = load_recipe(compare, typed)
+    theirs, _ = planner_for(loaded, asked, quiet=True)
+    found = theirs.plan(budget) if asked.decides else theirs.as_it_stands(budget)
+    return {"plan": loaded.name} | (numbers(found) if found else {"step": "does not fit"})
+
+
+def _why(planner: "Planner", found: "Plan", text: str) -> list[str]:
+    from tilewright.planner.describe import why
+
+    match = re.fullmatch(r"(?:layers?\.)?(\d+)", text)
+    if match is None or int(match[1]) >= found.shape.num_layers:
+        raise ConfigError(
+            "The plan has no such layer.",
+            got=f"--why {text}",
+            need=f"layer.0 to layer.{found.shape.num_layers - 1}",
+            try_="--why layer.0",
+            where="--why",
+        )
+    return why(planner, found, int(match[1]))
+
+
+def _write_files(plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Change | Fix"], out: str, html: str) -> None:
+    from tilewright.planner.plan_file import to_toml
+    from tilewright.training.durable import write_whole
+
+    try:
+        if out:
+            write_whole(Path(out), to_toml(plan))
+            say(f"wrote {out}")
+        if html:
+            from tilewright.cli.plan_output import layer_table
+            from tilewright.report.plan_page import render_plan
+
+            write_whole(Path(html), render_plan(plan, curve, layer_table(plan), [str(change) for change in changes]))
+            say(f"wrote {html}")
+    except OSError as error:
+        raise DataError(
+            "The plan cannot be written.",
+            got=str(error),
+            need="a folder in which files can be made",
+            try_="another path for --out and --html",
+            where=out or html,
+        ) from error

@@ -23,12 +23,8 @@ def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> L
     Raises:
         ConfigError: they are not allowed together.
     """
-    values = loaded.recipe.model_dump()
-    for name, value in settings.items():
-        section, _, field_ = name.partition(".")
-        values[section][field_] = value
     try:
-        recipe = Recipe.model_validate(values)
+        recipe = Recipe.model_validate(_with_values(loaded.recipe, settings))
     except ValidationError as error:
         raise ConfigError(
             "The plan's settings are not a recipe's.",
@@ -46,7 +42,34 @@ def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> L
     return replace(loaded, recipe=recipe, sources=sources)
 
 
+def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe with other settings by `section.field`, which the caller knows to be allowed."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    update = {name: getattr(recipe, name).model_copy(update=fields) for name, fields in sections.items()}
+    return recipe.model_copy(update=update)
+
+
+def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
+    """The recipe with other settings; None where they are not allowed, alone or together."""
+    try:
+        found = Recipe.model_validate(_with_values(recipe, settings))
+    except ValidationError:
+        return None
+    return None if conflicts(found) else found
+
+
+def _with_values(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    values = recipe.model_dump()
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        values[section][field] = value
+    return values
+
+
 def value_of(recipe: Recipe, name: str) -> Any:
     """Value of the setting with this name, `section.field`."""
-    section, _, field_ = name.partition(".")
-    return recipe.model_dump()[section][field_]
+    section, _, field = name.partition(".")
+    return recipe.model_dump()[section][field]

@@ -1,7 +1,7 @@
 """Linear programs with whole numbers, solved by HiGHS.
 
 `highspy` alone, not what scipy wraps around it: that takes half a second and 50 MiB to import, in a process that then
-trains. Called by `plan.solve` and `precision.search`.
+trains. Called by `planner.solve` and `precision.search`.
 """
 
 import math

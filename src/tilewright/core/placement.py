@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tilewright.core.config import Tier
+from tilewright.core.config import Recipe, Tier
 
 Activations = Literal["keep", "selective", "products", "attention", "recompute"]
 """keep: everything that backward needs; selective: the outputs of products and attention; products, attention: the
@@ -94,3 +94,18 @@ class Placement:
 
     def __iter__(self) -> Iterator[LayerPlacement]:
         yield from (self.embedding, *self.layers, self.head)
+
+
+def placement_of(recipe: Recipe, num_layers: int) -> Placement:
+    """What a recipe's settings say without a plan: the same for all layers."""
+    memory = recipe.memory
+    sliced = memory.executor == "layer_major"
+    return Placement.uniform(
+        num_layers,
+        parameters=memory.parameters if sliced else "device",
+        states=memory.states if sliced else "device",
+        inputs=memory.inputs if sliced else "device",
+        activations="recompute" if sliced else KIND_OF[recipe.train.activation_checkpoint],
+        mlp_tiles=memory.mlp_tiles,
+        attention_block=memory.attention_block,
+    )

@@ -1,7 +1,7 @@
 """How fast a tier is: bytes a second to and from the device, measured with the code that training uses.
 
 A disk is measured past the system's copies of it in memory, as a tier larger than memory meets it; `cached` is what a
-smaller one meets. Called by `plan.links`.
+smaller one meets. Called by `planner.links`.
 """
 
 import time

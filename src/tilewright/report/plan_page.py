@@ -1,4 +1,4 @@
-"""The joint plan as one HTML page: verdict, memory through a step, memory against time, the table.
+"""A plan as one HTML page: verdict, memory through a step, memory against time, the table.
 
 Made of the same charts and style sheet as the report of a run; opens offline.
 """
@@ -6,8 +6,8 @@ Made of the same charts and style sheet as the report of a run; opens offline.
 from collections.abc import Sequence
 
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.plan.joint_plan import JointPlan
-from tilewright.plan.joint_words import formats_of, timeline, verdict
+from tilewright.planner.describe import formats_of, timeline, verdict
+from tilewright.planner.plan import Plan
 from tilewright.report.charts import Mark, Series, line_chart, stacked_area
 from tilewright.report.figures import Figure
 from tilewright.report.summary import Tile
@@ -18,7 +18,7 @@ _SIZE = (1040, 300)
 
 
 def render_plan(
-    plan: JointPlan, curve: Sequence[JointPlan], table: tuple[list[str], list[list[str]]], changes: Sequence[str]
+    plan: Plan, curve: Sequence[Plan], table: tuple[list[str], list[list[str]]], changes: Sequence[str]
 ) -> str:
     """The page as HTML text.
 
@@ -41,7 +41,7 @@ def render_plan(
     )
 
 
-def _tiles(plan: JointPlan) -> list[Tile]:
+def _tiles(plan: Plan) -> list[Tile]:
     setting = plan.setting
     found = [
         Tile("Step", format_seconds(plan.step_s), f"{format_count(plan.tokens_per_s)} tokens/s"),
@@ -55,7 +55,7 @@ def _tiles(plan: JointPlan) -> list[Tile]:
     return found
 
 
-def _memory_figure(plan: JointPlan) -> Figure:
+def _memory_figure(plan: Plan) -> Figure:
     moments = timeline(plan)
     xs = [float(i) for i in range(len(moments))]
     series = [
@@ -72,7 +72,7 @@ def _memory_figure(plan: JointPlan) -> Figure:
     return Figure("Device memory through one step", svg, places, [(one.colour, one.name, "") for one in series])
 
 
-def _pareto_figure(curve: Sequence[JointPlan], plan: JointPlan) -> Figure:
+def _pareto_figure(curve: Sequence[Plan], plan: Plan) -> Figure:
     points = sorted((found.peak_bytes / 2**30, found.step_s) for found in curve)
     narrowed = [found for found in curve if found.narrowed]
     series = [Series("fastest plan", [x for x, _ in points], [y for _, y in points], 0)]
@@ -91,7 +91,7 @@ def _pareto_figure(curve: Sequence[JointPlan], plan: JointPlan) -> Figure:
     return Figure("Memory against time", svg, note, legend)
 
 
-def _told(narrowed: Sequence[JointPlan]) -> str:
+def _told(narrowed: Sequence[Plan]) -> str:
     """Formats, and from how many bytes to how many plans have them."""
     sizes: dict[str, list[float]] = {}
     for found in narrowed:

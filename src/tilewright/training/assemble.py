@@ -21,7 +21,7 @@ from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.load import Loaded
 from tilewright.core.log import say
-from tilewright.core.placement import Placement
+from tilewright.core.placement import Placement, placement_of
 from tilewright.data.images import PreparedImages
 from tilewright.data.prepared import PreparedData
 from tilewright.data.stream import Stream
@@ -36,10 +36,10 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.groups import decay_groups
 from tilewright.optim.schedule import LRSchedule
-from tilewright.plan import ceilings
-from tilewright.plan.cost import Plan
-from tilewright.plan.plan_file import PlanFile
-from tilewright.plan.replan import Replanner
+from tilewright.planner import ceilings
+from tilewright.planner.plan_file import PlanFile
+from tilewright.planner.replan import Replanner
+from tilewright.planner.summary import PlanSummary
 from tilewright.precision.audit import Audit
 from tilewright.precision.control import PrecisionController
 from tilewright.precision.controller_settings import ControllerSettings
@@ -64,7 +64,6 @@ from tilewright.training.slicing import (
     comes_in_slices,
     first_values,
     make_executor,
-    placed,
     refuse_loss_scaling,
     slice_up,
 )
@@ -93,7 +92,7 @@ class Setup:
         return self.loaded.recipe
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlanSummary:
         """What the run is expected to take."""
         return self.planned.plan
 
@@ -336,7 +335,7 @@ def _model(setup: Setup, fresh: bool, placement: Placement | None) -> tuple[Mode
     device = "meta" if comes_in_slices(recipe) else setup.device
     model = build_adapted(recipe, setup.prepared.vocab_size, setup.kernels, device, fresh=fresh and device != "meta")
     check_export(recipe, model)
-    each = placement or placed(recipe, len(model.layers) or 1)
+    each = placement or placement_of(recipe, len(model.layers) or 1)
     if recipe.memory.executor == "standard":
         checkpoint_layers(model, each)
     model.checkpoint_inputs = recipe.train.checkpoint_inputs

@@ -8,7 +8,7 @@ from tilewright.core.load import Loaded
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.ledger import OWNERS
-from tilewright.plan.cost import Plan
+from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import build, set_up
 
 NUM_STEPS = 2
@@ -43,7 +43,7 @@ def dry_run(loaded: Loaded) -> int:
     return NUM_STEPS
 
 
-def comparison(plan: Plan, memory: Mapping[str, Any], step_s: float) -> list[str]:
+def comparison(plan: PlanSummary, memory: Mapping[str, Any], step_s: float) -> list[str]:
     """Planned beside measured: bytes by owner at the peak, the peak, and the seconds of a step."""
     planned = plan.phases[plan.step_phase]
     rows = [(owner, planned.get(owner, 0), memory["owners"][owner]) for owner in OWNERS]

@@ -16,13 +16,13 @@ from tilewright.core.units import format_bytes
 from tilewright.training.step import Executor
 
 if TYPE_CHECKING:  # the solver is loaded by who plans
-    from tilewright.plan.replan import Replanner
+    from tilewright.planner.replan import Replanner
 
 STEP_PHASES = ("forward", "loss", "backward", "update")
 
 
 class Expected(Protocol):
-    """A placement and what it takes: `plan.replan.Replan`, or what a plan file says."""
+    """A placement and what it takes: `planner.replan.Replan`, or what a plan file says."""
 
     @property
     def placement(self) -> Placement: ...

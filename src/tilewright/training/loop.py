@@ -11,7 +11,7 @@ import time
 
 from tilewright.core.load import Loaded, write_run_toml
 from tilewright.core.log import say
-from tilewright.plan.plan_file import PlanFile
+from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Parts, Setup, build, refuse_ranks, set_up
 from tilewright.training.checkpoint import CheckpointStore
 from tilewright.training.dry_run import dry_run as run_dry

@@ -3,7 +3,7 @@
     memory.plan = ""      nothing is decided: the run is as its recipe says
     memory.plan = "auto"  under the plan in the run's folder (`plan.toml`), if it has one that still holds;
                           else as the recipe says, where that fits with plan.margin to spare;
-                          else as `plan.auto` decides, which changes nothing that the user has set
+                          else as `planner.auto` decides, which changes nothing that the user has set
     memory.plan = FILE    as the plan says that `tilewright plan --out` wrote
 
 A run keeps its plan in its folder and resumes under it, so that it continues with the same numbers. Read `plan_run`
@@ -18,25 +18,23 @@ from typing import Any
 
 from tilewright.core.config import Recipe
 from tilewright.core.edit import value_of, with_settings
-from tilewright.core.errors import ConfigError, FitError, TilewrightError, UnknownFitError
+from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.load import CLI, DEFAULT, Loaded
 from tilewright.core.log import say
-from tilewright.core.placement import Placement
+from tilewright.core.placement import Placement, placement_of
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.plan.auto import Decision, decide, written
-from tilewright.plan.cost import Plan, make_plan
-from tilewright.plan.fixed import fuses
-from tilewright.plan.joint_plan import JointPlan
-from tilewright.plan.joint_words import verdict
-from tilewright.plan.options import Setting
-from tilewright.plan.plain import plain
-from tilewright.plan.plan_file import PlanFile, read_plan, to_toml
-from tilewright.plan.replan import Replanner
+from tilewright.planner.auto import Decision, decide, written
+from tilewright.planner.describe import verdict
+from tilewright.planner.fixed import fuses
+from tilewright.planner.options import Setting
+from tilewright.planner.plan import Plan
+from tilewright.planner.plan_file import PlanFile, read_plan, to_toml
+from tilewright.planner.replan import Replanner
+from tilewright.planner.summary import PlanSummary, summarize
 from tilewright.training.durable import write_whole
 from tilewright.training.placement_words import words
-from tilewright.training.refused import does_not_fit, not_known, nothing_fits
+from tilewright.training.refused import fixes_of, nothing_fits, refused
 from tilewright.training.site import Site
-from tilewright.training.slicing import placed
 
 AUTO, NONE = "auto", ""
 FILE = "plan.toml"
@@ -49,27 +47,27 @@ class ResolvedPlan:
 
     loaded: Loaded
     """The recipe with the plan's settings, whose source is the plan."""
-    plan: Plan
+    plan: PlanSummary
     """What the run is expected to take."""
     site: Site
     user_settings: frozenset[str]
     """Names of the settings that the user has set in a file, in the environment or on the command line: they stay."""
-    joint: JointPlan | None = None
+    decided: Plan | None = None
     """What was decided layer by layer; None where the run is as the recipe says."""
     events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """(text, numbers) of what is worth reporting."""
     note: str = ""
-    """Why the joint planner decides nothing here, and cannot plan again."""
+    """Why the planner decides nothing here, and cannot plan again."""
 
     @property
     def placement(self) -> Placement | None:
         """What is done with each layer; None: the same with all, as the recipe's settings say."""
-        return None if self.joint is None else self.joint.placement
+        return self.decided.placement if self.decided is not None and self.decided.shape.classes else None
 
     def write(self, folder: Path) -> None:
         """Keep the plan in the run's folder, or take an old one away."""
-        if self.joint is not None:
-            write_whole(folder / FILE, to_toml(self.joint))
+        if self.decided is not None:
+            write_whole(folder / FILE, to_toml(self.decided))
         else:
             (folder / FILE).unlink(missing_ok=True)
 
@@ -81,15 +79,14 @@ class ResolvedPlan:
         recipe = self.loaded.recipe
         disk = "disk" in _tiers(self.placement) | {recipe.memory.parameters, recipe.memory.states, recipe.memory.inputs}
         fixed = written(recipe, self.user_settings)
-        if self.joint is None and recipe.memory.executor == "layer_major":
+        if self.decided is None and recipe.memory.executor == "layer_major":
             fixed = replace(fixed, activations=frozenset(["recompute"]))  # as it stands it fits, and does not grow
         planner = self.site.planner(recipe, fixed)
-        try:
-            num_layers = planner.shape(recipe).num_layers
-        except TilewrightError as error:
-            say(f"note: no re-planning in this run: {str(error).splitlines()[0]}")
+        num_layers = planner.shape(recipe).num_layers
+        if not num_layers:
+            say("note: no re-planning in this run: the layers of this model cannot be recomputed one by one")
             return None
-        placement = self.placement or placed(recipe, num_layers)
+        placement = self.placement or placement_of(recipe, num_layers)
         budget = self.site.budget(recipe, disk=disk and recipe.memory.executor == "layer_major")
         return Replanner(planner, Setting.of(recipe), placement, budget)
 
@@ -117,7 +114,8 @@ def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, re
         resumed = _under_run_plan(loaded, run_plan, site, user_settings)
         if resumed is not None:
             return resumed
-    plan = make_plan(recipe, site.vocab_size, site.machine, site.rates, fixes=False)
+    disk = recipe.memory.executor == "layer_major" and "disk" in _tiers(placement_of(recipe, 1))
+    plan = summarize(site.planner(recipe).as_it_stands(site.budget(recipe, disk=disk)))
     unmodified = ResolvedPlan(loaded, plan, site, user_settings)
     if plan.state == "not known":
         return _not_known(unmodified)
@@ -174,10 +172,10 @@ def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, user_settings: f
     except (ConfigError, FitError) as error:
         say(f"note: the plan of this run is not used: {str(error).splitlines()[0]}")
         return None
-    return ResolvedPlan(loaded, plain(found), site, user_settings, found)
+    return ResolvedPlan(loaded, summarize(found), site, user_settings, found)
 
 
-def _priced(recipe: Recipe, file: PlanFile, site: Site) -> JointPlan:
+def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
     """What a plan file takes here.
 
     Raises:
@@ -201,8 +199,7 @@ def _checked(unmodified: ResolvedPlan) -> ResolvedPlan:
     """
     if unmodified.plan.fits or not unmodified.loaded.recipe.plan.enforce:
         return unmodified
-    site = unmodified.site  # what makes it fit takes seconds to find, so it is looked for here alone
-    raise does_not_fit(make_plan(unmodified.loaded.recipe, site.vocab_size, site.machine, site.rates))
+    raise refused(unmodified.plan, fixes_of(unmodified.loaded.recipe, unmodified.site))
 
 
 def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
@@ -213,7 +210,7 @@ def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
     """
     plan, section = unmodified.plan, unmodified.loaded.recipe.plan
     if section.device_budget and section.enforce:
-        raise not_known(plan)
+        raise refused(plan, ())
     text = f"{plan.verdict} It runs as the recipe says."
     return replace(unmodified, note=plan.unknown, events=((text, {"least_bytes": plan.peak_bytes}),))
 
@@ -222,15 +219,12 @@ def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
 
 
 def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
-    """What `plan.auto` finds for a recipe that does not fit as it is."""
+    """What `planner.auto` finds for a recipe that does not fit as it is."""
     recipe, site, user_settings = unmodified.loaded.recipe, unmodified.site, unmodified.user_settings
     planner = site.planner(recipe)
     fault = "layers come in groups (memory.group)" if recipe.memory.group > 1 else ""
-    try:
-        shape = planner.shape(recipe) if not fault else None
-    except (ConfigError, UnknownFitError) as error:
-        fault = str(error).splitlines()[0]
-    if fault or shape is None:
+    shape = planner.shape(recipe)
+    if fault:
         text = f"the recipe runs as it stands: {fault}"
         return _checked(replace(unmodified, note=fault, events=((text, {}),)))
     budget = site.budget(recipe)
@@ -263,7 +257,7 @@ def _with_decision(unmodified: ResolvedPlan, found: Decision) -> ResolvedPlan:
         least = {} if found.least_bytes is None else {"least_bytes": int(found.least_bytes)}
         events.append((text, {"setting": change.name, "before": change.before, "after": change.after} | least))
     loaded = with_settings(unmodified.loaded, plan.settings(), AUTO)
-    return replace(unmodified, loaded=loaded, plan=plain(plan), joint=plan, events=tuple(events))
+    return replace(unmodified, loaded=loaded, plan=summarize(plan), decided=plan, events=tuple(events))
 
 
 # ---- as a plan file says ----
@@ -285,7 +279,7 @@ def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> ResolvedPlan:
         if old != value:
             text = f"{name} {old} -> {value}: set by the plan"
             events.append((text, {"setting": name, "before": old, "after": value}))
-    return ResolvedPlan(loaded, plain(found), site, frozenset(), found, tuple(events))
+    return ResolvedPlan(loaded, summarize(found), site, frozenset(), found, tuple(events))
 
 
 def _refuse_contradiction(loaded: Loaded, file: PlanFile) -> None:

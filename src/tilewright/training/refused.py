@@ -3,41 +3,52 @@
 Called by `planned` and `cli.plan`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tilewright.core.config import Recipe
+from tilewright.core.edit import accepted
 from tilewright.core.errors import FitError, UnknownFitError
 from tilewright.core.units import format_bytes
-from tilewright.plan.auto import FORMATS, decide, typed
-from tilewright.plan.changes import cheapest_changes
-from tilewright.plan.cost import Plan, make_plan
-from tilewright.plan.fixed import Fixed, fuses
-from tilewright.plan.fixes import accepted
-from tilewright.plan.joint import JointPlanner
-from tilewright.plan.joint_plan import Budget, JointPlan
-from tilewright.plan.joint_words import no_plan
+from tilewright.planner.auto import FORMATS, decide, typed
+from tilewright.planner.changes import cheapest_changes
+from tilewright.planner.describe import no_plan
+from tilewright.planner.fixed import Fixed, fuses
+from tilewright.planner.fixes import Fix, find_fixes
+from tilewright.planner.plan import Budget, Plan
+from tilewright.planner.planner import Planner
+from tilewright.planner.summary import summarize
 from tilewright.training.site import Site
 
 
-def not_known(plan: Plan) -> UnknownFitError:
-    """The error of a run of which it has to be known, and is not, whether it fits."""
+def fixes_of(recipe: Recipe, site: Site) -> tuple[Fix, ...]:
+    """The cheapest changes with which a recipe fits as it stands then; none of a model of which nothing is known."""
+    planner = site.planner(recipe)
+    return () if planner.shape(recipe).unknown else find_fixes(planner, site.budget(recipe, disk=True))
+
+
+def refused(plan: Plan | Plan, changes: Sequence[object]) -> FitError | UnknownFitError:
+    """The error of a run that does not fit, or of which it has to be known, and is not, whether it fits.
+
+    Args:
+        plan: as it stands.
+        changes: that make it fit, in words.
+    """
+    if isinstance(plan, Plan):
+        plan = summarize(plan)
+    if plan.state == "does not fit":
+        return FitError(
+            "This run does not fit.",
+            got=plan.verdict,
+            need=f"a peak below {format_bytes(plan.budget_bytes)}",
+            try_="\n".join(map(str, changes)) or "a smaller model",
+        )
     return UnknownFitError(
         "It is not known whether this run fits.",
         got=plan.unknown,
         need=f"a peak below {format_bytes(plan.budget_bytes)}; it is more than {format_bytes(plan.peak_bytes)}",
         try_="tilewright train RECIPE --dry-run --plan.enforce false, which takes two steps and measures them",
-    )
-
-
-def does_not_fit(plan: Plan) -> FitError:
-    """The error of a run that the plan says does not fit, with the cheapest changes that make it fit."""
-    return FitError(
-        "This run does not fit.",
-        got=plan.verdict,
-        need=f"a peak below {format_bytes(plan.budget_bytes)}",
-        try_="\n".join(str(fix) for fix in plan.fixes) or "a smaller model",
     )
 
 
@@ -53,16 +64,15 @@ def nothing_fits(recipe: Recipe, site: Site, explicit: frozenset[str], *, same_n
     """
     budget = site.budget(recipe, disk=True)
 
-    def replan(settings: Mapping[str, Any], there: Budget) -> Plan | JointPlan | None:
+    def replan(settings: Mapping[str, Any], there: Budget) -> Plan | None:
         other, names = accepted(recipe, settings), explicit | frozenset(settings)
         if other is None:
             return None
         planner = site.planner(other)
         if _widest(planner, names).plan(there) is None:  # most do not fit, and this tells soonest
             return None
-        plan = make_plan(other, site.vocab_size, site.machine, site.rates, fixes=False)
-        plan = replace(plan, budget_bytes=int(there.device))
-        if plan.fits_with(other.plan.margin):
+        plan = planner.as_it_stands(there)
+        if plan.least_device <= there.device:
             return plan
         found = decide(
             planner,
@@ -78,7 +88,7 @@ def nothing_fits(recipe: Recipe, site: Site, explicit: frozenset[str], *, same_n
     return no_plan(_widest(site.planner(recipe), explicit), budget, changes)
 
 
-def _widest(planner: JointPlanner, explicit: frozenset[str]) -> JointPlanner:
+def _widest(planner: Planner, explicit: frozenset[str]) -> Planner:
     """The planner that may decide all that some stage of `auto` may."""
     return planner.with_fixed(_last(planner.recipe, explicit), FORMATS - explicit)
 

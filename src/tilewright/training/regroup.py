@@ -19,7 +19,8 @@ where it is faster by enough to pay for the change:
 
 Plans differ in what layers keep and where bytes lie, which changes no bit of a result; so no trigger changes a loss.
 A run that takes under 80 % of what it may use need not be watched at each step: `watches` says so, and the loop then
-looks where a line is due. Nothing is shown of it either, unless its placement changes. Plans come from `plan.replan`.
+looks where a line is due. Nothing is shown of it either, unless its placement changes. Plans come from
+`planner.replan`.
 """
 
 import time
@@ -37,7 +38,7 @@ from tilewright.training.placement_words import loosest, tighter, words
 from tilewright.training.step import Executor
 
 if TYPE_CHECKING:  # the solver is loaded by who plans
-    from tilewright.plan.replan import Replanner
+    from tilewright.planner.replan import Replanner
 
 CUTS = 6
 """Budgets tried after an out-of-memory, each smaller, before the smallest placement is taken."""

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from tilewright.core.edit import changed
 from tilewright.core.errors import TilewrightError
 from tilewright.core.placement import Placement
 from tilewright.memory.probe import give_back_free_pages
-from tilewright.plan import ceilings
-from tilewright.plan.cost import make_plan
-from tilewright.plan.fixed import fuses, same_bits
-from tilewright.plan.fixes import changed
+from tilewright.planner.fixed import fuses, same_bits
 from tilewright.training.assemble import Parts, Setup
 from tilewright.training.record import Recorder
+from tilewright.training.refused import fixes_of
 from tilewright.training.regroup import Regroup
 
 LOOK_S = 1.0
@@ -129,7 +128,6 @@ def cheapest_fixes(setup: Setup) -> list[str]:
     budget = int(LESS * min(setup.memory_limit, setup.plan.peak_bytes))
     recipe = changed(setup.recipe, {"plan.device_budget": budget})
     try:
-        rates = ceilings.measure(setup.machine)
-        return [str(fix) for fix in make_plan(recipe, setup.prepared.vocab_size, setup.machine, rates).fixes]
+        return [str(fix) for fix in fixes_of(recipe, setup.planned.site)]
     except TilewrightError:  # what stands in the error then are settings without numbers
         return []

@@ -7,11 +7,11 @@ from pathlib import Path
 from tilewright.core.config import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.log import say
-from tilewright.plan.ceilings import Ceilings
-from tilewright.plan.fixed import Fixed
-from tilewright.plan.joint import JointPlanner
-from tilewright.plan.joint_plan import Budget
-from tilewright.plan.links import as_links, disk_speed, existing, host_speed
+from tilewright.planner.ceilings import Ceilings
+from tilewright.planner.fixed import Fixed
+from tilewright.planner.links import as_links, disk_speed, existing, host_speed
+from tilewright.planner.plan import Budget
+from tilewright.planner.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,6 @@ class Site:
         links = as_links(host_speed(self.machine, progress=say), speed)
         return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
 
-    def planner(self, recipe: Recipe, fixed: Fixed = Fixed()) -> JointPlanner:  # noqa: B008 (frozen)
-        """A joint planner of a recipe here."""
-        return JointPlanner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed)
+    def planner(self, recipe: Recipe, fixed: Fixed = Fixed()) -> Planner:  # noqa: B008 (frozen)
+        """A planner of a recipe here."""
+        return Planner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed)

@@ -2,7 +2,7 @@
 what undoes a step.
 
 What is done with each layer comes as a `Placement`: a plan's, or the one that `[memory]` gives for all layers alike
-(`placed`). Called by `assemble`.
+(`core.placement.placement_of`). Called by `assemble`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torch import nn
 
 from tilewright.core.config import Recipe, Tier
 from tilewright.core.errors import ConfigError
-from tilewright.core.placement import KIND_OF, Placement
+from tilewright.core.placement import Placement, placement_of
 from tilewright.memory.inputs import InputStore
 from tilewright.memory.journal import Journal
 from tilewright.memory.layer_major import LayerMajor
@@ -31,22 +31,6 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.weights import QuantizedWeights
 from tilewright.training.layer_major_step import LayerMajorExecutor
-
-
-def placed(recipe: Recipe, num_layers: int) -> Placement:
-    """What a recipe's settings say without a plan: the same for all layers."""
-    memory = recipe.memory
-    sizes = {"mlp_tiles": memory.mlp_tiles, "attention_block": memory.attention_block}
-    if not comes_in_slices(recipe):
-        return Placement.uniform(num_layers, activations=KIND_OF[recipe.train.activation_checkpoint], **sizes)
-    return Placement.uniform(
-        num_layers,
-        parameters=memory.parameters,
-        states=memory.states,
-        inputs=memory.inputs,
-        activations="recompute",
-        **sizes,
-    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +96,7 @@ def slice_up(
     with lent_values(model):  # a foreign model has to be run before it can be cut
         view = layered(model)
     slices = find_slices(model, view, memory.group)
-    wanted = by_slice(placement or placed(recipe, len(view.blocks)), slices)
+    wanted = by_slice(placement or placement_of(recipe, len(view.blocks)), slices)
     home = Tiers(
         model,
         slices,
@@ -148,7 +132,7 @@ def make_executor(
     Raises:
         ConfigError: the disk tier's folder cannot be written.
     """
-    placement = placement or placed(recipe, len(sliced.view.blocks))
+    placement = placement or placement_of(recipe, len(sliced.view.blocks))
     tiers = input_tiers(placement, sliced.slices)
     inputs = InputStore(tiers, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
     executor = LayerMajorExecutor(

@@ -1,0 +1,189 @@
+"""A plan in words: one sentence, what memory is scarce, one layer explained, what it takes to fit, the timeline.
+
+Called by `cli.plan_joint` and `training.planned`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tilewright.core.errors import FitError
+from tilewright.core.placement import LayerPlacement
+from tilewright.core.units import format_budget, format_bytes, format_count, format_seconds
+from tilewright.planner.layer_cost import layer_cost
+from tilewright.planner.options import choices
+from tilewright.planner.plan import Budget, Plan, Row, describe
+from tilewright.planner.planner import Planner
+
+NEAR = 0.97
+"""Of what a plan may use of a budget: from here on it binds."""
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, how fast, and what memory is scarce, in a sentence."""
+    peak, budget = format_bytes(plan.peak_bytes), format_bytes(plan.budget.device)
+    if plan.state == "not known":
+        return f"It is not known whether the run fits: {plan.shape.unknown}. It takes more than {peak} of {budget}."
+    if plan.shape.unknown:
+        return (
+            f"The run does not fit: it takes more than {peak} of {budget}, and how much is not known "
+            f"({plan.shape.unknown})."
+        )
+    speed = f"{format_seconds(plan.step_s)} a step, {format_count(plan.tokens_per_s)} tokens/s"
+    host = f" and {format_bytes(plan.host_bytes)} of {format_bytes(plan.budget.host)} host memory" if plan.host else ""
+    owners = plan.phases[plan.peak_phase]
+    largest = max(owners, key=lambda owner: owners[owner])
+    bytes_ = f"{peak} of {budget} on the device (at {plan.peak_phase}, mostly {largest}){host}"
+    if plan.state == "does not fit":
+        return f"The run does not fit: it takes {bytes_}; {speed}."
+    changed_formats = formats_of(plan)
+    narrowed = f" with {changed_formats}, which changes what is learned" if changed_formats else ""
+    most = max(plan.seconds, key=lambda name: plan.seconds[name])
+    lacking = scarce_memory(plan)
+    scarce = f"{' and '.join(lacking) or 'no memory'} {'are' if len(lacking) > 1 else 'is'} scarce"
+    return f"The run fits{narrowed}: {bytes_}; {speed}; {scarce}, most time goes to {most}."
+
+
+def formats_of(plan: Plan) -> str:
+    """Formats of the optimizer that the plan had to narrow; empty where it is the recipe's."""
+    return ", ".join(f"{name} = {value}" for name, value in plan.narrowed.items())
+
+
+def scarce_memory(plan: Plan) -> list[str]:
+    """Memory that the plan uses up; empty where more would not make it faster."""
+    near = NEAR * (1 - plan.recipe.plan.margin)
+    found = ["device memory"] if plan.peak_bytes >= near * plan.budget.device else []
+    return [*found, "host memory"] if plan.host and plan.host_bytes >= near * plan.budget.host else found
+
+
+def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitError:
+    """The smallest budgets with a plan and what it takes, and changes that make the run fit.
+
+    Args:
+        planner: may choose what the command may.
+        budget: in which nothing fits.
+        changes: from `changes.cheapest_changes`.
+    """
+    least = planner.smallest(budget)
+    with_host = planner.smallest(replace(budget, host=float("inf"))) if budget.links.host else None
+    with_disk = planner.smallest(replace(budget, disk=float("inf"))) if budget.links.disk else None
+    enough_host = least is not None
+    least = least or with_host
+    given = f"{format_bytes(budget.device)} on the device"
+    given += f" and {format_bytes(budget.host)} on the host" if budget.links.host else ""
+    given += f" and {format_bytes(budget.disk)} on the disk" if budget.links.disk else ""
+    margin = planner.recipe.plan.margin
+    given += f", of which plan.margin leaves {margin:.0%} free" if margin else ""
+    if least is None:
+        return FitError(
+            "This run does not fit.", got=given, need="a smaller model", try_="\n".join(changes) or "--largest"
+        )
+    formats = "".join(f", {name} = {value}" for name, value in least.narrowed.items())
+    why = "" if enough_host else "; the host's memory is what is missing first"
+    other = ""
+    if enough_host and with_host is not None and with_host.least_device < 0.9 * least.least_device:
+        other = f"\nor {_budgets(with_host)}"
+    if with_disk is not None and with_disk.least_device < 0.9 * least.least_device:
+        other += f"\nor {_budgets(with_disk)}"
+    return FitError(
+        "This run does not fit.",
+        got=f"{given}{why}",
+        need=f"{_budgets(least)} for the smallest plan: {least.setting.executor}, micro_batch "
+        f"{least.setting.micro_batch}{formats}; {format_seconds(least.step_s)} a step{other}",
+        try_="\n".join(changes) or "a smaller model; --largest names the deepest that fits",
+    )
+
+
+def _budgets(plan: Plan) -> str:
+    """The least budgets in which a plan is accepted, its margin included."""
+    found = f"{format_budget(plan.least_device)} on the device"
+    found += f" and {format_budget(plan.least_host)} on the host" if plan.host else ""
+    return found + (f" and {format_budget(plan.least_disk)} on the disk" if plan.disk_bytes else "")
+
+
+def why(planner: Planner, plan: Plan, layer: int) -> list[str]:
+    """One layer: what was decided, what it costs, and what each faster choice would need that is not there."""
+    row = plan.row_of(layer)
+    found = plan.shape.class_of(layer)
+    lines = [
+        f"layer {layer} is one of {row.count} of class {row.name} that are treated alike ({describe(row)})",
+        f"  {format_count(found.num_parameters)} parameters, {_bytes(row)}",
+        f"  {in_words(row.choice)}: {format_seconds(row.cost.seconds)} of a step",
+    ]
+    device = plan.budget.device - plan.peak_bytes
+    host = plan.budget.host - plan.host_bytes
+    others = []
+    for choice in choices(
+        found, plan.setting, plan.shape, plan.recipe, plan.budget.links, planner.fixed.of(found.indices)
+    ):
+        cost = layer_cost(found, choice, plan.setting, plan.shape, plan.recipe, planner.rates, plan.budget.links)
+        if cost.seconds < 0.999 * row.cost.seconds:
+            others.append((cost.seconds, choice, cost))
+    if not others:
+        return [*lines, "  no choice is faster"]
+    lines.append(f"  faster for one layer alone, with {format_bytes(device)} of device memory left at the peak:")
+    for took, choice, cost in sorted(others, key=lambda item: item[0])[:6]:
+        more = cost.held + cost.kept - row.cost.held - row.cost.kept
+        needs = [f"{format_bytes(more)} more on the device"] if more > 0 else []
+        work = max(cost.forward, cost.backward) - max(row.cost.forward, row.cost.backward)
+        needs += [f"{format_bytes(work)} more while it runs"] if work > 0 else []
+        more_host = cost.host - row.cost.host
+        needs += (
+            [f"{format_bytes(more_host)} more on the host, where {format_bytes(host)} are left"]
+            if more_host > 0
+            else []
+        )
+        lines.append(f"    {in_words(choice)}: {format_seconds(took)}; needs {' and '.join(needs) or 'nothing more'}")
+    return lines
+
+
+def kept_in_words(choice: LayerPlacement) -> str:
+    """What backward finds of a layer."""
+    waits = "" if choice.inputs == "device" else f", inputs on {choice.inputs}"
+    return choice.activations + waits
+
+
+def in_words(choice: LayerPlacement) -> str:
+    """All that is done with a layer."""
+    words = [f"parameters {choice.parameters}", f"states {choice.states}", kept_in_words(choice)]
+    words += [f"MLP in {choice.mlp_tiles} tiles"] if choice.mlp_tiles > 1 else []
+    words += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
+    return ", ".join(words)
+
+
+def _bytes(row: Row) -> str:
+    cost = row.cost
+    parts = [("held on the device", cost.held), ("kept for backward", cost.kept), ("on the host", cost.host)]
+    parts += [("on the disk", cost.disk), ("while it runs", max(cost.forward, cost.backward))]
+    parts += [("once for all layers like it", cost.once)]
+    return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts if size)
+
+
+def timeline(plan: Plan) -> list[tuple[str, dict[str, float]]]:
+    """Device bytes by owner through one step, layer by layer: forward up, loss, backward down, update."""
+    layers = [plan.row_of(layer).cost for layer in range(plan.shape.num_layers)]
+    load = plan.phases["load"]
+    fixed = {name: load[name] for name in ("parameters", "optimizer", "process")}
+    standard = plan.setting.executor == "standard"
+    ends = [row.cost for row in plan.rows if not row.indices]
+    all_gradients = sum(cost.gradient for cost in [*layers, *ends])
+    many = plan.setting.num_micro > 1
+    moments, kept, gradients = [], 0.0, all_gradients if standard and many else 0.0
+
+    def add(name: str, work: float) -> None:
+        moments.append((name, fixed | {"gradients": gradients, "activations": kept, "work": work}))
+
+    add("load", 0.0)
+    for i, cost in enumerate(layers):
+        kept += cost.kept
+        add(f"forward {i}", cost.forward)
+    loss = plan.phases["loss"]
+    add("loss", loss["work"])
+    if standard and not many:
+        gradients = sum(cost.gradient for cost in ends)
+    for i, cost in reversed(list(enumerate(layers))):
+        add(f"backward {i}", cost.backward)
+        kept -= cost.kept
+        gradients += cost.gradient if standard and not many else 0.0
+    if standard:
+        add("update", 0.0)
+    return moments

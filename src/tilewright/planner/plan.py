@@ -1,0 +1,222 @@
+"""A plan: what was decided for a model and its layers, and what that is expected to take.
+
+`planner.planner` makes plans, `planner.plan_file` writes and reads them, `planner.describe` puts them into words.
+`placement` is what the executors get.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tilewright.core.config import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.core.placement import KIND_OF, LayerPlacement, Placement
+from tilewright.planner.moments import FRAGMENTS, Base, journal_bytes
+from tilewright.planner.options import Links, Setting, state_bytes
+from tilewright.planner.products import Weights
+from tilewright.planner.shape import ModelShape, ranges
+from tilewright.planner.solve import Cost
+
+State = Literal["fits", "does not fit", "not known"]
+_SPARE = 1 + 1e-6
+"""What the solver's tolerance may use up of a budget (`solve`), and more."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a run may use, and what links its places. Without a disk speed the disk is not used."""
+
+    device: float
+    host: float
+    links: Links
+    disk: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Layers of one class that are treated alike, or an end of the model (no indices)."""
+
+    name: str
+    indices: tuple[int, ...]
+    choice: LayerPlacement
+    cost: Cost
+
+    @property
+    def count(self) -> int:
+        """Layers of the row."""
+        return max(1, len(self.indices))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, and what it is expected to take."""
+
+    recipe: Recipe
+    shape: ModelShape
+    machine: Machine
+    budget: Budget
+    setting: Setting
+    rows: tuple[Row, ...]
+    phases: Mapping[str, Mapping[str, float]]
+    """Device bytes by owner at each phase."""
+    host: Mapping[str, float]
+    """Host bytes by owner."""
+    seconds: Mapping[str, float]
+    """Of a step, by part."""
+    narrowed: Mapping[str, str] = field(default_factory=dict)
+    """Formats that the plan had to change, by setting."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with the most bytes on the device."""
+        return max(self.phases, key=self.phase_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Most bytes on the device at any phase."""
+        return self.phase_bytes(self.peak_phase)
+
+    def phase_bytes(self, phase: str) -> float:
+        """Device bytes of all owners at a phase."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes on the host."""
+        return sum(self.host.values())
+
+    @property
+    def state(self) -> State:
+        """Whether the run is within its budgets. What is known of a run may be too much already where the rest is not
+        known."""
+        over_host = bool(self.host) and self.host_bytes > self.budget.host
+        if self.peak_bytes > self.budget.device or over_host:
+            return "does not fit"
+        return "not known" if self.shape.unknown else "fits"
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.recipe.train.batch_size * self.shape.seq_len
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second."""
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def disk_bytes(self) -> float:
+        """Bytes in the disk tier, the journal among them where there is such a tier."""
+        used = sum(row.count * row.cost.disk for row in self.rows)
+        if not any("disk" in (row.choice.parameters, row.choice.states) for row in self.rows):
+            return used
+        return used + journal_bytes(
+            Base.of(self.shape, self.setting, self.recipe, self.machine), self.setting, self.recipe
+        )
+
+    @property
+    def least_device(self) -> float:
+        """Device memory of a budget in which this plan is accepted: what it takes, `plan.margin`, and on a GPU what its
+        allocator cannot hand out."""
+        lost = 0.0 if self.machine.device == "cpu" else FRAGMENTS
+        taken = self.peak_bytes - lost * self.budget.device
+        return _SPARE * taken / (self._left * (1 - lost))
+
+    @property
+    def least_host(self) -> float:
+        """The same of the host's memory."""
+        return _SPARE * self.host_bytes / self._left
+
+    @property
+    def least_disk(self) -> float:
+        """The same of the disk's."""
+        return _SPARE * self.disk_bytes / self._left
+
+    @property
+    def _left(self) -> float:
+        return 1 - self.recipe.plan.margin
+
+    @property
+    def placement(self) -> Placement:
+        """What the executors are told."""
+        layers = [self.row_of(layer).choice for layer in range(self.shape.num_layers)]
+        ends = {
+            row.name: LayerPlacement(parameters=row.choice.parameters, states=row.choice.states)
+            for row in self.rows
+            if not row.indices
+        }
+        return Placement(layers=tuple(layers), **ends)
+
+    def row_of(self, layer: int) -> Row:
+        """The row of a layer by its number."""
+        return next(row for row in self.rows if layer in row.indices)
+
+    def settings(self) -> dict[str, object]:
+        """The recipe's settings that say the same, as far as they can; what differs by layer is in `rows`."""
+        setting = self.setting
+        standard = setting.executor == "standard"
+        found: dict[str, object] = {
+            "memory.executor": setting.executor,
+            "train.micro_batch": setting.micro_batch,
+            "memory.loss_tile": setting.loss_tile,
+            "optim.moments": setting.moments,
+            "optim.master": setting.master,
+        }
+        if not self.recipe.save.background:
+            found["save.background"] = False
+        if not self.recipe.precision.eval_fp32:
+            found["precision.eval_fp32"] = False
+        kinds = {row.choice.activations for row in self.rows if row.indices}
+        modes = {kind: mode for mode, kind in KIND_OF.items()}
+        found["train.activation_checkpoint"] = modes[kinds.pop()] if standard and len(kinds) == 1 else "none"
+        if not standard:
+            found |= self._tiers()
+        return found
+
+    def _tiers(self) -> dict[str, object]:
+        """Settings of what is the same for all layers of a layer-major run."""
+        choices = [row.choice for row in self.rows if row.indices]
+        found: dict[str, object] = {}
+        for name in ("parameters", "states", "mlp_tiles", "attention_block"):
+            values = {getattr(choice, name) for choice in choices}
+            if len(values) == 1:
+                found[f"memory.{name}"] = values.pop()
+        waits = {choice.inputs for choice in choices}
+        if len(waits) == 1:
+            found["memory.inputs"] = waits.pop()
+        return found
+
+
+def fingerprint(shape: ModelShape) -> str:
+    """What a plan was made for: the layers' structure and number, the ends, the length of rows."""
+    facts = [(c.name, c.indices, c.num_parameters) for c in shape.classes]
+    ends = (shape.embedding.count, shape.head.count, shape.vocab_size, shape.dim, shape.seq_len)
+    return hashlib.sha256(repr((facts, ends)).encode()).hexdigest()[:16]
+
+
+def bytes_of(shape: ModelShape, setting: Setting, row: Row) -> list[tuple[str, float]]:
+    """(place, bytes) of a row's parameters and states."""
+    weights = weights_of(shape, row)
+    return [
+        (row.choice.parameters, row.count * weights.stored),
+        (row.choice.states, row.count * state_bytes(weights, setting)),
+    ]
+
+
+def weights_of(shape: ModelShape, row: Row) -> Weights:
+    """Of one layer of a row, or of an end of the model."""
+    if row.indices:
+        return shape.class_of(row.indices[0]).weights
+    return shape.embedding if row.name == "embedding" else shape.head
+
+
+def describe(row: Row) -> str:
+    """The layers of a row as people write them."""
+    return f"{row.name} {ranges(row.indices)}" if row.indices else row.name

@@ -1,0 +1,383 @@
+"""One plan for everything: executor, micro-batch, formats, and for each layer where it lies and what it keeps.
+
+For each setting of the whole model (`options.Setting`) the solver finds the fastest choices for its layers that fit at
+every phase; the fastest setting wins. Formats of the optimizer change what is learned, so they are narrowed only where
+the recipe leaves them open and nothing else fits. Needs no weights and no GPU. Called by `cli.plan`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewright.core.check import conflicts
+from tilewright.core.config import Recipe
+from tilewright.core.edit import changed
+from tilewright.core.hardware import Machine
+from tilewright.core.integer_program import PATIENCE_S, OutOfTime
+from tilewright.core.placement import LayerPlacement, Placement, placement_of
+from tilewright.planner.ceilings import Ceilings
+from tilewright.planner.classes import ShapeFinder
+from tilewright.planner.fixed import Fixed
+from tilewright.planner.layer_cost import Products, end_class, layer_cost, layer_seconds
+from tilewright.planner.moments import CHECKPOINT, EVALUATE, FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
+from tilewright.planner.options import NOTHING_FIXED, Links, Setting, choices, settings_of
+from tilewright.planner.owners import owners_at
+from tilewright.planner.plan import Budget, Plan, Row, bytes_of
+from tilewright.planner.roofline import head_s, loss_s
+from tilewright.planner.shape import LayerClass, ModelShape
+from tilewright.planner.solve import Answer, Counts, Group, Problem, least_seconds, seconds, solve
+
+FORMATS = (
+    {"optim.moments": "bf16"},
+    {"optim.moments": "8bit"},
+    {"optim.master": "split24", "optim.moments": "8bit"},
+    {"optim.master": "stochastic", "optim.moments": "8bit"},
+)
+"""What the optimizer may be narrowed to where the recipe leaves it open, the widest first."""
+FORMAT_FIELDS = {"optim.moments", "optim.master"}
+GAP = 1e-4
+"""Share of the best step time by which a plan may miss it: far below what the rates are known to."""
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A setting's groups with the choices behind each option."""
+
+    setting: Setting
+    classes: tuple[LayerClass, ...]
+    options: tuple[tuple[LayerPlacement, ...], ...]
+    problem: Problem
+    host: Mapping[str, float]
+    """Bytes of the host that no choice changes, by owner."""
+
+
+class Planner:
+    """Plans one recipe in several budgets; keeps shapes and tables between them.
+
+    Args:
+        recipe: the run's settings.
+        vocab_size: of the tokenizer.
+        machine: where it would run.
+        rates: measured or published.
+        open_formats: settings of `FORMATS` that may be changed.
+        notes: what the caller knows of the rates.
+        fixed: what is chosen already.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        vocab_size: int,
+        machine: Machine,
+        rates: Ceilings,
+        open_formats: frozenset[str] = frozenset(),
+        notes: tuple[str, ...] = (),
+        fixed: Fixed = NOTHING_FIXED,
+    ) -> None:
+        self.recipe = recipe
+        self.vocab_size = vocab_size
+        self.machine = machine
+        self.rates = rates
+        self.open_formats = open_formats
+        self.notes = notes
+        self.fixed = fixed
+        self._finder = ShapeFinder(vocab_size, machine)
+        self._shapes: dict[str, ModelShape] = {}
+        self._layers: int | None = None
+
+    def with_recipe(self, recipe: Recipe, vocab_size: int | None = None) -> "Planner":
+        """A planner of another recipe, and another tokenizer, for the same machine."""
+        vocab_size = vocab_size or self.vocab_size
+        other = Planner(recipe, vocab_size, self.machine, self.rates, self.open_formats, self.notes, self.fixed)
+        if vocab_size == self.vocab_size:
+            other._finder = self._finder
+        return other
+
+    def with_fixed(self, fixed: Fixed, open_formats: frozenset[str] = frozenset()) -> "Planner":
+        """A planner of the same recipe that may choose less, or more."""
+        other = self.with_recipe(self.recipe)
+        other._shapes, other._layers = self._shapes, self._layers
+        other.fixed, other.open_formats = fixed, open_formats
+        return other
+
+    def with_beside(self, settings: Mapping[str, Any]) -> "Planner":
+        """A planner of the same recipe with other settings of what stands beside the steps (`fixed.BESIDE`)."""
+        other = self.with_recipe(changed(self.recipe, dict(settings)))
+        other._shapes, other._layers = self._shapes, self._layers
+        return other
+
+    def with_layers(self, num_layers: int) -> "Planner":
+        """A planner of the same model with another number of layers, the most frequent class taking the difference."""
+        other = self.with_recipe(self.recipe)
+        other._shapes, other._layers = self._shapes, num_layers
+        return other
+
+    def shape(self, recipe: Recipe) -> ModelShape:
+        """The model's shape with the recipe's formats."""
+        if recipe.optim.master not in self._shapes:
+            self._shapes[recipe.optim.master] = self._finder.find(recipe)
+        found = self._shapes[recipe.optim.master]
+        if self._layers is not None:
+            return found.resized(self._layers)
+        return found.split(self.fixed) if self.fixed.layers else found
+
+    def plan(self, budget: Budget) -> Plan | None:
+        """The fastest plan within a budget, `plan.margin` left free; None where nothing fits.
+
+        Raises:
+            UnknownFitError: the model cannot be traced.
+            OutOfTime: the solver found nothing in its time, and where it had an end, nothing fits.
+        """
+        for recipe, narrowed in self._recipes():
+            best: tuple[float, _Table, Answer] | None = None
+            late: list[OutOfTime] = []
+            shape = self.shape(recipe).known()
+            for setting in settings_of(recipe, self.fixed):
+                if best is not None and setting.loss_tile < best[1].setting.loss_tile:
+                    break  # smaller tiles come last: they save memory and no time
+                table = self._table(recipe, shape, setting, budget)
+                if not _possible(table, shape):
+                    continue
+                head = sum(self._head_seconds(shape, setting, recipe, budget.links).values())
+                if best is not None and head + least_seconds(table.problem) >= best[0]:
+                    continue
+                try:
+                    answer = solve(table.problem, gap=GAP)
+                except OutOfTime as error:
+                    late.append(error)
+                    continue
+                if answer is None:
+                    continue
+                total = head + seconds(table.problem, answer.counts)
+                if best is None or total < best[0] * (1 - 1e-9):
+                    best = (total, table, answer)
+            if best is not None:
+                _, table, answer = best
+                rows = tuple(_rows(table, answer.counts))
+                notes = (*_stopped(answer.gap, "faster"), *_left_out(late))
+                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes)
+                found = self._settled(found, budget)
+                if found is not None:
+                    return found
+            if late:  # something of these formats may fit
+                raise late[0]
+        return None
+
+    def _settled(self, found: Plan, budget: Budget) -> Plan | None:
+        """A plan with a disk on which no slice is at home, with the journal and the checkpoint's copy where they are
+        then; None where that does not fit."""
+        if budget.links.disk is None or any("disk" in (row.choice.parameters, row.choice.states) for row in found.rows):
+            return found
+        without = self.plan(replace(budget, links=replace(budget.links, disk=None), disk=0.0))
+        if without is not None:
+            return without
+        real = self.with_recipe(found.recipe).priced(found.setting, found.placement, budget)
+        return replace(real, narrowed=found.narrowed) if real.least_device <= budget.device else None
+
+    def smallest(self, budget: Budget) -> Plan | None:
+        """The plan with the least device memory within the host's budget; None where the host's is too small.
+
+        Raises:
+            OutOfTime: the solver found nothing in its time, and where it had an end, nothing fits.
+        """
+        best: tuple[float, Plan] | None = None
+        late: list[OutOfTime] = []
+        for recipe, narrowed in self._recipes():
+            shape = self.shape(recipe).known()
+            settings = list(settings_of(recipe, self.fixed))
+            fewest = min(setting.micro_batch for setting in settings)
+            for setting in settings:
+                if setting.micro_batch > fewest:
+                    continue
+                table = self._table(recipe, shape, setting, budget)
+                if not _possible(table, shape):
+                    continue
+                try:
+                    answer = solve(table.problem, smallest=True, gap=GAP)
+                except OutOfTime as error:
+                    late.append(error)
+                    continue
+                if answer is None:
+                    continue
+                rows = tuple(_rows(table, answer.counts))
+                notes = (*_stopped(answer.gap, "smaller"), *_left_out(late))
+                found = self._assembled(recipe, shape, budget, table, rows, narrowed, notes)
+                if best is None or found.peak_bytes < best[0]:
+                    best = (found.peak_bytes, found)
+        if best is None and late:
+            raise late[0]
+        return best[1] if best else None
+
+    def as_it_stands(self, budget: Budget) -> Plan:
+        """What the recipe takes with every choice as it says, whether it fits or not. Of a model that cannot be traced
+        the bytes that are known (`ModelShape.unknown`)."""
+        placement = placement_of(self.recipe, self.shape(self.recipe).num_layers)
+        return self.priced(Setting.of(self.recipe), placement, budget)
+
+    def priced(self, setting: Setting, placement: Placement, budget: Budget) -> Plan:
+        """What a given placement is expected to take, whether it fits or not.
+
+        Raises:
+            ValueError: it is for another number of layers.
+        """
+        shape = self.shape(self.recipe)
+        if len(placement.layers) != shape.num_layers:
+            raise ValueError(f"a placement of {len(placement.layers)} layers for a model of {shape.num_layers}")
+        homes = {home for layer in placement for home in (layer.parameters, layer.states)}
+        known = Homes(travels=homes != {"device"}, on_disk="disk" in homes)
+        table = self._table(self.recipe, shape, setting, budget, known)
+        layers, ends = placement.layers, {"embedding": placement.embedding, "head": placement.head}
+        if shape.tied:  # both ends read the one matrix: it stays on the device
+            ends = dict.fromkeys(ends, LayerPlacement())
+        rows: list[Row] = []
+        for found in table.classes:
+            mine = [ends[found.name]] if found.indices == (-1,) else [layers[i] for i in found.indices]
+            args = (setting, shape, self.recipe, self.rates, budget.links)
+            costs = {choice: layer_cost(found, choice, *args) for choice in dict.fromkeys(mine)}
+            for choice in sorted(costs, key=lambda choice: -costs[choice].kept):
+                taken = tuple(i for i, one in zip(found.indices, mine, strict=True) if one == choice and i >= 0)
+                rows.append(Row(found.name, taken, choice, costs[choice]))
+        return self._assembled(self.recipe, shape, budget, table, tuple(rows), {})
+
+    def _recipes(self) -> Iterator[tuple[Recipe, dict[str, str]]]:
+        """The recipe, and then the recipe with fewer bits where that is open."""
+        yield self.recipe, {}
+        order = list(FORMATS)
+        now = {name: getattr(self.recipe.optim, name.partition(".")[2]) for name in ("optim.moments", "optim.master")}
+        bits = {"fp32": 32, "split24": 24, "bf16": 16, "stochastic": 16, "8bit": 8}
+        for formats in order:
+            new = {name: value for name, value in formats.items() if bits[value] < bits[now[name]]}
+            if new and set(new) <= self.open_formats and len(new) == len(formats):
+                recipe = changed(self.recipe, new)
+                if not any(FORMAT_FIELDS & set(conflict.fields) for conflict in conflicts(recipe)):
+                    yield recipe, new
+
+    def _table(
+        self, recipe: Recipe, shape: ModelShape, setting: Setting, budget: Budget, homes: Homes | None = None
+    ) -> _Table:
+        ends = [
+            end_class(name, weights, shape)
+            for name, weights in (("embedding", shape.embedding), ("head", shape.head))
+            if weights.count
+        ]
+        classes = (*shape.classes, *ends)
+        options = tuple(
+            (LayerPlacement(),)  # both ends read the one matrix: it stays on the device
+            if found.indices == (-1,) and shape.tied
+            else tuple(choices(found, setting, shape, recipe, budget.links, self.fixed.of(found.indices)))
+            for found in classes
+        )
+        groups = []
+        for found, mine in zip(classes, options, strict=True):
+            products = Products(found, setting.micro_batch, shape, self.rates)
+            args = (setting, shape, recipe, self.rates, budget.links, products)
+            groups.append(Group(found.name, found.count, tuple(layer_cost(found, one, *args) for one in mine)))
+        names = frozenset(found.name for found in ends)
+        homes = homes or self._homes(budget)
+        moments = phases(shape, setting, recipe, self.machine, names, homes)
+        cpu = self.machine.device == "cpu"
+        base = Base.of(shape, setting, recipe, self.machine)
+        host = {} if cpu else host_base(base, setting, recipe, homes)
+        left = 1 - recipe.plan.margin
+        device = left * budget.device * (1.0 if cpu else 1 - FRAGMENTS)
+        limit = float("inf") if cpu else left * budget.host
+        journal = journal_bytes(base, setting, recipe) if homes.on_disk else 0.0
+        problem = Problem(
+            tuple(groups), tuple(moments), device, limit, sum(host.values()), left * budget.disk - journal
+        )
+        return _Table(setting, classes, options, problem, host)
+
+    def _homes(self, budget: Budget) -> Homes:
+        """As they will be if a disk that there is is used; see `_settled`."""
+        fixed = {self.fixed.parameters, self.fixed.states}
+        on_disk = budget.links.disk is not None
+        return Homes(travels=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
+
+    def _head_seconds(self, shape: ModelShape, setting: Setting, recipe: Recipe, links: Links) -> dict[str, float]:
+        """Of what stands around the layers; a layer-major step that clips by the exact norm runs it twice."""
+        found = layer_seconds(shape.rest, LayerPlacement(), setting, shape, recipe, self.rates, links)
+        if shape.plain_head:
+            times = setting.num_micro * (setting.passes if setting.executor == "layer_major" else 1)
+            tokens, fmt = setting.micro_batch * shape.seq_len, shape.product_format
+            found["head"] = times * head_s(tokens, shape.dim, shape.vocab_size, fmt, self.rates)
+            found["loss"] = times * loss_s(tokens * shape.vocab_size, shape.loss_compiled, fmt, self.rates)
+        return found
+
+    def _assembled(
+        self,
+        recipe: Recipe,
+        shape: ModelShape,
+        budget: Budget,
+        table: _Table,
+        rows: tuple[Row, ...],
+        narrowed: Mapping[str, str],
+        more: tuple[str, ...] = (),
+    ) -> Plan:
+        setting = table.setting
+        parts = dict(self._head_seconds(shape, setting, recipe, budget.links))
+        for row in rows:
+            found = next(one for one in table.classes if one.name == row.name)
+            args = (found, row.choice, setting, shape, recipe, self.rates, budget.links)
+            for name, value in layer_seconds(*args).items():
+                parts[name] = parts.get(name, 0.0) + row.count * value
+        cpu = self.machine.device == "cpu"
+        by_phase = {phase.name: owners_at(phase, shape, setting, rows, cpu) for phase in table.problem.phases}
+        for name in (EVALUATE, CHECKPOINT):  # the busiest of each
+            same = [by_phase.pop(key) for key in list(by_phase) if key.startswith(name)]
+            by_phase[name] = max(same, key=lambda owners: sum(owners.values()))
+        if not cpu:
+            for owners in by_phase.values():
+                owners["process"] += FRAGMENTS * budget.device
+        host = dict(table.host)
+        if not cpu:
+            for row in rows:
+                for owner, (place, size) in zip(
+                    ("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True
+                ):
+                    host[owner] = host.get(owner, 0.0) + (size if place == "host" else 0.0)
+            inputs = table.problem.host_base + sum(row.count * row.cost.host for row in rows) - sum(host.values())
+            host["inputs"] = max(0.0, inputs)
+        return Plan(
+            recipe, shape, self.machine, budget, setting, rows, by_phase, host, parts, narrowed,
+            (*shape.notes, *self.notes, *_guesses(self.machine, rows, budget), *more),
+        )  # fmt: skip
+
+
+def _guesses(machine: Machine, rows: Sequence[Row], budget: Budget) -> tuple[str, ...]:
+    found = ["guessed: shares of element-wise work, allocator's gaps, host memory of the process"]
+    if machine.device == "cuda":
+        found.append("no CUDA device has been measured for these constants; expect a larger error")
+    away = any({row.choice.parameters, row.choice.states, row.choice.inputs} != {"device"} for row in rows)
+    if budget.links.guessed and away:
+        found.append(budget.links.guessed)
+    return tuple(found)
+
+
+def _possible(table: _Table, shape: ModelShape) -> bool:
+    """Whether the executor can do what is fixed, and has layers to run one after the other."""
+    return all(table.options) and (bool(shape.classes) or table.setting.executor == "standard")
+
+
+def _stopped(gap: float, better: str) -> tuple[str, ...]:
+    """What a plan says where the solver had no time to prove that it is the best."""
+    if gap <= 2 * GAP:
+        return ()
+    return (f"the solver was stopped after {PATIENCE_S:g} s: a plan up to {gap:.2%} {better} may exist",)
+
+
+def _left_out(late: Sequence[OutOfTime]) -> tuple[str, ...]:
+    """What a plan says where other settings than its own were not brought to an end."""
+    if not late:
+        return ()
+    return (f"the solver found nothing in {PATIENCE_S:g} s for {len(late)} of the settings, which are left out",)
+
+
+def _rows(table: _Table, counts: Counts) -> Iterator[Row]:
+    """Options with their layers. What keeps more lies higher: backward lets go of it first."""
+    for found, mine, group, row in zip(table.classes, table.options, table.problem.groups, counts, strict=True):
+        left = sorted(found.indices)
+        used = [(cost, choice, n) for cost, choice, n in zip(group.costs, mine, row, strict=True) if n]
+        for cost, choice, number in sorted(used, key=lambda item: -item[0].kept):
+            taken = () if found.indices == (-1,) else tuple(left[len(left) - number :])
+            left = left[: len(left) - number]
+            yield Row(found.name, taken, choice, cost)

@@ -1,0 +1,122 @@
+"""Plans of a run that is going on: another budget, other rows, what measurements said; never another loss.
+
+Executor, micro-batch, loss tile, formats, and each layer's MLP tiles and attention blocks stay as they are. What may
+change is what layers keep (keep, selective, recompute), where that changes no bit of a result, and where bytes lie.
+Called by `training.regroup`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tilewright.core.config import Recipe
+from tilewright.core.edit import changed
+from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.planner.fixed import KEPT, Fixed, fuses, same_bits
+from tilewright.planner.options import Setting
+from tilewright.planner.plan import Budget, Plan
+from tilewright.planner.planner import Planner
+
+STEP_PHASES = ("load", "forward", "loss", "backward", "update")
+
+
+@dataclass(frozen=True)
+class Replan:
+    """A placement and what it is expected to take, corrected by what was measured."""
+
+    placement: Placement
+    phases: Mapping[str, Mapping[str, float]]
+    """Device bytes by owner at each phase."""
+    step_s: float
+    plan: Plan
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of a step with the most bytes on the device; evaluation and checkpoints left out."""
+        names = [name for name in self.phases if name.startswith(STEP_PHASES)]
+        return max(names, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak_bytes(self) -> float:
+        """Most bytes on the device in a step."""
+        return sum(self.phases[self.peak_phase].values())
+
+
+class Replanner:
+    """Plans one run in several budgets and lengths of rows.
+
+    Args:
+        planner: of the recipe as it runs.
+        setting: how it runs.
+        placement: how it runs.
+        budget: of the run; host and disk stay.
+    """
+
+    def __init__(self, planner: Planner, setting: Setting, placement: Placement, budget: Budget) -> None:
+        self.setting = setting
+        self.budget = budget
+        fused = fuses(planner.shape(planner.recipe).compiled, planner.machine)
+        self._planner = planner.with_fixed(same_numbers(planner.fixed, planner.recipe, setting, placement, fused=fused))
+        self._by_length: dict[int, Planner] = {planner.recipe.data.seq_len: self._planner}
+
+    def plan(
+        self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
+    ) -> Replan | None:
+        """The fastest placement within a budget of the device, `plan.margin` left free; None where nothing fits.
+
+        Args:
+            device_bytes: of the device that the run may use.
+            seq_len: of the rows; the recipe's by default.
+            memory_factor: measured over planned bytes.
+            time_factor: measured over planned seconds.
+        """
+        found = self._of(seq_len).plan(replace(self.budget, device=device_bytes / memory_factor))
+        return None if found is None else _corrected(found, memory_factor, time_factor)
+
+    def smallest(self, seq_len: int | None = None, *, memory_factor: float = 1.0) -> Replan | None:
+        """The placement with the fewest bytes on the device; None where the host has not room for it."""
+        found = self._of(seq_len).smallest(self.budget)
+        return None if found is None else _corrected(found, memory_factor, 1.0)
+
+    def predict(
+        self, placement: Placement, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
+    ) -> Replan:
+        """What a given placement is expected to take."""
+        found = self._of(seq_len).priced(self.setting, placement, self.budget)
+        return replace(_corrected(found, memory_factor, time_factor), placement=placement)
+
+    def _of(self, seq_len: int | None) -> Planner:
+        recipe = self._planner.recipe
+        length = recipe.data.seq_len if seq_len is None else seq_len
+        if length not in self._by_length:
+            self._by_length[length] = self._planner.with_recipe(changed(recipe, {"data.seq_len": length}))
+        return self._by_length[length]
+
+
+def same_numbers(fixed: Fixed, recipe: Recipe, setting: Setting, placement: Placement, *, fused: bool) -> Fixed:
+    """What a run fixes whose losses must stay.
+
+    Args:
+        fixed: before.
+        recipe: of the run.
+        setting: of the run.
+        placement: of the run.
+        fused: see `fixed.fuses`.
+    """
+
+    def of(layer: LayerPlacement) -> Fixed:
+        kinds = same_bits(recipe, fused, layer.activations) & (fixed.activations or KEPT)
+        cuts = {"mlp_tiles": layer.mlp_tiles, "attention_block": layer.attention_block}
+        return replace(whole, activations=kinds, **cuts)
+
+    whole = replace(
+        fixed, executor=setting.executor, micro_batch=setting.micro_batch, loss_tile=setting.loss_tile, layers=()
+    )
+    layers = tuple(of(layer) for layer in placement.layers)
+    return replace(layers[0], layers=layers if len(set(layers)) > 1 else ())
+
+
+def _corrected(found: Plan, memory_factor: float, time_factor: float) -> Replan:
+    phases = {
+        name: {owner: size * memory_factor for owner, size in owners.items()} for name, owners in found.phases.items()
+    }
+    return Replan(found.placement, phases, found.step_s * time_factor, found)

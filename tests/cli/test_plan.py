@@ -1,0 +1,164 @@
+"""`tilewright plan` with budgets: what it prints and writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from tests.contracts.observe import fixed_ceilings
+from tilewright.cli.app import run
+
+MODEL = [
+    "--model.dim",
+    "512",
+    "--model.num_layers",
+    "8",
+    "--model.num_heads",
+    "8",
+    "--train.batch_size",
+    "2",
+    "--train.micro_batch",
+    "1",
+]
+H200 = ["plan", "default", *MODEL, "--on", "h200"]
+
+
+@pytest.fixture(autouse=True)
+def _fixed(monkeypatch):
+    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+
+
+def error_of(capsys, *arguments, code=2):
+    assert run([*H200, *arguments]) == code
+    return capsys.readouterr().err
+
+
+def test_the_verdict_comes_first_and_guesses_are_marked(capsys):
+    assert run([*H200, "--device-memory", "8GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("The run fits: ")
+    assert "of 8.00 GiB on the device" in lines[0]
+    assert lines[2].startswith("tilewright decoder")
+    assert any(line.startswith("layers ") for line in lines)
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert any("published, not measured" in note and "data sheet" in note for note in notes)
+    assert any("guessed shares of the published peaks" in note for note in notes)
+
+
+def test_json_holds_what_the_tables_show(capsys):
+    assert run([*H200, "--device-memory", "8GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_layers"] == 8
+    assert sorted(i for row in found["rows"] for i in row["layers"]) == list(range(8))
+    assert found["peak_bytes"] == max(sum(row.values()) for row in found["phases"].values())
+    assert found["step_s"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["settings"]["memory.executor"] in ("standard", "layer_major")
+
+
+def test_plan_file_and_page_are_written_and_compared(capsys, tmp_path):
+    out, page = tmp_path / "plan.toml", tmp_path / "page.html"
+    assert run([*H200, "--device-memory", "2GiB", "--out", str(out), "--html", str(page)]) == 0
+    html = page.read_text()
+    assert html.count("<svg") == 2
+    assert "Device memory through one step" in html
+    assert "http://" not in html.replace("http://www.w3.org", "")
+    capsys.readouterr()
+    assert run([*H200, "--device-memory", "8GiB", "--compare", str(out)]) == 0
+    assert "plan.toml" in capsys.readouterr().out
+    assert run([*H200, "--device-memory", "8GiB", "--compare", "fp32"]) == 0
+    assert "fp32" in capsys.readouterr().out
+    assert "The plan is for another model." in error_of(capsys, "--model.num_layers", "9", "--compare", str(out))
+
+
+def test_why_and_largest(capsys):
+    assert run([*H200, "--why", "layer.7"]) == 0
+    assert capsys.readouterr().out.startswith("layer 7 is one of")
+    assert "layer.0 to layer.7" in error_of(capsys, "--why", "layer.8")
+    assert (
+        run([*H200, "--device-memory", "1.5GiB", "--host-memory", "4.3GiB", "--train.batch_size", "1", "--largest"])
+        == 0
+    )
+    assert capsys.readouterr().out.startswith("The deepest model of this shape has ")
+
+
+@pytest.mark.parametrize("text", ["24 Gib", "24Gb", "0", "-3GiB", "0GiB", "many", "24 GiBs", "", "1e400GiB"])
+def test_sizes_that_make_no_sense(capsys, text):
+    if not text:
+        assert run([*H200, "--device-memory", "8 gib", "--json"]) == 0  # a size all the same
+        return
+    message = error_of(capsys, f"--device-memory={text}")
+    assert "This is not a size of memory." in message
+    for word in ("where", "got", "need", "try"):
+        assert f"  {word} " in message
+
+
+def test_more_than_the_machine_has(capsys):
+    message = error_of(capsys, "--device-memory", "142GiB")
+    assert "more memory than the machine has" in message
+    assert "--on" in message
+    assert run(["plan", "default", "--run.device", "cpu", "--device-memory", "900TiB"]) == 2
+    assert "more memory than the machine has" in capsys.readouterr().err
+
+
+def test_below_the_smallest_plan(capsys):
+    message = error_of(capsys, "--device-memory", "720MiB", code=3)
+    assert "This run does not fit." in message
+    assert "on the device and" in message
+    assert "for the smallest plan: layer_major" in message
+    assert "a step" in message
+    for word in ("got", "need", "try"):
+        assert f"  {word} " in message
+
+
+def test_an_unknown_machine(capsys):
+    assert run(["plan", "default", "--on", "tpu"]) == 2
+    assert "one of h100, h200, a100, 4090, b200" in capsys.readouterr().err
+
+
+def test_adapters_are_planned(capsys):
+    assert run([*H200, "--lora.rank", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    update = found["phases"]["update"]
+    assert 0 < update["gradients"] < 0.1 * update["parameters"] < update["parameters"]
+    assert update["optimizer"] == pytest.approx(2 * update["gradients"], abs=2)
+
+
+def test_files_that_cannot_be_written(capsys, tmp_path):
+    message = error_of(capsys, "--out", str(tmp_path / "none" / "plan.toml"))
+    assert "The plan cannot be written." in message
+
+
+def test_on_a_cpu(capsys):
+    cpu = ["plan", "default", "--run.device", "cpu"]
+    assert run([*cpu, "--device-memory", "2GiB"]) == 0
+    assert capsys.readouterr().out.startswith("The run fits")
+    assert run([*cpu, "--host-memory", "2GiB"]) == 2
+    assert "the device's memory is the host's" in capsys.readouterr().err
+    assert run(cpu) == 0  # without options, the plan of the recipe as it is
+    assert capsys.readouterr().out.startswith("The run fits")
+
+
+def test_without_a_budget_nothing_is_decided(capsys, tmp_path):
+    """Two recipes are compared as they stand, each with its own model, and pages and files are written too."""
+    cpu = ["plan", "default", "--run.device", "cpu"]
+    page, out = tmp_path / "plan.html", tmp_path / "plan.toml"
+    assert run([*cpu, "--compare", "tiny_moe", "--html", str(page), "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (sizes,) = [line.split()[1:] for line in lines if line.startswith("parameters  ")]
+    assert sizes[0] != sizes[1]
+    rows = [line.split()[1:] for line in lines if line.startswith("train.micro_batch")]
+    assert rows == [["8", "8"]]
+    assert page.read_text().count("<svg") >= 1
+    assert '"memory.executor" = "standard"' in out.read_text()
+    assert run([*cpu, "--why", "layer.0"]) == 0
+    assert capsys.readouterr().out.startswith("layer 0 is one of")
+
+
+def test_what_does_not_fit_as_it_stands_says_what_would(capsys):
+    code = run(["plan", "default", "--run.device", "cpu", "--plan.device_budget", "900MiB"])
+    shown = capsys.readouterr()
+    assert code == 3
+    assert shown.out.startswith("The run does not fit: it takes ")
+    assert "checkpoint" in shown.out
+    for word in ("got", "need", "try"):
+        assert f"  {word} " in shown.err
+    assert "--train.micro_batch" in shown.err
