@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy", "tilewright")
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy", "torchao", "tilewright")
 
 
 def machine_facts() -> dict[str, Any]:
