@@ -35,6 +35,15 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
+def place(record: dict[str, Any]) -> str:
+    """Where a result was measured, in few words."""
+    machine = record["machine"]
+    unit = "AMX" if "amx_bf16" in machine["cpu_features"] else "AVX-512" if machine["cpu_features"] else ""
+    maker = machine["device"].replace("(R)", "").removesuffix("Processor").strip()
+    cores = machine["cores"]
+    return f"{cores} core{'s' if cores > 1 else ''} {maker} {unit}".strip()
+
+
 def machine_kind() -> str:
     """What a speed depends on most, for the name of its result file: cuda, amx, avx512 or cpu."""
     facts = machine_facts()
