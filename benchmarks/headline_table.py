@@ -5,15 +5,15 @@ from typing import Any
 from benchmarks.common import place
 
 TEXTS = {
-    "plain": "plain PyTorch loop, Hugging Face Llama, FP32 AdamW",
-    "autocast": "the same under BF16 autocast",
+    "plain": "plain PyTorch loop, Hugging Face Llama, FP32 AdamW, no autocast",
+    "autocast": "plain PyTorch loop, Hugging Face Llama, FP32 AdamW, BF16 autocast",
     "peer": "tuned loop: the same model in pure BF16, layers checkpointed, loss in chunks, torchao's 8-bit AdamW",
-    "peer_in_backward": "the same, each parameter updated in the backward pass: no clipping, no accumulation",
+    "peer_in_backward": "tuned further: each parameter updated in the backward pass, no clipping, no accumulation",
     "standard": "**tilewright**, standard executor, FP32 weights and states",
-    "recomputed": '+ `train.activation_checkpoint = "full"`',
-    "layer_major": '`memory.executor = "layer_major"` instead: same formats, one layer\'s gradients at a time',
-    "bits8": "+ 8-bit moments, BF16 weights with stochastic rounding (recipe `slice_cpu`)",
-    "bits8_disk": '+ `memory.states = "disk"`',
+    "recomputed": 'the same with `train.activation_checkpoint = "full"`',
+    "layer_major": "**tilewright**, layer by layer in the same formats",
+    "bits8": "**tilewright**, recipe `slice_cpu`: layer by layer, 8-bit moments, BF16 weights rounded stochastically",
+    "bits8_disk": 'the same with `memory.states = "disk"`',
 }
 MODES = ("eager", "compiled")
 
@@ -33,9 +33,10 @@ def table(record: dict[str, Any], cap: dict[str, Any] | None) -> list[str]:
     lines = [
         f"One decoder of 209M parameters, {results['tokens_per_step']:,} tokens a step in 4 micro-batches, "
         f"{place(record)}; medians of {len(first['step_s']['samples'])} turns in alternation (`{record['command']}`). "
-        "Peak of the whole process: libraries (in brackets) and, where layers are compiled, the compiler are in it. "
-        "Seconds a step by the clock, and of the processor over all threads, which do not count waiting for other "
-        "programs. A lower loss of one row is not a better method: clipping and the rounding of weights differ.",
+        "Peak of the whole process: its libraries (in brackets; transformers and torchao are large) and the compiler "
+        "are in it. Seconds a step by the clock, and of the processor over all threads, which do not count waiting for "
+        "other programs. Losses show that all rows train the same model on the same tokens; they differ by clipping "
+        "and by the rounding of weights, and four steps say nothing of quality.",
         "",
         f"| | {' '.join(heads)}{limit}",
         "|---" + "|---:" * (4 * len(modes)) + ("|---|" if cap else "|"),
@@ -48,7 +49,9 @@ def table(record: dict[str, Any], cap: dict[str, Any] | None) -> list[str]:
                 tried = cap["results"].get(key)
                 cells.append("" if tried is None else "trains" if tried["finished"] else "out of memory")
             lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", *_ratios(results[modes[-1]], modes[-1])]
+    for mode in modes:
+        lines += ["", *_ratios(results[mode], mode)]
+    return lines
 
 
 def _cells(row: dict[str, Any] | None) -> list[str]:
@@ -63,11 +66,15 @@ def _cells(row: dict[str, Any] | None) -> list[str]:
 
 
 def _ratios(results: dict[str, Any], mode: str) -> list[str]:
-    """One row against another: memory, and time turn by turn."""
-    names = [key for key in results if " against " in key and not key.startswith("standard")]
-    lines = [f"| {mode} | peak | seconds, turn by turn | of the processor |", "|---|---:|---:|---:|"]
-    for name in names:
+    """One row against another: memory with and without its libraries, and time turn by turn."""
+    lines = [
+        f"| {mode} | peak | without libraries | seconds, turn by turn | of the processor |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name in (key for key in results if " against " in key and not key.startswith("standard")):
         found = results[name]
+        one, other = (results[row]["peak_bytes"] - results[row]["base_bytes"] for row in name.split(" against "))
         times = [f"{found[key]['median']:.2f}x" for key in ("step_s_ratio", "processor_s_ratio")]
-        lines.append(f"| `{name}` | {100 * found['peak_change']:+.0f} % | {' | '.join(times)} |")
+        memory = [f"{100 * change:+.0f} %" for change in (found["peak_change"], one / other - 1)]
+        lines.append(f"| `{name}` | {' | '.join([*memory, *times])} |")
     return lines
