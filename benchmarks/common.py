@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy", "tilewright")
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy", "torchao", "tilewright")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -33,6 +33,15 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES if _version(name)},
     }
+
+
+def place(record: dict[str, Any]) -> str:
+    """Where a result was measured, in few words."""
+    machine = record["machine"]
+    unit = "AMX" if "amx_bf16" in machine["cpu_features"] else "AVX-512" if machine["cpu_features"] else ""
+    maker = machine["device"].replace("(R)", "").removesuffix("Processor").strip()
+    cores = machine["cores"]
+    return f"{cores} core{'s' if cores > 1 else ''} {maker} {unit}".strip()
 
 
 def machine_kind() -> str:

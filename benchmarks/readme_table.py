@@ -5,12 +5,12 @@ python -m benchmarks.readme_table --check   # fail where README.md is not what t
 """
 
 import json
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, keep_section
+from benchmarks.common import RESULTS, keep_section, place
+from benchmarks.headline_table import table as headlines
 from benchmarks.precision_search import ENDS, EVERYTHING, SEARCHED
 from benchmarks.quality import BASE
 
@@ -47,7 +47,7 @@ def ladder(records: list[dict[str, Any]]) -> list[str]:
         f"{versions['transformers']}; medians of {turns} turns taken "
         f"in alternation (`{first['command']}`). Memory is the whole process's peak, compiler included.",
         "",
-        "| | " + " | ".join(f"tokens/s, {_place(record)} | against FP32" for record in records) + " | peak memory |",
+        "| | " + " | ".join(f"tokens/s, {place(record)} | against FP32" for record in records) + " | peak memory |",
         "|---" + "|---:" * (2 * len(records) + 1) + "|",
     ]
     for key, text in STEPS:
@@ -61,60 +61,6 @@ def ladder(records: list[dict[str, Any]]) -> list[str]:
         known = next(record["results"][key] for record in records if key in record["results"])
         lines.append(f"| {text} | {' | '.join(cells)} | {known['peak_bytes'] / 2**30:.2f} GiB |")
     return lines
-
-
-def _place(record: dict[str, Any]) -> str:
-    """Where a result was measured, in few words."""
-    machine = record["machine"]
-    unit = "AMX" if "amx_bf16" in machine["cpu_features"] else "AVX-512" if machine["cpu_features"] else ""
-    maker = machine["device"].replace("(R)", "").removesuffix("Processor").strip()
-    cores = machine["cores"]
-    return f"{cores} core{'s' if cores > 1 else ''} {maker} {unit}".strip()
-
-
-MEMORY_STEPS = (
-    ("autocast", "plain PyTorch loop, Hugging Face Llama, FP32 AdamW, BF16 autocast"),
-    ("standard", "**tilewright**, standard executor, FP32 weights and states"),
-    ("recomputed", '+ `train.activation_checkpoint = "full"`'),
-    ("layer_major", '`memory.executor = "layer_major"` instead: same formats, one layer\'s gradients at a time'),
-    ("bits8", "+ 8-bit moments, BF16 weights with stochastic rounding (recipe `slice_cpu`)"),
-    ("bits8_inputs", "+ layer inputs in 8 bits"),
-    ("bits8_disk", '+ `memory.states = "disk"`'),
-    ("bits8_away", '+ `memory.inputs = "disk"`'),
-)
-
-
-def memory_ladder(record: dict[str, Any], cap: dict[str, Any] | None) -> list[str]:
-    """Peak memory and step time as each technique is added, and who finishes under a hard limit."""
-    results = record["results"]
-    steps = [(key, text) for key, text in MEMORY_STEPS if key in results]
-    base = results[steps[0][0]]
-    turns = len(base["step_s"]["samples"])
-    limit = cap["results"]["limit_bytes"] if cap else 0
-    lines = [
-        "",
-        f"One decoder of 209M parameters, {results['tokens_per_step']:,} tokens a step in 4 micro-batches, "
-        f"{_place(record)}; medians of {turns} turns in alternation (`{record['command']}`). Whole-process peak.",
-        "",
-        "| | peak memory | against the first | seconds a step |" + (f" under {limit / 2**30:g} GiB |" if cap else ""),
-        "|---|---:|---:|---:|" + ("---|" if cap else ""),
-    ]
-    for key, text in steps:
-        row = results[key]
-        change = f"{100 * (row['peak_bytes'] / base['peak_bytes'] - 1):+.0f} %" if row is not base else ""
-        cells = [text, f"{row['peak_bytes'] / 2**30:.2f} GiB", change, f"{row['step_s']['median']:.0f}"]
-        if cap:
-            tried = cap["results"].get(key)
-            cells.append("" if tried is None else "trains" if tried["finished"] else "out of memory")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _against(record: dict[str, Any], one: str, other: str) -> tuple[float, float]:
-    """Change of the peak, and median of the ratios of step times, turn by turn."""
-    mine, theirs = record["results"][one], record["results"][other]
-    pairs = zip(mine["step_s"]["samples"], theirs["step_s"]["samples"], strict=True)
-    return mine["peak_bytes"] / theirs["peak_bytes"] - 1, statistics.median(a / b for a, b in pairs)
 
 
 QUALITY = (
@@ -169,6 +115,32 @@ def _controller_rows() -> list[tuple[str, str, str, dict]]:
     return rows
 
 
+def _headline_rows() -> list[tuple[str, str, str, dict]]:
+    """Memory and time of the low-memory recipes against standard training and the tuned loops, layers compiled."""
+    on_disk = "layer-major, 8-bit moments on disk, against the standard executor"
+    pairs = (
+        ("bits8_disk", "standard", "-70 % at 1.5x", on_disk),
+        ("bits8", "peer", "less memory", "recipe `slice_cpu` against the tuned loop"),
+        ("bits8", "peer_in_backward", "less memory", "recipe `slice_cpu` against the loop tuned further"),
+        ("layer_major", "recomputed", "at most 1.05x", "layer-major without offload against full checkpointing"),
+    )
+    rows = []
+    for record, _ in headline_results():
+        for one, other, wanted, what in pairs:
+            found = record["results"].get("compiled", {}).get(f"{one} against {other}")
+            if found:
+                slower = found["processor_s_ratio"]["median"]
+                text = f"{100 * found['peak_change']:+.0f} % memory at {slower:.2f}x the processor time"
+                rows.append((f"{what}, 209M parameters, {place(record)}", wanted, text, record))
+    return rows
+
+
+def headline_results() -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Of each machine the result of `benchmarks.headlines contest`, and that of `cap` where there is one."""
+    names = [path.stem for path in sorted(RESULTS.glob("headlines_*.json")) if "_cap_" not in path.name]
+    return [(read(name), read(name.replace("headlines_", "headlines_cap_"))) for name in names]
+
+
 def _signed(gaps: Iterable[float]) -> str:
     return ", ".join(f"{gap:+.2f}" for gap in gaps)
 
@@ -189,14 +161,7 @@ def claims() -> list[str]:
         times = record["results"]["speed"]["1 threads"]["tilewright 8bit moments, stochastic bf16 weights"]
         text = f"{times['wall']['median']:.1f} ns, one thread"
         rows.append(("AdamW with 8-bit moments and stochastic rounding, a parameter", "at most 10 ns", text, record))
-    if record := read("layer_major_cpu"):
-        saved, slower = _against(record, "bits8_disk", "standard")
-        text = f"{100 * saved:.0f} % at {slower:.2f}x the step time"
-        what = "layer-major, 8-bit moments on disk: peak memory against FP32 AdamW, 209M parameters"
-        rows.append((what, "-70 % at 1.5x", text, record))
-        speed = 1 / _against(record, "layer_major", "recomputed")[1]
-        what = "layer-major without offload: speed against full activation checkpointing"
-        rows.append((what, "at least 0.95x", f"{speed:.2f}x", record))
+    rows += _headline_rows()
     if record := read("big_cpu_3b"):
         result = record["results"]
         losses = f"held-out loss {result['held_out_before']:.2f} to {result['held_out_after']:.2f}"
@@ -233,9 +198,8 @@ def table() -> str:
     """The README's section between its marks."""
     records = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("throughput_*.json"))]
     lines = ladder(records) if records else ["No results are committed yet."]
-    for path in sorted(RESULTS.glob("layer_major_*.json")):
-        if "_cap_" not in path.name and "_compiled_" not in path.name:
-            lines += memory_ladder(json.loads(path.read_text()), read(path.stem.replace("major_", "major_cap_")))
+    for record, cap in headline_results():
+        lines += ["", *headlines(record, cap)]
     lines += claims()
     return "\n".join([START, *lines, END])
 

@@ -19,6 +19,8 @@ from tilewright.ops.native import wide
 
 LOSS_TILE = 64 * 2**20
 """Bytes of logits alive at once where the caller does not say."""
+PIECE = 2**21
+"""Elements of the weight's gradient that are widened or rounded at a time: their copy is small beside the gradient."""
 
 
 def row_lse(logits_CV: Tensor) -> Tensor:
@@ -89,13 +91,21 @@ class _ChunkedLoss(torch.autograd.Function):
             add_gradient(dweight_VD, part_CV, x_CD)
         ctx.save_for_backward(dx_ND, dweight_VD)
         ctx.weight_dtype = weight_VD.dtype
+        ctx.keeps_wide = weight_VD.is_leaf and weight_VD.grad_dtype == high
         return total
 
     @staticmethod
     def backward(ctx, dloss):
         dx_ND, dweight_VD = ctx.saved_tensors
         # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
-        return (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype), dweight_VD.mul_(dloss).to(ctx.weight_dtype), *[None] * 3
+        dx_ND = (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype)
+        dweight_VD.mul_(dloss)
+        if not ctx.keeps_wide:
+            return dx_ND, dweight_VD.to(ctx.weight_dtype), *[None] * 3
+        # Autograd would widen the rounded gradient again: a second copy in FP32. The same numbers come in place.
+        for part in _in_pieces(dweight_VD):
+            part.copy_(part.to(ctx.weight_dtype))
+        return dx_ND, dweight_VD, *[None] * 3
 
 
 def _weight_gradient_adder(
@@ -106,7 +116,19 @@ def _weight_gradient_adder(
 
     if wgrad.runs(device_type, dtype):
         return wgrad.add_weight_gradient_
-    return lambda dweight_VD, part_CV, x_CD: dweight_VD.add_(mm(part_CV.T, x_CD))
+    return lambda dweight_VD, part_CV, x_CD: _add_(dweight_VD, mm(part_CV.T, x_CD))
+
+
+def _add_(sum_VD: Tensor, part_VD: Tensor) -> None:
+    """Adds in place. On a CPU torch makes an FP32 copy of what is added, so that goes by pieces."""
+    for some_sum, some_part in zip(_in_pieces(sum_VD), _in_pieces(part_VD), strict=True):
+        some_sum.add_(some_part)
+
+
+def _in_pieces(x_VD: Tensor) -> tuple[Tensor, ...]:
+    """Views of some rows each on a CPU; on other devices, whose operations make no such copies, all rows at once."""
+    rows = max(PIECE // x_VD.shape[1], 1) if x_VD.device.type == "cpu" else x_VD.shape[0]
+    return x_VD.split(rows)
 
 
 def chunk_rows(num_rows: int, row_bytes: int, tile_bytes: int) -> int:
