@@ -135,3 +135,13 @@ def test_a_dry_run_measures_what_is_not_known(folder, data, tmp_path, capsys):
         (line,) = [row for row in text.splitlines() if row.startswith(f"{name}   ")]
         assert "not known" in line, line
     assert "It is not known whether the run fits" in text
+
+
+def test_a_page_of_what_is_not_known_names_no_seconds(folder, tmp_path, capsys):
+    values = settings(tmp_path, tmp_path, **foreign(folder, JETMOE))
+    arguments = [word for name, value in values.items() for word in (f"--{name}", value)]
+    page = tmp_path / "plan.html"
+    assert command_line(["plan", "default", "--html", str(page), *arguments]) == 6
+    assert "seconds are not known" in capsys.readouterr().out
+    assert "tokens/s" not in page.read_text()
+    assert "not known" in page.read_text()

@@ -78,7 +78,8 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
         slices += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
         kept = kept_in_words(choice) if row.indices else "-"
         cells = [describe(row), str(row.count), choice.parameters, choice.states, kept]
-        rows.append([*cells, ", ".join(slices) or "-", format_seconds(row.cost.seconds)])
+        seconds = "-" if plan.shape.unknown else format_seconds(row.cost.seconds)
+        rows.append([*cells, ", ".join(slices) or "-", seconds])
     return columns, rows
 
 
@@ -86,8 +87,8 @@ def numbers(plan: Plan) -> dict[str, str]:
     """What two plans are compared by."""
     return {
         "parameters": format_count(plan.shape.num_parameters),
-        "step": format_seconds(plan.step_s),
-        "tokens/s": format_count(plan.tokens_per_s),
+        "step": "not known" if plan.shape.unknown else format_seconds(plan.step_s),
+        "tokens/s": "not known" if plan.shape.unknown else format_count(plan.tokens_per_s),
         "device": format_bytes(plan.peak_bytes),
         "host": format_bytes(plan.host_bytes),
         **settings_in_words(plan.settings()),

@@ -42,9 +42,10 @@ def render_plan(
 
 
 def _tiles(plan: Plan) -> list[Tile]:
-    setting = plan.setting
+    setting, known = plan.setting, not plan.shape.unknown
+    speed = f"{format_count(plan.tokens_per_s)} tokens/s" if known else ""
     found = [
-        Tile("Step", format_seconds(plan.step_s), f"{format_count(plan.tokens_per_s)} tokens/s"),
+        Tile("Step", format_seconds(plan.step_s) if known else "not known", speed),
         Tile("Device", format_bytes(plan.peak_bytes), f"of {format_bytes(plan.budget.device)}, at {plan.peak_phase}"),
     ]
     if plan.host:
