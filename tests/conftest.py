@@ -1,6 +1,10 @@
-"""Triton's interpreter for kernels on CPU. Its switch must be set before triton is imported, which happens while other
-tests are collected (by transformers and torch's compiler): so it stands here, at the top."""
+"""What a test process sets once: Triton's interpreter, hypothesis, garbage, threads.
 
+Triton's interpreter runs kernels on the CPU. Its switch must be set before triton is imported, which happens while
+other tests are collected (by transformers and torch's compiler): so it stands here, at the top.
+"""
+
+import gc
 import os
 
 import torch
@@ -14,3 +18,21 @@ if not torch.cuda.is_available():
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("fuzz", derandomize=False, print_blob=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+THREADS = torch.get_num_threads()
+gc.disable()  # while tests are collected: imports make few objects that are garbage
+
+
+def pytest_collection_finish():
+    """The objects of all modules stay to the end, so no search for garbage visits them."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_runtest_setup():
+    """A command sets the number of torch's threads for its process; the next test does not inherit it.
+
+    Two test processes with two threads each on two cores wait for each other: small models took 20 times as long.
+    """
+    if torch.get_num_threads() != THREADS:
+        torch.set_num_threads(THREADS)
