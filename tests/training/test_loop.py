@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 
+from tests.contracts.observe import fixed_ceilings
 from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, HardwareError, NumericsError
 from tilewright.training.loop import train
@@ -369,6 +370,7 @@ def test_a_compiler_that_is_not_there(data, tmp_path, monkeypatch):
 
     real = assemble.detect_machine
     monkeypatch.setattr(assemble, "detect_machine", lambda device: replace(real(device), cxx_compiler=None))
+    monkeypatch.setattr("tilewright.plan.ceilings.measure", fixed_ceilings)  # of no machine that was measured before
     with pytest.raises(HardwareError, match="cannot be compiled"):
         train(tiny(data, tmp_path, train__compile="on"))
 
