@@ -159,7 +159,7 @@ class Ledger:
                 elif size:
                     most = self._window.elsewhere.setdefault(tier, {})
                     most[owner] = max(most.get(owner, 0), size)
-        return _Moment(self._probe.live(), self._probe.kept(), self._gradients(), told)
+        return _Moment(*self._probe.live_and_kept(), self._gradients(), told)
 
     def _gradients(self) -> int:
         """Bytes of the gradients that are there now."""

@@ -9,7 +9,7 @@ Three probes, picked by what the system allows and named in every measurement:
 
 The resident set counts pages, so it holds what tensors do not: the interpreter, shared libraries, code
 that a compiler made, and pages that `malloc` keeps after a `free`. What is allocated and not freed at a moment
-is `live`, what malloc keeps `kept`: the allocator's own count, on CUDA and with glibc. Called by `memory.ledger`.
+is live, what malloc keeps of freed blocks kept: the allocator's own count, on CUDA and with glibc. Called by `memory.ledger`.
 """
 
 import ctypes
@@ -27,16 +27,14 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class Probe(Protocol):
-    """Bytes held now (`current`): allocated and not freed (`live`), free but kept by the allocator (`kept`), and other
+    """Bytes held now (`current`): allocated and not freed, free but kept by the allocator (`live_and_kept`), and other
     things; and held at most since `reset_peak`."""
 
     name: str
 
     def current(self) -> int: ...
 
-    def live(self) -> int: ...
-
-    def kept(self) -> int: ...
+    def live_and_kept(self) -> tuple[int, int]: ...
 
     def peak(self) -> int: ...
 
@@ -55,14 +53,11 @@ class _ResidentSet:
     def current(self) -> int:
         return self._process.memory_info().rss
 
-    def live(self) -> int:
+    def live_and_kept(self) -> tuple[int, int]:
         if self._mallinfo is None:
-            return self.current()
-        info = self._mallinfo()
-        return info.uordblks + info.hblkhd
-
-    def kept(self) -> int:
-        return 0 if self._mallinfo is None else self._mallinfo().fordblks
+            return self.current(), 0
+        info = self._mallinfo()  # visits every free block: milliseconds where there are thousands
+        return info.uordblks + info.hblkhd, info.fordblks
 
 
 _MALLINFO_FIELDS = (
@@ -171,11 +166,9 @@ class CudaAllocator:
     def current(self) -> int:
         return torch.cuda.memory_allocated(self._device)
 
-    live = current
-
-    def kept(self) -> int:
+    def live_and_kept(self) -> tuple[int, int]:
         """Cached free blocks are not in `current`."""
-        return 0
+        return self.current(), 0
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
