@@ -5,10 +5,14 @@ other tests are collected (by transformers and torch's compiler): so it stands h
 """
 
 import gc
+import json
 import os
 
+import pytest
 import torch
 from hypothesis import settings
+
+from tilewright.data import prepare as prepare_module
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -36,3 +40,19 @@ def pytest_runtest_setup():
     """
     if torch.get_num_threads() != THREADS:
         torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepares_here():
+    """Runs prepare their data in this process: one of its own takes two seconds. tests/data, and the runs of a command
+    in a process of its own, prepare it as users do."""
+
+    def call(module: str, **arguments: object) -> dict[str, float]:
+        assert module == prepare_module.__name__
+        given = json.loads(json.dumps(arguments))
+        given["domains"] = tuple(given["domains"])
+        return prepare_module.prepare(**given).summary.get("seconds", {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "call_module", call)
+        yield

@@ -21,6 +21,11 @@ def write_text(seed: int, num_words: int) -> str:
     return "\n".join(" ".join(words[i : i + 11]) for i in range(0, num_words, 11)) + "\n"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def prepares_here():
+    """Not here: data is prepared by a process of its own, as users do."""
+
+
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory) -> Path:
     """40 + 25 + 15 documents of 30 to 400 words in sub-folders a, b, c."""
