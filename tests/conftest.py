@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tilewright.data import prepare as prepare_module
-
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -46,6 +44,7 @@ def pytest_runtest_setup():
 def prepares_here():
     """Runs prepare their data in this process: one of its own takes two seconds. tests/data, and the runs of a command
     in a process of its own, prepare it as users do."""
+    from tilewright.data import prepare as prepare_module  # not at the top: the switch comes first
 
     def call(module: str, **arguments: object) -> dict[str, float]:
         assert module == prepare_module.__name__
