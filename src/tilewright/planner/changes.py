@@ -12,6 +12,7 @@ from typing import Any
 from tilewright.core.config import Recipe
 from tilewright.core.edit import accepted
 from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.ops.inductor import compiles_layers
 from tilewright.planner.auto import typed
 from tilewright.planner.fixed import Fixed
 from tilewright.planner.fixes import words
@@ -68,12 +69,20 @@ def candidates(recipe: Recipe, found: Plan | None) -> Iterator[tuple[dict[str, A
             yield {"optim.master": "stochastic", "optim.moments": "8bit"}, False
     if recipe.precision.mode == "bf16_mixed":
         yield {"precision.mode": "fp8_tile"}, False
+    if found is not None and _could_compile(recipe, found):
+        yield {"train.compile": "on"}, True
     if found is None and recipe.train.batch_size > 1:
         half = recipe.train.batch_size // 2
         rows = {"train.micro_batch": half} if recipe.train.micro_batch > half else {}
         yield {"train.batch_size": half} | rows, False
     if found is None and recipe.data.seq_len >= 256:
         yield {"data.seq_len": recipe.data.seq_len // 2}, False
+
+
+def _could_compile(recipe: Recipe, found: Plan) -> bool:
+    """Whether layers run eagerly that a compiler which is there could take: those of Hugging Face models."""
+    there = compiles_layers("auto", found.machine, by_default=True)
+    return recipe.model.kind == "hf" and recipe.train.compile == "auto" and there
 
 
 def _in_slices(recipe: Recipe) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tilewright.planner.layer_trace import TracedLayer, flops_of
 from tilewright.planner.live_bytes import GemmKind
 from tilewright.planner.overhead import free_pages, process_size
 from tilewright.planner.products import BYTES, DTYPES, Product, Weights, held_codes, operand_work, products_of
-from tilewright.planner.roofline import walked
+from tilewright.planner.roofline import element_passes, walked
 from tilewright.planner.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
 from tilewright.planner.skeleton import Skeleton
 from tilewright.planner.trace import Trace, Untraceable, trace_model
@@ -74,7 +74,7 @@ def foreign_shape(
         classes = tuple(LayerClass(_name(i, skeleton, False), kind, w, w.count) for i, (kind, w) in enumerate(names))
         rest, backward, notes, unknown = LayerClass("rest", (-1,), Weights(), 0), Line(), (), traced
     else:
-        found = _Found(skeleton, recipe, policy, machine, traced, seq_len, free)
+        found = _Found(skeleton, recipe, policy, machine, traced, seq_len, free, compiled)
         classes = tuple(found.layer(place, weights) for place, weights in enumerate(layers))
         rest, backward, unknown = found.rest(), found.through("backward"), ""
         notes = (*traced[0].notes, *((EAGER,) if compiled else ()))
@@ -95,7 +95,7 @@ def foreign_shape(
         product_bytes=BYTES[policy.product],
         product_format=policy.product,
         logit_bytes=BYTES[policy.activation],
-        compiled=False,
+        compiled=compiled,
         loss_compiled=loss_compiled,
         process_bytes=process_size(machine, compiles=compiled or loss_compiled, foreign=True),
         gaps=free,
@@ -112,10 +112,10 @@ class _Found:
 
     def __init__(
         self, skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine,
-        traced: tuple[Trace, Trace], seq_len: int, free: float,
+        traced: tuple[Trace, Trace], seq_len: int, free: float, compiled: bool,
     ) -> None:  # fmt: skip
         self.skeleton, self.machine, self.traced = skeleton, machine, traced
-        self.seq_len, self.free = seq_len, free
+        self.seq_len, self.free, self.compiled = seq_len, free, compiled
         self.causal = 0.5 if recipe.model.task == "causal_lm" else 1.0
         self.stored = BYTES[policy.activation]
         one = traced[0]
@@ -164,6 +164,7 @@ class _Found:
             routes=next(find_routers(module), None) is not None,
             work=line("work").times(free) + self._operands(products),
             moved=self._walked(one, two),
+            fused=self.compiled,
             mlp_kept=line("mlp_kept"),
             mlp_work=line("mlp_work").times(free),
             products=products,
@@ -173,7 +174,7 @@ class _Found:
             attention_flops=self.causal * one.attention,
             largest_weight=largest_weight((p.numel() for p in module.parameters()), self.machine),
             others=others,
-            operations=one.operations,
+            operations=0 if self.compiled else one.operations,
             buffers=float(held_codes(products, self.machine)),
             coding=Coding.of(products, self.seq_len, self.machine),
         )
@@ -217,6 +218,9 @@ class _Found:
         return Line.through(*(operand_work(products, rows * self.seq_len, self.machine) for rows in (1, 2)))
 
     def _walked(self, one: TracedLayer, two: TracedLayer) -> Line:
+        """What loops of a layer move; compiled ones make fewer passes, into memory that is there."""
+        if self.compiled:
+            return Line.through(one.moved, two.moved).times(element_passes(True) / element_passes(False))
         return Line.through(*(walked(self.machine, layer.moved, layer.fresh) for layer in (one, two)))
 
 
