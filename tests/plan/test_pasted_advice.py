@@ -4,6 +4,7 @@ Over shipped recipes, typed settings, budgets and two machines with made-up rate
 `--section.field value` is typed as well, every budget that is named is given, every plan that is written is executed.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -11,11 +12,12 @@ from functools import cache
 import pytest
 
 from tests.plan.rates import GIB, make_machine, make_rates
+from tests.plan.test_cost import HF
 from tilewright.core.errors import FitError
 from tilewright.core.load import Loaded, load_recipe
 from tilewright.core.units import parse_bytes
 from tilewright.planner.auto import planner_of
-from tilewright.planner.changes import cheapest_changes, idle_memory, replan_with
+from tilewright.planner.changes import candidates, cheapest_changes, idle_memory, replan_with
 from tilewright.planner.describe import no_plan
 from tilewright.planner.options import Links
 from tilewright.planner.plan import Budget
@@ -268,3 +270,22 @@ def test_an_executor_that_is_typed_says_nothing_of_what_layers_keep(where):
     found = planner_for(load(command), where).plan(budget_of(command, where, 4.0))
     assert found.setting.executor == "layer_major"
     assert {row.choice.activations for row in found.rows if row.indices} == {"keep"}
+
+
+def test_compiling_the_layers_of_a_foreign_model_is_offered(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    command = ("default", "--model.kind", "hf", "--model.path", str(tmp_path), "--data.vocab_size", "512")
+    loaded, budget = load(command), Budget(float(64 * GIB), HOST, Links(None, None))
+    planner = planner_for(loaded, "cpu")
+    found = planner.plan(budget)
+    assert found is not None
+    settings = {"train.compile": "on"}
+    assert (settings, True) in list(candidates(loaded.recipe, found))
+    changed = replan_with(planner)(settings, budget)
+    again = planner_for(load(command, "--train.compile", "on"), "cpu").plan(budget)
+    assert changed is not None
+    assert again is not None
+    assert again.step_s == pytest.approx(changed.step_s)
+    assert again.step_s < found.step_s
+    assert "compiled ones keep less" in " ".join(again.notes)
