@@ -9,7 +9,8 @@ Three probes, picked by what the system allows and named in every measurement:
 
 The resident set counts pages, so it holds what tensors do not: the interpreter, shared libraries, code
 that a compiler made, and pages that `malloc` keeps after a `free`. What is allocated and not freed at a moment
-is live, what malloc keeps of freed blocks kept: the allocator's own count, on CUDA and with glibc. Called by `memory.ledger`.
+is live, what malloc keeps of freed blocks kept: the allocator's own count, on CUDA and with glibc. Called by
+`memory.ledger`.
 """
 
 import ctypes
