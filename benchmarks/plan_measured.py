@@ -120,8 +120,8 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
             placement = parts.executor.placement
             found["regrouped"].append(number)
         answer({"stolen": stolen.share})
-    if regroup.expected_bytes is not None:
-        found["after_bytes"] = regroup.expected_bytes
+    if regroup.forecast.expected is not None:
+        found["after_bytes"] = regroup.forecast.peak_bytes
     message = json.loads(line)
     several = [ceilings.Ceilings.from_json(rates) for rates in message["rates"]]
     counted = [rates for rates, share in zip(several, message["stolen"], strict=True) if share <= STOLEN]
