@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, machine_kind, spread, write_result
 from tilewright.core.hardware import detect_machine, find_cxx_compiler
-from tilewright.formats import squares
+from tilewright.formats import quadratic_map
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.ops.cpu import build
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.ops.backends.cpu import build
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 
@@ -126,7 +126,7 @@ TAIL = 20
 
 def equal_steps(x_N: Tensor, *, signed: bool) -> Tensor:
     """Values after storage in 8-bit codes with equal steps, stochastically rounded: what square codes replace."""
-    x_BK = x_N.view(-1, squares.BLOCK)
+    x_BK = x_N.view(-1, quadratic_map.BLOCK)
     steps = 127 if signed else 255
     unit_B1 = (x_BK.abs().amax(1, keepdim=True) / steps).clamp_min(1e-38)
     return ((x_BK / unit_B1 + torch.rand(x_BK.shape)).floor().clamp(-steps, steps) * unit_B1).view(-1)
@@ -135,7 +135,7 @@ def equal_steps(x_N: Tensor, *, signed: bool) -> Tensor:
 def square_steps(x_N: Tensor, *, signed: bool) -> Tensor:
     """The same in square codes."""
     noise = torch.randint(0, 256, x_N.shape, dtype=torch.int32)
-    return squares.decode(*squares.encode(x_N, noise, signed=signed))
+    return quadratic_map.decode(*quadratic_map.encode(x_N, noise, signed=signed))
 
 
 STORED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
@@ -160,7 +160,7 @@ def error(beta2: float, steps: int) -> dict[str, object]:
     model, batches = Decoder(config, Kernels(detect_machine("cpu"), compile=False)), word_batches()
     init_weights(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(BETA1, beta2), weight_decay=0.1)
-    watched = {name: p for name, p in model.named_parameters() if p.numel() % squares.BLOCK == 0}
+    watched = {name: p for name, p in model.named_parameters() if p.numel() % quadratic_map.BLOCK == 0}
     states = {stored: {name: (torch.zeros(p.numel()),) * 2 for name, p in watched.items()} for stored in STORED}
     sums = {stored: {"error": 0.0, "size": 0.0, "largest": 0.0} for stored in STORED}
     for step in range(1, steps + 1):

@@ -14,11 +14,11 @@ import time
 from typing import Any
 
 from benchmarks.common import spread, write_result
-from tilewright.core.load import load_recipe
-from tilewright.models.count import count_parameters
-from tilewright.models.decoder import Decoder
+from tilewright.core.config.load import load_recipe
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.flops import count_parameters
 from tilewright.training.assemble import Parts, build, set_up
-from tilewright.training.evaluate import evaluate, pooled
+from tilewright.training.executor.evaluate import evaluate, pooled
 
 CLAIM = (
     "3 billion parameters or more, classic state over 24 GiB, train full-parameter on this machine, the loss falling"

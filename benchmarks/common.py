@@ -99,14 +99,14 @@ def watched_step(regroup: Any, number: int, microbatches: Sequence[Any], lr: flo
     """A step as `training.run.Run` takes it where it watches every one, free blocks given back every ten steps.
 
     Args:
-        regroup: watches the executor, see `training.regroup.Regroup`.
+        regroup: watches the executor, see `training.planning.replan.Regroup`.
         number: of the step, counted from 1.
-        microbatches: as `training.step.Executor.step` takes them.
+        microbatches: as `training.executor.standard.Executor.step` takes them.
         lr: learning rate.
     """
-    from tilewright.memory.probe import give_back_free_pages
-    from tilewright.training.step import row_length
-    from tilewright.training.whole import retried
+    from tilewright.memory.tracking.process_memory import give_back_free_pages
+    from tilewright.training.executor.standard import row_length
+    from tilewright.training.executor.transaction import retried
 
     regroup.before(number, row_length(microbatches))
     result = retried(partial(regroup.executor.step, microbatches, lr), partial(regroup.tighten, number))

@@ -17,11 +17,11 @@ from typing import Any
 
 from benchmarks.common import RESULTS, write_result
 from benchmarks.outliers import plant_everywhere
-from tilewright.core.load import load_recipe
-from tilewright.precision.control import PrecisionController
+from tilewright.core.config.load import load_recipe
+from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.training.assemble import Parts, build, prepare_data, set_up
-from tilewright.training.evaluate import evaluate, pooled
-from tilewright.training.step import count_targets
+from tilewright.training.executor.evaluate import evaluate, pooled
+from tilewright.training.executor.standard import count_targets
 
 CLAIM = (
     "stress: static fp8_tile fails (over 5 % above BF16's loss), with the controller within 0.5 % of BF16; "

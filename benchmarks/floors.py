@@ -14,9 +14,9 @@ from benchmarks.common import keep_section
 from benchmarks.fp8_gpu import LAYERS, RATES, TOKENS, Products, StepShape
 from benchmarks.loss_gpu import SHAPE as LOSS_SHAPE
 from benchmarks.memory_gpu import EIGHT_B, SLICED, floor
-from tilewright.core.load import load_recipe
+from tilewright.core.config.load import load_recipe
 from tilewright.models.build import decoder_config
-from tilewright.models.count import count_flops, count_parameters
+from tilewright.models.decoder.flops import count_flops, count_parameters
 
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "h200.md"
 START, END = "<!-- floors: made by `python -m benchmarks.floors` -->", "<!-- /floors -->"

@@ -20,7 +20,7 @@ from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3, E5M2
-from tilewright.ops.cpu import fp8
+from tilewright.ops.backends.cpu import fp8
 from tilewright.ops.kernels import Kernels
 
 CLAIM = "8-bit tiles are encoded and decoded on a CPU within 3 times the time of a memory copy of the same bytes"

@@ -30,7 +30,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.dispatch import Case, Op
+from tilewright.ops.base.dispatch import Case, Op
 from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.gemm import TILE_GEMM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
@@ -361,15 +361,15 @@ def synchronize() -> None:
 
 def make_step(name: str, shape: StepShape, *, compiled: bool) -> Callable[[], object]:
     """A function that takes one training step of tilewright's decoder in a mode, or converted by torchao."""
-    from tilewright.core.config import ModelSection
+    from tilewright.core.config.recipe import ModelSection
     from tilewright.models.build import build_model, init_weights
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
     from tilewright.optim.clip import GradClip
-    from tilewright.optim.groups import decay_groups
+    from tilewright.optim.param_groups import decay_groups
     from tilewright.precision.convert import convert
-    from tilewright.precision.weights import QuantizedWeights
-    from tilewright.training.step import StandardExecutor
+    from tilewright.precision.float8.weight_cache import QuantizedWeights
+    from tilewright.training.executor.standard import StandardExecutor
 
     kernels = Kernels(detect_machine(), compile=compiled)
     section = ModelSection(

@@ -15,18 +15,18 @@ import time
 import torch
 
 from benchmarks.common import machine_kind, spread, write_result
-from tilewright.core.config import ModelSection
+from tilewright.core.config.recipe import ModelSection
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
-from tilewright.memory.ledger import Ledger
+from tilewright.memory.tracking.tracker import Ledger
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
+from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
-from tilewright.precision.weights import QuantizedWeights
-from tilewright.training.step import StandardExecutor
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.training.executor.standard import StandardExecutor
 
 CLAIM = "an fp8_tile step takes at most 1.35x a bf16_mixed step on a CPU, and keeps 45 % less of linear inputs"
 ROWS, SEQ, VOCAB, LAYERS = 8, 512, 8192, 4

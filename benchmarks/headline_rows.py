@@ -59,7 +59,11 @@ def why_not(name: str) -> str | None:
 
 def load_libraries(name: str) -> None:
     """Import what a row's user imports, so that its size can be told from that of the training."""
-    for module in ("tilewright.training.slicing",) if name in OURS else ("transformers.models.llama.modeling_llama",):
+    for module in (
+        ("tilewright.training.executor.layer_major_setup",)
+        if name in OURS
+        else ("transformers.models.llama.modeling_llama",)
+    ):
         import_module(module)
     if name in PEERS:
         import_module("torchao.optim")
@@ -74,7 +78,7 @@ def make_step(name: str, compiled: bool, tiny: bool) -> Step:
 
 def recipe_of(name: str, tiny: bool) -> Any:
     """Recipe slice_cpu with a row's settings; the model of all rows."""
-    from tilewright.core.load import load_recipe
+    from tilewright.core.config.load import load_recipe
 
     settings = {"run.device": "cpu", "run.name": "benchmark"} | OURS.get(name, {}) | (TINY if tiny else {})
     return load_recipe("slice_cpu", settings, environ={}).recipe
@@ -96,24 +100,24 @@ def microbatches(step: int, vocab: int) -> list[dict[str, Tensor]]:
 def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     """Our decoder under the recipe's formats, optimizer and executor."""
     from tilewright.core.hardware import detect_machine
-    from tilewright.memory.lazy import fill_buffers, vacate
-    from tilewright.memory.ledger import Ledger
+    from tilewright.memory.offload.lazy_params import fill_buffers, vacate
+    from tilewright.memory.tracking.tracker import Ledger
     from tilewright.models.build import build_model, init_weights
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
     from tilewright.optim.clip import GradClip
-    from tilewright.optim.groups import decay_groups
+    from tilewright.optim.param_groups import decay_groups
     from tilewright.precision.convert import convert
-    from tilewright.precision.policy import Policy
-    from tilewright.training import slicing
-    from tilewright.training.step import StandardExecutor
+    from tilewright.precision.policy.policy import Policy
+    from tilewright.training.executor import layer_major_setup
+    from tilewright.training.executor.standard import StandardExecutor
 
     recipe = recipe_of(name, tiny)
     optim, vocab, folder = recipe.optim, recipe.data.vocab_size, Path("runs") / "benchmark"
     kernels = Kernels(detect_machine("cpu"), {}, compile=compiled, loss_tile=recipe.memory.loss_tile)
-    sliced = slicing.comes_in_slices(recipe)
+    sliced = layer_major_setup.comes_in_slices(recipe)
     model = build_model(recipe.model, vocab, kernels, "meta" if sliced else "cpu")
-    values = slicing.first_values(recipe, model)
+    values = layer_major_setup.first_values(recipe, model)
     if values is None:
         init_weights(model, recipe.run.seed)
     parameters = "" if optim.master == "fp32" else "bf16"
@@ -132,8 +136,8 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     )  # fmt: skip
     clip = GradClip(optim.clip_norm)
     if sliced:
-        cut = slicing.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
-        executor = slicing.make_executor(
+        cut = layer_major_setup.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
+        executor = layer_major_setup.make_executor(
             recipe, model, cut, optimizer,
             clip=clip, ledger=Ledger("cpu"), kernels=kernels, weights=None, folder=folder,
         )  # fmt: skip
@@ -151,7 +155,7 @@ def _llama(recipe: Any, dtype: torch.dtype, compiled: bool) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from tilewright.models.build import build_model
-    from tilewright.models.first_values import random_values
+    from tilewright.models.layerwise.lazy_init import random_values
 
     shape, vocab = recipe.model, recipe.data.vocab_size
     config = LlamaConfig(

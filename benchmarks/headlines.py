@@ -52,7 +52,7 @@ ALL = tuple(dict.fromkeys(name for rows in ROWS_OF.values() for name in rows))
 
 def worker(name: str, args: argparse.Namespace) -> None:
     """Warm up, then take a step for each line on stdin; print seconds, bytes and loss of each."""
-    from tilewright.memory.probe import HighWaterMark
+    from tilewright.memory.tracking.process_memory import HighWaterMark
 
     if args.cap_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (args.cap_bytes, args.cap_bytes))

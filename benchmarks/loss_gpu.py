@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.common import write_result
 from benchmarks.dpaa import look
-from tilewright.core.load import load_recipe
+from tilewright.core.config.load import load_recipe
 from tilewright.training.assemble import Parts, build, set_up
-from tilewright.training.evaluate import evaluate, pooled
+from tilewright.training.executor.evaluate import evaluate, pooled
 
 CLAIM = "fp8_tile with the controller: held-out loss within 0.25 % of bf16_mixed's after the same steps"
 SHAPE = {

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from benchmarks.common import spread, write_result
-from tilewright.core.load import load_recipe
-from tilewright.models.count import count_parameters
-from tilewright.models.decoder import Decoder
+from tilewright.core.config.load import load_recipe
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.flops import count_parameters
 from tilewright.training.assemble import Setup, build, set_up
-from tilewright.training.step import Batch, StepResult, count_targets, count_tokens
+from tilewright.training.executor.standard import Batch, StepResult, count_targets, count_tokens
 
 CLAIMS = {
     "largest": "42B parameters, all trained, on one H200: 20 steps or more of 8k tokens, loss falling, at most 130 GiB "

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.decoder import Block, Decoder
+from tilewright.models.decoder.decoder import Block, Decoder
 
 OUTLIER = 2.0**20
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write_result
-from tilewright.core.toml_file import RECIPES
+from tilewright.core.config.toml import RECIPES
 from tilewright.core.units import parse_bytes
 
 LLAMA = {

@@ -40,7 +40,7 @@ import torch
 
 from benchmarks.common import RESULTS, machine_kind, spread, watched_step, write_result
 from tilewright.core.env import tune_cpu_runtime
-from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerPlacement, Placement
 
 CLAIM = (
     "at equal peak the planned step is never slower than torch's memory budget, full checkpointing and every k-th "
@@ -82,9 +82,9 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
     """Warm up, then a step for each line on stdin; tell seconds and the largest resident set so far."""
     from torch._functorch import config as functorch
 
-    from tilewright.core.load import load_recipe
+    from tilewright.core.config.load import load_recipe
     from tilewright.training.assemble import build, set_up
-    from tilewright.training.regroup_run import regroup_for
+    from tilewright.training.replan_setup import regroup_for
 
     if "torch_budget" in setting:
         functorch.activation_memory_budget = setting["torch_budget"]
@@ -251,7 +251,7 @@ def duel(mine: Setting, other: Setting, most_pairs: int) -> list[float]:
 
 def draw(contests: list[dict[str, Any]], path: Path) -> None:
     """Seconds of each way's best over those of the plan, at the plan's peaks; medians of pairs."""
-    from tilewright.report.charts import Series, line_chart, standalone
+    from tilewright.report.svg.charts import Series, line_chart, standalone
 
     names = {
         "planned": "planned, layer by layer",

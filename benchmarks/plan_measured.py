@@ -46,17 +46,17 @@ from scipy.stats import spearmanr
 
 from benchmarks.common import Stolen, machine_kind, watched_step, write_result
 from benchmarks.plan_accuracy import LLAMA
+from tilewright.core.config.load import load_recipe
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
-from tilewright.core.load import load_recipe
-from tilewright.core.placement import Placement
-from tilewright.planner import ceilings
-from tilewright.planner.options import Setting
+from tilewright.core.memory_plan import Placement
+from tilewright.planner.cost.choices import Setting
+from tilewright.planner.machine import ceilings
 from tilewright.training.assemble import Parts, Setup, build, set_up
-from tilewright.training.checkpoint import CheckpointStore
-from tilewright.training.evaluate import evaluate
-from tilewright.training.planned import plan_run
-from tilewright.training.regroup_run import regroup_for
+from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.executor.evaluate import evaluate
+from tilewright.training.planning.resolve import plan_run
+from tilewright.training.replan_setup import regroup_for
 
 CLAIM = (
     "planned peak within 10 % of the measured one before the first step and 5 % after it; step time within 15 %; plans "

@@ -46,14 +46,14 @@ import json, sys, time
 start, cpu = time.perf_counter(), time.process_time()
 from tilewright.core.env import quick_imports
 with quick_imports():
-    from tilewright.core.config import Recipe
+    from tilewright.core.config.recipe import Recipe
     from tilewright.core.hardware import detect_machine
     from tilewright.planner.planner import Planner
     from tilewright.planner.plan import Budget
-    from tilewright.planner.changes import cheapest_changes, replan_with
+    from tilewright.planner.advice.changes import cheapest_changes, replan_with
     from tilewright.planner.describe import verdict
-    from tilewright.planner.options import Links
-    from tilewright.planner.published import LINK_SHARE, find_published
+    from tilewright.planner.cost.choices import Links
+    from tilewright.planner.machine.gpu_specs import LINK_SHARE, find_published
 case = json.loads(sys.argv[1])
 row = find_published("h200")
 machine = row.machine(detect_machine("cpu"), case["host"])

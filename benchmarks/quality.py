@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import RESULTS, machine_kind, write_result
-from tilewright.core.load import load_recipe
+from tilewright.core.config.load import load_recipe
 from tilewright.training.assemble import prepare_data
 
 CLAIM = (

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 
 from benchmarks.common import RESULTS, machine_kind
-from tilewright.core.load import load_recipe
+from tilewright.core.config.load import load_recipe
 from tilewright.precision.convert import evaluating, set_mode
-from tilewright.precision.policy import Policy, Rule
+from tilewright.precision.policy.policy import Policy, Rule
 from tilewright.training.assemble import Parts, build, prepare_data, set_up
 
 STEPS = 300

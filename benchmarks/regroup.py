@@ -46,9 +46,9 @@ def run(case: str, watched: bool) -> dict[str, Any]:
     """The steps of a case in this process; `watched` with the change and regrouping, else with everything kept."""
     import torch
 
-    from tilewright.core.load import load_recipe
+    from tilewright.core.config.load import load_recipe
     from tilewright.training.assemble import build, set_up
-    from tilewright.training.regroup_run import regroup_for
+    from tilewright.training.replan_setup import regroup_for
 
     with tempfile.TemporaryDirectory() as folder:
         given = {name: str(value) for name, value in (SETTINGS | {"run.dir": folder}).items()}
@@ -83,7 +83,7 @@ def run(case: str, watched: bool) -> dict[str, Any]:
 
 def peak(expected: Any) -> float:
     """Of a step."""
-    from tilewright.training.forecast import peak_of
+    from tilewright.training.planning.forecast import peak_of
 
     return peak_of(expected)
 

@@ -20,12 +20,12 @@ from benchmarks.common import RESULTS, write_result
 from benchmarks.dpaa import SHAPE
 from benchmarks.outliers import plant_before_attention, plant_before_mlp
 from benchmarks.precision_search import recipes, summary
-from tilewright.cli.precision_output import intro_of, policy_text
-from tilewright.core.load import Loaded, load_recipe
-from tilewright.models.decoder import Decoder
+from tilewright.cli.commands.precision_output import intro_of, policy_text
+from tilewright.core.config.load import Loaded, load_recipe
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.training.assemble import build, prepare_data, set_up
-from tilewright.training.evaluate import evaluate, pooled
-from tilewright.training.search_precision import SearchSettings, search
+from tilewright.training.executor.evaluate import evaluate, pooled
+from tilewright.training.precision_search import SearchSettings, search
 
 CLAIM = (
     "the searched policy beats all FP8 in loss, and FP8 but for the first and last layer in speed at equal loss; "

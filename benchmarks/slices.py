@@ -61,7 +61,7 @@ ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MAL
 
 def recipe_of(name: str, args: argparse.Namespace) -> Any:
     """Recipe slice_cpu with a contender's settings."""
-    from tilewright.core.load import load_recipe
+    from tilewright.core.config.load import load_recipe
 
     shape = {f"model.{key}": value for key, value in (TINY if args.tiny else SHAPE).items()}
     vocab = {"data.vocab_size": "512" if args.tiny else VOCAB}
@@ -85,23 +85,23 @@ def microbatches(step: int, vocab: int, length: int, tokens: int) -> list[dict[s
 def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     """Model, optimizer and executor, as a run builds them."""
     from tilewright.core.hardware import detect_machine
-    from tilewright.memory.lazy import fill_buffers, vacate
-    from tilewright.memory.ledger import Ledger
-    from tilewright.memory.tiled import tile_mlps
+    from tilewright.memory.offload.lazy_params import fill_buffers, vacate
+    from tilewright.memory.tiled_mlp import tile_mlps
+    from tilewright.memory.tracking.tracker import Ledger
     from tilewright.models.build import build_model
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
     from tilewright.optim.clip import GradClip
-    from tilewright.optim.groups import decay_groups
+    from tilewright.optim.param_groups import decay_groups
     from tilewright.precision.convert import convert
-    from tilewright.precision.policy import Policy
-    from tilewright.training import slicing
+    from tilewright.precision.policy.policy import Policy
+    from tilewright.training.executor import layer_major_setup
 
     memory, optim = recipe.memory, recipe.optim
     sizes = {"loss_tile": memory.loss_tile, "attention_block": memory.attention_block}
     kernels = Kernels(detect_machine("cpu"), compile=compiled, **sizes)
     model = build_model(recipe.model, recipe.data.vocab_size, kernels, "meta")
-    values = slicing.first_values(recipe, model)
+    values = layer_major_setup.first_values(recipe, model)
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters="bf16"), kernels=kernels)
     vacate(model, "cpu")
     fill_buffers(model, values)
@@ -115,8 +115,8 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
         decay_groups(model, optim.weight_decay), lr=optim.lr, betas=optim.betas, moments=optim.moments,
         master=optim.master, kernels=kernels,
     )  # fmt: skip
-    cut = slicing.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
-    return slicing.make_executor(
+    cut = layer_major_setup.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
+    return layer_major_setup.make_executor(
         recipe, model, cut, optimizer, clip=GradClip(optim.clip_norm), ledger=Ledger("cpu"), kernels=kernels,
         weights=None, folder=folder,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
 
 def worker(name: str, length: int, args: argparse.Namespace) -> None:
     """Warm up, then take a step for each line on stdin; tell seconds, peak bytes and loss of each."""
-    from tilewright.memory.probe import make_probe
+    from tilewright.memory.tracking.process_memory import make_probe
 
     recipe = recipe_of(name, args)
     with tempfile.TemporaryDirectory() as folder:

@@ -171,16 +171,16 @@ def run_tilewright(
     shape: Shape, *, mode: str = "bf16_mixed", compiled: bool = True, moments: str = "fp32", recompute: str = "none"
 ) -> None:
     """Our decoder, policy, optimizer and executor."""
-    from tilewright.core.config import ModelSection
+    from tilewright.core.config.recipe import ModelSection
     from tilewright.core.hardware import detect_machine
     from tilewright.models.build import build_model, init_weights
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
     from tilewright.optim.clip import GradClip
-    from tilewright.optim.groups import decay_groups
+    from tilewright.optim.param_groups import decay_groups
     from tilewright.precision.convert import convert
-    from tilewright.precision.weights import QuantizedWeights
-    from tilewright.training.step import StandardExecutor
+    from tilewright.precision.float8.weight_cache import QuantizedWeights
+    from tilewright.training.executor.standard import StandardExecutor
 
     kernels = Kernels(detect_machine(), compile=compiled)
     section = ModelSection(dim=shape.dim, num_layers=shape.layers, num_heads=shape.heads, ffn_dim=shape.ffn)

@@ -1,8 +1,9 @@
 """Tiers: bytes a second to host and disk, and how much of that the computation of a layer hides.
 
-For each tier: rates of single slices (`memory.link`), then a pass over slices with a computation on each, in three
-ways: nothing moves; slices come and go back with prefetch; the same without prefetch. `waited_s` is what the pass stood
-still for slices, `hidden` the share of it that prefetch takes away. A disk is met here through the system's memory.
+For each tier: rates of single slices (`memory.offload.bandwidth`), then a pass over slices with a computation on each,
+in three ways: nothing moves; slices come and go back with prefetch; the same without prefetch. `waited_s` is what the
+pass stood still for slices, `hidden` the share of it that prefetch takes away. A disk is met here through the system's
+memory.
 
 python -m benchmarks.tiers [--tiny] [--slice-mib 64] [--slices 8] [--compute-s 0.3] [--folder FOLDER]
 """
@@ -18,9 +19,9 @@ import torch
 
 from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.hardware import detect_machine
-from tilewright.memory.arena import Arena
-from tilewright.memory.layout import vacant
-from tilewright.memory.link import measure_link
+from tilewright.memory.offload.bandwidth import measure_link
+from tilewright.memory.offload.layout import vacant
+from tilewright.memory.offload.pool import Arena
 
 CLAIM = "Slices come and go beside the computation: what a tier costs is what its link cannot do in that time."
 ROUNDS = 3

@@ -10,9 +10,9 @@ import click
 
 import tilewright
 from tilewright.cli.app import COMMANDS, cli
-from tilewright.core import schema
+from tilewright.core.config import schema
+from tilewright.core.config.toml import toml_text
 from tilewright.core.env import VARIABLES
-from tilewright.core.toml_file import toml_text
 from tilewright.report.verdict.judge import MOOT, RULES
 from tilewright.report.verdict.rule import MIN_RECORDS
 
@@ -24,8 +24,8 @@ def configuration() -> str:
     lines = [
         "# Settings",
         "",
-        "Every setting of a recipe, made from the schema in `tilewright.core.config`. In a recipe they stand under",
-        "their `[section]`; on the command line they are written `--section.field value`.",
+        "Every setting of a recipe, made from the schema in `tilewright.core.config.recipe`. In a recipe settings are",
+        "grouped by `[section]`; on the command line they are written `--section.field value`.",
         "`tilewright inspect --schema` prints the JSON schema for editors.",
     ]
     for section in schema.sections():

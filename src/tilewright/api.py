@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tilewright.core.load import load_recipe
+from tilewright.core.config.load import load_recipe
 from tilewright.planner.plan import Plan
 from tilewright.training.loop import RunResult
 from tilewright.training.loop import train as run_training
-from tilewright.training.plan_request import PlanRequest, plan_for, planner_for
+from tilewright.training.planning.request import PlanRequest, plan_for, planner_for
 
 
 def train(recipe: str | Path = "default", settings: Mapping[str, str] | None = None) -> RunResult:

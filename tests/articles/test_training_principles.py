@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewright import DynamicScaler, load_recipe
-from tilewright.precision.schedule import ModeSchedule
+from tilewright.precision.policy.schedule import ModeSchedule
 
 
 class ArticleScaler:

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tilewright.cli.app import run
-from tilewright.core import schema
-from tilewright.core.load import load_recipe, shipped_recipes, write_run_toml
-from tilewright.core.toml_file import RECIPES
+from tilewright.core.config import schema
+from tilewright.core.config.load import load_recipe, shipped_recipes, write_run_toml
+from tilewright.core.config.toml import RECIPES
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ H200 = ["plan", "default", *MODEL, "--on", "h200"]
 
 @pytest.fixture(autouse=True)
 def _fixed(monkeypatch):
-    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+    monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
 
 
 def error_of(capsys, *arguments, code=2):

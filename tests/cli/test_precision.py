@@ -11,8 +11,8 @@ import pytest
 from tests.contracts.observe import fixed_ceilings, write_texts
 from tests.contracts.test_settings import BASE
 from tilewright.cli.app import run
-from tilewright.core.load import load_recipe
-from tilewright.precision.gemms import GEMM_NAMES
+from tilewright.core.config.load import load_recipe
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 
 SETTINGS = BASE | {"data.source": "texts", "data.cache_dir": "cache", "optim.lr": "1e-2"}
 FAST = ("--warmup", "8", "--batches", "2", "--rows", "1", "--time", "ideal")
@@ -30,7 +30,7 @@ def here(tmp_path_factory):
     write_texts(folder / "texts")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+        patch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
         assert run(["precision", "search", "--budget", "0.0005%", *FAST, *arguments()]) == 0
     return folder
 
@@ -38,7 +38,7 @@ def here(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _there(here, monkeypatch):
     monkeypatch.chdir(here)
-    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+    monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
 
 
 def test_all_measurements_are_in_the_json(here):

@@ -24,7 +24,7 @@ def here(tmp_path_factory):
     write_texts(folder / "texts")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+        patch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
         assert run(["train", *arguments()]) == 0
     return folder
 
@@ -32,7 +32,7 @@ def here(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _there(here, monkeypatch):
     monkeypatch.chdir(here)
-    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+    monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
 
 
 def test_report(here, capsys):

@@ -37,7 +37,7 @@ def here(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _there(here, monkeypatch):
     monkeypatch.chdir(here)
-    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+    monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
 
 
 def strict(text: str) -> dict:

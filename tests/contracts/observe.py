@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import TilewrightError
-from tilewright.core.load import load_recipe
-from tilewright.planner.ceilings import Ceilings
-from tilewright.training.checkpoint import CheckpointStore, read_tensors, stored_tensors
+from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.loop import train
 
 TIMED = ("time_s", "step_s", "wait_s", "wait_share", "tokens_per_s", "memory_bytes", "memory", "seconds", "stall_s")
@@ -55,7 +55,8 @@ def write_llama(folder: Path) -> None:
 
 
 def fixed_ceilings(*args: object, **kwargs: object) -> Ceilings:
-    """In the place of `planner.ceilings.measure`: round numbers at once, where measuring takes seconds a machine."""
+    """In the place of `planner.machine.ceilings.measure`: round numbers at once, where measuring takes seconds a
+    machine."""
     rates = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1e10)
     return Ceilings(
         key="fixed",

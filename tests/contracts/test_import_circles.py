@@ -46,7 +46,7 @@ def test_no_circles():
 
 def test_a_circle_is_found():
     graph = imports()
-    assert "tilewright.models.hf_io" in graph["tilewright.models.decoder"]
-    graph["tilewright.models.hf_io"].add("tilewright.models.decoder")
-    with pytest.raises(AssertionError, match="hf_io"):
+    assert "tilewright.models.decoder.hf_weights" in graph["tilewright.models.decoder.decoder"]
+    graph["tilewright.models.decoder.hf_weights"].add("tilewright.models.decoder.decoder")
+    with pytest.raises(AssertionError, match="hf_weights"):
         ordered(graph)

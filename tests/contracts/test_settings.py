@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.observe import fixed_ceilings, observe, write_llama, write_texts
-from tilewright.core import schema
-from tilewright.core.config_precision import PrecisionRule
+from tilewright.core.config import schema
+from tilewright.core.config.precision import PrecisionRule
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -200,7 +200,7 @@ PROOFS: dict[str, Probe | str] = {
     "ops.quantize": Probe("ref", "kernels"),
     "ops.tile_gemm": Probe("ref", "kernels"),
     "plan.device_budget": Probe("1MB", "error"),
-    "plan.margin": "tests/plan/test_replan.py::test_the_margin_stays_free",
+    "plan.margin": "tests/planner/test_replan.py::test_the_margin_stays_free",
     "plan.enforce": Probe("false", "error", {"plan.device_budget": "1MB"}),
 }
 
@@ -231,7 +231,7 @@ def run(settings, shared, tmp_path, monkeypatch):
     key = tuple(sorted(settings.items()))
     if key not in known:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+        monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
         for name in ("texts", "rows.jsonl", "llama"):
             (tmp_path / name).symlink_to(folder / name)
         known[key] = observe({"data.source": "texts", "data.cache_dir": str(folder / "cache")} | settings, tmp_path)

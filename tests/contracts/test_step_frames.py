@@ -14,7 +14,7 @@ import torch
 
 import tilewright
 from tests.training.tiny import tiny, write_text
-from tilewright.models.decoder import Decoder
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.training.loop import train
 from tilewright.training.run import Run
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tilewright.core import schema
-from tilewright.core.check import conflicts
-from tilewright.core.config import Recipe
+from tilewright.core.config import schema
+from tilewright.core.config.conflicts import conflicts
+from tilewright.core.config.load import load_recipe
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.unused import _VOID, without_effect
 from tilewright.core.errors import ConfigError
-from tilewright.core.load import load_recipe
-from tilewright.core.void import _VOID, without_effect
 
 CASES = [
     ({"model.kind": "hf"}, 'model.kind = "hf" needs the folder of the model'),

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from tilewright.core import env
+from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
-from tilewright.core.load import load_recipe
 
 
 @pytest.mark.parametrize(

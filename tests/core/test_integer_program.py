@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.core.errors import FitError
-from tilewright.core.integer_program import Column, Row, minimise
+from tilewright.core.mip import Column, Row, minimise
 
 SMALL = st.integers(-5, 5)
 

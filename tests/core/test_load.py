@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.core import schema
-from tilewright.core.config import Recipe
+from tilewright.core.config import schema
+from tilewright.core.config.load import load_recipe, shipped_recipes, write_run_toml
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
-from tilewright.core.load import load_recipe, shipped_recipes, write_run_toml
 
 
 def write(folder: Path, name: str, text: str) -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerPlacement, Placement
 
 
 def test_uniform_says_the_same_of_all_layers():

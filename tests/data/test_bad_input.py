@@ -11,10 +11,10 @@ import zstandard
 
 from tests.data.conftest import write_text
 from tilewright.core.errors import DataError
-from tilewright.data.collect import collect
-from tilewright.data.files import user_source
+from tilewright.data.common.progress import Progress
+from tilewright.data.corpus.read import collect
 from tilewright.data.prepare import prepare
-from tilewright.data.progress import Progress
+from tilewright.data.sources.files import user_source
 
 
 def rows(num, seed=0):
@@ -120,7 +120,7 @@ def test_full_disk(corpus_folder, tmp_path, monkeypatch):
     def no_space(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tilewright.data.corpus.pq.write_table", no_space)
+    monkeypatch.setattr("tilewright.data.corpus.build.pq.write_table", no_space)
     with pytest.raises(DataError, match="No space left") as caught:
         prepare(str(corpus_folder), cache_dir=str(tmp_path))
     assert "max_bytes" in caught.value.problems[0].try_

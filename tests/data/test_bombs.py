@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from tilewright.data.documents import Document, Reject
-from tilewright.data.files import user_source
+from tilewright.data.sources.documents import Document, Reject
+from tilewright.data.sources.files import user_source
 
 ROOM = 100 << 20
 """Bytes over the baseline that reading a bomb may take."""
@@ -44,8 +44,8 @@ def write_bomb(path, fill, size=_SIZE):
 # In a process of its own, whose peak is that of the reading alone.
 _MEASURE = """
 import json, resource, sys
-from tilewright.data.documents import Reject
-from tilewright.data.files import user_source
+from tilewright.data.sources.documents import Reject
+from tilewright.data.sources.files import user_source
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 items = user_source(sys.argv[1])
 user_source(sys.argv[2])
@@ -151,7 +151,7 @@ def test_a_row_too_long_is_set_aside_alone(tmp_path):
 
 def test_an_image_of_too_many_pixels_is_set_aside(tmp_path):
     image = pytest.importorskip("PIL.Image")
-    from tilewright.data.images import _decode
+    from tilewright.data.prepared_images import _decode
 
     image.new("1", (9000, 9000)).save(tmp_path / "bomb.png")
     assert _decode(tmp_path / "bomb.png", 8) == "more than 67108864 pixels: 9000 x 9000"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tilewright.core.errors import DataError
+from tilewright.data.batches.stream import Stream
 from tilewright.data.prepare import prepare
-from tilewright.data.stream import Stream
 
 PIL = pytest.importorskip("PIL.Image")
 

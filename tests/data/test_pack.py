@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.data.pack import pack
-from tilewright.data.rows import IGNORE, TextRows
+from tilewright.data.batches.pack import pack
+from tilewright.data.batches.rows import IGNORE, TextRows
 
 
 @settings(max_examples=200, deadline=None)

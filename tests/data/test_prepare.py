@@ -15,11 +15,11 @@ import torch
 
 from tests.data.conftest import write_text
 from tilewright.core.errors import DataError
-from tilewright.data.mix import Picks
+from tilewright.data.batches.mix import Picks
+from tilewright.data.batches.rows import IGNORE
+from tilewright.data.batches.stream import Stream
+from tilewright.data.common.tokenizer import train_tokenizer
 from tilewright.data.prepare import prepare
-from tilewright.data.rows import IGNORE
-from tilewright.data.stream import Stream
-from tilewright.data.tokenizer import train_tokenizer
 
 OPTIONS = {"seq_len": 48, "vocab_size": 350, "holdout": 0.1}
 
@@ -139,7 +139,7 @@ def test_a_whole_entry_needs_no_lock(corpus_folder, tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("tilewright.data.cache._locked", refuse)
+    monkeypatch.setattr("tilewright.data.common.cache._locked", refuse)
     assert prepare(str(corpus_folder), cache_dir=str(tmp_path), **OPTIONS).summary["docs"] == 80
 
 

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.conftest import write_text
-from tilewright.data.collect import collect
-from tilewright.data.documents import Document, Part, Source, cut
-from tilewright.data.files import SEGMENT_BYTES, user_source
-from tilewright.data.installed import dependency_closure, installed_source
-from tilewright.data.lines import segment_lines
-from tilewright.data.progress import Progress
-from tilewright.data.python_text import split_docstrings
+from tilewright.data.common.progress import Progress
+from tilewright.data.corpus.read import collect
+from tilewright.data.sources.docstrings import split_docstrings
+from tilewright.data.sources.documents import Document, Part, Source, cut
+from tilewright.data.sources.files import SEGMENT_BYTES, user_source
+from tilewright.data.sources.installed import dependency_closure, installed_source
+from tilewright.data.sources.lines import segment_lines
 
 
 def spool_of(source, tmp_path, max_bytes=0, domains=(), seed=0):
@@ -159,7 +159,7 @@ def test_installed_text_does_not_depend_on_what_was_imported():
     """setuptools adds packages of its own to sys.path (torch's compiler imports it)."""
     code = (
         "import sys\n"
-        "from tilewright.data.installed import installed_source\n"
+        "from tilewright.data.sources.installed import installed_source\n"
         "before, known = installed_source().key, list(sys.path)\n"
         "import setuptools\n"
         "assert sys.path != known\n"

@@ -8,10 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data.conftest import WORDS, write_text
-from tilewright.data.collect import Spool
-from tilewright.data.near import near_copy_clusters, shingle_hashes
+from tilewright.data.corpus.holdout import choose_holdout
+from tilewright.data.corpus.near_dup import near_copy_clusters, shingle_hashes
+from tilewright.data.corpus.read import Spool
 from tilewright.data.prepare import prepare
-from tilewright.data.split import choose_holdout
 
 
 def words_of(text):
@@ -79,7 +79,7 @@ def test_clusters_do_not_depend_on_chunks(monkeypatch):
     texts = [write_text(i, 120) for i in range(30)]
     arguments = joined(texts + [near_copy(t, 9) for t in texts])
     whole = near_copy_clusters(*arguments)
-    monkeypatch.setattr("tilewright.data.near._CHUNK_BYTES", 1500)
+    monkeypatch.setattr("tilewright.data.corpus.near_dup._CHUNK_BYTES", 1500)
     assert (near_copy_clusters(*arguments) == whole).all()
 
 
@@ -114,7 +114,9 @@ def test_no_leak_between_the_splits(tmp_path, monkeypatch):
     for counts in prepared.summary["domains"].values():
         assert 0.05 < counts["holdout_tokens"] / counts["tokens"] < 0.3
     # Without the clusters the same split leaks, so the measure above means something.
-    monkeypatch.setattr("tilewright.data.corpus.near_copy_clusters", lambda _, offsets, *__: np.arange(len(offsets)))
+    monkeypatch.setattr(
+        "tilewright.data.corpus.build.near_copy_clusters", lambda _, offsets, *__: np.arange(len(offsets))
+    )
     assert worst_leak(prepare(str(tmp_path / "data"), cache_dir=str(tmp_path / "other"), **options)) > 0.65
 
 

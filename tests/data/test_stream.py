@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.data.mix import BLOCK
-from tilewright.data.stream import Stream
+from tilewright.data.batches.mix import BLOCK
+from tilewright.data.batches.stream import Stream
 
 
 class Numbers:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.data.conftest import write_text
 from tilewright.core.errors import DataError
-from tilewright.data.tokenizer import EOS, load_tokenizer, train_tokenizer
+from tilewright.data.common.tokenizer import EOS, load_tokenizer, train_tokenizer
 
 TEXTS = [write_text(i, 200) for i in range(20)]
 
@@ -69,7 +69,7 @@ def test_transformers_reads_what_we_save(tokenizer, tmp_path):
 def test_two_processes_train_the_same_tokenizer(tokenizer):
     """Also with another number of threads and another hash seed."""
     code = (
-        "from tests.data.test_tokenizer import TEXTS; from tilewright.data.tokenizer import train_tokenizer;"
+        "from tests.data.test_tokenizer import TEXTS; from tilewright.data.common.tokenizer import train_tokenizer;"
         "print(train_tokenizer(TEXTS, 420).backend.to_str())"
     )
     env = os.environ | {"RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "7"}

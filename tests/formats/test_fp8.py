@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.formats.encode import NAN_CODE, decode, decode_e8m0, encode
-from tilewright.formats.error import measure, sqnr_db
+from tilewright.formats.quant_error import measure, sqnr_db
 from tilewright.formats.quantize import noise_like, quantize
 from tilewright.formats.scaling import (
     BLOCK_TILE,

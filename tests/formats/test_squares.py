@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.ops.compare import snr_db
+from tilewright.formats.quadratic_map import BLOCK, LEAST, TINY, decode, encode, num_blocks, root
 from tilewright.formats.rounding import join24, round_bf16, split24
-from tilewright.formats.squares import BLOCK, LEAST, TINY, decode, encode, num_blocks, root
 
 
 def noise_of(size, seed=0, most=256):

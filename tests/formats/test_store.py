@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from tilewright.formats import store
+from tilewright.formats import fp8_layout
 from tilewright.formats.scaling import BLOCK_TILE, Tile
 
 PLAIN = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 def test_the_settings_written_are_the_settings_read():
-    written = store.layout_settings(["lm_head"])
+    written = fp8_layout.layout_settings(["lm_head"])
     assert written == PLAIN | {"modules_to_not_convert": ["lm_head"]}
-    assert store.layout_problems(written) == []
-    assert store.layout_tile(written) == BLOCK_TILE
+    assert fp8_layout.layout_problems(written) == []
+    assert fp8_layout.layout_tile(written) == BLOCK_TILE
 
 
 @pytest.mark.parametrize(
@@ -32,20 +32,20 @@ def test_the_settings_written_are_the_settings_read():
     ],
 )
 def test_problems_are_named(change, found):
-    assert store.layout_problems(PLAIN | change) == found
+    assert fp8_layout.layout_problems(PLAIN | change) == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
 def test_scales_of_every_dtype_are_exact(dtype):
     scale = torch.tensor([[0.5, 2.0**-9], [1.0, 4.0]])
-    assert torch.equal(store.to_fp32_scale(scale.to(dtype)), scale)
-    tiled = store.from_stored(torch.ones(3, 4).to(torch.float8_e4m3fn), scale.to(dtype), Tile(2, 2))
+    assert torch.equal(fp8_layout.to_fp32_scale(scale.to(dtype)), scale)
+    tiled = fp8_layout.from_stored(torch.ones(3, 4).to(torch.float8_e4m3fn), scale.to(dtype), Tile(2, 2))
     assert torch.equal(tiled.dequantize()[2], torch.tensor([1.0, 1.0, 4.0, 4.0]))
 
 
 def test_nothing_is_copied_where_nothing_must_be():
-    codes, scale_inv = store.to_stored(torch.randn(130, 70))
-    tiled = store.from_stored(codes, scale_inv)
+    codes, scale_inv = fp8_layout.to_stored(torch.randn(130, 70))
+    tiled = fp8_layout.from_stored(codes, scale_inv)
     assert (tiled.codes.data_ptr(), tiled.scale_inv.data_ptr()) == (codes.data_ptr(), scale_inv.data_ptr())
 
 
@@ -53,10 +53,10 @@ def test_nothing_is_copied_where_nothing_must_be():
 def test_both_nan_codes_are_found(code):
     codes = torch.arange(256, dtype=torch.uint8)
     sound = codes[(codes & 0x7F) != 0x7F]
-    assert not store.has_nan(sound)
-    assert store.has_nan(torch.cat([sound, torch.tensor([code], dtype=torch.uint8)]).view(torch.float8_e4m3fn))
+    assert not fp8_layout.has_nan(sound)
+    assert fp8_layout.has_nan(torch.cat([sound, torch.tensor([code], dtype=torch.uint8)]).view(torch.float8_e4m3fn))
 
 
 def test_shapes_that_do_not_belong_together():
     with pytest.raises(ValueError, match="need scales"):
-        store.from_stored(torch.zeros(300, 4, dtype=torch.uint8), torch.ones(2, 1))
+        fp8_layout.from_stored(torch.zeros(300, 4, dtype=torch.uint8), torch.ones(2, 1))

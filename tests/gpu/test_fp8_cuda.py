@@ -23,11 +23,11 @@ from tilewright.formats import quantize as formats
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.dispatch import Case
+from tilewright.ops.backends.ref import math as ref
+from tilewright.ops.base.dispatch import Case
 from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
-from tilewright.ops.ref import math as ref
 
 pytestmark = pytest.mark.gpu
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

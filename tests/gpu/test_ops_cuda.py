@@ -12,12 +12,12 @@ from tests.ops.low_bit import KINDS, LowBitCase, assert_same, hyper
 from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
 from tilewright.core.hardware import detect_machine
 from tilewright.ops.attention import ATTENTION
-from tilewright.ops.dispatch import Case
+from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
+from tilewright.ops.base.dispatch import Case
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
 from tilewright.ops.norm import RMS_NORM
-from tilewright.ops.ref.low_bit_adam import low_bit_adam
 
 pytestmark = pytest.mark.gpu
 

@@ -5,17 +5,17 @@ import torch
 
 from tests.training.test_regroup import looked_at
 from tilewright.core.hardware import detect_machine
-from tilewright.core.placement import Placement
+from tilewright.core.memory_plan import Placement
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.training.placement_words import words
-from tilewright.training.placing import ModelPlaces
-from tilewright.training.regroup import Regroup
-from tilewright.training.step import StandardExecutor
+from tilewright.training.executor.activation_policy import ModelPlaces
+from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.planning.describe import words
+from tilewright.training.planning.replan import Regroup
 
 pytestmark = pytest.mark.gpu
 SHAPE = DecoderConfig.of(vocab_size=512, dim=512, num_heads=8, num_layers=8, ffn_dim=1536)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tilewright.memory.arena import Arena
-from tilewright.memory.journal import Journal
-from tilewright.memory.pinned import pinned_empty, unpin
-from tilewright.models.layered import Slice
+from tilewright.memory.layer_major.rollback import Journal
+from tilewright.memory.offload.pinned import pinned_empty, unpin
+from tilewright.memory.offload.pool import Arena
+from tilewright.models.layerwise.view import Slice
 
 pytestmark = pytest.mark.gpu
 SIZE = 4 * 2**20
@@ -90,7 +90,7 @@ class TestArena:
         arena.close()
 
     def test_first_values_are_made_on_the_host(self, tier, tmp_path):
-        from tilewright.memory.layout import vacant
+        from tilewright.memory.offload.layout import vacant
 
         def fill(tensors):
             assert all(tensor.device.type == "cpu" for tensor in tensors.values())

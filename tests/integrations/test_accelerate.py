@@ -11,8 +11,8 @@ from torch import nn
 import tilewright
 from tilewright.core.errors import ConfigError
 from tilewright.integrations.accelerate import convert_for
-from tilewright.precision.loss_scale import DynamicScaler
-from tilewright.precision.policy import Policy, Rule
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.precision.policy.policy import Policy, Rule
 
 FP16 = Policy("fp32", (Rule(op="linear", compute="fp16"),))
 

@@ -17,10 +17,10 @@ import tilewright
 from tilewright.core.errors import ConfigError
 from tilewright.integrations.transformers import attach
 from tilewright.integrations.transformers_control import ControllerCallback
-from tilewright.precision.controller_settings import ControllerSettings
-from tilewright.precision.history import read_history
-from tilewright.precision.loss_scale import DynamicScaler
-from tilewright.precision.policy import Policy, Rule
+from tilewright.precision.controller.log import read_history
+from tilewright.precision.controller.settings import ControllerSettings
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.precision.policy.policy import Policy, Rule
 
 STEPS, ROWS = 4, 2
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 80}

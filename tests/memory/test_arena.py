@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tilewright.core.errors import ConfigError, FitError, HardwareError
-from tilewright.memory.arena import Arena
-from tilewright.memory.layout import Layout, vacant
+from tilewright.memory.offload.layout import Layout, vacant
+from tilewright.memory.offload.pool import Arena
 
 TIERS = ("device", "host", "disk")
 MIB = 2**20
@@ -346,7 +346,7 @@ class TestDisk:
     def test_kill_leaves_nothing(self, tmp_path):
         code = f"""
 import os, signal, torch
-from tilewright.memory.arena import Arena
+from tilewright.memory.offload.pool import Arena
 arena = Arena("disk", "cpu", folder={str(tmp_path)!r})
 arena.add(0, {{"w": torch.ones({MIB})}})
 arena.seal()

@@ -11,8 +11,8 @@ import torch
 
 from tests.memory.test_arena import assert_equal, copies, file_of, largest_file, make_slices
 from tilewright.core.errors import FitError, HardwareError
-from tilewright.memory.arena import Arena
-from tilewright.memory.layout import Layout
+from tilewright.memory.offload.layout import Layout
+from tilewright.memory.offload.pool import Arena
 
 TIERS = ("device", "host", "disk")
 MIB = 2**20

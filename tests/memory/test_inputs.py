@@ -12,8 +12,8 @@ from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.memory.input_tiers import HostTier
-from tilewright.memory.inputs import InputStore
+from tilewright.memory.offload.activation_stores import HostTier
+from tilewright.memory.offload.activations import InputStore
 from tilewright.ops.kernels import Kernels
 
 TIERS = ("device", "host", "disk")

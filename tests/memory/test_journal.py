@@ -6,9 +6,9 @@ from torch import nn
 
 from tests.memory.test_arena import largest_file
 from tilewright.core.errors import FitError, HardwareError
-from tilewright.memory.arena import Arena
-from tilewright.memory.journal import Journal
-from tilewright.models.layered import Slice
+from tilewright.memory.layer_major.rollback import Journal
+from tilewright.memory.offload.pool import Arena
+from tilewright.models.layerwise.view import Slice
 
 MIB = 2**20
 

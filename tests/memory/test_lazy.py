@@ -6,23 +6,23 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.shapes import KERNELS, load_decoder, make_batch
 from tests.models.test_hf_models import ALL, CAUSAL, IMAGES, MASKED
-from tilewright.core.config_precision import PrecisionSection
+from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.errors import CheckpointError
-from tilewright.memory.arena import Arena
-from tilewright.memory.layout import vacant
-from tilewright.memory.lazy import fill_buffers, lent_values, vacate
-from tilewright.memory.probe import Sampler
-from tilewright.models import init
+from tilewright.memory.offload.layout import vacant
+from tilewright.memory.offload.lazy_params import fill_buffers, lent_values, vacate
+from tilewright.memory.offload.pool import Arena
+from tilewright.memory.tracking.process_memory import Sampler
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.models.first_values import random_values, stored_values
-from tilewright.models.hf_io import save_decoder
-from tilewright.models.hf_load import load_hf
-from tilewright.models.layered import find_slices
-from tilewright.models.layered_hf import layered
+from tilewright.models.decoder import init
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.hf_weights import save_decoder
+from tilewright.models.hf.load import load_hf
+from tilewright.models.layerwise.hf_view import layered
+from tilewright.models.layerwise.lazy_init import random_values, stored_values
+from tilewright.models.layerwise.view import find_slices
 from tilewright.precision.convert import convert
-from tilewright.precision.policy import Policy
+from tilewright.precision.policy.policy import Policy
 
 MLA = {"attention": "mla", "q_lora_rank": 8, "kv_lora_rank": 8}
 MLA |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}

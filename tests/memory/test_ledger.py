@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tilewright.memory.ledger import OWNERS, Ledger
-from tilewright.memory.owners import owner_bytes
-from tilewright.memory.probe import HighWaterMark, Sampler
+from tilewright.memory.tracking.process_memory import HighWaterMark, Sampler
+from tilewright.memory.tracking.tensor_bytes import owner_bytes
+from tilewright.memory.tracking.tracker import OWNERS, Ledger
 
 MIB = 2**20
 
@@ -218,7 +218,7 @@ class TestLedger:
 
 PHASE_COST = """
 import time
-from tilewright.memory.ledger import Ledger
+from tilewright.memory.tracking.tracker import Ledger
 ledger, times = Ledger("cpu"), []
 for _ in range(200):
     start = time.thread_time()

@@ -3,7 +3,7 @@
 import pytest
 
 from tilewright.core.errors import ConfigError
-from tilewright.memory.link import measure_link
+from tilewright.memory.offload.bandwidth import measure_link
 
 MIB = 2**20
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tests.models.shapes import KERNELS
-from tilewright.memory.lazy import fill_buffers, vacate
-from tilewright.memory.residence import Tiers
+from tilewright.memory.offload.lazy_params import fill_buffers, vacate
+from tilewright.memory.offload.param_store import Tiers
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.models.first_values import random_values
-from tilewright.models.layered import find_slices
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.layerwise.lazy_init import random_values
+from tilewright.models.layerwise.view import find_slices
 from tilewright.optim.adam import DeepSeekAdam
 
 FORMATS = [

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.shapes import KERNELS, make_batch
 from tests.models.test_hf_models import make, make_inputs
 from tests.ops.compare import LargestTensor
-from tilewright.memory.tiled import tile_mlps
+from tilewright.memory.tiled_mlp import tile_mlps
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.models.layers import MLP
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.layers import MLP
 from tilewright.precision.convert import convert
 
 

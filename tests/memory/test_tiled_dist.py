@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright.memory.tiled import tile_mlps
+from tilewright.memory.tiled_mlp import tile_mlps
 
 
 def make_layer():

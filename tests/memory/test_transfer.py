@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tilewright.memory import arena as arena_module
-from tilewright.memory.arena import Arena
-from tilewright.memory.transfer import CudaTransfer
+from tilewright.memory.offload import pool as arena_module
+from tilewright.memory.offload.pool import Arena
+from tilewright.memory.offload.transfer import CudaTransfer
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.models.hf_io import load_weights, read_config
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.hf_weights import load_weights, read_config
 from tilewright.ops.kernels import Kernels
 
 KERNELS = Kernels(detect_machine("cpu"), compile=False)

@@ -14,10 +14,10 @@ from tests.ops.compare import assert_snr, snr_db
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.models.activation import EXACT_INPUTS, hush_torch, run_from_codes
+from tilewright.models.base.checkpointing import EXACT_INPUTS, hush_torch, run_from_codes
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.precision.convert import convert
 
 GRADIENT_DB = 20

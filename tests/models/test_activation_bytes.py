@@ -10,18 +10,25 @@ from torch.utils._pytree import tree_leaves
 
 from tests.models.shapes import KERNELS, SHAPES
 from tilewright.core.hardware import detect_machine
-from tilewright.models.activation_bytes import Storage, head_bytes, layer_bytes, role, tile_bytes, weight_copy_bytes
 from tilewright.models.build import init_weights
-from tilewright.models.decoder import Decoder
-from tilewright.models.layers import rope_angles
-from tilewright.ops.cpu import attention as amx_attention
-from tilewright.ops.dispatch import Case
-from tilewright.ops.native.wide import widens
+from tilewright.models.decoder.activation_bytes import (
+    Storage,
+    head_bytes,
+    layer_bytes,
+    role,
+    tile_bytes,
+    weight_copy_bytes,
+)
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.layers import rope_angles
+from tilewright.ops.backends.cpu import attention as amx_attention
+from tilewright.ops.backends.native.wide import widens
+from tilewright.ops.base.dispatch import Case
 from tilewright.precision.convert import convert
-from tilewright.precision.gemms import FP8_FORMATS
-from tilewright.precision.policy import Policy, Rule
-from tilewright.precision.tile_linear import TileLinear
-from tilewright.precision.weights import QuantizedWeights
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.policy import Policy, Rule
 
 ROWS, POSITIONS = 2, 32
 TOKENS = ROWS * POSITIONS
@@ -76,7 +83,7 @@ def make_block(name: str, mode: str, policy: str):
 @pytest.fixture(autouse=True)
 def unpadded_experts(monkeypatch):
     """Rows of experts as counted; the padding that saves oneDNN from new shapes depends on the routing."""
-    monkeypatch.setattr("tilewright.models.moe._row_multiple", lambda mean_rows, device_type: 1)
+    monkeypatch.setattr("tilewright.models.decoder.moe._row_multiple", lambda mean_rows, device_type: 1)
 
 
 def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bool) -> int:
@@ -112,7 +119,7 @@ COMPILED = [
     for mode in ("none", "selective", "products", "attention")
     for policy in ("fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules")
     # What an eager selective checkpoint around compiled parts caches, hooks do not see. With copies handed from module
-    # to module (`precision.fused`) torch 2.13 compiles such layers in parts, too.
+    # to module (`precision.float8.fused`) torch 2.13 compiles such layers in parts, too.
     if (mode == "none" or not (SHAPES[name].num_experts or policy in POLICIES)) and (name, mode, policy) != FAST
 ]
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.models.shapes import KERNELS, make_batch, make_decoder
-from tilewright.core.config import ModelSection
+from tilewright.core.config.recipe import ModelSection
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import build_model, init_weights, materialize
-from tilewright.models.hf import HFModel
+from tilewright.models.hf.model import HFModel
 
 SECTION = ModelSection(dim=64, num_layers=2, num_heads=4)
 

@@ -7,15 +7,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.shapes import SHAPES, make_batch
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import init_weights
-from tilewright.models.count import count_flops, count_parameters, layer_parameters
-from tilewright.models.decoder import Decoder
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.flops import count_flops, count_parameters, layer_parameters
 from tilewright.ops.kernels import Kernels
 
 
 @pytest.fixture(autouse=True)
 def unpadded_experts(monkeypatch):
     """Rows of experts as counted; the padding that saves oneDNN from new shapes depends on the routing."""
-    monkeypatch.setattr("tilewright.models.moe._row_multiple", lambda mean_rows, device_type: 1)
+    monkeypatch.setattr("tilewright.models.decoder.moe._row_multiple", lambda mean_rows, device_type: 1)
 
 
 @pytest.mark.parametrize("name", SHAPES)

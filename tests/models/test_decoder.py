@@ -6,7 +6,7 @@ import torch
 from tests.models.shapes import KERNELS, SHAPES, make_batch, make_decoder
 from tests.ops.compare import assert_snr
 from tilewright.models.build import init_weights
-from tilewright.models.decoder import Decoder
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.precision.convert import convert
 
 

@@ -13,14 +13,14 @@ from tests.models.shapes import KERNELS, load_decoder, make_batch, make_decoder
 from tests.models.test_hf_io import FP32_DB, deepseek, hf_logits, llama
 from tests.ops.compare import assert_snr
 from tilewright.core.errors import CheckpointError
-from tilewright.formats.store import SCALE_SUFFIX, from_stored, to_stored
-from tilewright.models import fp8_io
+from tilewright.formats.fp8_layout import SCALE_SUFFIX, from_stored, to_stored
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.models.hf import HFModel
-from tilewright.models.hf_io import load_weights, save_decoder
-from tilewright.models.hf_load import load_hf
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.hf_weights import load_weights, save_decoder
+from tilewright.models.folder import fp8_weights
+from tilewright.models.hf.load import load_hf
+from tilewright.models.hf.model import HFModel
 
 FP8 = torch.float8_e4m3fn
 IDS = make_batch(seed=5)["input_ids"]
@@ -125,14 +125,14 @@ def test_a_hugging_face_model_gets_the_same_weights(name, tmp_path):
 def test_slices_make_the_same_weights_and_stay_small(tmp_path, monkeypatch):
     torch.manual_seed(0)
     values = write_plain(NETS["llama ragged"](), tmp_path)
-    monkeypatch.setattr(fp8_io, "_SLICE_BYTES", 1)  # one row of blocks at a time
+    monkeypatch.setattr(fp8_weights, "_SLICE_BYTES", 1)  # one row of blocks at a time
     sizes = []
 
     def recording(codes, scale_inv, tile):
         sizes.append(codes.shape[0])
         return from_stored(codes, scale_inv, tile)
 
-    monkeypatch.setattr(fp8_io, "from_stored", recording)
+    monkeypatch.setattr(fp8_weights, "from_stored", recording)
     state = load_decoder(tmp_path, KERNELS).state_dict()
     assert max(sizes) == 128
     for key, want in values.items():

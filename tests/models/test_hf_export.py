@@ -10,10 +10,10 @@ from torch import nn
 
 from tests.models.test_fp8_io import FP8, plain_decode
 from tilewright.core.errors import CheckpointError
-from tilewright.formats.store import to_stored
-from tilewright.models.fp8_io import fp8_bytes
-from tilewright.models.hf import HFModel
-from tilewright.models.hf_load import load_hf
+from tilewright.formats.fp8_layout import to_stored
+from tilewright.models.folder.fp8_weights import fp8_bytes
+from tilewright.models.hf.load import load_hf
+from tilewright.models.hf.model import HFModel
 from tilewright.precision.convert import convert
 
 _SIZES = {"vocab_size": 61, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2}
@@ -176,7 +176,7 @@ def test_what_would_be_no_fp8_folder_is_refused_and_nothing_is_written(name, cha
 
 def test_a_layer_with_the_name_of_a_head_is_not_taken_for_it(tmp_path):
     """transformers skips each module whose name ends like one that is not FP8; it must not hold FP8 weights."""
-    from tilewright.models.hf_fp8 import plan_fp8
+    from tilewright.models.hf.fp8_names import plan_fp8
 
     class Named(type(make("bert").net)):
         def __init__(self, config):

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from tests.models.shapes import SHAPES, load_decoder, make_batch, make_decoder
 from tests.ops.compare import assert_snr
 from tilewright.core.errors import CheckpointError
-from tilewright.models import hf_io
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.models.hf_config import to_hf_config
-from tilewright.models.hf_io import load_weights, read_config, save_decoder
+from tilewright.models.decoder import hf_weights
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.hf_config import to_hf_config
+from tilewright.models.decoder.hf_weights import load_weights, read_config, save_decoder
 
 FP32_DB = 110
 """FP32 holds 24 bits, 144 dB; two implementations that sum in another order differ by about 130 dB here."""
@@ -93,7 +93,7 @@ def test_old_folders_keep_rope_theta_outside(tmp_path):
 
 @pytest.mark.parametrize("name", ["tied", "deepseek"])
 def test_shards_and_slices_hold_the_same(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_io, "SLICE_BYTES", 1000)  # a few rows a time
+    monkeypatch.setattr(hf_weights, "SLICE_BYTES", 1000)  # a few rows a time
     model = make_decoder(name)
     save_decoder(model, tmp_path, shard_bytes=20_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -253,7 +253,7 @@ def test_a_full_disk_leaves_no_half_model(tmp_path):
 
 def test_reading_holds_one_slice_beside_the_model(tmp_path, monkeypatch):
     """What reading allocates besides the parameters is at most one slice."""
-    monkeypatch.setattr(hf_io, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(hf_weights, "SLICE_BYTES", 4096)
     config = DecoderConfig.of(vocab_size=500, dim=64, num_layers=1, num_heads=4)
     model = Decoder(config)
     model.save_hf(tmp_path)

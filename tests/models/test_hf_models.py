@@ -9,7 +9,7 @@ import torch
 from tests.models.shapes import KERNELS, make_batch
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.models.build import init_weights
-from tilewright.models.hf_load import load_hf
+from tilewright.models.hf.load import load_hf
 from tilewright.precision.convert import convert
 
 VOCAB = 61

@@ -5,7 +5,7 @@ import torch
 
 from tests.models.shapes import KERNELS, SHAPES, make_batch, make_decoder
 from tests.ops.compare import assert_snr
-from tilewright.models.moe import MoE
+from tilewright.models.decoder.moe import MoE
 
 
 def one_token_at_a_time(moe: MoE, x_ND: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tilewright.models.multiplied import may_multiply
+from tilewright.models.base.own_weights import may_multiply
 
 
 def helper(x, weight):

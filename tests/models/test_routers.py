@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.models.choices import Choices
 from tests.models.moe_families import build, families, run
-from tilewright.models.routers import find_routers
+from tilewright.models.base.routers import find_routers
 
 SAMPLE = (
     *("afmoe", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "hunyuan_v1_moe", "jetmoe", "longcat_flash", "mixtral"),

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from tilewright.formats.squares import num_blocks
-from tilewright.ops.ref.adam import AdamHyper
-from tilewright.ops.ref.low_bit_adam import LowBitTensors
+from tilewright.formats.quadratic_map import num_blocks
+from tilewright.ops.backends.ref.adam import AdamHyper
+from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 
 KINDS = ("fp32", "bf16", "split24")
 SIZES = (1, 127, 128, 129, 300, 128 * 64 + 5)

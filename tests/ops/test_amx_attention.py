@@ -11,9 +11,9 @@ from tests.ops.cases import AttentionCase
 from tests.ops.compare import LargestTensor
 from tests.ops.test_ops import NATIVE_ATTENTION, grads_of
 from tilewright.core.hardware import detect_machine
-from tilewright.models.activation import CONTEXTS
-from tilewright.ops.cpu import attention as amx
-from tilewright.ops.dispatch import Case
+from tilewright.models.base.checkpointing import CONTEXTS
+from tilewright.ops.backends.cpu import attention as amx
+from tilewright.ops.base.dispatch import Case
 
 REASON = amx.why_not(detect_machine("cpu"), Case("cpu", torch.bfloat16))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tilewright.core.hardware import detect_machine
-from tilewright.ops.cpu import build
-from tilewright.ops.cpu.build import FP8, BuildError
-from tilewright.ops.dispatch import Case
+from tilewright.ops.backends.cpu import build
+from tilewright.ops.backends.cpu.build import FP8, BuildError
+from tilewright.ops.base.dispatch import Case
 from tilewright.ops.kernels import Kernels
 
 MACHINE = detect_machine("cpu")
@@ -84,7 +84,7 @@ def test_one_openmp_runtime_and_torch_s_number_of_threads():
         "import os, torch\n"
         "from tilewright.formats.scaling import ROW_TILE\n"
         "from tilewright.formats.spec import E4M3\n"
-        "from tilewright.ops.cpu import build, fp8\n"
+        "from tilewright.ops.backends.cpu import build, fp8\n"
         "torch.set_num_threads(3)\n"
         "x = torch.randn(1024, 1024, dtype=torch.bfloat16)\n"
         "before = len(os.listdir('/proc/self/task'))\n"

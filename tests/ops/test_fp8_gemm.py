@@ -9,7 +9,7 @@ from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.dispatch import Case
+from tilewright.ops.base.dispatch import Case
 from tilewright.ops.gemm import TILE_GEMM
 from tilewright.ops.kernels import Kernels
 

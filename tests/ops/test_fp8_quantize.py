@@ -12,13 +12,13 @@ from tilewright.formats import quantize as formats
 from tilewright.formats.quantize import noise_like
 from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSORWISE, Tile
 from tilewright.formats.spec import E4M3, E5M2
-from tilewright.ops.cpu import fp8
-from tilewright.ops.dispatch import Case
+from tilewright.ops.backends.cpu import fp8
+from tilewright.ops.backends.ref.math import swiglu
+from tilewright.ops.base.dispatch import Case
 from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.norm import native as rms_norm
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
-from tilewright.ops.ref.math import swiglu
 
 SPECS = [E4M3, E5M2]
 TILES = [ROW_TILE, COLUMN_TILE, BLOCK_TILE]

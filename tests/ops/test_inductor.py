@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tilewright.core.hardware import detect_machine
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.ops import inductor
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.ops.base import compile
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
 
@@ -47,30 +47,30 @@ def test_a_compiled_bf16_layer_has_the_gradients_of_the_eager_one():
 def test_tuning_is_read_from_gcc(tmp_path):
     gcc = script(tmp_path / "g++", "echo '  -march=  icelake-client'; echo '  -mtune=   generic'")
     clang = script(tmp_path / "clang++", "exit 1")
-    assert inductor.tuning_of(gcc) == "generic"
-    assert inductor.tuning_of(clang) is None
-    assert inductor.tuning_of(str(tmp_path / "absent")) is None
+    assert compile.tuning_of(gcc) == "generic"
+    assert compile.tuning_of(clang) is None
+    assert compile.tuning_of(str(tmp_path / "absent")) is None
 
 
 @pytest.fixture
 def fresh_answer():
-    inductor.miscompiles.cache_clear()
+    compile.miscompiles.cache_clear()
     yield
-    inductor.miscompiles.cache_clear()
+    compile.miscompiles.cache_clear()
 
 
 def test_generic_tuning_of_avx512_gets_an_architecture(tmp_path, monkeypatch, fresh_answer):
     gcc = script(tmp_path / "g++", "echo '  -mtune=   generic'")
     monkeypatch.setenv("CXX", gcc)
-    monkeypatch.setattr(inductor, "cpu_features", lambda: frozenset(inductor._PARTS))
-    assert inductor.compile_options() == {"cpp.march": "skylake-avx512"}
+    monkeypatch.setattr(compile, "cpu_features", lambda: frozenset(compile._PARTS))
+    assert compile.compile_options() == {"cpp.march": "skylake-avx512"}
     machine = replace(detect_machine("cpu"), cxx_compiler=gcc)
-    assert inductor.why_no_compile(machine) is None
-    monkeypatch.setattr(inductor, "_takes_march", lambda: False)  # torch 2.11 and 2.12
-    assert inductor.compile_options() == {}
-    assert "miscompile" in inductor.why_no_compile(machine)
+    assert compile.why_no_compile(machine) is None
+    monkeypatch.setattr(compile, "_takes_march", lambda: False)  # torch 2.11 and 2.12
+    assert compile.compile_options() == {}
+    assert "miscompile" in compile.why_no_compile(machine)
 
 
 def test_other_processors_need_nothing(monkeypatch, fresh_answer):
-    monkeypatch.setattr(inductor, "cpu_features", lambda: frozenset({"avx2"}))
-    assert inductor.compile_options() == {}
+    monkeypatch.setattr(compile, "cpu_features", lambda: frozenset({"avx2"}))
+    assert compile.compile_options() == {}

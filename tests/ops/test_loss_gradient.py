@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewright.ops.native import loss
+from tilewright.ops.backends.native import loss
 
 N, D, V = 96, 32, 200
 

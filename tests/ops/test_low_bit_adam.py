@@ -8,11 +8,11 @@ import torch
 from tests.ops.compare import assert_snr
 from tests.ops.low_bit import KINDS, SIZES, LowBitCase, assert_same, hyper
 from tilewright.core.hardware import detect_machine
-from tilewright.formats import squares
+from tilewright.formats import quadratic_map
 from tilewright.formats.rounding import join24
-from tilewright.ops.cpu import low_bit_adam as cpu
-from tilewright.ops.ref.adam import hash32
-from tilewright.ops.ref.low_bit_adam import low_bit_adam
+from tilewright.ops.backends.cpu import low_bit_adam as cpu
+from tilewright.ops.backends.ref.adam import hash32
+from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
 
 needs_compiler = pytest.mark.skipif(detect_machine("cpu").cxx_compiler is None, reason="no C++ compiler here")
 
@@ -97,8 +97,8 @@ def test_no_gradient_at_all_changes_nothing_but_by_decay():
     for step in range(1, 4):
         low_bit_adam(replace(tensors, grad=torch.zeros(300)), replace(hyper(step), weight_decay=0.0))
     assert torch.equal(tensors.target, before)
-    assert not squares.decode(tensors.exp_avg, tensors.exp_avg_scale).any()
-    assert not squares.decode(tensors.exp_avg_sq, tensors.exp_avg_sq_scale).any()
+    assert not quadratic_map.decode(tensors.exp_avg, tensors.exp_avg_scale).any()
+    assert not quadratic_map.decode(tensors.exp_avg_sq, tensors.exp_avg_sq_scale).any()
 
 
 def test_what_is_not_finite_spoils_its_block_and_no_other():

@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 from tests.ops.cases import attention_cases
 from tests.ops.compare import LargestTensor, assert_snr
-from tilewright.core.config import OpsSection
+from tilewright.core.config.recipe import OpsSection
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.ops.attention import ATTENTION
-from tilewright.ops.dispatch import Candidate, Case, Op, always, choose
+from tilewright.ops.backends.native.attention import rows_by_products
+from tilewright.ops.base.dispatch import Candidate, Case, Op, always, choose
 from tilewright.ops.kernels import OPS, Kernels
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
-from tilewright.ops.native.attention import rows_by_products
 from tilewright.ops.norm import RMS_NORM
 
 # Rounding to p significant bits gives about 6.02 p + 5 dB; a chain of a few roundings may lose some 12 dB.

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from tests.ops.compare import assert_snr
 from tilewright.core.hardware import detect_machine
-from tilewright.ops.cpu import wgrad
-from tilewright.ops.dispatch import Case
+from tilewright.ops.backends.cpu import wgrad
+from tilewright.ops.backends.native import wide_linear
+from tilewright.ops.base.dispatch import Case
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.native import wide_linear
 
 MACHINE = detect_machine("cpu")
 BF16 = Case("cpu", torch.bfloat16)

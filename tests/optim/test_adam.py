@@ -9,8 +9,8 @@ from tests.ops.compare import assert_snr, snr_db
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.rounding import join24
+from tilewright.ops.backends.ref.adam import hash_bits, stochastic_round_bf16
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.ref.adam import hash_bits, stochastic_round_bf16
 from tilewright.optim.adam import DeepSeekAdam
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

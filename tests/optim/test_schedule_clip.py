@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
+from tilewright.optim.param_groups import decay_groups
 from tilewright.optim.schedule import LRSchedule
 
 

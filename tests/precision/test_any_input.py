@@ -12,10 +12,10 @@ from torch import nn
 
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
-from tilewright.precision.fp8_linear import Fp8Linear
-from tilewright.precision.gemms import FP8_FORMATS
-from tilewright.precision.lora import add_lora
-from tilewright.precision.tile_linear import TileLinear
+from tilewright.precision.float8.frozen_linear import Fp8Linear
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.lora.lora import add_lora
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
 KERNELS = Kernels.default()
 KINDS = [*FP8_FORMATS, "lora"]

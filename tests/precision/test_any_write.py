@@ -12,8 +12,8 @@ from torch.func import functional_call
 from tests.precision.writes import WAYS, Case
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
-from tilewright.precision.gemms import FP8_FORMATS
-from tilewright.precision.weights import QuantizedWeights
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
 KERNELS = Kernels.default()
 WIDTH = 136  # no multiple of a tile

@@ -12,12 +12,12 @@ from tilewright.cli.app import run as command
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine, fp8_choice
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.audit import Audit
-from tilewright.precision.audit_table import AuditRow, differences, read_rows, shown
 from tilewright.precision.convert import convert, set_mode
-from tilewright.precision.gemms import Gemms
-from tilewright.precision.lora import add_lora
-from tilewright.precision.policy import Policy, Rule
+from tilewright.precision.float8.audit import Audit
+from tilewright.precision.float8.audit_table import AuditRow, differences, read_rows, shown
+from tilewright.precision.lora.lora import add_lora
+from tilewright.precision.policy.gemm_formats import Gemms
+from tilewright.precision.policy.policy import Policy, Rule
 from tilewright.training.loop import train
 
 MACHINE = detect_machine("cpu")
@@ -218,7 +218,7 @@ def test_inspect_says_what_is_missing_or_broken(data, tmp_path, capsys):
 def test_a_strict_run_stops_at_the_first_step_that_fell_back(data, tmp_path, monkeypatch):
     """The conversion is told that this machine has an FP8 unit; the kernels that run have none."""
     native = replace(fp8_choice(MACHINE), native=("fp8_tile",))
-    monkeypatch.setattr("tilewright.precision.checks.fp8_choice", lambda machine: native)
+    monkeypatch.setattr("tilewright.precision.assign.validate.fp8_choice", lambda machine: native)
     recipe = {"model__dim": 128, "precision__mode": "fp8_tile", "precision__strict": "true"}
     with pytest.raises(HardwareError, match=r"precision\.strict is set"):
         train(tiny(data, tmp_path, run__name="strict", **recipe))

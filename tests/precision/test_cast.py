@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from tests.ops.compare import assert_snr
 from tilewright.formats.spec import SPECS, TF32, round_to
-from tilewright.precision.cast import CASTS, Cast
 from tilewright.precision.convert import convert
-from tilewright.precision.policy import Policy, Rule
+from tilewright.precision.mixed.cast import CASTS, Cast
+from tilewright.precision.policy.policy import Policy, Rule
 
 LAYERS = {
     "linear": (lambda: nn.Linear(48, 40), (4, 10, 48)),

@@ -11,9 +11,9 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module
 from tilewright.core.errors import ConfigError
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
-from tilewright.precision.gemms import FP8_FORMATS
-from tilewright.precision.lora import add_lora
-from tilewright.precision.weights import QuantizedWeights
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.lora.lora import add_lora
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
 KERNELS = Kernels.default()
 KINDS = [*FP8_FORMATS, "kept values", "lora"]
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def converted(kind, seed=0):
-    from tilewright.precision.policy import Policy
+    from tilewright.precision.policy.policy import Policy
 
     torch.manual_seed(seed)
     model = Net()

@@ -8,15 +8,15 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.models.shapes import make_batch, make_decoder
-from tilewright.core.config_precision import PrecisionSection
+from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
-from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import ControllerSettings
+from tilewright.precision.controller.monitor import tile_layers
+from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert, evaluating
-from tilewright.precision.gemms import GEMM_NAMES, Gemms
-from tilewright.precision.monitor import tile_layers
-from tilewright.precision.policy import Policy
-from tilewright.precision.schedule import FormatSchedule
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
+from tilewright.precision.policy.policy import Policy
+from tilewright.precision.policy.schedule import FormatSchedule
 
 FREE = ControllerSettings(budget=1.0, cooldown=2, quiet=1, every=4, recalibrate=1000)
 EIGHT = Policy("fp8_tile", keep="value", decouple=())

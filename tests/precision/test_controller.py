@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.core.errors import EXIT_DOES_NOT_FIT, ConfigError, FitError
-from tilewright.precision.controller import APPLY, REDO, SKIP, Controller
-from tilewright.precision.controller_settings import ControllerSettings
-from tilewright.precision.evidence import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
-from tilewright.precision.limits import LIMITS, Limit, excess, find
-from tilewright.precision.spikes import SpikeDetector
-from tilewright.precision.units import LEVELS, Site, units_of
+from tilewright.precision.controller.controller import APPLY, REDO, SKIP, Controller
+from tilewright.precision.controller.groups import LEVELS, Site, units_of
+from tilewright.precision.controller.settings import ControllerSettings
+from tilewright.precision.controller.spikes import SpikeDetector
+from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
+from tilewright.precision.controller.thresholds import LIMITS, Limit, excess, find
 
 LAYERS = ("blocks.0.attn.q_proj", "blocks.0.mlp.up_proj", "blocks.1.mlp.up_proj")
 GEMMS = ("fprop", "dgrad", "wgrad")

@@ -11,11 +11,11 @@ import torch.multiprocessing as mp
 
 from tests.models.shapes import make_batch, make_decoder
 from tilewright.optim.clip import GradClip
-from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import ControllerSettings
+from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert
-from tilewright.precision.policy import Policy
-from tilewright.training.step import StandardExecutor, count_targets
+from tilewright.precision.policy.policy import Policy
+from tilewright.training.executor.standard import StandardExecutor, count_targets
 
 ROWS, STEPS = 4, 16
 
@@ -105,8 +105,8 @@ def test_ranks_decide_alike_and_as_one_process_does(world, alone, tmp_path):
 
 
 def _reduce(rank: int, folder: str) -> None:
-    from tilewright.precision.evidence import Evidence, LayerEvidence, ProductEvidence
-    from tilewright.precision.monitor import agree
+    from tilewright.precision.controller.monitor import agree
+    from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     good, broken = ProductEvidence(1.0, 1.0, 1.0, 30.0), ProductEvidence(math.nan, 1.0, 0.9, 40.0)

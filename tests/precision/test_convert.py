@@ -11,13 +11,13 @@ from tests.ops.compare import assert_snr
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.precision.convert import convert, evaluating, explain, set_mode
-from tilewright.precision.gemms import FP8_FORMATS
-from tilewright.precision.policy import MODES, Policy, Rule
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.policy import MODES, Policy, Rule
 
 KERNELS = Kernels(detect_machine(), compile=False)
 STREAM = {mode: torch.bfloat16 for mode in ("bf16_mixed", *FP8_FORMATS)} | {"pure_fp16": torch.float16}
@@ -377,7 +377,7 @@ def test_needs_loss_scaling():
 
 def switches(model: nn.Module, policy: Policy) -> list[str]:
     """What the report says about torch's process-wide switches."""
-    from tilewright.precision.decide import decide_all
+    from tilewright.precision.assign.decide import decide_all
 
     return list(decide_all(model, policy).report.notes)
 

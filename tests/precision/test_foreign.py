@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
-from tilewright.models.hf import HFModel
+from tilewright.models.hf.model import HFModel
 from tilewright.ops.kernels import Kernels
+from tilewright.precision.assign.module_kinds import find_sites
 from tilewright.precision.convert import convert, evaluating, set_mode
-from tilewright.precision.policy import Policy, Rule
-from tilewright.precision.sites import find_sites
+from tilewright.precision.policy.policy import Policy, Rule
 
 SHAPE = {
     "hidden_size": 32,

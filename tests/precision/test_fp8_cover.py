@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tilewright.precision.audit import Audit
 from tilewright.precision.convert import convert, evaluating, set_mode
-from tilewright.precision.own_weights import tile_weights
-from tilewright.precision.policy import Policy, Rule
+from tilewright.precision.float8.audit import Audit
+from tilewright.precision.float8.third_party import tile_weights
+from tilewright.precision.policy.policy import Policy, Rule
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}

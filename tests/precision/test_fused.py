@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from tilewright.core.config import ModelSection
+from tilewright.core.config.recipe import ModelSection
 from tilewright.core.hardware import detect_machine
-from tilewright.formats.error import sqnr_db
+from tilewright.formats.quant_error import sqnr_db
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.models.build import build_model, init_weights
+from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.ref import math as ref
 from tilewright.precision.convert import convert, evaluating, set_mode
-from tilewright.precision.fused import QuantizingNorm, QuantizingSwiGLU
-from tilewright.precision.weights import QuantizedWeights
+from tilewright.precision.float8.fused import QuantizingNorm, QuantizingSwiGLU
+from tilewright.precision.float8.weight_cache import QuantizedWeights
 
 KERNELS = Kernels.default()
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tilewright.core.config import ModelSection
-from tilewright.formats.error import sqnr_db
+from tilewright.core.config.recipe import ModelSection
+from tilewright.formats.quant_error import sqnr_db
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
-from tilewright.precision.gemms import FP8_FORMATS
-from tilewright.precision.grouped import ExpertRunner
-from tilewright.precision.policy import Policy, Rule
+from tilewright.precision.float8.experts import ExpertRunner
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+from tilewright.precision.policy.policy import Policy, Rule
 
 KERNELS = Kernels.default()
 

@@ -19,15 +19,15 @@ from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
-from tilewright.models.hf_load import load_hf
+from tilewright.models.hf.load import load_hf
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.adapter_io import load_adapter, save_adapter
 from tilewright.precision.convert import convert, evaluating, set_mode
-from tilewright.precision.fp8_linear import Fp8Linear, freeze_in_fp8
-from tilewright.precision.gemms import Gemms
-from tilewright.precision.lora import adapted_layers, add_lora, load_codes, load_lora_decoder, merge_lora
-from tilewright.precision.operands import gradient_spec
-from tilewright.precision.tile_linear import TileLinear
+from tilewright.precision.float8.frozen_linear import Fp8Linear, freeze_in_fp8
+from tilewright.precision.float8.gemm.operands import gradient_spec
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.lora.lora import adapted_layers, add_lora, load_codes, load_lora_decoder, merge_lora
+from tilewright.precision.lora.peft_io import load_adapter, save_adapter
+from tilewright.precision.policy.gemm_formats import Gemms
 
 REF = Kernels(detect_machine("cpu"), {"tile_gemm": "ref", "quantize": "ref"})
 BF16_DB = 45

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tilewright.core.config_precision import PrecisionSection
+from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.errors import NumericsError
 from tilewright.optim.gradients import found_inf
-from tilewright.precision.loss_scale import DynamicScaler, initial_scale
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler, initial_scale
 
 
 def torch_decisions(overflows: list[bool], init: float, window: int) -> list[tuple[float, bool]]:

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from tilewright.optim.gradients import found_inf
-from tilewright.precision.loss_scale import DynamicScaler
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 
 
 def _rank(rank: int, world: int, folder: str) -> None:

@@ -11,11 +11,11 @@ from tests.models.shapes import make_batch, make_decoder
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
+from tilewright.precision.controller.monitor import Monitor, compare, measure_layer, picked_rows, tile_layers
+from tilewright.precision.controller.stats import COMPARED, TENSORS, LayerEvidence
 from tilewright.precision.convert import convert
-from tilewright.precision.evidence import COMPARED, TENSORS, LayerEvidence
-from tilewright.precision.gemms import GEMM_NAMES
-from tilewright.precision.monitor import Monitor, compare, measure_layer, picked_rows, tile_layers
-from tilewright.precision.policy import Policy, Rule
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES
+from tilewright.precision.policy.policy import Policy, Rule
 
 
 def one_layer(rules=(), features=(200, 72)):

@@ -11,11 +11,11 @@ from torch import nn
 from tilewright.core.hardware import detect_machine
 from tilewright.formats.spec import E4M3
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.gemms import FP8_FORMATS, Gemms
-from tilewright.precision.operands import gradient_spec, input_tile, weight_tile
-from tilewright.precision.own_weights import give_over
-from tilewright.precision.tile_linear import TileLinear
-from tilewright.precision.tile_weight import TileWeight
+from tilewright.precision.float8.gemm.operands import gradient_spec, input_tile, weight_tile
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.third_party import give_over
+from tilewright.precision.float8.weight import TileWeight
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 
 KERNELS = Kernels.default()
 EXACT = Kernels(detect_machine("cpu"), {"tile_gemm": "ref"})

@@ -6,8 +6,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.models.shapes import load_decoder
-from tilewright.precision.adapter_io import load_adapter, save_adapter
-from tilewright.precision.lora import adapted_layers, add_lora
+from tilewright.precision.lora.lora import adapted_layers, add_lora
+from tilewright.precision.lora.peft_io import load_adapter, save_adapter
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 IDS = torch.arange(24).view(2, 12)

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.core.config_precision import PrecisionRule, PrecisionSection
+from tilewright.core.config.precision import PrecisionRule, PrecisionSection
 from tilewright.core.errors import ConfigError
-from tilewright.precision.gemms import FP8_FORMATS, Gemms
-from tilewright.precision.policy import MODES, Policy, Rule
-from tilewright.precision.rules import ALWAYS_FP32, KINDS
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.policy import MODES, Policy, Rule
+from tilewright.precision.policy.rules import ALWAYS_FP32, KINDS
 
 FORMATS_BY_MODE = {  # (product, embedding, storage) on CPU
     "fp32": ("fp32", "fp32", "fp32"),

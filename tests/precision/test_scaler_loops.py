@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.optim.test_citizen import assert_in_words
 from tilewright.core.errors import ConfigError, NumericsError
-from tilewright.precision.loss_scale import DynamicScaler
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.snapshot import Notes
 
 BOUNDS = {"min": 2.0**-80, "max": 2.0**80}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tilewright.core.config_precision import PrecisionSection
-from tilewright.precision.schedule import FormatSchedule, ModeSchedule, lr_factor
+from tilewright.core.config.precision import PrecisionSection
+from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule, lr_factor
 
 
 def test_twenty_percent_of_tf32_then_bf16():

@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.core.errors import ConfigError, FitError, NumericsError
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.models.init import init_decoder
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.init import init_decoder
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.budget import LossModel, drawn_together, loss_slope, parse_budget
 from tilewright.precision.convert import convert
-from tilewright.precision.gemm_time import UnitTime, estimate, measure_times
-from tilewright.precision.gemms import GEMM_NAMES, Gemms, expected_gain
-from tilewright.precision.gradient_change import Compared, GradientChange, GradientTally, lost_by_batch
-from tilewright.precision.layer_facts import Unit, tile_layers
-from tilewright.precision.policy import Policy, Rule
-from tilewright.precision.policy_file import PolicyFile, fold
-from tilewright.precision.search import SearchSpace, curve, fastest, landmarks
-from tilewright.precision.sensitivity import (
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms, expected_gain
+from tilewright.precision.policy.policy import Policy, Rule
+from tilewright.precision.search.gemm_time import UnitTime, estimate, measure_times
+from tilewright.precision.search.gradient_error import Compared, GradientChange, GradientTally, lost_by_batch
+from tilewright.precision.search.layer_stats import Unit, tile_layers
+from tilewright.precision.search.loss_model import LossModel, drawn_together, loss_slope, parse_budget
+from tilewright.precision.search.policy_file import PolicyFile, fold
+from tilewright.precision.search.search import SearchSpace, curve, fastest, landmarks
+from tilewright.precision.search.sensitivity import (
     BASE,
     Sensitivity,
     Switch,

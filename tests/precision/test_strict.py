@@ -10,15 +10,15 @@ from torch.nn import functional as F
 from tests.precision.test_fp8_cover import build
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import detect_machine
-from tilewright.models.heads import find_heads
+from tilewright.models.base.output_layers import find_heads
 from tilewright.precision.convert import convert, explain
-from tilewright.precision.policy import Policy, Rule
+from tilewright.precision.policy.policy import Policy, Rule
 
 
 @pytest.fixture(autouse=True)
 def a_machine_with_a_unit_for_fp8(monkeypatch):
     machine = replace(detect_machine("cpu"), capability=(9, 0))
-    monkeypatch.setattr("tilewright.precision.checks.detect_machine", lambda _: machine)
+    monkeypatch.setattr("tilewright.precision.assign.validate.detect_machine", lambda _: machine)
 
 
 class Own(nn.Module):

@@ -10,18 +10,18 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from tilewright.core.config import ModelSection
+from tilewright.core.config.recipe import ModelSection
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.hardware import detect_machine
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
-from tilewright.precision.gemms import GEMM_FORMATS, GEMM_NAMES, Gemms
-from tilewright.precision.input_share import InputShare
-from tilewright.precision.policy import Policy, Rule
-from tilewright.precision.tile_linear import TileLinear, new_switch
-from tilewright.precision.weight_store import new_store
-from tilewright.precision.weights import QuantizedWeights
+from tilewright.precision.float8.gemm.input_cache import InputShare
+from tilewright.precision.float8.gemm.weight_store import new_store
+from tilewright.precision.float8.linear import TileLinear, new_switch
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.policy.gemm_formats import GEMM_FORMATS, GEMM_NAMES, Gemms
+from tilewright.precision.policy.policy import Policy, Rule
 
 KERNELS = Kernels(detect_machine("cpu"), compile=False)
 FORMATS = ("fp8_tile", "bf16", "fp32")

@@ -10,19 +10,19 @@ from torch.utils.checkpoint import checkpoint
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import detect_machine
-from tilewright.formats.error import sqnr_db
+from tilewright.formats.quant_error import sqnr_db
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, set_mode
-from tilewright.precision.gemms import FP8_FORMATS, Gemms
-from tilewright.precision.input_share import InputCopies, InputShare
-from tilewright.precision.policy import Policy, Rule
-from tilewright.precision.tile_linear import TileLinear, input_copies, new_switch
-from tilewright.precision.tile_products import Fixed, products
-from tilewright.precision.weight_store import contents
-from tilewright.precision.weights import QuantizedWeights
+from tilewright.precision.float8.gemm.gemm_ops import Fixed, products
+from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
+from tilewright.precision.float8.gemm.weight_store import contents
+from tilewright.precision.float8.linear import TileLinear, input_copies, new_switch
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.policy import Policy, Rule
 
 KERNELS = Kernels.default()
 SHAPES = [(256, 128, 384), (1, 576, 200), (130, 72, 576), (0, 128, 64), (300, 1000, 8)]
@@ -154,7 +154,7 @@ class CountingKernels(Kernels):
 def counting(monkeypatch):
     """Kernels that count, also where the products make their own from text."""
     kernels = CountingKernels()
-    monkeypatch.setattr("tilewright.precision.tile_products.kernels_of", lambda spec: kernels)
+    monkeypatch.setattr("tilewright.precision.float8.gemm.gemm_ops.kernels_of", lambda spec: kernels)
     return kernels
 
 

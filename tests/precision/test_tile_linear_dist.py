@@ -11,13 +11,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
-from tilewright.formats.error import sqnr_db
+from tilewright.formats.quant_error import sqnr_db
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
-from tilewright.precision.gemms import Gemms
-from tilewright.precision.policy import Policy
-from tilewright.precision.tile_linear import TileLinear
-from tilewright.precision.weights import QuantizedWeights
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.policy.gemm_formats import Gemms
+from tilewright.precision.policy.policy import Policy
 
 
 class Layer(nn.Module):

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from tilewright.report.charts import Mark, Series, bar_chart, histogram, line_chart, stacked_area
-from tilewright.report.fits import fit_log_normal, smooth
-from tilewright.report.scales import format_number, make_scale
+from tilewright.report.run_data.stats import fit_log_normal, smooth
+from tilewright.report.svg.axes import format_number, make_scale
+from tilewright.report.svg.charts import Mark, Series, bar_chart, histogram, line_chart, stacked_area
 
 numbers = st.floats(-1e12, 1e12, allow_nan=False).filter(lambda x: x == 0 or abs(x) > 1e-200)
 

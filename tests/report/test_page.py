@@ -10,10 +10,10 @@ import pytest
 from tests.report.conftest import write_run
 from tilewright.core.errors import DataError
 from tilewright.core.units import format_bytes, format_perplexity
-from tilewright.report.collect import collect
-from tilewright.report.figures import memory_bars_figure
-from tilewright.report.measured import settled_norms, total_tokens
+from tilewright.report.figures.run_figures import memory_bars_figure
 from tilewright.report.page import render, write_report
+from tilewright.report.run_data.collect import collect
+from tilewright.report.run_data.measured import settled_norms, total_tokens
 from tilewright.report.summary import MISSING, learned, tiles
 from tilewright.report.tables import event_rows, facts, kernel_rows, memory_table, precision_groups, tier_rows
 

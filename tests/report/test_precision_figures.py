@@ -8,13 +8,19 @@ from dataclasses import asdict
 import pytest
 
 from tests.report.conftest import write_run
-from tilewright.precision.evidence import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
-from tilewright.precision.gemms import GEMM_NAMES
-from tilewright.precision.units import Move
-from tilewright.report.collect import collect
-from tilewright.report.heat import Bar, heat_map
+from tilewright.precision.controller.groups import Move
+from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES
+from tilewright.report.figures.precision_figures import (
+    map_figure,
+    move_rows,
+    short_names,
+    sqnr_figure,
+    underflow_figure,
+)
 from tilewright.report.page import render
-from tilewright.report.precision_figures import map_figure, move_rows, short_names, sqnr_figure, underflow_figure
+from tilewright.report.run_data.collect import collect
+from tilewright.report.svg.heatmap import Bar, heat_map
 
 LAYERS = ["model.layers.0.up", "model.layers.0.down", "model.layers.1.up"]
 MOVE = Move(200, LAYERS[1], "wgrad", "fp8_tile", "bf16", "underflow", 0.25, 0.01)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.report.synthetic import eval_rows, read, step_rows
 from tests.report.verdict_cases import BAD, CASES, CLEAN, COUNT, GOOD, LOOK, NOT_MEASURED, Case, falling, marked, rise
-from tilewright.report.collect import RunData
 from tilewright.report.page import FIGURES, render
+from tilewright.report.run_data.collect import RunData
 from tilewright.report.summary import learned
 from tilewright.report.verdict.judge import RULES, Judgement, judge
 from tilewright.report.verdict.rule import MIN_RECORDS, Rule, State, Verdict

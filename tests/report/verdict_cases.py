@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.report.synthetic import RECIPE, eval_rows, read, step_rows
-from tilewright.report.collect import RunData
+from tilewright.report.run_data.collect import RunData
 from tilewright.report.verdict.rule import State
 
 GOOD, LOOK, BAD, NOT_MEASURED = State.GOOD, State.LOOK, State.BAD, State.NOT_MEASURED

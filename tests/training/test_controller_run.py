@@ -10,12 +10,12 @@ import torch
 from tests.training import test_kill
 from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import ConfigError, FitError
-from tilewright.precision.evidence import Evidence, LayerEvidence, ProductEvidence
-from tilewright.precision.history import read_history
-from tilewright.precision.monitor import Monitor
+from tilewright.precision.controller.log import read_history
+from tilewright.precision.controller.monitor import Monitor
+from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence
 from tilewright.training.assemble import build, set_up
+from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
-from tilewright.training.step import StandardExecutor
 
 CONTROLLED = {
     "precision__mode": "fp8_tile", "precision__controller": "true", "precision__controller_every": 2,

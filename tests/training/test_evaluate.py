@@ -8,7 +8,7 @@ import torch
 
 from tests.training.test_step import Toy, _rows
 from tilewright.precision.convert import convert
-from tilewright.training.evaluate import DomainLoss, evaluate, pooled
+from tilewright.training.executor.evaluate import DomainLoss, evaluate, pooled
 
 
 class Noisy(Toy):

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from tests.training.tiny import rows, save_tokenizer, tiny
 from tilewright.core.errors import CheckpointError
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.training.loop import train
 
 transformers = pytest.importorskip("transformers")

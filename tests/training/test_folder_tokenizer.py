@@ -13,14 +13,14 @@ from transformers import AutoConfig
 
 from tests.training.tiny import WORDS, settings, tiny
 from tilewright.cli.app import run
+from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.core.load import load_recipe
+from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 from tilewright.data.prepare import prepare
-from tilewright.data.tokenizer import load_tokenizer, train_tokenizer
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.training.run_data import prepare_data
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.training.components.dataset import prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = {"model__weights": "load"}

@@ -10,17 +10,17 @@ from tests.models.shapes import load_decoder, make_batch
 from tests.training.tiny import rows, save_tokenizer, tiny
 from tilewright.core.errors import CheckpointError
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
+from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
-from tilewright.precision.lora import adapted_layers, load_lora_decoder
-from tilewright.training.checkpoint import CheckpointStore
+from tilewright.precision.lora.lora import adapted_layers, load_lora_decoder
+from tilewright.training.checkpoint.state import TrainState
+from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
-from tilewright.training.state import TrainState
-from tilewright.training.step import StandardExecutor
 
 FP8 = torch.float8_e4m3fn
 

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from tests.models.shapes import make_decoder
 from tests.training.test_layer_major_step import LR, executor, reference, steps, worst
 from tilewright.core.hardware import detect_machine
-from tilewright.ops.inductor import why_no_compile
+from tilewright.ops.base.compile import why_no_compile
 from tilewright.optim.clip import GradClip
 
 pytestmark = pytest.mark.skipif(bool(why_no_compile(detect_machine("cpu"))), reason="no compiler for the layers")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.training.tiny import last_state, save_tokenizer, tiny, write_text
-from tilewright.models.hf_load import load_hf
+from tilewright.models.hf.load import load_hf
 from tilewright.training.loop import train
 
 RUN = {"precision__mode": "fp32", "train__steps": 4, "train__eval_every": 2, "model__kind": "hf"}

@@ -11,15 +11,15 @@ from torch._dynamo.testing import CompileCounter
 from tests.models.test_hf_models import make, make_inputs
 from tests.training.test_layer_major_step import LR, executor, reference, worst
 from tilewright.core.hardware import detect_machine
-from tilewright.models.layered import Whole, find_slices
-from tilewright.models.layered_hf import HFLayers, layered
+from tilewright.models.layerwise.hf_view import HFLayers, layered
+from tilewright.models.layerwise.view import Whole, find_slices
+from tilewright.ops.backends.native import loss
+from tilewright.ops.backends.native.loss import ChunkStep, masked_softmax_, row_lse
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.native import loss
-from tilewright.ops.native.loss import ChunkStep, masked_softmax_, row_lse
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
+from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
-from tilewright.training.step import StandardExecutor
+from tilewright.training.executor.standard import StandardExecutor
 
 SIZES = (3, 1, 2, 1)
 CUT = ["llama", "qwen3", "mixtral", "gpt2", "bert", "vit", "gemma2", "opt", "bloom", "roberta"]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.training.tiny import assert_same_run, last_state, rows, settings, tiny, write_text
+from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
-from tilewright.core.load import load_recipe
 from tilewright.training import assemble
-from tilewright.training.layer_major_step import LostStep
+from tilewright.training.executor.layer_major import LostStep
 from tilewright.training.loop import train
 
 LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32"}
@@ -50,7 +50,7 @@ def test_group_cuts_the_layers(data, tmp_path):
 
 def lose(monkeypatch, steps):
     """The gradient of `steps` (counted from 1) turns to NaN between the two layers."""
-    from tilewright.memory.layer_major import LayerMajor
+    from tilewright.memory.layer_major.passes import LayerMajor
 
     made, real = {"step": 0}, LayerMajor.backward
 

@@ -8,18 +8,18 @@ import torch
 
 from tests.models.shapes import KERNELS, make_batch, make_decoder
 from tilewright.core.errors import NumericsError
-from tilewright.memory.inputs import InputStore
-from tilewright.memory.journal import Journal
-from tilewright.memory.replay import Replay
-from tilewright.models.layered import find_slices
+from tilewright.memory.layer_major.replay import Replay
+from tilewright.memory.layer_major.rollback import Journal
+from tilewright.memory.offload.activations import InputStore
+from tilewright.models.layerwise.view import find_slices
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
-from tilewright.optim.lagged import SURGE
+from tilewright.optim.delayed_clip import SURGE
+from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
-from tilewright.precision.weights import QuantizedWeights
-from tilewright.training.layer_major_step import LayerMajorExecutor, LostStep
-from tilewright.training.step import StandardExecutor
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.training.executor.layer_major import LayerMajorExecutor, LostStep
+from tilewright.training.executor.standard import StandardExecutor
 
 SIZES = (3, 1, 2, 1)
 """Rows of the micro-batches of one step."""
@@ -85,7 +85,7 @@ def test_exact_is_torch_adamw(name, group):
 @pytest.mark.parametrize("name", ["tied", "gqa_moe"])
 def test_lagged_without_a_bound_is_torch_adamw_from_one_pass(name, monkeypatch):
     """Where neither bound binds, the single pass gives the same weights."""
-    monkeypatch.setattr("tilewright.optim.lagged.SURGE", math.inf)
+    monkeypatch.setattr("tilewright.optim.delayed_clip.SURGE", math.inf)
     ours, theirs = make_decoder(name).train(), make_decoder(name).train()
     made = steps()
     norms = reference(theirs, made, LR)
@@ -221,7 +221,7 @@ def test_a_bad_loss_or_output_begins_no_update(lagged):
 
 def test_lagged_bounds_by_the_norm_of_the_step_before(monkeypatch):
     """Step 2 is scaled by bound / norm of step 1: seen on the first moment, which is linear in the gradient."""
-    monkeypatch.setattr("tilewright.optim.lagged.SURGE", math.inf)
+    monkeypatch.setattr("tilewright.optim.delayed_clip.SURGE", math.inf)
     bound = 0.3
     model, twin = make_decoder("gqa").train(), make_decoder("gqa").train()
     run, free = executor(model, lagged=True, clip=GradClip(bound)), executor(twin, lagged=True)
@@ -291,7 +291,7 @@ class Dropped(torch.nn.Module):
 
 @pytest.mark.parametrize("lagged", [False, True])
 def test_dropout_draws_the_same_numbers_again(lagged, monkeypatch):
-    monkeypatch.setattr("tilewright.optim.lagged.SURGE", math.inf)
+    monkeypatch.setattr("tilewright.optim.delayed_clip.SURGE", math.inf)
     ours = make_decoder("gqa").train()
     ours.model.embed_tokens = Dropped(ours.model.embed_tokens)
     ours.model.norm = Dropped(ours.model.norm)

@@ -105,7 +105,7 @@ def test_a_hugging_face_folder_at_the_end(data, tmp_path):
 def test_kill_9_and_go_on(data, at_home, tmp_path):
     """The states on disk are a cache: a run killed in mid-step goes on from its checkpoint to the same bits."""
     given = settings(data, tmp_path, **LAYERS, **AWAY, save__every=1)
-    code = "from tilewright.core.load import load_recipe; from tilewright.training.loop import train; "
+    code = "from tilewright.core.config.load import load_recipe; from tilewright.training.loop import train; "
     command = [sys.executable, "-c", code + f"train(load_recipe(None, {given!r}, environ={{}}))"]
     for wait_for in ("step_00000002", "step_00000004"):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -11,10 +11,10 @@ import torch
 from tests.contracts.observe import fixed_ceilings
 from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import CheckpointError, ConfigError, FitError, HardwareError, NumericsError
+from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
-from tilewright.training.metrics import RunLog
 from tilewright.training.run import Run
-from tilewright.training.step import StandardExecutor
+from tilewright.training.runlog.files import RunLog
 
 CASES = {
     "bf16": {},
@@ -292,7 +292,7 @@ def test_the_host_running_out_of_memory_is_told_like_the_device(data, tmp_path, 
             raise error
         torch.empty(2**60, dtype=torch.uint8)
 
-    monkeypatch.setattr("tilewright.models.decoder.head_loss", forward)
+    monkeypatch.setattr("tilewright.models.decoder.decoder.head_loss", forward)
     with pytest.raises(FitError, match="Memory ran out in step 1") as caught:
         train(tiny(data, tmp_path))
     assert "forward" in caught.value.problems[0].got
@@ -310,7 +310,7 @@ def test_an_error_that_is_not_about_memory_stays_what_it_is(data, tmp_path, monk
     def forward(*_):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("tilewright.models.decoder.head_loss", forward)
+    monkeypatch.setattr("tilewright.models.decoder.decoder.head_loss", forward)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         train(tiny(data, tmp_path))
 
@@ -370,7 +370,9 @@ def test_a_compiler_that_is_not_there(data, tmp_path, monkeypatch):
 
     real = assemble.detect_machine
     monkeypatch.setattr(assemble, "detect_machine", lambda device: replace(real(device), cxx_compiler=None))
-    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)  # of no machine that was measured before
+    monkeypatch.setattr(
+        "tilewright.planner.machine.ceilings.measure", fixed_ceilings
+    )  # of no machine that was measured before
     with pytest.raises(HardwareError, match="cannot be compiled"):
         train(tiny(data, tmp_path, train__compile="on"))
 

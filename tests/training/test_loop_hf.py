@@ -8,7 +8,7 @@ import torch
 
 from tests.training.tiny import assert_same_run, rows, tiny
 from tilewright.training.loop import train
-from tilewright.training.metrics import RunLog
+from tilewright.training.runlog.files import RunLog
 
 transformers = pytest.importorskip("transformers")
 

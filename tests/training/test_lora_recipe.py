@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 
 from tests.models.shapes import load_decoder
 from tests.training.tiny import assert_same_run, last_state, rows, save_tokenizer, tiny
+from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
-from tilewright.core.load import load_recipe
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.precision.adapter_io import load_adapter
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.precision.lora.peft_io import load_adapter
 from tilewright.training.loop import train
 
 FP8 = torch.float8_e4m3fn

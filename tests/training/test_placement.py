@@ -19,21 +19,21 @@ from tests.training.test_layer_major_step import Dropped, steps
 from tests.training.test_placing import saved_bytes
 from tests.training.tiny import tiny, write_text
 from tilewright.core.errors import ConfigError
-from tilewright.core.placement import LayerPlacement, Placement
-from tilewright.memory.inputs import InputStore
-from tilewright.memory.journal import Journal
-from tilewright.memory.places import by_slice, input_tiers
-from tilewright.memory.residence import Tiers
-from tilewright.models.layered import find_slices
-from tilewright.models.layered_hf import layered
+from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.memory.layer_major.apply_plan import by_slice, input_tiers
+from tilewright.memory.layer_major.rollback import Journal
+from tilewright.memory.offload.activations import InputStore
+from tilewright.memory.offload.param_store import Tiers
+from tilewright.models.layerwise.hf_view import layered
+from tilewright.models.layerwise.view import find_slices
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
+from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
-from tilewright.precision.weights import QuantizedWeights
+from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training import assemble
-from tilewright.training.checkpoint import CheckpointStore, read_tensors, stored_tensors
-from tilewright.training.layer_major_step import LayerMajorExecutor
+from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
+from tilewright.training.executor.layer_major import LayerMajorExecutor
 
 TIERS = ("device", "host", "disk")
 LR = 1e-3

@@ -14,18 +14,18 @@ from tests.training.test_layer_major_hf import steps as hf_steps
 from tests.training.test_layer_major_step import steps
 from tests.training.tiny import tiny, write_text
 from tilewright.core.errors import ConfigError
-from tilewright.core.placement import LayerPlacement, Placement, placement_of
+from tilewright.core.memory_plan import LayerPlacement, Placement, placement_of
 from tilewright.models.build import init_weights
-from tilewright.models.config import DecoderConfig
-from tilewright.models.decoder import Decoder
-from tilewright.ops.ref import math as ref
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.ops.backends.ref import math as ref
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
+from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
 from tilewright.training import assemble
-from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
-from tilewright.training.step import StandardExecutor
+from tilewright.training.executor.activation_policy import ModelPlaces, checkpoint_layers, cut_layers
+from tilewright.training.executor.standard import StandardExecutor
 
 KINDS = ("keep", "selective", "products", "attention", "recompute")
 LR = 1e-3

@@ -8,21 +8,21 @@ from tests.contracts.observe import fixed_ceilings
 from tests.training.test_regroup_run import failing_at
 from tests.training.tiny import assert_same_run, rows, settings
 from tilewright.cli.app import run as command_line
-from tilewright.core.edit import changed
+from tilewright.core.config.edit import changed
+from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.hardware import detect_machine
-from tilewright.core.load import load_recipe
-from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerPlacement, Placement
 from tilewright.planner.auto import stages
-from tilewright.planner.fixed import Fixed
-from tilewright.planner.options import Setting
+from tilewright.planner.cost.choices import Setting
+from tilewright.planner.model.constraints import Fixed
 from tilewright.planner.plan_file import read_plan, to_toml
 from tilewright.planner.summary import make_plan
+from tilewright.training.components.signals import StopRequest
 from tilewright.training.loop import train
-from tilewright.training.planned import plan_run
-from tilewright.training.recover import StopRequest
+from tilewright.training.planning.resolve import plan_run
+from tilewright.training.planning.site import Site
 from tilewright.training.run import Run
-from tilewright.training.site import Site
 
 # Big enough that activations show beside the process, small enough that a step takes a tenth of a second.
 BIG = {
@@ -35,7 +35,7 @@ OPEN = ("train.micro_batch",)
 
 @pytest.fixture(autouse=True)
 def _rates(monkeypatch):
-    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+    monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
 
 
 def load(data, runs, *left_open, **changes):

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from tilewright.core.config import Recipe
-from tilewright.training.recover import StopRequest, recipe_changes
+from tilewright.core.config.recipe import Recipe
+from tilewright.training.components.signals import StopRequest, recipe_changes
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tilewright.core.errors import ConfigError
-from tilewright.core.placement import LayerPlacement, Placement
-from tilewright.training.forecast import peak_of
-from tilewright.training.placement_words import tighter, words
-from tilewright.training.regroup import Regroup
-from tilewright.training.step import StepResult, row_length
-from tilewright.training.whole import HalfUpdated, half_updated, retried
+from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.training.executor.standard import StepResult, row_length
+from tilewright.training.executor.transaction import HalfUpdated, half_updated, retried
+from tilewright.training.planning.describe import tighter, words
+from tilewright.training.planning.forecast import peak_of
+from tilewright.training.planning.replan import Regroup
 
 LAYERS = 4
 KEPT = {"keep": 100.0, "selective": 60.0, "attention": 30.0, "recompute": 20.0}

@@ -12,13 +12,13 @@ from tests.models.shapes import make_batch, make_decoder
 from tests.training.out_of_memory import Allocator
 from tests.training.test_placement import layer_major
 from tests.training.test_regroup import PlayedPlanner, looked_at, peak_of
-from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerPlacement, Placement
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
-from tilewright.training.placing import ModelPlaces
-from tilewright.training.regroup import Regroup
-from tilewright.training.step import StandardExecutor
+from tilewright.optim.param_groups import decay_groups
+from tilewright.training.executor.activation_policy import ModelPlaces
+from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.planning.replan import Regroup
 
 LR = 1e-3
 NUM_LAYERS = 2

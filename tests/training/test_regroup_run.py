@@ -16,11 +16,11 @@ from tilewright.core.errors import FitError
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.planner.replan import Replanner
 from tilewright.report.page import write_report
-from tilewright.training.layer_major_step import LayerMajorExecutor
+from tilewright.training.executor.layer_major import LayerMajorExecutor
+from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.executor.transaction import HalfUpdated
 from tilewright.training.loop import train
-from tilewright.training.regroup_run import LOOK_S, MemoryWatch, there_bytes
-from tilewright.training.step import StandardExecutor
-from tilewright.training.whole import HalfUpdated
+from tilewright.training.replan_setup import LOOK_S, MemoryWatch, there_bytes
 
 CASES = {
     "standard": {"model__num_experts": 4},

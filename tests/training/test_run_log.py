@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.core.errors import ConfigError
-from tilewright.training.metrics import RunLog
-from tilewright.training.progress import step_line
-from tilewright.training.run_folder import RunFolder, move_away
-from tilewright.training.sinks import open_sinks, scalars_of
+from tilewright.training.runlog.files import RunLog
+from tilewright.training.runlog.progress import step_line
+from tilewright.training.runlog.run_folder import RunFolder, move_away
+from tilewright.training.runlog.sinks import open_sinks, scalars_of
 
 
 def _rows(path):

@@ -12,18 +12,18 @@ from torch import nn
 from tests.models.shapes import make_batch, make_decoder
 from tests.training.test_layer_major_step import steps
 from tilewright.core.errors import NumericsError
-from tilewright.models.contract import LossOutput
-from tilewright.models.layered import find_slices
+from tilewright.models.base.protocols import LossOutput
+from tilewright.models.layerwise.view import find_slices
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
-from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import ControllerSettings
+from tilewright.optim.param_groups import decay_groups
+from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert
-from tilewright.precision.loss_scale import DynamicScaler
-from tilewright.precision.policy import Policy
-from tilewright.training.layer_major_step import LayerMajorExecutor
-from tilewright.training.step import StandardExecutor
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.precision.policy.policy import Policy
+from tilewright.training.executor.layer_major import LayerMajorExecutor
+from tilewright.training.executor.standard import StandardExecutor
 
 
 class Counting(nn.Module):

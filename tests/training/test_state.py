@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from tilewright.core.errors import CheckpointError
-from tilewright.memory.ledger import Ledger
+from tilewright.memory.tracking.tracker import Ledger
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.training.checkpoint import CheckpointStore
-from tilewright.training.state import TrainState, model_fingerprint
+from tilewright.training.checkpoint.state import TrainState, model_fingerprint
+from tilewright.training.checkpoint.store import CheckpointStore
 
 
 class Tied(nn.Module):

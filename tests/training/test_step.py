@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from tilewright.core.errors import NumericsError
-from tilewright.models.contract import LossOutput
+from tilewright.models.base.protocols import LossOutput
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.precision.loss_scale import DynamicScaler
-from tilewright.training.step import StandardExecutor, all_finite, count_targets
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.training.executor.standard import StandardExecutor, all_finite, count_targets
 
 
 class Toy(nn.Module):

@@ -12,21 +12,21 @@ import torch
 from tests.models.shapes import KERNELS, make_decoder
 from tests.training.out_of_memory import Allocator
 from tests.training.test_layer_major_step import Dropped, steps
-from tilewright.memory.journal import Journal
-from tilewright.memory.table import is_out_of_memory
-from tilewright.models.layered import find_slices
+from tilewright.memory.layer_major.rollback import Journal
+from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.models.layerwise.view import find_slices
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
-from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import ControllerSettings
+from tilewright.optim.param_groups import decay_groups
+from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert
-from tilewright.precision.loss_scale import DynamicScaler
-from tilewright.precision.policy import Policy
-from tilewright.precision.weights import QuantizedWeights
-from tilewright.training.layer_major_step import LayerMajorExecutor
-from tilewright.training.step import StandardExecutor
-from tilewright.training.whole import TRIES, HalfUpdated
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.precision.policy.policy import Policy
+from tilewright.training.executor.layer_major import LayerMajorExecutor
+from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.executor.transaction import TRIES, HalfUpdated
 
 DRAWS = 2
 LR = 1e-3

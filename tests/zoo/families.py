@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.shapes import KERNELS
-from tilewright.models.hf import HFModel, Task
-from tilewright.models.hf_load import load_hf
+from tilewright.models.hf.load import load_hf
+from tilewright.models.hf.model import HFModel, Task
 
 Kind = Literal["causal", "masked", "vision", "audio", "experts", "state space", "encoder-decoder"]
 VOCAB = 320

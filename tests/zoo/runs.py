@@ -12,7 +12,7 @@ from tests.contracts.observe import write_texts
 from tests.training.tiny import last_state
 from tests.zoo.families import IMAGE, VOCAB, Family
 from tilewright.cli.app import State, cli
-from tilewright.data.tokenizer import train_tokenizer
+from tilewright.data.common.tokenizer import train_tokenizer
 
 SETTINGS = {
     "run.device": "cpu", "run.threads": "1", "run.dir": "runs", "run.name": "zoo", "model.kind": "hf",

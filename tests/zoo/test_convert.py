@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.zoo.cases import cases
-from tilewright.models.routers import find_routers
+from tilewright.models.base.routers import find_routers
 from tilewright.precision.convert import convert, explain
 
 MODES = ("fp32", "bf16_mixed", "pure_fp16", "fp8_tile", "fp8_hybrid", "fp8_tensorwise")

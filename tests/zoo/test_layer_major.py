@@ -7,12 +7,12 @@ from torch import nn
 from tests.training.test_layer_major_step import LR, executor
 from tests.zoo.cases import cases
 from tests.zoo.families import TRAINED
-from tilewright.models.layered import Whole
-from tilewright.models.layered_hf import layered
+from tilewright.models.layerwise.hf_view import layered
+from tilewright.models.layerwise.view import Whole
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
-from tilewright.training.step import StandardExecutor
+from tilewright.optim.param_groups import decay_groups
+from tilewright.training.executor.standard import StandardExecutor
 
 SIZES = (3, 1, 2)
 """Rows of the micro-batches of a step."""

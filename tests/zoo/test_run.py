@@ -12,9 +12,9 @@ from tests.zoo.cases import cases
 from tests.zoo.families import TRAINED, VOCAB
 from tests.zoo.runs import auto_class, events, logits, train, trained, write_data
 from tests.zoo.test_convert import error_of
-from tilewright.models.fp8_io import find_weights, has_even_blocks
-from tilewright.models.hf_folder import scan_folder
-from tilewright.models.hf_load import load_hf
+from tilewright.models.folder.fp8_weights import find_weights, has_even_blocks
+from tilewright.models.folder.safetensors import scan_folder
+from tilewright.models.hf.load import load_hf
 
 SAMPLE = ("gpt2", "gemma2", "bert", "vit", "qwen3_moe", "mamba2", "t5")
 EXPORTED = Path("runs/zoo/hf")
@@ -40,7 +40,7 @@ def done():
 @pytest.fixture
 def run(case, data, done, tmp_path, monkeypatch):
     """Goes to a folder in which the family has been trained with these settings; trains it the first time."""
-    monkeypatch.setattr("tilewright.planner.ceilings.measure", fixed_ceilings)
+    monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
 
     def go(changes):
         key = (case.family.name, *changes)

@@ -20,22 +20,25 @@ EXIT_PIPE = 141
 
 # Name -> (where the command is, one line of help), in the order a newcomer needs them.
 COMMANDS = {
-    "init": ("tilewright.cli.init:init", "Write a commented recipe here."),
-    "doctor": ("tilewright.cli.doctor:doctor", "This machine, and which kernel each operation gets, and why."),
+    "init": ("tilewright.cli.commands.init:init", "Write a commented recipe here."),
+    "doctor": ("tilewright.cli.commands.doctor:doctor", "This machine, and which kernel each operation gets, and why."),
     "plan": (
-        "tilewright.cli.plan:plan",
+        "tilewright.cli.commands.plan:plan",
         "Does a run fit, how fast will it be, what takes its memory and time: before it runs.",
     ),
     "precision": (
-        "tilewright.cli.precision:precision",
+        "tilewright.cli.commands.precision:precision",
         "Find the fastest precision for a recipe within a loss budget.",
     ),
-    "train": ("tilewright.cli.train:train", "Train a model from a recipe; continue where the run stopped."),
-    "eval": ("tilewright.cli.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
-    "generate": ("tilewright.cli.generate:generate", "Continue a text with the model of a run."),
-    "inspect": ("tilewright.cli.inspect:inspect_", "Look into a recipe, a run or a checkpoint."),
-    "report": ("tilewright.cli.report:report", "Judge a run and write its report: one HTML file that opens offline."),
-    "bench": ("tilewright.cli.bench:bench", "Measure matmuls or a training step on this machine."),
+    "train": ("tilewright.cli.commands.train:train", "Train a model from a recipe; continue where the run stopped."),
+    "eval": ("tilewright.cli.commands.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
+    "generate": ("tilewright.cli.commands.generate:generate", "Continue a text with the model of a run."),
+    "inspect": ("tilewright.cli.commands.inspect:inspect_", "Look into a recipe, a run or a checkpoint."),
+    "report": (
+        "tilewright.cli.commands.report:report",
+        "Judge a run and write its report: one HTML file that opens offline.",
+    ),
+    "bench": ("tilewright.cli.commands.bench:bench", "Measure matmuls or a training step on this machine."),
 }
 
 

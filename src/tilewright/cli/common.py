@@ -44,7 +44,7 @@ class RecipeCommand(click.Command):
 
     def _explained(self, error: click.NoSuchOption, ctx: click.Context) -> click.UsageError:
         """The error with the nearest option or setting."""
-        from tilewright.core import schema
+        from tilewright.core.config import schema
 
         # Compared without the dashes, which make all short options look alike.
         options = [

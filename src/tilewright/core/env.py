@@ -1,6 +1,6 @@
 """The only reader of environment variables, and the table that documents them.
 
-Variables that stand for a setting become `Setting`s, which `core.load` types and checks like an
+Variables that stand for a setting become `Setting`s, which `core.config.load` types and checks like an
 override from the command line. The few that are not settings (colour, compiler, rank) have a
 function each. Nothing is read at import; every function takes the environment as an argument.
 """

@@ -13,16 +13,16 @@ import tokenizers
 import xxhash
 
 from tilewright.core.subprocess_call import answer, call_module
-from tilewright.data.build_rows import build_rows
-from tilewright.data.cache import cached, file_digest
-from tilewright.data.corpus import build_corpus
-from tilewright.data.files import user_source
-from tilewright.data.images import PreparedImages, prepare_images
-from tilewright.data.installed import installed_source
+from tilewright.data.batches.build_rows import build_rows
+from tilewright.data.common.cache import cached, file_digest
+from tilewright.data.common.progress import timed
+from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.data.common.tokenizer_folder import tokenizer_files
+from tilewright.data.corpus.build import build_corpus
 from tilewright.data.prepared import PreparedData, need_mask
-from tilewright.data.progress import timed
-from tilewright.data.tokenizer import load_tokenizer
-from tilewright.data.tokenizer_folder import tokenizer_files
+from tilewright.data.prepared_images import PreparedImages, prepare_images
+from tilewright.data.sources.files import user_source
+from tilewright.data.sources.installed import installed_source
 
 _FORMAT = 1  # of the cache entries; a change makes old entries unused
 

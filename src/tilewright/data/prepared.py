@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import torch
 
 from tilewright.core.errors import DataError
-from tilewright.data.corpus import SPLITS
-from tilewright.data.masking import mask_tokens
-from tilewright.data.mix import Picks, permute
-from tilewright.data.pack import Packing
-from tilewright.data.rows import IGNORE, TextRows
-from tilewright.data.tokenizer import Tokenizer, load_tokenizer
+from tilewright.data.batches.masking import mask_tokens
+from tilewright.data.batches.mix import Picks, permute
+from tilewright.data.batches.pack import Packing
+from tilewright.data.batches.rows import IGNORE, TextRows
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
+from tilewright.data.corpus.build import SPLITS
 
 _EVAL_SEED = 0x0E7A1  # masks of evaluation batches, whatever the run's seed
 

@@ -5,7 +5,7 @@ multiply with the BF16 weight as it is, and the optimizer reads both. As integer
 (BF16 pattern << 16) + (correction << 8), the correction from -128 to 127. Where someone else writes the weight, the
 correction that is left over is half a BF16 step off at most.
 
-This file is the definition; `ops/cpu/low_bit_adam.cpp` and `ops/triton/low_bit_adam.py` have the same bits.
+This file is the definition; `ops/cpu/low_bit_adam.cpp` and `ops/backends/triton/low_bit_adam.py` have the same bits.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Not scaling, tiles or storage: those come on top (`encode` rounds to the 8-bit formats). Rounding is to nearest,
 ties to even, by integer arithmetic on the FP32 bits where torch has no dtype for the format (TF32), by torch's own
-cast where it has. Called by `precision`.
+cast where it has.
 """
 
 from dataclasses import dataclass

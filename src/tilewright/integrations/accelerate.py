@@ -1,7 +1,7 @@
 """tilewright's precision inside Hugging Face accelerate: a conversion before `accelerator.prepare`.
 
 accelerate keeps doing the loop's other work: devices, distribution, accumulation, clipping. Its own mixed precision
-stays off, because two tools cannot decide one thing. Called by user code and by `integrations.transformers`.
+stays off, because two tools cannot decide one thing.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from tilewright.core.errors import ConfigError
 from tilewright.optim.gradients import found_inf
 from tilewright.precision.convert import convert
-from tilewright.precision.loss_scale import DynamicScaler
-from tilewright.precision.policy import Policy
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.precision.policy.policy import Policy
+from tilewright.precision.policy.report import ConversionReport
 from tilewright.precision.snapshot import Notes
-from tilewright.precision.table import ConversionReport
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -1,7 +1,7 @@
 """tilewright's precision inside the Hugging Face Trainer: one call before `trainer.train()`.
 
 The Trainer keeps its loop, data, logging and checkpoints. Its own `bf16` and `fp16` stay off, because two tools cannot
-decide one thing. Called by user code; tilewright itself never imports it.
+decide one thing.
 """
 
 from contextlib import ExitStack
@@ -14,13 +14,13 @@ from tilewright.core.errors import ConfigError
 from tilewright.integrations.accelerate import AcceleratorScaler, convert_for
 from tilewright.integrations.transformers_control import ControllerCallback
 from tilewright.optim.adam import DeepSeekAdam
-from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import ControllerSettings
+from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import evaluating, set_mode
-from tilewright.precision.loss_scale import DynamicScaler
-from tilewright.precision.policy import Policy, as_policy
-from tilewright.precision.schedule import ModeSchedule
-from tilewright.precision.table import ConversionReport
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.precision.policy.policy import Policy, as_policy
+from tilewright.precision.policy.report import ConversionReport
+from tilewright.precision.policy.schedule import ModeSchedule
 
 
 def attach(

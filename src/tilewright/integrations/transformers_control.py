@@ -14,10 +14,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from tilewright.core.json_text import to_json
-from tilewright.precision.control import PrecisionController, grad_norm
-from tilewright.precision.controller_settings import ControllerSettings
-from tilewright.precision.evidence import Evidence
-from tilewright.precision.limits import Limit
+from tilewright.precision.controller.runtime import PrecisionController, grad_norm
+from tilewright.precision.controller.settings import ControllerSettings
+from tilewright.precision.controller.stats import Evidence
+from tilewright.precision.controller.thresholds import Limit
 from tilewright.precision.snapshot import Notes
 
 

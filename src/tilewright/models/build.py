@@ -6,18 +6,18 @@ The one place that knows which kinds of model there are.
 import torch
 from torch import nn
 
-from tilewright.core.config import ModelSection
+from tilewright.core.config.recipe import ModelSection
 from tilewright.core.errors import ConfigError
-from tilewright.models.config import DecoderConfig
-from tilewright.models.contract import Model
-from tilewright.models.decoder import Decoder
-from tilewright.models.hf import HFModel
-from tilewright.models.hf_io import load_weights, read_config
-from tilewright.models.hf_load import hf_shapes, init_hf, load_hf
-from tilewright.models.hf_parts import untrained_parts
-from tilewright.models.hf_rows import position_limit
-from tilewright.models.init import init_decoder
-from tilewright.models.shapes_only import shapes_only
+from tilewright.models.base.meta import shapes_only
+from tilewright.models.base.protocols import Model
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.hf_weights import load_weights, read_config
+from tilewright.models.decoder.init import init_decoder
+from tilewright.models.hf.load import hf_shapes, init_hf, load_hf
+from tilewright.models.hf.model import HFModel
+from tilewright.models.hf.parts import untrained_parts
+from tilewright.models.hf.rows import position_limit
 from tilewright.ops.kernels import Kernels
 
 

@@ -1,14 +1,14 @@
 """Text continuation by sampling, for the report's samples and `tilewright generate`.
 
 No key/value cache: each token runs the whole row again, which is fine for a few hundred tokens. Works for every
-causal model of `contract.Model`.
+causal model of `protocols.Model`.
 """
 
 import torch
 from torch import Tensor
 
-from tilewright.models.contract import Model
-from tilewright.models.evaluation import evaluation
+from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.base.protocols import Model
 
 
 @torch.no_grad()

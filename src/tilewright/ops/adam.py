@@ -13,9 +13,9 @@ tensors in another order. The case's dtype is the narrowest of those stored.
 import torch
 
 from tilewright.core.hardware import Machine
-from tilewright.ops.dispatch import Candidate, Case, Op, always, needs_compiler
-from tilewright.ops.native import adam as native
-from tilewright.ops.ref import adam as ref
+from tilewright.ops.backends.native import adam as native
+from tilewright.ops.backends.ref import adam as ref
+from tilewright.ops.base.dispatch import Candidate, Case, Op, always, needs_compiler
 
 
 def _needs_wide(machine: Machine, case: Case) -> str | None:

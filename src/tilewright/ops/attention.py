@@ -10,19 +10,19 @@ holds all. Changes memory and time, not the result.
 from torch import Tensor
 
 from tilewright.core.hardware import Machine
-from tilewright.ops.dispatch import Candidate, Case, Op, always
-from tilewright.ops.native import attention as native
-from tilewright.ops.ref import math as ref
+from tilewright.ops.backends.native import attention as native
+from tilewright.ops.backends.ref import math as ref
+from tilewright.ops.base.dispatch import Candidate, Case, Op, always
 
 
 def _amx(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None, scale: float | None = None, block: int = 0):
-    from tilewright.ops.cpu import attention  # it registers torch operators
+    from tilewright.ops.backends.cpu import attention  # it registers torch operators
 
     return attention.attention(q, k, v, segments, scale, block)
 
 
 def _why_not_amx(machine: Machine, case: Case) -> str | None:
-    from tilewright.ops.cpu import attention
+    from tilewright.ops.backends.cpu import attention  # it registers torch operators
 
     return attention.why_not(machine, case)
 

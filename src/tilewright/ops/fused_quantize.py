@@ -6,22 +6,22 @@ y is what `rms_norm` and `swiglu` return, in x's dtype and shape [..., D]; row a
 [tokens, D]. The copies are of y as rounded to its dtype. The case's dtype is x's (gate's).
 """
 
-from tilewright.ops.cpu.build import FP8
-from tilewright.ops.dispatch import Candidate, Op, always
+from tilewright.ops.backends.cpu.build import FP8
+from tilewright.ops.backends.ref import fp8 as ref
+from tilewright.ops.backends.ref import math
+from tilewright.ops.backends.triton.availability import needs_triton
+from tilewright.ops.base.dispatch import Candidate, Op, always
 from tilewright.ops.norm import native as rms_norm
-from tilewright.ops.ref import fp8 as ref
-from tilewright.ops.ref import math
-from tilewright.ops.triton.rules import needs_triton
 
 
 def _triton_norm(x, weight_D, eps, spec, power_of_two=True):
-    from tilewright.ops.triton import fused  # it imports triton
+    from tilewright.ops.backends.triton import fused  # it imports triton
 
     return fused.rms_norm_quantize(x, weight_D, eps, spec, power_of_two)
 
 
 def _triton_swiglu(gate, up, spec, power_of_two=True):
-    from tilewright.ops.triton import fused
+    from tilewright.ops.backends.triton import fused  # it imports triton
 
     return fused.swiglu_quantize(gate, up, spec, power_of_two)
 
@@ -36,7 +36,7 @@ def _cpu_swiglu(gate, up, spec, power_of_two=True):
 
 
 def _cpu_copies(y, spec, power_of_two):
-    from tilewright.ops.cpu import fp8  # it registers torch operators
+    from tilewright.ops.backends.cpu import fp8  # it registers torch operators
 
     return y, *fp8.quantize_both(y.reshape(-1, y.shape[-1]), spec, power_of_two)
 

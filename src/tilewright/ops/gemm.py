@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tilewright.formats.scaling import TENSORWISE
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.cpu.build import FP8
-from tilewright.ops.dispatch import Candidate, Op, always
-from tilewright.ops.native.scaled_mm_rules import needs_scaled_mm
-from tilewright.ops.ref import fp8 as ref
-from tilewright.ops.triton.rules import needs_triton
+from tilewright.ops.backends.cpu.build import FP8
+from tilewright.ops.backends.native.scaled_mm_availability import needs_scaled_mm
+from tilewright.ops.backends.ref import fp8 as ref
+from tilewright.ops.backends.triton.availability import needs_triton
+from tilewright.ops.base.dispatch import Candidate, Op, always
 
 KINDS = ("tiles", "tensorwise")
 UNITS = ("scaled_mm", "triton")
@@ -29,25 +29,25 @@ def kind_of(a: TiledTensor) -> str:
 
 
 def _cpu(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) -> Tensor:
-    from tilewright.ops.cpu import fp8  # it registers torch operators
+    from tilewright.ops.backends.cpu import fp8  # it registers torch operators
 
     return fp8.tile_gemm(a, b, bias_N, out_dtype)
 
 
 def _dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) -> Tensor:
-    from tilewright.ops.native import dequant_gemm  # it registers a torch operator
+    from tilewright.ops.backends.native import dequant_gemm  # it registers a torch operator
 
     return dequant_gemm.dequant(a, b, bias_N, out_dtype)
 
 
 def _scaled_mm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) -> Tensor:
-    from tilewright.ops.native import scaled_mm  # it registers a torch operator
+    from tilewright.ops.backends.native import scaled_mm  # it registers a torch operator
 
     return scaled_mm.tile_gemm(a, b, bias_N, out_dtype)
 
 
 def _triton(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype) -> Tensor:
-    from tilewright.ops.triton import gemm  # it imports triton
+    from tilewright.ops.backends.triton import gemm  # it imports triton
 
     return gemm.tile_gemm(a, b, bias_N, out_dtype)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.core.config import MemorySection, OpsSection
+from tilewright.core.config.recipe import MemorySection, OpsSection
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.formats.scaling import Tile
@@ -21,18 +21,18 @@ from tilewright.formats.spec import FloatSpec
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.adam import ADAM
 from tilewright.ops.attention import ATTENTION
-from tilewright.ops.dispatch import Case, Choice, choose
+from tilewright.ops.backends.native.loss import LOSS_TILE
+from tilewright.ops.backends.ref import math as ref
+from tilewright.ops.backends.ref.adam import AdamHyper
+from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
+from tilewright.ops.base.dispatch import Case, Choice, choose
 from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
-from tilewright.ops.native.loss import LOSS_TILE
 from tilewright.ops.norm import RMS_NORM
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
-from tilewright.ops.ref import math as ref
-from tilewright.ops.ref.adam import AdamHyper
-from tilewright.ops.ref.low_bit_adam import LowBitTensors
 
 OPS = (
     *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM, LOW_BIT_ADAM),

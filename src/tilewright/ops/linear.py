@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewright.core.hardware import Machine
-from tilewright.ops.dispatch import Candidate, Case, Op, always
-from tilewright.ops.native import wide
-from tilewright.ops.ref import math as ref
+from tilewright.ops.backends.native import wide
+from tilewright.ops.backends.ref import math as ref
+from tilewright.ops.base.dispatch import Candidate, Case, Op, always
 
 
 def native(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
@@ -20,19 +20,19 @@ def native(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor
 
 
 def _wide(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    from tilewright.ops.native import wide_linear  # it registers a torch operator
+    from tilewright.ops.backends.native import wide_linear  # it registers a torch operator
 
     return wide_linear.linear(x, weight_MK, bias_M)
 
 
 def _amx(x: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    from tilewright.ops.cpu import wgrad  # it registers a torch operator
+    from tilewright.ops.backends.cpu import wgrad  # it registers a torch operator
 
     return wgrad.linear(x, weight_MK, bias_M)
 
 
 def _why_not_amx(machine: Machine, case: Case) -> str | None:
-    from tilewright.ops.cpu import wgrad
+    from tilewright.ops.backends.cpu import wgrad  # it registers a torch operator
 
     return wgrad.why_not(machine, case)
 

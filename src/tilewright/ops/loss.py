@@ -5,9 +5,9 @@ Returns (loss sum as FP32 scalar, number of targets as int64 scalar). At most `t
 once, or those of one row, in forward and in backward; the reference holds them all.
 """
 
-from tilewright.ops.dispatch import Candidate, Op, always, needs_compiler
-from tilewright.ops.native import loss as native
-from tilewright.ops.ref import math as ref
+from tilewright.ops.backends.native import loss as native
+from tilewright.ops.backends.ref import math as ref
+from tilewright.ops.base.dispatch import Candidate, Op, always, needs_compiler
 
 LINEAR_CROSS_ENTROPY = Op(
     "cross_entropy",

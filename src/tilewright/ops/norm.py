@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewright.ops.dispatch import Candidate, Op, always
-from tilewright.ops.ref import math as ref
+from tilewright.ops.backends.ref import math as ref
+from tilewright.ops.base.dispatch import Candidate, Op, always
 
 
 def native(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -8,32 +8,32 @@ x is FP32, BF16 or FP16. The case's dtype is x's.
 """
 
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.cpu.build import FP8
-from tilewright.ops.dispatch import Candidate, Op, always
-from tilewright.ops.ref import fp8 as ref
-from tilewright.ops.triton.rules import needs_triton
+from tilewright.ops.backends.cpu.build import FP8
+from tilewright.ops.backends.ref import fp8 as ref
+from tilewright.ops.backends.triton.availability import needs_triton
+from tilewright.ops.base.dispatch import Candidate, Op, always
 
 
 def _triton(x_MK, spec, tile, power_of_two=True, noise=None) -> TiledTensor:
-    from tilewright.ops.triton import quantize  # it imports triton
+    from tilewright.ops.backends.triton import quantize  # it imports triton
 
     return quantize.quantize(x_MK, spec, tile, power_of_two, noise)
 
 
 def _triton_both(x_MK, spec, power_of_two=True) -> tuple[TiledTensor, TiledTensor]:
-    from tilewright.ops.triton import quantize
+    from tilewright.ops.backends.triton import quantize  # it imports triton
 
     return quantize.quantize_both(x_MK, spec, power_of_two)
 
 
 def _cpu(x_MK, spec, tile, power_of_two=True, noise=None) -> TiledTensor:
-    from tilewright.ops.cpu import fp8  # it registers torch operators
+    from tilewright.ops.backends.cpu import fp8  # it registers torch operators
 
     return fp8.quantize(x_MK, spec, tile, power_of_two, noise)
 
 
 def _cpu_both(x_MK, spec, power_of_two=True) -> tuple[TiledTensor, TiledTensor]:
-    from tilewright.ops.cpu import fp8
+    from tilewright.ops.backends.cpu import fp8  # it registers torch operators
 
     return fp8.quantize_both(x_MK, spec, power_of_two)
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
+from tilewright.ops.backends.native.adam import fused
+from tilewright.ops.backends.ref.adam import AdamHyper
+from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.kernels import Kernels
-from tilewright.ops.native.adam import fused
-from tilewright.ops.ref.adam import AdamHyper
-from tilewright.ops.ref.low_bit_adam import LowBitTensors
-from tilewright.optim.refuse import refuse_param, refuse_replaced, refuse_update
 from tilewright.optim.states import Layout, Master, Moments, StateFormat, loadable, readable
+from tilewright.optim.validate import refuse_param, refuse_replaced, refuse_update
 
 _OWN = ("kernels", "format", "seed", "num_updates")
 """What a copy has besides torch's."""
@@ -205,7 +205,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         Where memory runs out on the way, call it again: see `step_params`.
 
         Raises:
-            ConfigError: a parameter, gradient or state that cannot be updated (`optim.refuse`). Nothing has changed.
+            ConfigError: a parameter, gradient or state that cannot be updated (`optim.validate`). Nothing has changed.
         """
         loss = None
         if closure is not None:

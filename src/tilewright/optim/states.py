@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.errors import CheckpointError
-from tilewright.formats.squares import num_blocks
+from tilewright.formats.quadratic_map import num_blocks
 
 Moments = Literal["fp32", "bf16", "8bit"]
 Master = Literal["fp32", "split24", "stochastic"]

@@ -4,21 +4,21 @@ What a recipe says is fixed; what it leaves at its default is decided. In stages
 a run computes than the one before: what layers keep and where bytes lie (no bit of a loss), what stands beside the
 steps (a checkpoint's copy, the format of evaluations), then micro-batches, the loss tile, the executor (rounding), and
 at last the optimizer's formats (what is learned). The first stage with a plan that fits is taken, and in it the fastest
-plan. Called by `training.planned`.
+plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tilewright.core.config import Recipe
+from tilewright.core.config.load import CLI, DEFAULT, Loaded
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.load import CLI, DEFAULT, Loaded
-from tilewright.core.placement import KIND_OF, Activations
+from tilewright.core.memory_plan import KIND_OF, Activations
 from tilewright.core.units import format_bytes
-from tilewright.planner.ceilings import Ceilings
-from tilewright.planner.fixed import BESIDE, KEPT, Fixed, same_bits
-from tilewright.planner.moments import written_beside
+from tilewright.planner.cost.phases import written_beside
+from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.model.constraints import BESIDE, KEPT, Fixed, same_bits
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 
@@ -130,7 +130,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
     Args:
         recipe: the run's settings.
         explicit: those of them that the user set.
-        fused: see `fixed.fuses`; not all that layers may keep gives the same bits then.
+        fused: see `constraints.fuses`; not all that layers may keep gives the same bits then.
         same_numbers: only what changes no bit, for a run that goes on.
     """
     memory, train = recipe.memory, recipe.train

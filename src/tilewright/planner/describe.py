@@ -1,16 +1,13 @@
-"""A plan in words: one sentence, what memory is scarce, one layer explained, what it takes to fit, the timeline.
-
-Called by `cli.plan_joint` and `training.planned`.
-"""
+"""A plan in words: one sentence, what memory is scarce, one layer explained, what it takes to fit, the timeline."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from tilewright.core.errors import FitError
-from tilewright.core.placement import LayerPlacement
+from tilewright.core.memory_plan import LayerPlacement
 from tilewright.core.units import format_budget, format_bytes, format_count, format_seconds
-from tilewright.planner.layer_cost import layer_cost
-from tilewright.planner.options import choices
+from tilewright.planner.cost.choices import choices
+from tilewright.planner.cost.layer_cost import layer_cost
 from tilewright.planner.plan import Budget, Plan, Row, describe
 from tilewright.planner.planner import Planner
 

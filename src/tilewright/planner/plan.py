@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tilewright.core.config import Recipe
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.placement import KIND_OF, LayerPlacement, Placement
-from tilewright.planner.moments import FRAGMENTS, Base, journal_bytes
-from tilewright.planner.options import Links, Setting, state_bytes
-from tilewright.planner.products import Weights
-from tilewright.planner.shape import ModelShape, ranges
-from tilewright.planner.solve import Cost
+from tilewright.core.memory_plan import KIND_OF, LayerPlacement, Placement
+from tilewright.planner.cost.choices import Links, Setting, state_bytes
+from tilewright.planner.cost.phases import FRAGMENTS, Base, journal_bytes
+from tilewright.planner.cost.solve import Cost
+from tilewright.planner.model.gemms import Weights
+from tilewright.planner.model.shape import ModelShape, ranges
 
 State = Literal["fits", "does not fit", "not known"]
 _SPARE = 1 + 1e-6

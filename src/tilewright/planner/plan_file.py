@@ -9,7 +9,7 @@
     [[ends]]    name ("embedding" or "head"), parameters, states
     [predicted] step_s, device_peak_bytes, peak_phase, host_bytes
 
-Every layer is in exactly one `[[layers]]`. Called by `cli.plan` and `training.planned`.
+Every layer is in exactly one `[[layers]]`.
 """
 
 import tomllib
@@ -22,11 +22,11 @@ import tomlkit
 
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.hardware import Machine
-from tilewright.core.placement import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerPlacement, Placement
 from tilewright.core.units import format_bytes
-from tilewright.planner.fixed import BESIDE
+from tilewright.planner.model.constraints import BESIDE
+from tilewright.planner.model.shape import ModelShape, ranges
 from tilewright.planner.plan import Plan, fingerprint
-from tilewright.planner.shape import ModelShape, ranges
 
 FORMAT = 2
 SETTINGS = frozenset(

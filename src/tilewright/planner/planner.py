@@ -1,31 +1,40 @@
 """One plan for everything: executor, micro-batch, formats, and for each layer where it lies and what it keeps.
 
-For each setting of the whole model (`options.Setting`) the solver finds the fastest choices for its layers that fit at
+For each setting of the whole model (`choices.Setting`) the solver finds the fastest choices for its layers that fit at
 every phase; the fastest setting wins. Formats of the optimizer change what is learned, so they are narrowed only where
-the recipe leaves them open and nothing else fits. Needs no weights and no GPU. Called by `cli.plan`.
+the recipe leaves them open and nothing else fits. Needs no weights and no GPU.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tilewright.core.check import conflicts
-from tilewright.core.config import Recipe
-from tilewright.core.edit import changed
+from tilewright.core.config.conflicts import conflicts
+from tilewright.core.config.edit import changed
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.integer_program import PATIENCE_S, OutOfTime
-from tilewright.core.placement import LayerPlacement, Placement, placement_of
-from tilewright.planner.ceilings import Ceilings
-from tilewright.planner.classes import ShapeFinder
-from tilewright.planner.fixed import Fixed
-from tilewright.planner.layer_cost import Products, end_class, layer_cost, layer_seconds
-from tilewright.planner.moments import CHECKPOINT, EVALUATE, FRAGMENTS, Base, Homes, host_base, journal_bytes, phases
-from tilewright.planner.options import NOTHING_FIXED, Links, Setting, choices, settings_of
-from tilewright.planner.owners import owners_at
+from tilewright.core.memory_plan import LayerPlacement, Placement, placement_of
+from tilewright.core.mip import PATIENCE_S, OutOfTime
+from tilewright.planner.cost.choices import NOTHING_FIXED, Links, Setting, choices, settings_of
+from tilewright.planner.cost.layer_cost import Products, end_class, layer_cost, layer_seconds
+from tilewright.planner.cost.owners import owners_at
+from tilewright.planner.cost.phases import (
+    CHECKPOINT,
+    EVALUATE,
+    FRAGMENTS,
+    Base,
+    Homes,
+    host_base,
+    journal_bytes,
+    phases,
+)
+from tilewright.planner.cost.solve import Answer, Counts, Group, Problem, least_seconds, seconds, solve
+from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.model.classes import ShapeFinder
+from tilewright.planner.model.constraints import Fixed
+from tilewright.planner.model.roofline import head_s, loss_s
+from tilewright.planner.model.shape import LayerClass, ModelShape
 from tilewright.planner.plan import Budget, Plan, Row, bytes_of
-from tilewright.planner.roofline import head_s, loss_s
-from tilewright.planner.shape import LayerClass, ModelShape
-from tilewright.planner.solve import Answer, Counts, Group, Problem, least_seconds, seconds, solve
 
 FORMATS = (
     {"optim.moments": "bf16"},
@@ -101,7 +110,7 @@ class Planner:
         return other
 
     def with_beside(self, settings: Mapping[str, Any]) -> "Planner":
-        """A planner of the same recipe with other settings of what stands beside the steps (`fixed.BESIDE`)."""
+        """A planner of the same recipe with other settings of what stands beside the steps (`constraints.BESIDE`)."""
         other = self.with_recipe(changed(self.recipe, dict(settings)))
         other._shapes, other._layers = self._shapes, self._layers
         return other

@@ -2,17 +2,16 @@
 
 Executor, micro-batch, loss tile, formats, and each layer's MLP tiles and attention blocks stay as they are. What may
 change is what layers keep (keep, selective, recompute), where that changes no bit of a result, and where bytes lie.
-Called by `training.regroup`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tilewright.core.config import Recipe
-from tilewright.core.edit import changed
-from tilewright.core.placement import LayerPlacement, Placement
-from tilewright.planner.fixed import KEPT, Fixed, fuses, same_bits
-from tilewright.planner.options import Setting
+from tilewright.core.config.edit import changed
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.planner.cost.choices import Setting
+from tilewright.planner.model.constraints import KEPT, Fixed, fuses, same_bits
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 
@@ -100,7 +99,7 @@ def same_numbers(fixed: Fixed, recipe: Recipe, setting: Setting, placement: Plac
         recipe: of the run.
         setting: of the run.
         placement: of the run.
-        fused: see `fixed.fuses`.
+        fused: see `constraints.fuses`.
     """
 
     def of(layer: LayerPlacement) -> Fixed:

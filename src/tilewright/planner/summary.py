@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilewright.core.config import Recipe
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.planner.ceilings import Ceilings
+from tilewright.planner.cost.links import unmeasured
 from tilewright.planner.describe import verdict
-from tilewright.planner.links import unmeasured
+from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.model.roofline import binding
 from tilewright.planner.plan import Budget, Plan, State
 from tilewright.planner.planner import Planner
-from tilewright.planner.roofline import binding
 
 STEP_PHASES = ("load", "forward", "backward", "update")
 """Phases that the memory ledger measures in every step."""
@@ -27,9 +27,10 @@ STEP = ("forward", "loss", "backward")
 class PlanSummary:
     """Predicted bytes and seconds of a run in the memory ledger's words. Bytes are of the device; seconds of one step.
 
-    `phases`: bytes by owner (as in `memory.ledger`) at load, forward, backward, update, evaluate and checkpoint.
-    `seconds`: of a step, by part. `bound_by`: compute or bandwidth, and the largest part under it. `unknown`: why the
-    activations of the layers and the seconds are not known, and the bytes are the least that the run takes; else empty.
+    `phases`: bytes by owner (as in `memory.tracking.tracker`) at load, forward, backward, update, evaluate and
+    checkpoint. `seconds`: of a step, by part. `bound_by`: compute or bandwidth, and the largest part under it.
+    `unknown`: why the activations of the layers and the seconds are not known, and the bytes are the least that the run
+    takes; else empty.
     """
 
     device: str

@@ -1,7 +1,7 @@
 """Carry a policy out on a model, in place: `convert` once, then `set_mode` and `evaluating` switch it.
 
 torch's layers change class (see `cast`), so parameters, names, hooks, optimizer and state_dict stay what they were.
-What is not a layer of torch's runs in a region (see `region`). Nothing happens that the report does not list. Read
+What is not a layer of torch's runs in a region (see `autocast`). Nothing happens that the report does not list. Read
 `convert` first, then `_apply`; what each part does is decided in `decide`.
 """
 
@@ -16,20 +16,20 @@ from torch import nn
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.spec import SPECS
-from tilewright.models.evaluation import evaluation
+from tilewright.models.base.eval_mode import evaluation
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.cast import CASTS, Cast, CastLinear
-from tilewright.precision.checks import refuse_fallbacks, refuse_lost_rules
-from tilewright.precision.decide import Plan, decide_all, fp32_functions
-from tilewright.precision.gemms import Gemms
-from tilewright.precision.own_weights import give_over, tile_weights
-from tilewright.precision.policy import Decision, Policy, as_policy
-from tilewright.precision.region import region_of
-from tilewright.precision.rules import Rule
-from tilewright.precision.sharing import group_experts, share_inputs
-from tilewright.precision.sites import Handling, Site
-from tilewright.precision.table import ConversionReport, Table
-from tilewright.precision.tile_linear import TileLinear
+from tilewright.precision.assign.decide import Plan, decide_all, fp32_functions
+from tilewright.precision.assign.module_kinds import Handling, Site
+from tilewright.precision.assign.validate import refuse_fallbacks, refuse_lost_rules
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.third_party import give_over, tile_weights
+from tilewright.precision.float8.wiring import group_experts, share_inputs
+from tilewright.precision.mixed.autocast import region_of
+from tilewright.precision.mixed.cast import CASTS, Cast, CastLinear
+from tilewright.precision.policy.gemm_formats import Gemms
+from tilewright.precision.policy.policy import Decision, Policy, as_policy
+from tilewright.precision.policy.report import ConversionReport, Table
+from tilewright.precision.policy.rules import Rule
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _log = logging.getLogger(__name__)
@@ -264,8 +264,8 @@ def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[Site, Deci
     """Autocast regions on every module through which a forward may enter, down to the repeated layers.
 
     Functions kept in FP32 need one on each layer too: recomputing a layer in backward enters there, and torch restores
-    autocast for it but not this. The modules of `sites` have their formats already, and those whose products were given
-    over need no region.
+    autocast for it but not this. The modules of `module_kinds` have their formats already, and those whose products
+    were given over need no region.
     """
     functions = fp32_functions(policy)
     decided = {id(site.module) for site, _ in sites}

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilewright.precision.fp8_linear import Fp8Linear
-from tilewright.precision.own_weights import counters
-from tilewright.precision.tile_linear import TileLinear
+from tilewright.precision.float8.frozen_linear import Fp8Linear
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.third_party import counters
 
 _TORCHS = ("_is_full_backward_hook", "_compiled_call_impl")
 """Attributes of every module that no pass changes."""

@@ -7,29 +7,30 @@ run (samples, paths, messages) is escaped by the template engine.
 import shlex
 from pathlib import Path
 
+from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
-from tilewright.report import figures, precision_figures, regroup_table, summary, tables
-from tilewright.report.collect import RunData, collect
-from tilewright.report.measured import state
+from tilewright.report import replan_table, summary, tables
+from tilewright.report.figures import precision_figures, run_figures
+from tilewright.report.run_data.collect import RunData, collect
+from tilewright.report.run_data.measured import state
 from tilewright.report.template import fill
 from tilewright.report.verdict.judge import Judgement, judge
 from tilewright.report.verdict.rule import State
-from tilewright.training.durable import write_whole
 
 FIGURES = {
-    "loss": figures.loss_figure,
-    "perplexity": figures.perplexity_figure,
-    "norm": figures.norm_figure,
-    "norm_distribution": figures.norm_distribution_figure,
-    "loss_scale": figures.loss_scale_figure,
+    "loss": run_figures.loss_figure,
+    "perplexity": run_figures.perplexity_figure,
+    "norm": run_figures.norm_figure,
+    "norm_distribution": run_figures.norm_distribution_figure,
+    "loss_scale": run_figures.loss_scale_figure,
     "formats": precision_figures.map_figure,
     "underflow": precision_figures.underflow_figure,
     "sqnr": precision_figures.sqnr_figure,
-    "rate": figures.rate_figure,
-    "throughput": figures.throughput_figure,
-    "wait": figures.wait_figure,
-    "memory_bars": figures.memory_bars_figure,
-    "memory": figures.memory_figure,
+    "rate": run_figures.rate_figure,
+    "throughput": run_figures.throughput_figure,
+    "wait": run_figures.wait_figure,
+    "memory_bars": run_figures.memory_bars_figure,
+    "memory": run_figures.memory_figure,
 }
 
 
@@ -78,8 +79,8 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         figures={name: make(run) for name, make in FIGURES.items()},
         memory=tables.memory_table(run),
         tiers=tables.tier_rows(run),
-        regrouped=regroup_table.decisions(run),
-        regrouped_summary=regroup_table.summary(regroup_table.decisions(run)),
+        regrouped=replan_table.decisions(run),
+        regrouped_summary=replan_table.summary(replan_table.decisions(run)),
         precision=tables.precision_groups(run.precision),
         moves=precision_figures.move_rows(run),
         kernels=tables.kernel_rows(run.machine),

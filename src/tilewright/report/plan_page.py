@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.planner.describe import formats_of, timeline, verdict
 from tilewright.planner.plan import Plan
-from tilewright.report.charts import Mark, Series, line_chart, stacked_area
-from tilewright.report.figures import Figure
+from tilewright.report.figures.run_figures import Figure
 from tilewright.report.summary import Tile
+from tilewright.report.svg.charts import Mark, Series, line_chart, stacked_area
 from tilewright.report.template import fill
 
 _OWNERS = ("parameters", "optimizer", "gradients", "activations", "work", "process")

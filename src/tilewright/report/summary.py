@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.core.units import format_bytes, format_count, format_perplexity, format_seconds
-from tilewright.report.collect import RunData
-from tilewright.report.measured import (
+from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.measured import (
     LossSpan,
     held_out_losses,
     loss_span,
@@ -19,7 +19,7 @@ from tilewright.report.measured import (
     total_seconds,
     total_tokens,
 )
-from tilewright.report.scales import format_number, format_percent
+from tilewright.report.svg.axes import format_number, format_percent
 
 MISSING = "not recorded"
 

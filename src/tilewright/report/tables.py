@@ -1,7 +1,4 @@
-"""The report's tables: precision, kernels, events, data, settings, machine. Rows of plain text for the template.
-
-Called by `report.page`.
-"""
+"""The report's tables: precision, kernels, events, data, settings, machine. Rows of plain text for the template."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.report.collect import Row, RunData
-from tilewright.report.figures import OWNERS
-from tilewright.report.scales import format_number
+from tilewright.report.figures.run_figures import OWNERS
+from tilewright.report.run_data.collect import Row, RunData
+from tilewright.report.svg.axes import format_number
 
 
 @dataclass(frozen=True)

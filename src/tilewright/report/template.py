@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 def read(name: str) -> str:
     """A file of this package."""
-    return resources.files("tilewright.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("tilewright.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def fill(name: str, **context: object) -> str:

@@ -1,7 +1,7 @@
 """From a recipe to everything a run needs, built in the order in which trouble is cheapest to find.
 
 `set_up`: machine, kernels, data, plan; no model memory yet. `build`: model, precision, optimizer, stream, executor.
-Components take plain arguments; this is the one file that reads a whole recipe. Called by `loop` and `dry_run`.
+Components take plain arguments; this is the one file that reads a whole recipe.
 """
 
 import random
@@ -16,50 +16,47 @@ import torch.distributed as dist
 import xxhash
 
 from tilewright.core import env
-from tilewright.core.config import Recipe
+from tilewright.core.config.load import Loaded
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
-from tilewright.core.load import Loaded
 from tilewright.core.log import say
-from tilewright.core.placement import Placement, placement_of
-from tilewright.data.images import PreparedImages
+from tilewright.core.memory_plan import Placement, placement_of
+from tilewright.data.batches.stream import Stream
+from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
-from tilewright.data.stream import Stream
-from tilewright.data.tokenizer import Tokenizer
-from tilewright.memory.lazy import fill_buffers, vacate
-from tilewright.memory.ledger import Ledger
-from tilewright.memory.probe import give_back_free_pages
-from tilewright.models.contract import Model
-from tilewright.ops.inductor import compiles_layers
+from tilewright.data.prepared_images import PreparedImages
+from tilewright.memory.offload.lazy_params import fill_buffers, vacate
+from tilewright.memory.tracking.process_memory import give_back_free_pages
+from tilewright.memory.tracking.tracker import Ledger
+from tilewright.models.base.protocols import Model
+from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.groups import decay_groups
+from tilewright.optim.param_groups import decay_groups
 from tilewright.optim.schedule import LRSchedule
-from tilewright.planner import ceilings
+from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
 from tilewright.planner.replan import Replanner
 from tilewright.planner.summary import PlanSummary
-from tilewright.precision.audit import Audit
-from tilewright.precision.control import PrecisionController
-from tilewright.precision.controller_settings import ControllerSettings
+from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert, set_mode
-from tilewright.precision.loss_scale import DynamicScaler
-from tilewright.precision.policy import Policy
-from tilewright.precision.schedule import FormatSchedule, ModeSchedule
-from tilewright.precision.weights import QuantizedWeights
-from tilewright.training.adapters import build_adapted
-from tilewright.training.control import StepControl
-from tilewright.training.export import check_export
-from tilewright.training.layer_major_step import LayerMajorExecutor
-from tilewright.training.metrics import Counters
-from tilewright.training.modes import Modes
-from tilewright.training.no_memory import explained
-from tilewright.training.placing import ModelPlaces, checkpoint_layers, cut_layers
-from tilewright.training.planned import ResolvedPlan, plan_run
-from tilewright.training.run_data import prepare_data
-from tilewright.training.site import Site
-from tilewright.training.slicing import (
+from tilewright.precision.float8.audit import Audit
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.precision.policy.policy import Policy
+from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule
+from tilewright.training.checkpoint.state import TrainState
+from tilewright.training.components.dataset import prepare_data
+from tilewright.training.components.export import check_export
+from tilewright.training.components.lora_model import build_adapted
+from tilewright.training.components.precision_hook import StepControl
+from tilewright.training.components.precision_modes import Modes
+from tilewright.training.executor.activation_policy import ModelPlaces, checkpoint_layers, cut_layers
+from tilewright.training.executor.layer_major import LayerMajorExecutor
+from tilewright.training.executor.layer_major_setup import (
     Sliced,
     comes_in_slices,
     first_values,
@@ -67,9 +64,12 @@ from tilewright.training.slicing import (
     refuse_loss_scaling,
     slice_up,
 )
-from tilewright.training.state import TrainState
-from tilewright.training.step import Batch, Executor, StandardExecutor, all_finite
-from tilewright.training.visiting import Visit, passing
+from tilewright.training.executor.standard import Batch, Executor, StandardExecutor, all_finite
+from tilewright.training.executor.summon import Visit, passing
+from tilewright.training.planning.oom_report import explained
+from tilewright.training.planning.resolve import ResolvedPlan, plan_run
+from tilewright.training.planning.site import Site
+from tilewright.training.runlog.files import Counters
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Setup:
         return self.planned.placement
 
     def replanner(self) -> Replanner | None:
-        """Plans the run again while it runs; made at the first call. None where it cannot be: see `planned.note`."""
+        """Plans the run again while it runs; made at the first call. None where it cannot be: see `resolve.note`."""
         return self.planned.replanner
 
     @property

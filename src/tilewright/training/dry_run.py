@@ -4,10 +4,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tilewright.core.load import Loaded
+from tilewright.core.config.load import Loaded
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.memory.ledger import OWNERS
+from tilewright.memory.tracking.tracker import OWNERS
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import build, set_up
 

@@ -4,36 +4,36 @@
            -> resume (newest sound checkpoint) -> run.Run.train -> metrics, events, checkpoints
 
 This file connects; the loop over steps is in `run`. The report is written by the command line after `train`
-returns or raises. Called by `cli.train` and by Python users.
+returns or raises.
 """
 
 import time
 
-from tilewright.core.load import Loaded, write_run_toml
+from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import say
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Parts, Setup, build, refuse_ranks, set_up
-from tilewright.training.checkpoint import CheckpointStore
+from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.components.signals import StopRequest
 from tilewright.training.dry_run import dry_run as run_dry
-from tilewright.training.layer_major_step import LostStep
-from tilewright.training.metrics import RunLog
-from tilewright.training.planned import load_run_plan
-from tilewright.training.progress import open_progress
-from tilewright.training.record import Recorder
-from tilewright.training.recover import StopRequest
-from tilewright.training.regroup_run import regroup_for
+from tilewright.training.executor.layer_major import LostStep
+from tilewright.training.executor.standard import MAX_BAD_STEPS
+from tilewright.training.planning.resolve import load_run_plan
+from tilewright.training.replan_setup import regroup_for
 from tilewright.training.resume import Found, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
-from tilewright.training.run_folder import RunFolder
-from tilewright.training.sinks import open_sinks
-from tilewright.training.step import MAX_BAD_STEPS
+from tilewright.training.runlog.files import RunLog
+from tilewright.training.runlog.progress import open_progress
+from tilewright.training.runlog.recorder import Recorder
+from tilewright.training.runlog.run_folder import RunFolder
+from tilewright.training.runlog.sinks import open_sinks
 
 
 def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
     """Train what a recipe describes, or go on where its run folder stops.
 
     Args:
-        loaded: a recipe from `core.load.load_recipe`.
+        loaded: a recipe from `core.config.load.load_recipe`.
         dry_run: run two real steps, print planned beside measured memory and time, keep nothing.
 
     Raises:

@@ -1,22 +1,21 @@
 """From a run folder to a run that goes on: which checkpoint, what changed in the recipe, what it took.
 
 `open_folder` and `find` look before any model is built; `restore` loads, and says everything that was found.
-Called by `loop`.
 """
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.core.config import Recipe
+from tilewright.core.config.load import load_recipe
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
-from tilewright.core.load import load_recipe
 from tilewright.core.units import format_seconds
 from tilewright.training.assemble import Parts
-from tilewright.training.checkpoint import CheckpointStore, Rejection, read_meta
-from tilewright.training.record import Recorder
-from tilewright.training.recover import Change, recipe_changes
-from tilewright.training.run_folder import RunFolder, move_away
+from tilewright.training.checkpoint.store import CheckpointStore, Rejection, read_meta
+from tilewright.training.components.signals import Change, recipe_changes
+from tilewright.training.runlog.recorder import Recorder
+from tilewright.training.runlog.run_folder import RunFolder, move_away
 
 
 @dataclass(frozen=True)

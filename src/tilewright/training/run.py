@@ -1,8 +1,8 @@
 """One run in motion: steps, and what is due between them (evaluation, checkpoints, the end).
 
-`loop` assembles a `Run` and calls `train`. The run decides nothing about numbers: `step` computes, `state` and
-`checkpoint` keep, `metrics` and `record` write down. What is not due in a step is not called in it. Read `Run.train`,
-`Run._step` and the executor's `step`; docs/explanation/how-a-step-runs.md walks through them.
+`loop` assembles a `Run` and calls `train`. The run decides nothing about numbers: `standard` computes, `state` and
+`checkpoint` keep, `files` and `recorder` write down. What is not due in a step is not called in it. Read `Run.train`,
+`Run._step` and the executor's `standard`; docs/explanation/how-a-step-runs.md walks through them.
 """
 
 import time
@@ -16,25 +16,25 @@ import psutil
 
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.memory.probe import give_back_free_pages
-from tilewright.memory.table import is_out_of_memory
-from tilewright.precision import audit_table
+from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.process_memory import give_back_free_pages
+from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Parts, Setup
-from tilewright.training.checkpoint import CheckpointStore, SaveRecord
-from tilewright.training.control import StepControl
-from tilewright.training.evaluate import DomainLoss, evaluate
-from tilewright.training.export import export
-from tilewright.training.layer_major_step import LostStep, left_out
-from tilewright.training.no_memory import no_memory
-from tilewright.training.record import Recorder
-from tilewright.training.recover import StopRequest
-from tilewright.training.regroup import Regroup
-from tilewright.training.regroup_run import cheapest_fixes
-from tilewright.training.run_folder import RunFolder
-from tilewright.training.sample import write_sample
-from tilewright.training.state import TrainState
-from tilewright.training.step import Batch, StepResult, row_length
-from tilewright.training.whole import HalfUpdated, retried
+from tilewright.training.checkpoint.state import TrainState
+from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
+from tilewright.training.components.export import export
+from tilewright.training.components.precision_hook import StepControl
+from tilewright.training.components.signals import StopRequest
+from tilewright.training.executor.evaluate import DomainLoss, evaluate
+from tilewright.training.executor.layer_major import LostStep, left_out
+from tilewright.training.executor.standard import Batch, StepResult, row_length
+from tilewright.training.executor.transaction import HalfUpdated, retried
+from tilewright.training.planning.oom_report import no_memory
+from tilewright.training.planning.replan import Regroup
+from tilewright.training.replan_setup import cheapest_fixes
+from tilewright.training.runlog.recorder import Recorder
+from tilewright.training.runlog.run_folder import RunFolder
+from tilewright.training.runlog.sample import write_sample
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Run:
         return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else stop.reason)
 
     def _step(self) -> None:
-        """Batches, rate, the executor's step, the record. A step is taken whole or not at all (`whole`)."""
+        """Batches, rate, the executor's step, the record. A step is taken whole or not at all (`transaction`)."""
         parts, number = self.parts, self.step + 1
         if self.step >= parts.modes.next_switch:
             self._enter_mode()

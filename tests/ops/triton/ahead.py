@@ -105,9 +105,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     from tilewright.formats.scaling import BLOCK_TILE, COLUMN_TILE, ROW_TILE, TENSORWISE
     from tilewright.formats.spec import E4M3, E5M2
     from tilewright.formats.tiled import TiledTensor
-    from tilewright.ops.triton import fused, gemm
-    from tilewright.ops.triton import low_bit_adam as adam
-    from tilewright.ops.triton import quantize as q
+    from tilewright.ops.backends.triton import fused, gemm
+    from tilewright.ops.backends.triton import low_bit_adam as adam
+    from tilewright.ops.backends.triton import quantize as q
 
     x = torch.empty(256, 512, dtype=torch.bfloat16)
     for spec in (E4M3, E5M2):
@@ -135,8 +135,8 @@ def compile_all(arch: int, only: tuple[str, ...] = ()) -> dict[str, list[dict[st
     """Compile every launch, or those whose names begin so, for an architecture (80, 89, 90, ...)."""
     from unittest import mock
 
-    from tilewright.ops.triton import fused, gemm, low_bit_adam
-    from tilewright.ops.triton import quantize as q
+    from tilewright.ops.backends.triton import fused, gemm, low_bit_adam
+    from tilewright.ops.backends.triton import quantize as q
 
     found = {}
     for name, run in launches():

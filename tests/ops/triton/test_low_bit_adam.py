@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.ops.low_bit import KINDS, SIZES, LowBitCase, assert_same, hyper
-from tilewright.ops.ref.low_bit_adam import low_bit_adam as law
-from tilewright.ops.triton import launch
-from tilewright.ops.triton.low_bit_adam import low_bit_adam
+from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam as law
+from tilewright.ops.backends.triton import launch
+from tilewright.ops.backends.triton.low_bit_adam import low_bit_adam
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="these run the interpreter; tests/gpu runs the kernels")
 

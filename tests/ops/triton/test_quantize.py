@@ -13,7 +13,7 @@ from tilewright.formats import quantize as formats
 from tilewright.formats.encode import NAN_CODE, encode
 from tilewright.formats.scaling import COLUMN_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3, E5M2
-from tilewright.ops.triton import fused, launch, quantize
+from tilewright.ops.backends.triton import fused, launch, quantize
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="these run the interpreter; tests/gpu runs the kernels")
 

@@ -14,10 +14,10 @@ from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.formats.tiled import TiledTensor
-from tilewright.ops.dispatch import Case
+from tilewright.ops.backends.native import scaled_mm
+from tilewright.ops.backends.native.scaled_mm_availability import needs_scaled_mm
+from tilewright.ops.base.dispatch import Case
 from tilewright.ops.gemm import TILE_GEMM
-from tilewright.ops.native import scaled_mm
-from tilewright.ops.native.scaled_mm_rules import needs_scaled_mm
 
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -156,7 +156,7 @@ def machine(capability, cuda="13.0") -> Machine:
     ],
 )
 def test_the_next_candidate_with_a_reason(capability, cuda, kind, chosen, reason):
-    from tilewright.ops.dispatch import choose
+    from tilewright.ops.base.dispatch import choose
 
     facts, case = machine(capability, cuda), Case("cuda", torch.bfloat16, kind)
     choice = choose(TILE_GEMM, facts, case)

@@ -30,7 +30,7 @@ def launches(run, *inputs) -> int:
 
 def main() -> None:
     """Trace all."""
-    from tilewright.ops.triton import fused, gemm, quantize
+    from tilewright.ops.backends.triton import fused, gemm, quantize
 
     def flat(tiled):
         return tiled.codes, tiled.scale_inv

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 from statistics import median
 
-from tilewright.report.collect import RunData
-from tilewright.report.measured import held_out, last_process_event
-from tilewright.report.scales import format_number as num
+from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.measured import held_out, last_process_event
+from tilewright.report.svg.axes import format_number as num
 from tilewright.report.verdict.levels import difference_error, levels, noise
 from tilewright.report.verdict.rule import MIN_RECORDS, Rule, Verdict
 

@@ -3,10 +3,10 @@
 from itertools import dropwhile
 from statistics import median
 
-from tilewright.report.clean import Row
-from tilewright.report.collect import RunData
-from tilewright.report.measured import quarters, settled_norms
-from tilewright.report.scales import format_number, format_percent
+from tilewright.report.run_data.clean import Row
+from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.measured import quarters, settled_norms
+from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.verdict.learning import judge_outliers
 from tilewright.report.verdict.levels import outliers
 from tilewright.report.verdict.rule import MIN_RECORDS, Rule, Verdict

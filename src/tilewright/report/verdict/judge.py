@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.report.collect import RunData
+from tilewright.report.run_data.collect import RunData
 from tilewright.report.verdict import divergence, gradients, learning, resources
 from tilewright.report.verdict.rule import NOTHING, Rule, State, Verdict
 

@@ -3,10 +3,10 @@
 from itertools import takewhile
 from statistics import median
 
-from tilewright.report.collect import RunData
-from tilewright.report.measured import domain_losses, held_out_losses, quarters
-from tilewright.report.scales import format_number as num
-from tilewright.report.scales import format_percent
+from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.measured import domain_losses, held_out_losses, quarters
+from tilewright.report.svg.axes import format_number as num
+from tilewright.report.svg.axes import format_percent
 from tilewright.report.verdict.divergence import width
 from tilewright.report.verdict.levels import Level, difference_error, level, noise, outliers
 from tilewright.report.verdict.rule import MIN_RECORDS, Rule, Verdict

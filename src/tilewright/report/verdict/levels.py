@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from tilewright.precision.spikes import upper_bound
+from tilewright.precision.controller.spikes import upper_bound
 
 _SIGMA = 1.4826
 """A median absolute deviation times this is the standard deviation of a normal distribution."""
@@ -18,7 +18,7 @@ _MEDIAN_ERROR = 1.2533
 RECENT = 64
 """Records that an outlier is compared with."""
 FEWEST_RECENT = 16
-"""Records before anything is called an outlier, as in `precision.spikes`."""
+"""Records before anything is called an outlier, as in `precision.controller.spikes`."""
 
 
 @dataclass(frozen=True)

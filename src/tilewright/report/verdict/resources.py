@@ -3,10 +3,10 @@
 from statistics import median
 
 from tilewright.core.units import format_bytes
-from tilewright.report.clean import number
-from tilewright.report.collect import RunData
-from tilewright.report.measured import peak_memory_row, planned_owners, quarters
-from tilewright.report.scales import format_number, format_percent
+from tilewright.report.run_data.clean import number
+from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.measured import peak_memory_row, planned_owners, quarters
+from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.verdict.rule import MIN_RECORDS, Rule, Verdict
 
 FEWEST_PEAKS = 8

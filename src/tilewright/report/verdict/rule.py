@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from tilewright.report.scales import format_number, format_percent
+from tilewright.report.svg.axes import format_number, format_percent
 
 MIN_RECORDS = 20
 """Recorded steps below which nothing is called good: a quarter of them, which most rules compare, is then 5 steps, the

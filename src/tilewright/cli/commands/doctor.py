@@ -1,0 +1,157 @@
+"""`tilewright doctor`: facts of this machine, the kernel of each operation with reasons, versions, disk speed.
+
+Its `--json` output is what a bug report needs.
+"""
+
+import os
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tilewright.cli.common import json_option, print_json, show_dicts, verbosity
+from tilewright.core.hardware import Machine, detect_machine, fp8_choice
+from tilewright.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from tilewright.planner.cost.links import LinkSpeed
+    from tilewright.planner.machine.ceilings import Ceilings
+
+DISK_TEST_BYTES = 64 * 2**20
+
+
+@click.command()
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@json_option
+@verbosity
+def doctor(device: str, as_json: bool) -> None:
+    """This machine, and which kernel each operation gets, and why."""
+    import torch
+
+    from tilewright.ops.kernels import Kernels
+    from tilewright.planner.cost import links
+    from tilewright.planner.machine import ceilings
+
+    machine = detect_machine(device)
+    torch.set_num_threads(machine.physical_cores)  # as a run has them: ceilings are kept by number of threads
+    rates, speeds = ceilings.known(machine), links.known(machine, Path.cwd())
+    kernels = Kernels(machine).explain()
+    speed = _disk_write_speed(Path.cwd())
+    warnings = _warnings(machine)
+    if as_json:
+        disk = {"path": str(Path.cwd()), "write_bytes_per_s": speed}
+        fp8 = asdict(fp8_choice(machine))
+        measured = {
+            "ceilings": None if rates is None else rates.to_json(),
+            "links": {name: asdict(found) for name, found in speeds.items()},
+        }
+        found = {"machine": machine.to_json(), "fp8": fp8, "kernels": kernels, "disk": disk, "warnings": warnings}
+        print_json(found | measured)
+        return
+    _print_machine(machine, speed)
+    for label, text in _measured(rates, speeds):
+        click.echo(f"{label:<9} {text}")
+    click.echo()
+    show_dicts(_merged(kernels))
+    for warning in warnings:
+        click.echo(f"note: {warning}")
+
+
+def _print_machine(machine: Machine, speed: float | None) -> None:
+    capability = "" if machine.capability is None else f", compute capability {'.'.join(map(str, machine.capability))}"
+    wide = sorted(name for name in machine.cpu_features if name.startswith(("amx", "avx512_", "avx2", "sve", "asimd")))
+    choice = fp8_choice(machine)
+    rows = [
+        ("device", f"{machine.device}: {machine.device_name}{capability}"),
+        ("memory", _memory(machine)),
+        ("cores", f"{machine.physical_cores} physical"),
+        ("vectors", " ".join(wide) or "unknown"),
+        ("fp8", f"{choice.mode}: {choice.reason} (on the unit: {', '.join(choice.native) or 'nothing'})"),
+        ("compiler", _compiler(machine)),
+        ("disk", "this folder cannot be written to" if speed is None else f"{format_bytes(speed)}/s written here"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())),
+    ]
+    for label, text in rows:
+        click.echo(f"{label:<9} {text}")
+
+
+def _measured(rates: "Ceilings | None", speeds: "dict[str, LinkSpeed]") -> list[tuple[str, str]]:
+    """What a plan is made with, as far as it was measured."""
+    if rates is None:
+        rows = [("ceilings", "not measured yet: tilewright plan does it once, in seconds")]
+    else:
+        best = {fmt: max(by_width.values()) for fmt, by_width in rates.matmul.items()}
+        flops = ", ".join(f"{fmt} {rate / 1e12:.3g}" for fmt, rate in best.items())
+        updates = ", ".join(f"{moments} {rate / 1e6:.3g}" for moments, rate in rates.adam.items())
+        rows = [
+            ("ceilings", f"products in TFLOP/s: {flops}; memory {format_bytes(rates.bandwidth)}/s"),
+            ("", f"updates in million parameters/s by moments: {updates}"),
+        ]
+    return rows + [("link", f"{name}: {speed}") for name, speed in speeds.items()]
+
+
+def _memory(machine: Machine) -> str:
+    host = f"{format_bytes(machine.host_memory_bytes)} host"
+    return host if machine.device == "cpu" else f"{format_bytes(machine.device_memory_bytes)} device, {host}"
+
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+def _merged(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """One row an operation, device, kind of case and outcome, the dtypes of equal outcome together."""
+    merged: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in rows:
+        device, dtype, *kind = str(row["case"]).split()
+        rejected = row["rejected"]
+        assert isinstance(rejected, list)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+        op = f"{row['op']}, {kind[0]}" if kind else str(row["op"])
+        merged.setdefault((op, device, str(row["chosen"]), reasons), []).append(_SHORT.get(dtype, dtype))
+    return [
+        {"operation": op, "device": device, "dtypes": " ".join(dtypes), "chosen": chosen, "others, why not": reasons}
+        for (op, device, chosen, reasons), dtypes in merged.items()
+    ]
+
+
+def _compiler(machine: Machine) -> str:
+    from tilewright.ops.base.compile import compile_options, why_no_compile
+
+    if why_no_compile(machine):
+        return "layers are not compiled on the CPU"
+    march = compile_options().get("cpp.march")
+    return (
+        f"{machine.cxx_compiler}, told {march}: it has no tuning for this CPU" if march else f"{machine.cxx_compiler}"
+    )
+
+
+def _warnings(machine: Machine) -> list[str]:
+    import torch
+
+    from tilewright.ops.base.compile import why_no_compile
+
+    found = []
+    fault = why_no_compile(machine)
+    if fault:
+        found.append(f"training on the CPU runs uncompiled and slower: {fault}")
+    if machine.device == "cpu" and not machine.cpu_multiplies(torch.bfloat16):
+        found.append("this CPU has no BF16 instructions: BF16 products run in FP32, no faster than mode fp32")
+    return found
+
+
+def _disk_write_speed(folder: Path) -> float | None:
+    """Bytes/s of writing a file through to the disk; None where the folder cannot be written to."""
+    block = os.urandom(2**20)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".tilewright-disk-") as file:
+            start = time.perf_counter()
+            for _ in range(DISK_TEST_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return DISK_TEST_BYTES / (time.perf_counter() - start)
+    except OSError:
+        return None

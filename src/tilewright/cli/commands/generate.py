@@ -1,0 +1,48 @@
+"""`tilewright generate`: continues a text with the model of a run."""
+
+from pathlib import Path
+
+import click
+
+from tilewright.cli.common import run_argument, verbosity
+from tilewright.core.errors import ConfigError
+
+
+@click.command()
+@run_argument
+@click.option("--prompt", default="", help="Text to continue. Default: the begin of a document.")
+@click.option("--tokens", default=100, show_default=True, type=click.IntRange(1), help="Most tokens to write.")
+@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0: the likeliest token.")
+@click.option("--top-k", default=40, show_default=True, type=click.IntRange(0), help="Draw among so many; 0: all.")
+@click.option("--seed", default=1234, show_default=True, type=click.IntRange(0), help="Equal seeds, equal text.")
+@verbosity
+def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
+    """Continue a text with the model of a run.
+
+    RUN is a run folder or its name below `runs`; without it `runs/latest`.
+    """
+    import torch
+
+    from tilewright.cli.load_run import reopen
+    from tilewright.models.generate import generate as extend
+
+    opened = reopen(run)
+    if opened.recipe.model.task != "causal_lm":
+        raise ConfigError(
+            "only a causal language model continues a text",
+            got=f'model.task = "{opened.recipe.model.task}"',
+            need='model.task = "causal_lm"',
+            try_="tilewright eval, for its loss",
+            where=str(run / "run.toml"),
+        )
+    ids = torch.tensor([[opened.tokenizer.bos_id, *opened.tokenizer.encode(prompt)]], device=opened.device)
+    written = extend(
+        opened.model,
+        ids,
+        tokens,
+        temperature=temperature,
+        top_k=top_k,
+        eos_id=opened.tokenizer.eos_id,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    click.echo(prompt + opened.tokenizer.decode(written[0, ids.shape[1] :].tolist()))

@@ -1,0 +1,183 @@
+"""`tilewright inspect`: a recipe's values and sources, a run's precision, kernels and what was executed, a checkpoint's
+contents; `--diff` compares what two runs executed."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, show_dicts, show_table, verbosity
+from tilewright.core.config import schema
+from tilewright.core.config.load import load_recipe
+from tilewright.core.config.toml import NONE
+from tilewright.core.errors import ConfigError
+from tilewright.core.log import say
+from tilewright.core.units import format_bytes, format_count
+from tilewright.precision.float8 import audit_table
+from tilewright.precision.policy.shares import recorded_shares, shares_text
+
+
+@click.command("inspect", cls=RecipeCommand)
+@click.argument("target", default="default", metavar="[TARGET]")
+@click.option("--schema", "as_schema", is_flag=True, help="Print the JSON schema of recipes, for editors.")
+@click.option("--diff", "other", metavar="RUN", help="Print what this run executed otherwise than the run TARGET.")
+@json_option
+@verbosity
+@click.pass_context
+def inspect_(ctx: click.Context, target: str, as_schema: bool, other: str | None, as_json: bool) -> None:
+    """Look into a recipe, a run or a checkpoint.
+
+    TARGET is a recipe (every setting with its value and source), a run folder (what ran in which precision and with
+    which kernel, and how often), or a checkpoint folder (its contents, without loading them).
+    """
+    folder = Path(target)
+    if other is not None:
+        _diff(folder, Path(other), as_json)
+    elif as_schema:
+        print_json(schema.json_schema())
+    elif (folder / "manifest.json").is_file():
+        _checkpoint(folder, as_json)
+    elif (folder / "run.toml").is_file():
+        _run(folder, as_json)
+    else:
+        _recipe(target, overrides(ctx), as_json)
+
+
+def _recipe(target: str, settings: list[str], as_json: bool) -> None:
+    loaded = load_recipe(target, settings)
+    values = loaded.recipe.model_dump(mode="json")
+    rows = [(item, values[item.path.partition(".")[0]][item.path.partition(".")[2]]) for item in schema.fields()]
+    if as_json:
+        print_json({item.path: {"value": value, "source": loaded.sources[item.path]} for item, value in rows})
+        return
+    lines = [
+        (
+            item.path,
+            json.dumps(NONE if value is None else value),
+            loaded.sources[item.path],
+            item.doc or item.wants,
+        )
+        for item, value in rows
+    ]
+    show_table(("setting", "value", "source", "meaning"), lines)
+    for note in loaded.notes:
+        say(f"note: {note}")
+
+
+def _run(folder: Path, as_json: bool) -> None:
+    """What the run folder says about precision and kernels."""
+    precision = _read_json(folder / "precision.json")
+    machine = _read_json(folder / "machine.json")
+    kernels = machine.get("kernels", []) if isinstance(machine, dict) else []
+    audit = _read_json(folder / audit_table.FILE)
+    rows = None if audit is None else _audit_rows(folder, audit)
+    work = recorded_shares(precision) if isinstance(precision, list) else {}
+    if as_json:
+        print_json({"precision": precision, "work": work, "kernels": kernels, "audit": audit})
+        return
+    click.echo(f"{folder}: {load_recipe(folder / 'run.toml', environ={}).name}")
+    for title, table in (("precision", precision), ("kernels", kernels)):
+        click.echo()
+        if not table:
+            click.echo(f"{title}: not recorded")
+            continue
+        show_dicts(table)
+        if title == "precision" and work:
+            click.echo(f"matmul work: {shares_text(work)}")
+    click.echo()
+    if audit is None or rows is None:
+        click.echo("executed: not recorded")
+        return
+    lines, reasons = audit_table.shown(rows)
+    click.echo(f"executed up to step {audit['step']}:")
+    show_table(audit_table.COLUMNS, lines)
+    for reason in reasons:
+        click.echo(reason)
+
+
+def _diff(first: Path, second: Path, as_json: bool) -> None:
+    """What two runs executed differently: formats, kernels, shares of calls, fallbacks."""
+    found = audit_table.differences(*(_audit_rows(folder, _required_audit(folder)) for folder in (first, second)))
+    if as_json:
+        print_json({"first": str(first), "second": str(second), "differences": [asdict(item) for item in found]})
+        return
+    if not found:
+        click.echo(f"no difference: {first} and {second} executed the same products in the same formats and kernels")
+        return
+    lines = [
+        (
+            f"{item.layer}  x{item.count}" if item.count > 1 else item.layer,
+            item.gemm,
+            item.what,
+            item.first,
+            item.second,
+        )
+        for item in found
+    ]
+    show_table(("layer", "gemm", "differs in", str(first), str(second)), lines)
+
+
+def _required_audit(folder: Path) -> Any:
+    audit = _read_json(folder / audit_table.FILE)
+    if audit is None:
+        raise ConfigError(
+            "There is no record of what this run executed.",
+            got=f"no {audit_table.FILE} in it" if folder.is_dir() else "no such folder",
+            need="a run folder that has reached a checkpoint or its end",
+            try_="tilewright inspect RUN --diff RUN, with folders below runs/",
+            where=str(folder),
+        )
+    return audit
+
+
+def _audit_rows(folder: Path, audit: Any) -> list[audit_table.AuditRow]:
+    try:
+        return audit_table.read_rows(audit)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            "a file of the run folder cannot be read",
+            got=f"{type(error).__name__}: {error}",
+            need="an audit as train writes it",
+            where=str(folder / audit_table.FILE),
+        ) from error
+
+
+def _checkpoint(folder: Path, as_json: bool) -> None:
+    """Names, shapes and bytes from the checkpoint's own index; no tensor is read."""
+    from tilewright.training.checkpoint.store import read_meta, stored_tensors
+
+    meta = read_meta(folder)
+    rows = [
+        {
+            "tensor": name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": list(shape),
+            "bytes": dtype.itemsize * math.prod(shape),
+        }
+        for name, (dtype, shape) in stored_tensors(folder).items()
+    ]
+    if as_json:
+        print_json({"meta": meta, "tensors": rows})
+        return
+    click.echo(f"{folder}: {len(rows)} tensors, {format_bytes(sum(int(row['bytes']) for row in rows))}")
+    for group in dict.fromkeys(str(row["tensor"]).partition(".")[0] for row in rows):
+        inside = [row for row in rows if str(row["tensor"]).startswith(group + ".")]
+        numel = sum(math.prod(row["shape"]) for row in inside)
+        click.echo(f"  {group:<10} {len(inside):>5} tensors, {format_count(numel)} numbers")
+    click.echo()
+    show_dicts(rows)
+
+
+def _read_json(path: Path) -> Any:
+    """A file of the run folder; None where the run has not written it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "a file of the run folder cannot be read", got=str(error), need="JSON as train writes it", where=str(path)
+        ) from error

@@ -1,0 +1,156 @@
+"""`tilewright plan`: bytes and seconds of a run before it runs, from shapes and ceilings alone.
+
+Without budgets the recipe as it stands; with a budget or a machine the planner decides what the command line leaves
+open. torch is imported inside, so that `--help` stays fast.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, recipe_argument, verbosity
+from tilewright.core.config.load import load_recipe
+from tilewright.core.env import quick_imports
+from tilewright.core.errors import ConfigError, DataError
+from tilewright.core.log import say
+from tilewright.core.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tilewright.planner.advice.changes import Change
+    from tilewright.planner.advice.fixes import Fix
+    from tilewright.planner.plan import Budget, Plan
+    from tilewright.planner.planner import Planner
+    from tilewright.training.planning.request import PlanRequest
+
+
+@click.command(cls=RecipeCommand)
+@recipe_argument
+@json_option
+@click.option("--device-memory", default="", metavar="SIZE", help="Memory of the device: decide everything within it.")
+@click.option("--host-memory", default="", metavar="SIZE", help="Memory of the host, for what may lie there.")
+@click.option(
+    "--disk-memory", default="", metavar="SIZE", help="Space on the disk that a plan may use; none by default."
+)
+@click.option("--on", default="", metavar="NAME", help="Published numbers of h100, h200, a100, 4090 or b200.")
+@click.option("--largest", is_flag=True, help="The deepest model of this shape that fits.")
+@click.option("--why", default="", metavar="LAYER", help="Explain what was decided for one layer: layer.7")
+@click.option("--compare", default="", metavar="OTHER", help="Another recipe, or a plan file, beside this one.")
+@click.option("--out", default="", metavar="FILE", help="Write the plan as TOML.")
+@click.option("--html", default="", metavar="FILE", help="Write a page with memory through a step and against time.")
+@verbosity
+@click.pass_context
+def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None:
+    """Does a run fit, how fast will it be, what takes its memory and time: before it runs.
+
+    RECIPE is a TOML file or the name of a shipped recipe. Exits with 3 where the run does not fit, with 6 where that is
+    not known. With
+    --device-memory, --host-memory, --on or --largest, decides for each kind of layers what lies where and what is kept,
+    so that a step is fastest; else prices the recipe as it stands.
+    """
+    loaded = load_recipe(recipe, overrides(ctx))
+    out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
+    with quick_imports():
+        from tilewright.cli.commands.plan_output import show, to_json
+        from tilewright.planner.advice.changes import idle_memory
+        from tilewright.planner.advice.sweep import pareto
+        from tilewright.training.planning.refused import refused
+        from tilewright.training.planning.request import PlanRequest, plan_for, planner_for
+
+    asked = PlanRequest(**options)
+    planner, budget = planner_for(loaded, asked, quiet=as_json)
+    found = plan_for(planner, budget, asked)
+    if why:
+        lines = _why(planner, found, why)
+        print_json({"why": lines}) if as_json else click.echo("\n".join(lines))
+        return
+    changes = _changes(planner, budget, found, asked)
+    other = _other(planner, budget, asked, compare, overrides(ctx)) if compare else None
+    chosen = asked.decides and not asked.largest
+    idle = idle_memory(planner, found) if chosen else ""
+    curve = pareto(planner, budget) if html and chosen else []
+    if as_json:
+        print_json(to_json(found, changes, other, curve, idle))
+    else:
+        if asked.largest:
+            click.echo(f"The deepest model of this shape has {found.shape.num_layers} layers.")
+        show(found, changes, other, idle)
+    _write_files(found, curve, changes, out, html)
+    if found.state != "fits":
+        raise refused(found, changes)
+
+
+def _changes(planner: "Planner", budget: "Budget", found: "Plan", asked: "PlanRequest") -> Sequence["Change | Fix"]:
+    """What would make a decided plan faster, and a recipe that does not fit as it stands fit."""
+    from tilewright.planner.advice.changes import cheapest_changes, replan_with
+    from tilewright.planner.advice.fixes import find_fixes
+
+    if asked.decides:
+        return [] if asked.largest else cheapest_changes(planner.recipe, budget, found, replan_with(planner))
+    return find_fixes(planner, budget) if found.state == "does not fit" and not found.shape.unknown else []
+
+
+def _other(
+    planner: "Planner", budget: "Budget", asked: "PlanRequest", compare: str, typed: list[str]
+) -> dict[str, str]:
+    """The numbers of what is compared: another recipe, planned as this one is, or a plan file."""
+    from tilewright.cli.commands.plan_output import numbers, settings_in_words
+    from tilewright.planner.plan_file import is_plan_file, read_plan
+    from tilewright.training.planning.request import planner_for
+
+    if is_plan_file(compare):
+        file = read_plan(compare)
+        file.check(planner.shape(planner.recipe))
+        made = file.predicted
+        return {
+            "plan": Path(compare).name,
+            "step": format_seconds(made["step_s"]),
+            "device": format_bytes(made["device_peak_bytes"]),
+            "host": format_bytes(made["host_bytes"]),
+            **settings_in_words(file.settings),
+        }
+    loaded = load_recipe(compare, typed)
+    theirs, _ = planner_for(loaded, asked, quiet=True)
+    found = theirs.plan(budget) if asked.decides else theirs.as_it_stands(budget)
+    return {"plan": loaded.name} | (numbers(found) if found else {"step": "does not fit"})
+
+
+def _why(planner: "Planner", found: "Plan", text: str) -> list[str]:
+    from tilewright.planner.describe import why
+
+    match = re.fullmatch(r"(?:layers?\.)?(\d+)", text)
+    if match is None or int(match[1]) >= found.shape.num_layers:
+        raise ConfigError(
+            "The plan has no such layer.",
+            got=f"--why {text}",
+            need=f"layer.0 to layer.{found.shape.num_layers - 1}",
+            try_="--why layer.0",
+            where="--why",
+        )
+    return why(planner, found, int(match[1]))
+
+
+def _write_files(plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Change | Fix"], out: str, html: str) -> None:
+    from tilewright.core.atomic_io import write_whole
+    from tilewright.planner.plan_file import to_toml
+
+    try:
+        if out:
+            write_whole(Path(out), to_toml(plan))
+            say(f"wrote {out}")
+        if html:
+            from tilewright.cli.commands.plan_output import layer_table
+            from tilewright.report.plan_page import render_plan
+
+            write_whole(Path(html), render_plan(plan, curve, layer_table(plan), [str(change) for change in changes]))
+            say(f"wrote {html}")
+    except OSError as error:
+        raise DataError(
+            "The plan cannot be written.",
+            got=str(error),
+            need="a folder in which files can be made",
+            try_="another path for --out and --html",
+            where=out or html,
+        ) from error

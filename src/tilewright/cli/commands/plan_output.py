@@ -1,0 +1,150 @@
+"""A plan on the terminal, as JSON, and beside another one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from tilewright.cli.common import show_table
+from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.planner.advice.changes import Change
+from tilewright.planner.advice.fixes import Fix
+from tilewright.planner.describe import kept_in_words, verdict
+from tilewright.planner.plan import Plan, describe
+
+
+def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] | None, idle: str) -> None:
+    """Verdict, what is done with each kind of layers, bytes by owner and phase, seconds by part, notes.
+
+    Args:
+        plan: what is shown.
+        changes: that would make it faster.
+        other: numbers of what it is compared with.
+        idle: why memory stays idle; empty where it does not.
+    """
+    click.echo(f"{verdict(plan)}\n")
+    setting = plan.setting
+    click.echo(
+        f"{plan.shape.family}, {format_count(plan.shape.num_parameters)} parameters on {plan.machine.device_name}; "
+        f"{setting.executor}, {setting.num_micro} micro-batch{'es' if setting.num_micro > 1 else ''} of "
+        f"{setting.micro_batch}, moments {setting.moments}, master {setting.master}\n"
+    )
+    show_table(*layer_table(plan))
+    click.echo()
+    owners = [owner for owner in next(iter(plan.phases.values())) if any(row[owner] for row in plan.phases.values())]
+    rows = [
+        [phase, *(_cell(sizes[owner]) for owner in owners), _cell(sum(sizes.values()))]
+        for phase, sizes in plan.phases.items()
+    ]
+    show_table(["device", *owners, "sum"], rows)
+    if plan.host:
+        click.echo("\nhost: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.host.items() if size))
+    if plan.disk_bytes:
+        click.echo(f"disk: {format_bytes(plan.disk_bytes)}")
+    if plan.shape.unknown:
+        click.echo("activations, what operations need while they run, and seconds are not known")
+    spent = (
+        []
+        if plan.shape.unknown
+        else sorted(((name, value) for name, value in plan.seconds.items() if value > 1e-6), key=lambda item: -item[1])
+    )
+    if spent:
+        click.echo("time: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in spent))
+    if changes and plan.state == "fits":  # else they stand in the error
+        click.echo("\nWhat would be faster:")
+        for change in changes:
+            click.echo(f"  {change}")
+    if other:
+        mine = {"plan": "this recipe"} | numbers(plan)
+        click.echo()
+        show_table(
+            ["", mine["plan"], other["plan"]], [[k, v, other.get(k, "-")] for k, v in mine.items() if k != "plan"]
+        )
+    for note in (*([idle] if idle else []), *plan.notes):
+        click.echo(f"note: {note}")
+
+
+def _cell(size: float) -> str:
+    return format_bytes(size) if size else "-"
+
+
+def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """What is done with each kind of layers: columns and rows."""
+    columns = ["layers", "number", "parameters", "states", "activations", "slices", "per layer"]
+    rows = []
+    for row in plan.rows:
+        choice = row.choice
+        slices = [f"MLP in {choice.mlp_tiles} tiles"] if choice.mlp_tiles > 1 else []
+        slices += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
+        kept = kept_in_words(choice) if row.indices else "-"
+        cells = [describe(row), str(row.count), choice.parameters, choice.states, kept]
+        seconds = "-" if plan.shape.unknown else format_seconds(row.cost.seconds)
+        rows.append([*cells, ", ".join(slices) or "-", seconds])
+    return columns, rows
+
+
+def numbers(plan: Plan) -> dict[str, str]:
+    """What two plans are compared by."""
+    return {
+        "parameters": format_count(plan.shape.num_parameters),
+        "step": "not known" if plan.shape.unknown else format_seconds(plan.step_s),
+        "tokens/s": "not known" if plan.shape.unknown else format_count(plan.tokens_per_s),
+        "device": format_bytes(plan.peak_bytes),
+        "host": format_bytes(plan.host_bytes),
+        **settings_in_words(plan.settings()),
+    }
+
+
+def settings_in_words(found: Mapping[str, Any]) -> dict[str, str]:
+    """Settings with their units."""
+    tile = "memory.loss_tile"
+    return {name: format_bytes(value) if name == tile else str(value) for name, value in found.items()}
+
+
+def to_json(
+    plan: Plan,
+    changes: Sequence[Change | Fix],
+    other: Mapping[str, str] | None,
+    curve: Sequence[Plan],
+    idle: str,
+) -> dict[str, Any]:
+    """What the tables show, as plain types; None where it is not known."""
+    known = not plan.shape.unknown
+    return {
+        "verdict": verdict(plan),
+        "state": plan.state,
+        "unknown": plan.shape.unknown,
+        "family": plan.shape.family,
+        "num_parameters": plan.shape.num_parameters,
+        "num_layers": plan.shape.num_layers,
+        "machine": plan.machine.device_name,
+        "device_budget": int(plan.budget.device),
+        "host_budget": int(plan.budget.host),
+        "peak_bytes": int(plan.peak_bytes) if known else None,
+        "least_bytes": int(plan.peak_bytes),
+        "peak_phase": plan.peak_phase,
+        "host_bytes": int(plan.host_bytes),
+        "disk_bytes": int(plan.disk_bytes),
+        "step_s": plan.step_s if known else None,
+        "tokens_per_s": plan.tokens_per_s if known else None,
+        "settings": plan.settings(),
+        "narrowed": dict(plan.narrowed),
+        "rows": [
+            {"class": row.name, "layers": list(row.indices), **vars(row.choice), "seconds": row.cost.seconds}
+            for row in plan.rows
+        ],
+        "phases": {name: {owner: int(size) for owner, size in row.items()} for name, row in plan.phases.items()},
+        "host": {owner: int(size) for owner, size in plan.host.items()},
+        "seconds": dict(plan.seconds),
+        "changes": [
+            {"what": str(change), "settings": dict(change.settings), "keeps_result": change.keeps_result}
+            | {"step_s": change.step_s}
+            for change in changes
+        ],
+        "compared": other,
+        "pareto": [
+            {"peak_bytes": int(one.peak_bytes), "step_s": one.step_s, "narrowed": dict(one.narrowed)} for one in curve
+        ],
+        "idle": idle,
+        "notes": list(plan.notes),
+    }

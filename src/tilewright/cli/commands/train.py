@@ -1,0 +1,53 @@
+"""`tilewright train`: a recipe, settings from the command line, the training loop, then verdict and report."""
+
+from pathlib import Path
+
+import click
+
+from tilewright.cli.common import RecipeCommand, overrides, recipe_argument, verbosity
+from tilewright.core.config.load import Loaded, load_recipe
+from tilewright.core.env import quick_imports
+from tilewright.core.errors import TilewrightError
+from tilewright.core.log import say
+
+
+@click.command(cls=RecipeCommand)
+@recipe_argument
+@click.option("--dry-run", is_flag=True, help="Two real steps, then planned beside measured; nothing is kept.")
+@verbosity
+@click.pass_context
+def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
+    """Train a model from a recipe; continue where the run stopped.
+
+    RECIPE is a TOML file or the name of a shipped recipe (tilewright init --list); without it the default.
+    """
+    loaded = load_recipe(recipe, overrides(ctx))
+    for note in loaded.notes:
+        say(f"note: {note}")
+    with quick_imports():
+        from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
+
+    try:
+        run_training(loaded, dry_run=dry_run)
+    except TilewrightError:
+        _conclude(loaded, dry_run)  # a run that stopped on bad numbers is the one to look at
+        raise
+    _conclude(loaded, dry_run)
+
+
+def _conclude(loaded: Loaded, dry_run: bool) -> None:
+    """Say the verdict on a run that has begun; where the recipe wants a report, write it and say where it is."""
+    from tilewright.report.page import write_report
+    from tilewright.report.run_data.collect import collect
+    from tilewright.report.summary import learned
+    from tilewright.report.verdict.judge import judge
+
+    recipe = loaded.recipe
+    folder = Path(recipe.run.dir) / (recipe.run.name or loaded.name)
+    if dry_run or not (folder / "metrics.jsonl").is_file():
+        return
+    data = collect(folder)
+    judgement = judge(data)
+    say(judgement.line(learned(data)))
+    if recipe.log.report:
+        say(f"report: {write_report(folder, data, judgement)}")

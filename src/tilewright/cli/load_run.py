@@ -1,0 +1,97 @@
+"""A finished or stopped run, opened to be used: its recipe, its tokenizer and the weights of its newest checkpoint.
+
+The weights are read as FP32 into a plain model, without optimizer, data or plan.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tilewright.core.config.load import load_recipe
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import CheckpointError
+from tilewright.core.hardware import detect_machine
+from tilewright.core.log import say
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
+from tilewright.models.base.protocols import Model
+from tilewright.ops.kernels import Kernels
+from tilewright.training.checkpoint.state import raise_on_difference
+from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
+from tilewright.training.components.lora_model import build_adapted
+
+_MODEL = "model."
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """What a run left."""
+
+    recipe: Recipe
+    tokenizer: Tokenizer
+    model: Model
+    checkpoint: Path
+    device: torch.device
+
+
+def reopen(run: Path, device: str = "auto") -> Reopened:
+    """The model of a run folder, in evaluation mode.
+
+    Raises:
+        CheckpointError: no sound checkpoint is there, or it is of another model than the run's recipe builds.
+    """
+    recipe = load_recipe(run / "run.toml", environ={}).recipe
+    machine = detect_machine(device)
+    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
+    tokenizer = load_tokenizer(run / "tokenizer.json")
+    section = recipe.model.model_copy(update={"weights": "random"})  # the checkpoint's weights, not the folder's
+    plain = recipe.model_copy(update={"model": section})
+    kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
+    model = build_adapted(plain, tokenizer.vocab_size, kernels, machine.device)
+    checkpoint = load_newest(run, model)
+    return Reopened(recipe, tokenizer, model.eval(), checkpoint, torch.device(machine.device))
+
+
+def load_newest(run: Path, model: Model) -> Path:
+    """The weights of a run's newest sound checkpoint into a model, in place; the checkpoint's path.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
+    checkpoint = _newest(run)
+    _load(model, checkpoint)
+    return checkpoint
+
+
+def _newest(run: Path) -> Path:
+    store = CheckpointStore(run / "checkpoints")
+    try:
+        path, rejected = store.newest_sound()
+    finally:
+        store.close()
+    for rejection in rejected:
+        say(f"note: {rejection.path.name} is not used: {rejection.reason}", error=True)
+    if path is None:
+        raise CheckpointError(
+            "the run has no sound checkpoint",
+            got=f"{len(rejected)} that are torn or corrupt" if rejected else "none",
+            need="one written by train",
+            try_=f"tilewright train {run / 'run.toml'}",
+            where=str(run / "checkpoints"),
+        )
+    return path
+
+
+def _load(model: Model, checkpoint: Path) -> None:
+    """Weights into the model in place; tied ones are stored once, under their first name."""
+    targets, seen = {}, set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
+        if key not in seen:
+            seen.add(key)
+            targets[_MODEL + name] = tensor.detach()
+    there = {name: shape for name, (_, shape) in stored_tensors(checkpoint).items() if name.startswith(_MODEL)}
+    here = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+    raise_on_difference(f"{checkpoint} is a checkpoint of another model.", _MODEL, here, there)
+    with torch.no_grad():
+        read_tensors(checkpoint, targets)

@@ -1,0 +1,92 @@
+"""Files and folders that are whole or not there: fsync, rename, and a manifest of hashes.
+
+`write_whole` replaces one file. A folder is made under another name, sealed with `write_manifest`, and renamed
+by `publish_folder`; `check_manifest` says later whether it is still what was written. The hash (XXH3, 128 bit)
+finds torn and rotten files; it is no protection against somebody who means harm.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import xxhash
+
+MANIFEST = "manifest.json"
+_CHUNK_BYTES = 1 << 22
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file's bytes, or a folder's entries, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that a crash leaves the old one or the new one.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; the old file is still there.
+    """
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    fsync_path(path.parent)
+
+
+def hash_file(path: Path) -> str:
+    """XXH3-128 of a file, in hexadecimal, read in 4 MiB pieces."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_manifest(folder: Path) -> int:
+    """Record size and hash of every file in `folder`; returns their bytes together."""
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": hash_file(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    write_whole(folder / MANIFEST, json.dumps({"files": files}, indent=1))
+    return sum(entry["bytes"] for entry in files.values())
+
+
+def check_manifest(folder: Path) -> str | None:
+    """None where every file is there with the hash it was written with, else what is wrong first."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, entry in files.items():
+            path = folder / name
+            size = path.stat().st_size
+            if size != entry["bytes"]:
+                return f"{name} has {size} bytes, {entry['bytes']} were written"
+            if hash_file(path) != entry["xxh3_128"]:
+                return f"{name} is not what was written (its hash differs)"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"cannot be read ({error})"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} is damaged ({error!r})"
+    return None
+
+
+def publish_folder(partial: Path, final: Path) -> None:
+    """Give a finished folder its name, after its files and entries are on the disk.
+
+    Raises:
+        OSError: the folder cannot be synced or renamed; nothing is at `final` then.
+    """
+    for path in partial.rglob("*"):
+        fsync_path(path)
+    fsync_path(partial)
+    os.rename(partial, final)
+    fsync_path(final.parent)

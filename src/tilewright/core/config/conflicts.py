@@ -1,0 +1,247 @@
+"""What the schema cannot say: settings that contradict each other.
+
+`conflicts` returns every contradiction with the fields it reads, so that the loader can name their
+places and leave out those whose fields are already known to be wrong.
+"""
+
+from collections.abc import Iterator
+
+from tilewright.core.config.conflict import Conflict
+from tilewright.core.config.model_conflicts import MODEL_CHECKS
+from tilewright.core.config.recipe import Recipe
+
+
+def conflicts(recipe: Recipe) -> list[Conflict]:
+    """Every contradiction in a recipe whose single values are all right."""
+    checks = (*MODEL_CHECKS, _data, _precision, _precision_control, _optim, _lora, _train)
+    return [conflict for check in checks for conflict in check(recipe)]
+
+
+def _data(recipe: Recipe) -> Iterator[Conflict]:
+    data = recipe.data
+    if recipe.model.task == "image_classification" and data.source == "installed":
+        yield Conflict(
+            ("model.task", "data.source"),
+            "the installed corpus holds no images",
+            'data.source = "installed", model.task = "image_classification"',
+            "a folder with one sub-folder of images a class",
+            "--data.source FOLDER",
+        )
+    if any(not 0 <= weight < float("inf") for weight in data.weights.values()) or (
+        data.weights and not sum(data.weights.values())
+    ):
+        yield Conflict(
+            ("data.weights",),
+            "mixture weights must be 0 or more, and not all 0",
+            f"data.weights = {data.weights}",
+            "numbers from 0 up, at least one above 0",
+            "leave a domain out with data.domains instead of a negative weight",
+        )
+    strangers = sorted(set(data.weights) - set(data.domains)) if data.domains else []
+    if strangers:
+        yield Conflict(
+            ("data.weights", "data.domains"),
+            "weights for domains that data.domains leaves out",
+            ", ".join(strangers),
+            f"domains among {', '.join(data.domains)}",
+            "add them to data.domains or take their weights away",
+        )
+
+
+def _precision(recipe: Recipe) -> Iterator[Conflict]:
+    precision = recipe.precision
+    for rule in precision.rules:
+        if not any((rule.compute, rule.fprop, rule.dgrad, rule.wgrad, rule.kind)):
+            yield Conflict(
+                ("precision.rules",),
+                "a rule names no format",
+                f'{{ match = "{rule.match}", op = "{rule.op}" }}',
+                "compute, one of fprop, dgrad, wgrad, or kind",
+                'compute = "fp32"',
+            )
+    if precision.start_mode is not None and precision.start_mode == precision.mode:
+        yield Conflict(
+            ("precision.mode", "precision.start_mode"),
+            "a switch from a mode to itself",
+            f'precision.start_mode = precision.mode = "{precision.mode}"',
+            "two different modes",
+            'precision.start_mode = "none"',
+        )
+    elif precision.start_mode is not None and "pure_fp16" in (precision.start_mode, precision.mode):
+        yield Conflict(
+            ("precision.mode", "precision.start_mode"),
+            "pure_fp16 cannot be one side of a switch, because its weights are stored in FP16",
+            f'precision.start_mode = "{precision.start_mode}", precision.mode = "{precision.mode}"',
+            "two modes among fp32, tf32, bf16_mixed, hybrid",
+            'precision.mode = "hybrid"',
+        )
+    if precision.loss_scale_min > precision.loss_scale_max:
+        yield Conflict(
+            ("precision.loss_scale_min", "precision.loss_scale_max"),
+            "the loss scale has no room between its bounds",
+            f"precision.loss_scale_min = {precision.loss_scale_min:g}, max = {precision.loss_scale_max:g}",
+            "loss_scale_min at most loss_scale_max",
+            "precision.loss_scale_min = 1.0",
+        )
+    elif isinstance(precision.loss_scale, float) and not (
+        precision.loss_scale_min <= precision.loss_scale <= precision.loss_scale_max
+    ):
+        yield Conflict(
+            ("precision.loss_scale", "precision.loss_scale_min", "precision.loss_scale_max"),
+            "the first loss scale is outside its bounds",
+            f"precision.loss_scale = {precision.loss_scale:g}",
+            f"{precision.loss_scale_min:g} to {precision.loss_scale_max:g}",
+            'precision.loss_scale = "auto"',
+        )
+
+
+def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
+    """The controller, and schedules of single products."""
+    precision = recipe.precision
+    until = precision.fp8_until
+    if not all(0 <= share <= 1 for share in precision.fp8_from):
+        yield Conflict(
+            ("precision.fp8_from",),
+            "shares of the steps lie between 0 and 1",
+            f"precision.fp8_from = {list(precision.fp8_from)}",
+            "three numbers from 0 to 1: for fprop, wgrad and dgrad",
+            "precision.fp8_from = [0.0, 0.1, 0.2]",
+        )
+    elif precision.fp8_from != (0.0, 0.0, 0.0) and max(precision.fp8_from) >= until:
+        yield Conflict(
+            ("precision.fp8_from", "precision.fp8_until"),
+            "8 bits would end before all products have begun with them",
+            f"precision.fp8_from = {list(precision.fp8_from)}, fp8_until = {until:g}",
+            "shares in fp8_from below fp8_until",
+            "precision.fp8_until = 1.0",
+        )
+    if not precision.moves_products:
+        return
+    asked = "precision.controller = true" if precision.controller else "precision.fp8_from or fp8_until"
+    if precision.mode != "fp8_tile":
+        yield Conflict(
+            ("precision.mode", "precision.controller", "precision.fp8_from", "precision.fp8_until"),
+            "only products in 8-bit tiles can be moved while training",
+            f'{asked}, precision.mode = "{precision.mode}"',
+            'precision.mode = "fp8_tile"',
+            'precision.mode = "fp8_tile", or precision.controller = false and no fp8_from and fp8_until',
+        )
+    elif precision.start_mode is not None:
+        yield Conflict(
+            ("precision.start_mode", "precision.controller", "precision.fp8_from", "precision.fp8_until"),
+            "a start mode and moves of single products cannot be together",
+            f'{asked}, precision.start_mode = "{precision.start_mode}"',
+            "one of them; fp8_from starts the products in BF16, too",
+            f'precision.start_mode = "none", precision.fp8_from = {[precision.start_fraction] * 3}',
+        )
+    if precision.controller and precision.controller_recalibrate < precision.controller_every:
+        yield Conflict(
+            ("precision.controller_every", "precision.controller_recalibrate"),
+            "large samples would be more frequent than small ones",
+            f"precision.controller_recalibrate = {precision.controller_recalibrate}, "
+            f"controller_every = {precision.controller_every}",
+            "controller_recalibrate at least controller_every",
+            f"precision.controller_recalibrate = {10 * precision.controller_every}",
+        )
+
+
+def _optim(recipe: Recipe) -> Iterator[Conflict]:
+    optim = recipe.optim
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield Conflict(
+            ("optim.betas",),
+            "AdamW's betas must be at least 0 and below 1",
+            f"optim.betas = {list(optim.betas)}",
+            "two numbers from 0 up to below 1",
+            "optim.betas = [0.9, 0.95]",
+        )
+    if optim.master == "split24" and optim.moments != "8bit":
+        yield Conflict(
+            ("optim.master", "optim.moments"),
+            "weights in 24 bits go with moments in 8 bits",
+            f'optim.master = "split24", optim.moments = "{optim.moments}"',
+            'optim.moments = "8bit", or another master',
+            'optim.moments = "8bit"',
+        )
+    if optim.master != "fp32" and recipe.precision.mode == "pure_fp16":
+        yield Conflict(
+            ("optim.master", "precision.mode"),
+            "stochastic rounding keeps the weights in BF16, pure_fp16 in FP16",
+            f'optim.master = "{optim.master}", precision.mode = "pure_fp16"',
+            "one storage format for the weights",
+            'precision.mode = "bf16_mixed", or optim.master = "fp32"',
+        )
+
+
+def _lora(recipe: Recipe) -> Iterator[Conflict]:
+    if not recipe.lora.rank:
+        return
+    if recipe.memory.executor != "standard":
+        yield Conflict(
+            ("lora.rank", "memory.executor"),
+            "adapters need no slices: the base is frozen and has no optimizer states",
+            f'lora.rank = {recipe.lora.rank}, memory.executor = "{recipe.memory.executor}"',
+            'memory.executor = "standard"',
+            'memory.executor = "standard" with train.activation_checkpoint = "full"',
+        )
+    if recipe.save.export_hf and recipe.save.export_format != "keep":
+        yield Conflict(
+            ("lora.rank", "save.export_hf", "save.export_format"),
+            "an adapter is written in FP32",
+            f'save.export_format = "{recipe.save.export_format}"',
+            'save.export_format = "keep"',
+            "merge the adapter afterwards (precision.lora.merge_lora), and save the model in that format",
+        )
+
+
+def _train(recipe: Recipe) -> Iterator[Conflict]:
+    train, run = recipe.train, recipe.run
+    if train.micro_batch > train.batch_size:
+        yield Conflict(
+            ("train.micro_batch", "train.batch_size"),
+            "one forward pass holds more rows than the whole step",
+            f"train.micro_batch = {train.micro_batch}, train.batch_size = {train.batch_size}",
+            "micro_batch at most batch_size",
+            f"train.micro_batch = {train.batch_size}, or train.batch_size = {train.micro_batch}",
+        )
+    slices = recipe.memory.executor == "layer_major"
+    if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full" and not slices:
+        yield Conflict(
+            ("train.checkpoint_inputs", "train.activation_checkpoint"),
+            "only layers that are recomputed whole keep nothing but their inputs",
+            f'train.checkpoint_inputs = "fp8", train.activation_checkpoint = "{train.activation_checkpoint}"',
+            'train.activation_checkpoint = "full" with FP8 inputs',
+            'train.activation_checkpoint = "full", or train.checkpoint_inputs = "exact"',
+        )
+    if slices and train.activation_checkpoint != "none":
+        yield Conflict(
+            ("train.activation_checkpoint", "memory.executor"),
+            "the layer-major executor recomputes every layer anyway",
+            f'train.activation_checkpoint = "{train.activation_checkpoint}", memory.executor = "layer_major"',
+            'train.activation_checkpoint = "none"',
+            'train.activation_checkpoint = "none"; memory.group for coarser recomputation',
+        )
+    if slices and recipe.precision.moves_products:
+        yield Conflict(
+            ("precision.controller", "precision.fp8_from", "precision.fp8_until", "memory.executor"),
+            "products cannot be moved between formats where a step updates its layers on the way",
+            'precision.controller, fp8_from or fp8_until with memory.executor = "layer_major"',
+            "formats that stay",
+            'memory.executor = "standard", or precision.controller = false and no fp8_from and fp8_until',
+        )
+    if recipe.optim.clip == "lagged" and not slices:
+        yield Conflict(
+            ("optim.clip", "memory.executor"),
+            "the standard executor knows the whole gradient before it updates, so it clips exactly",
+            'optim.clip = "lagged", memory.executor = "standard"',
+            'optim.clip = "exact"',
+            'optim.clip = "exact", or memory.executor = "layer_major"',
+        )
+    if any(mark in run.name for mark in "/\\") or run.name in (".", ".."):
+        yield Conflict(
+            ("run.name",),
+            "the run's name must be a single folder name",
+            f'run.name = "{run.name}"',
+            "a name without a slash",
+            "run.dir = the folder to put it in",
+        )

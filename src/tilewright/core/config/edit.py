@@ -1,0 +1,75 @@
+"""A loaded recipe with other settings: values by name, checked again, each with its source."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from tilewright.core.config.conflicts import conflicts
+from tilewright.core.config.load import Loaded
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError, Problem
+
+
+def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> Loaded:
+    """A recipe with a plan's settings.
+
+    Args:
+        loaded: the recipe.
+        settings: values by name, `section.field`.
+        source: the plan's name, for `loaded.sources` and for errors.
+
+    Raises:
+        ConfigError: they are not allowed together.
+    """
+    try:
+        recipe = Recipe.model_validate(_with_values(loaded.recipe, settings))
+    except ValidationError as error:
+        raise ConfigError(
+            "The plan's settings are not a recipe's.",
+            got="; ".join(f"{'.'.join(map(str, row['loc']))}: {row['msg']}" for row in error.errors()),
+            need="settings as `tilewright plan --out` writes them",
+            try_="tilewright plan RECIPE --out FILE, which makes a plan",
+            where=source,
+        ) from error
+    problems = [Problem(one.what, one.got, one.need, one.try_, source) for one in conflicts(recipe)]
+    if problems:
+        raise ConfigError.from_problems(problems)
+    sources = loaded.sources | {
+        name: f"plan {source}" for name, value in settings.items() if value_of(loaded.recipe, name) != value
+    }
+    return replace(loaded, recipe=recipe, sources=sources)
+
+
+def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe with other settings by `section.field`, which the caller knows to be allowed."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    update = {name: getattr(recipe, name).model_copy(update=fields) for name, fields in sections.items()}
+    return recipe.model_copy(update=update)
+
+
+def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
+    """The recipe with other settings; None where they are not allowed, alone or together."""
+    try:
+        found = Recipe.model_validate(_with_values(recipe, settings))
+    except ValidationError:
+        return None
+    return None if conflicts(found) else found
+
+
+def _with_values(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
+    values = recipe.model_dump()
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        values[section][field] = value
+    return values
+
+
+def value_of(recipe: Recipe, name: str) -> Any:
+    """Value of the setting with this name, `section.field`."""
+    section, _, field = name.partition(".")
+    return recipe.model_dump()[section][field]

@@ -1,0 +1,250 @@
+"""From files, environment and command line to one typed recipe, with the source of every value.
+
+Precedence: command line > environment > file > `extends` parent > default. Values are typed strictly
+(the text "7" is not the integer 7, except on the command line and in the environment, where everything
+is text). Everything that is wrong is reported at once, with file and line where there is one.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tomlkit
+from pydantic import ValidationError
+
+from tilewright.core import env
+from tilewright.core.config import schema
+from tilewright.core.config.conflicts import conflicts
+from tilewright.core.config.messages import by_line, not_a_section, schema_problems, unknown_setting
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.toml import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml
+from tilewright.core.config.unused import without_effect
+from tilewright.core.errors import ConfigError, Problem
+
+CLI = "cli"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A recipe and where its values come from."""
+
+    recipe: Recipe
+    sources: dict[str, str]
+    """`section.field` -> "cli", "env NAME", "file x.toml", "extends y.toml" or "default"; every field is there."""
+    name: str
+    """Stem of the file; of a run folder's run.toml the folder's name; "default" without a file."""
+    path: Path | None = None
+    notes: tuple[str, ...] = ()
+    """Settings that were written down but have no effect in this recipe, one sentence each."""
+
+
+@dataclass
+class _Values:
+    """Values by field while they are collected, lowest precedence first, and the problems on the way."""
+
+    values: dict[str, object] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def put(self, path: str, value: object, source: str, place: str) -> None:
+        self.values[path], self.sources[path], self.places[path] = value, source, place
+
+
+def load_recipe(
+    path: str | Path | None,
+    overrides: Mapping[str, str] | Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Reads, merges and checks a recipe.
+
+    Args:
+        path: a TOML file, the name of a shipped recipe, or None for the defaults of the schema alone.
+        overrides: `{"train.steps": "10"}`, or arguments as typed: `["--train.steps", "10", "--run.seed=3"]`.
+        environ: the environment; None reads that of the process.
+
+    Raises:
+        ConfigError: everything that is wrong with file, parents, environment and overrides, in one error.
+
+    Example:
+        >>> loaded = load_recipe(None, {"train.steps": "10"}, environ={})
+        >>> loaded.recipe.train.steps, loaded.sources["train.steps"], loaded.sources["train.batch_size"]
+        (10, 'cli', 'default')
+    """
+    merged = _Values()
+    file = None if path is None else find_recipe(path)
+    if file is not None:
+        chain = _chain(file)
+        for depth, toml in reversed(list(enumerate(chain))):
+            _put_file(merged, toml, f"{'extends' if depth else 'file'} {toml.path.name}")
+    settings, problems = env.settings(environ)
+    merged.problems += problems
+    for setting in settings:
+        _put_text(merged, setting.field, setting.value, f"env {setting.name}", f"environment variable {setting.name}")
+    pairs, problems = _pairs(overrides)
+    merged.problems += problems
+    for name, text in pairs:
+        _put_text(merged, name, text, CLI, f"--{name} on the command line")
+    recipe = _validated(merged)
+    sources = {item.path: merged.sources.get(item.path, DEFAULT) for item in schema.fields()}
+    void = without_effect(recipe)
+    # A parent's setting may be void in the child; only what this user wrote deserves a word.
+    notes = [
+        f"{name} has no effect here: {why} ({merged.places[name]})"
+        for name, why in void.items()
+        if name in merged.values and not merged.sources[name].startswith("extends")
+    ]
+    return Loaded(recipe, sources, _name(file), file, tuple(notes))
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes in the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def write_run_toml(loaded: Loaded, path: str | Path) -> None:
+    """Writes the resolved recipe, each value with a comment that names its source. It loads to the same `Recipe`."""
+    document = tomlkit.document()
+    document.add(tomlkit.comment(f"Resolved recipe {loaded.name!r}; the comment of a value is where it came from."))
+    for section, model in loaded.recipe.model_dump(mode="json").items():
+        table = tomlkit.table()
+        for name, value in model.items():
+            item = tomlkit.item(inline(NONE if value is None else value))
+            item.comment(loaded.sources[f"{section}.{name}"])
+            table.add(name, item)
+        document.add(tomlkit.nl())
+        document.add(section, table)
+    Path(path).write_text(tomlkit.dumps(document), encoding="utf-8")
+
+
+def _name(file: Path | None) -> str:
+    if file is None:
+        return DEFAULT
+    return file.resolve().parent.name if file.name == "run.toml" else file.stem
+
+
+def _chain(file: Path) -> list[TomlFile]:
+    """The file, its parent, its parent's parent, ..."""
+    chain = [read_toml(file)]
+    while schema.EXTENDS in chain[-1].data:
+        child = chain[-1]
+        name = child.data[schema.EXTENDS]
+        where = child.place(schema.EXTENDS)
+        if not isinstance(name, str):
+            raise ConfigError("extends names one recipe", got=repr(name), need="a text in quotes", where=where)
+        parent = find_recipe(name, folder=child.path.parent, where=where)
+        if parent.resolve() in [toml.path.resolve() for toml in chain]:
+            circle = " -> ".join([*(toml.path.name for toml in chain), parent.name])
+            raise ConfigError(
+                "recipes extend each other in a circle",
+                got=circle,
+                need="a chain that ends",
+                try_=f"take `extends` out of {child.path.name}",
+                where=where,
+            )
+        chain.append(read_toml(parent))
+    return chain
+
+
+def _put_file(merged: _Values, toml: TomlFile, source: str) -> None:
+    known = schema.sections()
+    for section, content in toml.data.items():
+        if section == schema.EXTENDS:
+            continue
+        if section not in known or not isinstance(content, dict):
+            merged.problems.append(not_a_section(section, content, toml.place(section)))
+        else:
+            for name, value in content.items():
+                path = f"{section}.{name}"
+                item = schema.find(path)
+                if item is not None and item.may_be_none and value == NONE:
+                    value = None
+                merged.put(path, value, source, toml.place(path))
+
+
+def _put_text(merged: _Values, path: str, value: object, source: str, place: str) -> None:
+    item = schema.find(path)
+    merged.put(path, _typed(item, value) if item and isinstance(value, str) else value, source, place)
+
+
+def _typed(item: schema.Field, text: str) -> object:
+    """Text from a command line as a TOML value; where it is none, or a text is wanted, the text itself."""
+    if item.may_be_none and text == NONE:
+        return None
+    if item.is_bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if item.is_text and not isinstance(value, str) else value
+
+
+def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str, str]], list[Problem]]:
+    """Overrides as (section.field, text) pairs."""
+    if isinstance(overrides, Mapping):
+        return [(name.removeprefix("--"), str(text)) for name, text in overrides.items()], []
+    pairs: list[tuple[str, str]] = []
+    problems: list[Problem] = []
+    rest = list(overrides)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") and not equals:
+            problems.append(
+                Problem("an argument that is no setting", got=argument, need="--section.field value", where="arguments")
+            )
+        elif equals:
+            pairs.append((name, text))
+        elif rest and not rest[0].startswith("--"):
+            pairs.append((name, rest.pop(0)))
+        else:
+            item = schema.find(name)
+            near = "" if item else schema.suggest(name)
+            problems.append(
+                Problem(
+                    f"--{name} has no value" if item else f"unknown option --{name}",
+                    need=item.wants if item else "",
+                    try_=f"--{near} VALUE" if near else f"--{name} VALUE" if item else "tilewright inspect",
+                    where="command line",
+                )
+            )
+    return pairs, problems
+
+
+def _validated(merged: _Values) -> Recipe:
+    """The recipe, or one ConfigError with every problem."""
+    bad: set[str] = set()
+    nested: dict[str, dict[str, object]] = {}
+    for path, value in merged.values.items():
+        section, _, name = path.partition(".")
+        if schema.find(path) is None:
+            merged.problems.append(unknown_setting(path, value, merged.places[path]))
+            bad.add(path)
+        else:
+            nested.setdefault(section, {})[name] = value
+    try:
+        recipe = _strict(nested)
+    except ValidationError as error:
+        for path, problem in schema_problems(error, merged.values, merged.places):
+            merged.problems.append(problem)
+            bad.add(path)
+            section, _, name = path.partition(".")
+            del nested[section][name]
+        recipe = _strict(nested)
+    for conflict in conflicts(recipe):
+        if not bad.intersection(conflict.fields):
+            where = ", ".join(dict.fromkeys(merged.places[path] for path in conflict.fields if path in merged.places))
+            merged.problems.append(Problem(conflict.what, conflict.got, conflict.need, conflict.try_, where))
+    if merged.problems:
+        raise ConfigError.from_problems(sorted(merged.problems, key=by_line))
+    return recipe
+
+
+def _strict(nested: Mapping[str, object]) -> Recipe:
+    # Through JSON because there strict means what we want: lists for tuples, but no "7" for 7 and no 1 for true.
+    # Dates are the only TOML values without a JSON form; as text they are refused where no text is wanted.
+    return Recipe.model_validate_json(json.dumps(nested, default=str), strict=True)

@@ -1,0 +1,89 @@
+"""What the loader says about a value: the schema library's findings and unknown names, in four parts each."""
+
+import difflib
+from collections.abc import Mapping
+from typing import get_args
+
+from pydantic import ValidationError
+
+from tilewright.core.config import schema
+from tilewright.core.config.toml import toml_text
+from tilewright.core.errors import Problem
+
+
+def schema_problems(
+    error: ValidationError, values: Mapping[str, object], places: Mapping[str, str]
+) -> list[tuple[str, Problem]]:
+    """One problem a field, whatever number of details the schema library found in it.
+
+    Args:
+        error: of the validation of a whole recipe.
+        values, places: value and place of each field that was given, by `section.field`.
+    """
+    found: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        section, name, *inner = map(str, detail["loc"])
+        path = f"{section}.{name}"
+        item = schema.find(path)
+        if item is None:
+            raise AssertionError(f"the schema complains about {path}, which it does not have")
+        if path in found:
+            continue
+        what = f"{path} is not right"
+        if detail["type"] == "extra_forbidden":
+            what = f"unknown key {inner[-1]!r} in {path}"
+        elif detail["type"] == "missing":
+            what = f"{path} lacks {inner[-1]!r}"
+        words = [word for word in get_args(item.info.annotation) if isinstance(word, str)]
+        near = difflib.get_close_matches(str(values[path]), words, n=1)
+        likely = near[0] if near else item.info.default
+        try_ = "" if likely in ((), {}, "") else f"{name} = {toml_text(likely)}"
+        found[path] = Problem(what, toml_text(values[path]), item.wants, try_, places[path])
+    return list(found.items())
+
+
+def unknown_setting(path: str, value: object, place: str) -> Problem:
+    """A setting that the schema does not have."""
+    section, _, name = path.partition(".")
+    near = schema.suggest(path)
+    inside = schema.sections().get(section)
+    if near:
+        need = ""
+    elif inside is not None:
+        need = f"settings of [{section}]: " + ", ".join(inside.model_fields)
+    else:
+        need = "section.field, with a section among " + ", ".join(schema.sections())
+    return Problem(
+        f"unknown setting {path}",
+        got=f"{name or path} = {toml_text(value)}",
+        need=need,
+        try_=f"did you mean {near}?" if near else "tilewright inspect lists all settings",
+        where=place,
+    )
+
+
+def not_a_section(section: str, content: object, place: str) -> Problem:
+    """A top-level key of a file that is no section, or a section that is no table."""
+    known = schema.sections()
+    got = "" if isinstance(content, dict) else f"{section} = {toml_text(content)}"
+    if section in known:
+        need = f"a line [{section}] with settings below it"
+        return Problem(f"{section} is a section, not a value", got=got, need=need, where=place)
+    near_section, _, near_name = schema.suggest(section).partition(".")
+    if near_name:
+        try_ = f"put {near_name} under [{near_section}]"
+    else:
+        try_ = f"did you mean [{near_section}]?" if near_section else ""
+    return Problem(
+        f"unknown section [{section}]" if isinstance(content, dict) else f"{section} stands outside of a section",
+        got=got,
+        need="" if try_ else "sections: " + ", ".join(known),
+        try_=try_,
+        where=place,
+    )
+
+
+def by_line(problem: Problem) -> tuple[str, int]:
+    """Sorts problems of files by line; the others come after, in the order found."""
+    file, _, number = problem.where.rpartition(":")
+    return (file, int(number)) if file.endswith(".toml") and number.isdigit() else ("~", 0)

@@ -1,0 +1,160 @@
+"""Contradictions in the settings that describe a model: its shape, attention, experts, and what can be exported."""
+
+from collections.abc import Iterator
+
+from tilewright.core.config.conflict import Conflict
+from tilewright.core.config.recipe import Recipe
+
+
+def _model(recipe: Recipe) -> Iterator[Conflict]:
+    model = recipe.model
+    if model.kind == "hf" and not model.path:
+        yield Conflict(
+            ("model.kind", "model.path"),
+            'model.kind = "hf" needs the folder of the model',
+            "model.path is empty",
+            "model.path = a Hugging Face folder with a config.json",
+            '--model.path FOLDER, or model.kind = "decoder"',
+        )
+    if model.weights == "load" and not model.path:
+        yield Conflict(
+            ("model.weights", "model.path"),
+            'model.weights = "load" needs the folder that holds the weights',
+            "model.path is empty",
+            "model.path = a Hugging Face folder with weights",
+            '--model.path FOLDER, or model.weights = "random"',
+        )
+    if model.kind == "decoder" and model.task != "causal_lm":
+        yield Conflict(
+            ("model.kind", "model.task"),
+            f'the decoder does not learn "{model.task}"',
+            f'model.kind = "decoder", model.task = "{model.task}"',
+            'model.task = "causal_lm" for the decoder',
+            f'model.kind = "hf" with a model of that task in model.path, for {model.task}',
+        )
+
+
+def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
+    """Head counts and widths of our decoder, where they come from the recipe and not from a folder."""
+    model = recipe.model
+    if model.kind != "decoder" or model.path or model.attention != "gqa":
+        return
+    if not model.head_dim and model.dim % model.num_heads:
+        yield Conflict(
+            ("model.dim", "model.num_heads", "model.head_dim"),
+            "the width does not divide into the heads",
+            f"model.dim = {model.dim}, model.num_heads = {model.num_heads}",
+            "dim a multiple of num_heads, or head_dim given",
+            f"model.dim = {_multiple(model.dim, model.num_heads)}, or model.head_dim = "
+            f"{max(2, model.dim // model.num_heads // 2 * 2)}",
+        )
+    elif (model.head_dim or model.dim // model.num_heads) % 2:
+        yield Conflict(
+            ("model.dim", "model.num_heads", "model.head_dim"),
+            "rotary positions need heads of even width",
+            f"heads {model.head_dim or model.dim // model.num_heads} wide",
+            "an even width",
+            "model.head_dim = " + str((model.head_dim or model.dim // model.num_heads) + 1),
+        )
+    if model.num_kv_heads and model.num_heads % model.num_kv_heads:
+        divisors = [str(count) for count in range(1, model.num_heads + 1) if model.num_heads % count == 0]
+        yield Conflict(
+            ("model.num_heads", "model.num_kv_heads"),
+            "the query heads do not share the key/value heads evenly",
+            f"model.num_heads = {model.num_heads}, model.num_kv_heads = {model.num_kv_heads}",
+            "num_heads a multiple of num_kv_heads",
+            "model.num_kv_heads = " + " or ".join(divisors),
+        )
+
+
+def _mla(recipe: Recipe) -> Iterator[Conflict]:
+    model = recipe.model
+    if model.kind != "decoder" or model.path or model.attention != "mla":
+        return
+    if model.qk_rope_head_dim % 2:
+        yield Conflict(
+            ("model.attention", "model.qk_rope_head_dim"),
+            "rotary positions need an even width",
+            f"model.qk_rope_head_dim = {model.qk_rope_head_dim}",
+            "an even number",
+            f"model.qk_rope_head_dim = {model.qk_rope_head_dim + 1}",
+        )
+
+
+def _experts(recipe: Recipe) -> Iterator[Conflict]:
+    model = recipe.model
+    if model.kind != "decoder" or model.path or model.num_experts == 0:
+        return
+    if model.num_dense_layers > model.num_layers:
+        yield Conflict(
+            ("model.num_layers", "model.num_dense_layers"),
+            "more dense layers than layers",
+            f"model.num_dense_layers = {model.num_dense_layers}, model.num_layers = {model.num_layers}",
+            "num_dense_layers at most num_layers",
+            f"model.num_dense_layers = {min(1, model.num_layers)}",
+        )
+    if model.num_experts % model.num_expert_groups:
+        yield Conflict(
+            ("model.num_experts", "model.num_expert_groups"),
+            "the experts do not divide into the groups",
+            f"model.num_experts = {model.num_experts}, model.num_expert_groups = {model.num_expert_groups}",
+            "num_experts a multiple of num_expert_groups",
+            f"model.num_experts = {_multiple(model.num_experts, model.num_expert_groups)}",
+        )
+        return
+    if model.num_limited_groups > model.num_expert_groups:
+        yield Conflict(
+            ("model.num_expert_groups", "model.num_limited_groups"),
+            "a token cannot route to more groups than there are",
+            f"model.num_limited_groups = {model.num_limited_groups}, "
+            f"model.num_expert_groups = {model.num_expert_groups}",
+            "num_limited_groups at most num_expert_groups",
+            f"model.num_limited_groups = {model.num_expert_groups}",
+        )
+        return
+    reachable = model.num_experts // model.num_expert_groups * model.num_limited_groups
+    if model.num_experts_per_token > reachable:
+        yield Conflict(
+            ("model.num_experts", "model.num_experts_per_token", "model.num_expert_groups", "model.num_limited_groups"),
+            "a token cannot use more experts than it can reach",
+            f"model.num_experts_per_token = {model.num_experts_per_token}, {reachable} experts within reach",
+            "num_experts_per_token at most num_experts / num_expert_groups * num_limited_groups",
+            f"model.num_experts_per_token = {min(2, reachable)}",
+        )
+
+
+def _export(recipe: Recipe) -> Iterator[Conflict]:
+    """Shapes that no Hugging Face layout describes, told before the run instead of at its end."""
+    model = recipe.model
+    if not recipe.save.export_hf or model.kind != "decoder" or model.path:
+        return
+    if model.attention == "gqa" and (model.num_experts or model.dim % model.num_heads):
+        has = "experts" if model.num_experts else f"dim = {model.dim} and {model.num_heads} heads"
+        need = 'attention = "mla" with experts, or none; dim a multiple of num_heads'
+    elif model.num_experts and not model.num_shared_experts:
+        has, need = "no shared expert", "at least one shared expert"
+    elif model.num_experts and model.num_experts // model.num_expert_groups < 2:
+        has, need = "one expert a group", "at least two experts a group"
+    else:
+        return
+    yield Conflict(
+        (
+            "save.export_hf",
+            "model.attention",
+            "model.num_experts",
+            "model.num_shared_experts",
+            "model.num_expert_groups",
+        ),
+        "no Hugging Face layout holds this shape",
+        f'attention = "{model.attention}" with {has}',
+        need,
+        "save.export_hf = false, and keep tilewright's own checkpoint",
+    )
+
+
+def _multiple(value: int, of: int) -> int:
+    """The multiple of `of` nearest to `value`, at least one."""
+    return max(1, round(value / of)) * of
+
+
+MODEL_CHECKS = (_model, _decoder_shape, _mla, _experts, _export)

@@ -1,0 +1,316 @@
+"""The recipe: every setting of a run, typed, documented and strict.
+
+One frozen model a section. A section is owned by the package of its name; components take plain
+arguments, so Python users never need these classes. Unknown keys are errors. Derived values are
+never written back here. `core.config.load` builds a `Recipe` from files, environment and command line.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.config.section import Section
+from tilewright.core.units import parse_bytes
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
+LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
+AttentionBackend = Literal["auto", "amx", "native", "ref"]
+NormBackend = Literal["auto", "native", "ref"]
+Backend = Literal["auto", "compiled", "native", "ref"]
+QuantizeBackend = Literal["auto", "triton", "cpu", "ref"]
+Tier = Literal["device", "host", "disk"]
+TileGemmBackend = Literal["auto", "scaled_mm", "triton", "cpu", "dequant", "ref"]
+
+
+class RunSection(Section):
+    name: str = ""
+    """Name of the run folder inside `dir`. Empty: the recipe's file name."""
+    dir: str = "runs"
+    """Folder that holds the run folders."""
+    seed: int = Field(default=1234, ge=0)
+    """Seeds initial weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train. `auto` takes a CUDA GPU where there is one."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads for torch. 0: one a physical core."""
+
+
+class ModelSection(Section):
+    kind: Literal["decoder", "hf"] = "decoder"
+    """`decoder`: tilewright's own decoder. `hf`: any Hugging Face model, described by `path`."""
+    path: str = ""
+    """Hugging Face folder (config.json, and weights where `weights = "load"`). Read for `hf`; for `decoder` a folder
+    of Llama or DeepSeek-V3 layout, whose shape then replaces the fields below."""
+    weights: Literal["random", "load"] = "random"
+    """Start from random weights, or load those in `path`."""
+    task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"
+    """What is learned. `decoder` does `causal_lm` only."""
+    dim: int = Field(default=256, ge=8)
+    """Width of the residual stream."""
+    num_layers: int = Field(default=6, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(default=4, ge=1)
+    """Query heads. `dim` must be a multiple of it unless `head_dim` is given."""
+    num_kv_heads: int = Field(default=0, ge=0)
+    """Key and value heads of grouped-query attention. 0: as many as `num_heads`."""
+    head_dim: int = Field(default=0, ge=0)
+    """Width of a head. 0: `dim / num_heads`."""
+    ffn_dim: int = Field(default=0, ge=0)
+    """Width of the SwiGLU hidden layer. 0: 8/3 of `dim`, rounded up to a multiple of 64."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary position frequencies."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = True
+    """One matrix for embedding and output head."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the first weights."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """Grouped-query, or multi-head latent attention as in DeepSeek-V3."""
+    q_lora_rank: int = Field(default=0, ge=0)
+    """MLA: rank of the query compression. 0: none."""
+    kv_lora_rank: int = Field(default=64, ge=1)
+    """MLA: rank of the key/value compression."""
+    qk_nope_head_dim: int = Field(default=32, ge=1)
+    """MLA: query/key width a head without position."""
+    qk_rope_head_dim: int = Field(default=16, ge=2)
+    """MLA: query/key width a head that carries the rotary position."""
+    v_head_dim: int = Field(default=32, ge=1)
+    """MLA: value width a head."""
+    num_experts: int = Field(default=0, ge=0)
+    """Routed experts. 0: dense."""
+    num_experts_per_token: int = Field(default=2, ge=1)
+    """Routed experts that each token uses."""
+    num_shared_experts: int = Field(default=1, ge=0)
+    """Experts that every token uses besides."""
+    expert_dim: int = Field(default=0, ge=0)
+    """Hidden width of an expert. 0: `ffn_dim / num_experts_per_token`."""
+    num_dense_layers: int = Field(default=1, ge=0)
+    """MoE: first layers that stay dense."""
+    num_expert_groups: int = Field(default=1, ge=1)
+    """MoE: groups for group-limited routing."""
+    num_limited_groups: int = Field(default=1, ge=1)
+    """MoE: groups that a token may route to."""
+    routed_scaling: float = Field(default=1.0, gt=0)
+    """MoE: factor on the routed experts' output."""
+    balance_rate: float = Field(default=1e-3, ge=0)
+    """MoE: step of the auxiliary-loss-free balancing bias (DeepSeek-V3, section 2.1.2). 0: off."""
+
+
+class DataSection(Section):
+    source: str = "installed"
+    """`installed`: the text that this installation carries. Else a path: a folder of text files, .jsonl(.gz/.zst),
+    .parquet, a Hugging Face dataset saved on disk, or (image_classification) a folder with one sub-folder a class."""
+    domains: tuple[str, ...] = ()
+    """Keep only these domains. Empty: all."""
+    weights: dict[str, float] = Field(default={})
+    """Mixture weights by domain. Empty: in proportion to tokens."""
+    max_bytes: Bytes = 24_000_000
+    """Use at most this much text, shared over the domains. 0: no limit."""
+    holdout: float = Field(default=0.02, gt=0, lt=0.5)
+    """Share held out for evaluation, by clusters of near-copies."""
+    seq_len: int = Field(default=512, ge=8)
+    """Tokens in one packed row."""
+    vocab_size: int = Field(default=8192, ge=300)
+    """Size of the BPE tokenizer trained on the data. Read where `tokenizer` is empty and no weights are loaded."""
+    tokenizer: str = ""
+    """A tokenizer.json, or a folder that holds one. Empty: the one in `model.path` where weights are loaded from there;
+    else one is trained on the data and cached."""
+    text_field: str = "text"
+    """Field of .jsonl, .parquet and dataset rows that holds the text."""
+    image_size: int = Field(default=64, ge=8)
+    """image_classification: side in pixels that images are resized to."""
+    cache_dir: str = ""
+    """Where prepared data is kept. Empty: the user's cache folder."""
+    prefetch: int = Field(default=2, ge=0)
+    """Batches prepared ahead in a background thread. 0: none."""
+
+
+class OptimSection(Section):
+    lr: float = Field(default=1e-3, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled decay, on matrices only."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Storage of AdamW's two moments. `8bit`: one byte a number, and a scale for 128 of them."""
+    master: Literal["fp32", "split24", "stochastic"] = "fp32"
+    """FP32 master weights; or weights kept in BF16 and updated with stochastic rounding, alone (`stochastic`) or with
+    8 bits more that only the optimizer reads (`split24`, with 8-bit moments)."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning rate over the steps. `wsd`: warm-up, stable, then decay over the last `decay_fraction`."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Steps in which the rate rises linearly to `lr`."""
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """wsd: share of the steps at the end in which the rate falls."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Last learning rate as a share of `lr`."""
+    clip: Literal["exact", "lagged"] = "exact"
+    """layer_major: `exact` knows the norm of the whole gradient before it updates anything, by a second backward pass
+    over all layers. `lagged` needs one pass: each slice is scaled by the norm of the step before, and no matrix moves
+    by more than its gradient's own size allows."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm. 0: no clipping."""
+    clip_adaptive: float = Field(default=0.0, ge=0)
+    """Clip to this many times the running mean of the norm where that is below `clip_norm`. 0: off."""
+    clip_elements: float = Field(default=0.0, ge=0)
+    """Clip each element of the gradient to plus or minus this, before the norm. 0: off. (An article has 6.)"""
+    clip_threshold: float = Field(default=1e5, gt=0)
+    """A step whose gradient norm is above this is skipped and counted, like an overflow."""
+
+
+class LoraSection(Section):
+    """Adapters on frozen linear layers, instead of training the whole model. See `tilewright.precision.lora.lora`."""
+
+    rank: int = Field(default=0, ge=0)
+    """Width of the adapters. 0: none, the whole model is trained."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Adapters count `alpha / rank`."""
+    targets: tuple[str, ...] = ("*",)
+    """Globs on the names of linear layers that get an adapter. Heads, routers and embeddings never do."""
+    base: Literal["fp8", "keep"] = "fp8"
+    """What the layers' frozen weights are kept in: E4M3 with a scale for each 128x128 block, one byte a weight, as
+    folders of DeepSeek-V3 hold them; or as they are."""
+
+
+class TrainSection(Section):
+    steps: int = Field(default=400, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(default=16, ge=1)
+    """Rows (sequences or images) in one optimizer step, over all ranks."""
+    micro_batch: int = Field(default=8, ge=1)
+    """Rows in one forward pass; the rest is gradient accumulation."""
+    activation_checkpoint: Literal["none", "selective", "products", "attention", "full"] = "none"
+    """What a layer keeps for backward: all activations; results of products and of attention, so that only the cheap
+    rest is recomputed; of products alone; of attention alone; or only its input, so that it is recomputed whole."""
+    checkpoint_inputs: Literal["exact", "fp8"] = "exact"
+    """With `activation_checkpoint = "full"`: keep each layer's input as it is, or in E4M3 with a scale for each 1x128
+    tile, one byte an element. The loss stays exact; the layer is then recomputed from the rounded input, so gradients
+    are approximate (about 3 % noise)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the layers. `auto`: where a compiler is found and the model is tilewright's own."""
+    log_every: int = Field(default=10, ge=1)
+    """Steps between progress lines."""
+    eval_every: int = Field(default=100, ge=0)
+    """Steps between evaluations. 0: only at the end."""
+    eval_batches: int = Field(default=4, ge=1)
+    """Micro-batches evaluated a domain."""
+    sample_tokens: int = Field(default=64, ge=0)
+    """Length of the text sample in the report. 0: none."""
+
+
+class MemorySection(Section):
+    """What lies where during a step. See `tilewright.memory`."""
+
+    plan: str = "auto"
+    """`auto`: a recipe that does not fit as it stands is planned: what it leaves at its default is decided for each
+    layer, and what would change the results comes last. A path: the plan file that `tilewright plan --out` wrote.
+    Empty: everything as the recipe says."""
+    executor: Literal["standard", "layer_major"] = "standard"
+    """`standard`: one micro-batch after the other through the whole model. `layer_major`: all micro-batches through one
+    slice of layers, then the next; backward recomputes a slice, updates its parameters at once, and lets go."""
+    group: int = Field(default=1, ge=1)
+    """layer_major: layers in one slice."""
+    parameters: Tier = "device"
+    """layer_major: where parameters are at home. A slice comes to the device while it is used. On a CPU run `host`
+    is the same memory, and `disk` is what lies beyond it."""
+    states: Tier = "device"
+    """layer_major: where the optimizer's states are at home. A slice's come to the device for its update."""
+    inputs: Tier = "device"
+    """layer_major: where the layers' inputs wait for the backward pass. `train.checkpoint_inputs` says in which
+    format."""
+    tier_dir: str = ""
+    """Folder of the disk tier. Its files have no names and are gone with the process. Empty: the run folder."""
+    prefetch: int = Field(default=1, ge=0)
+    """layer_major: slices that are fetched, or written back, while another is computed. Each takes a buffer of the
+    largest slice."""
+    undo: Literal["journal", "checkpoint"] = "journal"
+    """layer_major with `optim.clip = "lagged"`: what a bad gradient in the middle of a step, some slices updated
+    already, goes back to. The slices' bytes before the step, or the newest checkpoint."""
+    mlp_tiles: int = Field(default=1, ge=1)
+    """Parts into which an MLP's tokens are cut, forward and backward, so that the wide hidden values of one part are
+    in memory. Costs one more forward pass of the MLPs. Not for mixtures of experts."""
+    loss_tile: Bytes = Field(default=64 * 2**20, ge=1)
+    """Bytes of logits alive at once in the loss of an output head, forward and backward; one row at least. Not for
+    foreign models whose head is more than one product: their logits are whole."""
+    attention_block: int = Field(default=0, ge=0)
+    """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at
+    once. Compiled, and on a GPU, the scores of a block are in memory. tilewright's own decoder only."""
+
+
+class SaveSection(Section):
+    every: int = Field(default=1000, ge=0)
+    """Steps between checkpoints. 0: only at the end and on a signal (SIGTERM, Ctrl-C)."""
+    last: bool = True
+    """Write a checkpoint after the last step. False, for models whose checkpoint no disk here would hold: what was
+    learned is gone at the end, unless `export_hf` keeps it."""
+    keep: int = Field(default=3, ge=1)
+    """Newest checkpoints kept."""
+    background: bool = True
+    """Write in a background thread while training goes on."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """Continue from the newest sound checkpoint of the run folder."""
+    export_hf: bool = False
+    """Write a Hugging Face folder at the end; with `lora.rank` the adapter alone, in the layout of peft."""
+    export_format: Literal["keep", "bf16", "fp8"] = "keep"
+    """Format of the weights in that folder. `keep`: that of the parameters. `fp8`: the layout of DeepSeek-V3, linear
+    weights of the layers in E4M3 with a scale for each 128x128 block, the rest in BF16."""
+
+
+class LogSection(Section):
+    sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Besides metrics.jsonl, which is always written."""
+    report: bool = True
+    """Write report.html at the end."""
+
+
+class OpsSection(Section):
+    """Which implementation of each operation. `tilewright doctor` lists those there are, with reasons."""
+
+    linear: LinearBackend = "auto"
+    """Matmuls of linear layers: with FP32 weight gradients on a CPU's AMX tiles, with 16-bit operands widened to FP32,
+    or torch's own."""
+    attention: AttentionBackend = "auto"
+    """Causal attention: on a CPU's AMX tiles (C++ built at first use), or torch's kernels."""
+    rms_norm: NormBackend = "auto"
+    """RMSNorm."""
+    cross_entropy: Backend = "auto"
+    """Output head and loss together."""
+    adam: Backend = "auto"
+    """AdamW update, with moments in FP32 or BF16."""
+    low_bit_adam: QuantizeBackend = "auto"
+    """AdamW update with moments in 8 bits."""
+    quantize: QuantizeBackend = "auto"
+    """Encoding to 8-bit tiles, alone or with a norm or activation: Triton, C++ built at first use, or torch."""
+    tile_gemm: TileGemmBackend = "auto"
+    """Products of 8-bit operands: torch's own on GPUs with 8-bit units, Triton, or decoded to BF16 (cpu, dequant)."""
+
+
+class PlanSection(Section):
+    device_budget: Bytes = 0
+    """Memory the run may use on the device. 0: all of it."""
+    margin: float = Field(default=0.05, ge=0, lt=0.9)
+    """Share of each budget that a plan leaves free: predictions err, and other programs live there too."""
+    enforce: bool = True
+    """Refuse to start (exit 3) when the plan says that the run does not fit."""
+
+
+class Recipe(Section):
+    """All settings of a run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    precision: PrecisionSection = PrecisionSection()
+    optim: OptimSection = OptimSection()
+    lora: LoraSection = LoraSection()
+    train: TrainSection = TrainSection()
+    memory: MemorySection = MemorySection()
+    save: SaveSection = SaveSection()
+    log: LogSection = LogSection()
+    ops: OpsSection = OpsSection()
+    plan: PlanSection = PlanSection()

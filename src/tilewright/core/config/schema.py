@@ -1,0 +1,159 @@
+"""The recipe's schema in words: field names, what each wants, and near misses of a name.
+Nothing here reads files; `core.config.load` does.
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tilewright.core.config.precision import PrecisionRule
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.toml import NONE
+from tilewright.core.units import parse_bytes
+
+EXTENDS = "extends"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting. `path` is `section.field`."""
+
+    path: str
+    info: FieldInfo
+
+    @property
+    def doc(self) -> str:
+        """The text under the field in `core.config.recipe`, on one line."""
+        return " ".join((self.info.description or "").split())
+
+    @property
+    def wants(self) -> str:
+        """What a value must be, in words."""
+        if any(getattr(item, "func", None) is parse_bytes for item in self.info.metadata):
+            return 'a size like "24GiB", "500MB" or 1024'
+        return _describe(self.info.annotation) + _bounds(self.info.metadata)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Allowed texts of a field that is a choice and nothing else; else empty."""
+        kind = _without_none(self.info.annotation)
+        return tuple(map(str, typing.get_args(kind))) if typing.get_origin(kind) is typing.Literal else ()
+
+    @property
+    def is_text(self) -> bool:
+        """True where every value is a text, so that `--run.name 7` means "7"."""
+        return self.info.annotation is str or bool(self.choices)
+
+    @property
+    def is_bool(self) -> bool:
+        return self.info.annotation is bool
+
+    @property
+    def may_be_none(self) -> bool:
+        return type(None) in typing.get_args(self.info.annotation)
+
+
+def sections() -> dict[str, type[BaseModel]]:
+    """The recipe's sections by name, in the order of `core.config.recipe`."""
+    found = {name: info.annotation for name, info in Recipe.model_fields.items()}
+    return typing.cast("dict[str, type[BaseModel]]", found)
+
+
+def fields() -> Iterator[Field]:
+    """All settings, section by section."""
+    for section, model in sections().items():
+        for name, info in model.model_fields.items():
+            yield Field(f"{section}.{name}", info)
+
+
+def find(path: str) -> Field | None:
+    """The setting `section.field`, or None."""
+    section, _, name = path.partition(".")
+    model = sections().get(section)
+    info = model.model_fields.get(name) if model is not None else None
+    return None if info is None else Field(path, info)
+
+
+def suggest(path: str) -> str:
+    """The nearest known name to a mistyped `section.field` (or bare `field`), or an empty text.
+
+    A field of the same name in another section comes first, then near spellings in the same section,
+    then near spellings anywhere.
+
+    Example:
+        >>> suggest("train.stesp"), suggest("train.lr"), suggest("steps"), suggest("train.lrr"), suggest("xyz.abc")
+        ('train.steps', 'optim.lr', 'train.steps', 'optim.lr', '')
+    """
+    known = [field.path for field in fields()]
+    section, _, name = path.rpartition(".")
+    same_name = [other for other in known if other.rpartition(".")[2] == name]
+    if same_name:
+        return difflib.get_close_matches(path, same_name, n=1, cutoff=0.0)[0]
+    inside = {other.rpartition(".")[2]: other for other in known if other.startswith(section + ".")}
+    anywhere = {other.rpartition(".")[2]: other for other in known} | {name: name for name in sections()}
+    for names, cutoff in ((inside, 0.6), (anywhere, 0.75)):
+        near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+        if near:
+            return names[near[0]]
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
+    return near[0] if near else ""
+
+
+def json_schema() -> dict[str, typing.Any]:
+    """JSON schema of a recipe file, for editors: the sections plus `extends`."""
+    schema = Recipe.model_json_schema()
+    schema["title"] = "tilewright recipe"
+    schema["properties"] = {
+        EXTENDS: {"type": "string", "description": "Recipe whose settings are the defaults of this one."},
+        **schema["properties"],
+    }
+    return _null_as_none(schema)
+
+
+def _null_as_none(node: typing.Any) -> typing.Any:
+    if isinstance(node, dict):
+        if node.get("type") == "null":
+            return {"const": NONE}
+        return {key: _null_as_none(value) for key, value in node.items() if not (key == "default" and value is None)}
+    if isinstance(node, list):
+        return [_null_as_none(item) for item in node]
+    return node
+
+
+def _without_none(annotation: object) -> object:
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return parts[0] if is_union and len(parts) == 1 else annotation
+
+
+def _describe(annotation: object) -> str:
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text in quotes"}
+    if annotation in words:
+        return words[typing.cast(type, annotation)]
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in args)
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(f'"{NONE}"' if part is type(None) else _describe(part) for part in args)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"a list of {len(args)} numbers"
+    if origin is tuple and args[0] is PrecisionRule:
+        return 'a list of rules like [{ match = "*.o_proj", op = "linear", compute = "fp32" }]'
+    if origin is tuple and typing.get_origin(args[0]) is typing.Literal:
+        return f"a list with any of {_describe(args[0]).removeprefix('one of ')}"
+    if origin is tuple:
+        return 'a list of texts like ["a", "b"]'
+    if origin is dict:
+        return "a table of numbers like { code = 1.0, prose = 0.5 }"
+    raise AssertionError(f"core.schema has no words for {annotation}")
+
+
+def _bounds(metadata: Iterable[object]) -> str:
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [f"{text} {getattr(item, key):g}" for item in metadata for key, text in words.items() if hasattr(item, key)]
+    return "".join(f", {text}" for text in found)

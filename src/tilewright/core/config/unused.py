@@ -1,0 +1,92 @@
+"""Settings that the rest of the recipe makes void. A user who wrote one must hear about it; the loader says it."""
+
+from collections.abc import Callable
+
+from tilewright.core.config.recipe import Recipe
+
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_EXPERTS = (
+    "num_experts_per_token",
+    "num_shared_experts",
+    "expert_dim",
+    "num_dense_layers",
+    "num_expert_groups",
+    "num_limited_groups",
+    "routed_scaling",
+    "balance_rate",
+)
+_SHAPE = (
+    *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "rope_theta", "norm_eps"),
+    *("tie_embeddings", "attention", "num_experts"),
+    *(_MLA + _EXPERTS),
+)
+_TEXT_DATA = ("domains", "max_bytes", "seq_len", "vocab_size", "tokenizer", "text_field")
+_FP8_MODE = ("fp8_min_gain", "decouple")
+_CONTROL = (
+    *("controller_policy", "controller_budget", "controller_every", "controller_cooldown", "controller_quiet"),
+    *("controller_recalibrate", "controller_redo", "controller_spike_factor", "lr_noise"),
+)
+_SCHEDULE = ("fp8_from", "fp8_until", "fp8_after", "controller")
+_LOW_PRECISION = (
+    *("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale"),
+    *(_FP8_MODE + _CONTROL + _SCHEDULE),
+)
+
+
+_SLICES = ("group", "parameters", "states", "inputs", "tier_dir", "prefetch", "undo")
+
+
+def _tiers(recipe: Recipe) -> set[str]:
+    memory = recipe.memory
+    return {memory.parameters, memory.states, memory.inputs}
+
+
+def _fp8_modes(recipe: Recipe) -> bool:
+    return any(
+        mode is not None and mode.startswith("fp8") for mode in (recipe.precision.mode, recipe.precision.start_mode)
+    )
+
+
+def _fp8_rules(recipe: Recipe) -> bool:
+    formats = (
+        getattr(rule, name) for rule in recipe.precision.rules for name in ("compute", "fprop", "dgrad", "wgrad")
+    )
+    return any(name.startswith("fp8") for name in formats)
+
+
+# (is it so here?, said how, section, its fields that then do nothing). What is in no row always has an effect.
+_VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = (
+    (lambda r: bool(r.model.path), "model.path gives the shape", "model", _SHAPE),
+    (lambda r: r.model.attention == "mla", 'model.attention = "mla"', "model", ("num_kv_heads", "head_dim")),
+    (lambda r: r.model.attention == "gqa", 'model.attention = "gqa"', "model", _MLA),
+    (lambda r: r.model.num_experts == 0, "model.num_experts = 0", "model", _EXPERTS),
+    (lambda r: r.model.weights == "load", 'model.weights = "load"', "model", ("init_std",)),
+    (lambda r: bool(r.data.tokenizer), "data.tokenizer is given", "data", ("vocab_size",)),
+    (lambda r: r.model.weights == "load", 'model.weights = "load"', "data", ("vocab_size",)),
+    (lambda r: r.data.source == "installed", 'data.source = "installed"', "data", ("text_field",)),
+    (lambda r: r.model.task == "image_classification", "the task has no text", "data", _TEXT_DATA),
+    (lambda r: r.model.task != "image_classification", "the task has no images", "data", ("image_size",)),
+    (lambda r: r.model.task != "causal_lm", "only causal_lm writes text", "train", ("sample_tokens",)),
+    (lambda r: not r.precision.enabled, "precision.enabled = false", "precision", _LOW_PRECISION),
+    (lambda r: not _fp8_modes(r), "no mode here is one of FP8", "precision", _FP8_MODE),
+    (lambda r: not (_fp8_modes(r) or _fp8_rules(r)), "nothing here is in FP8", "precision", ("fp8_scale",)),
+    (lambda r: not r.precision.controller, "there is no controller", "precision", _CONTROL),
+    (lambda r: r.precision.fp8_until == 1, "8 bits last to the end", "precision", ("fp8_after",)),
+    (lambda r: r.precision.start_mode is None, "there is no start_mode", "precision", ("start_fraction",)),
+    (lambda r: r.ops.attention == "ref", 'ops.attention = "ref"', "memory", ("attention_block",)),
+    (lambda r: r.model.kind == "hf", 'model.kind = "hf"', "memory", ("attention_block",)),
+    (lambda r: r.ops.cross_entropy == "ref", 'ops.cross_entropy = "ref"', "memory", ("loss_tile",)),
+    (lambda r: r.memory.executor == "standard", 'memory.executor = "standard"', "memory", _SLICES),
+    (lambda r: _tiers(r) == {"device"}, "everything lives on the device", "memory", ("prefetch",)),
+    (lambda r: "disk" not in _tiers(r), "nothing lives on disk", "memory", ("tier_dir",)),
+    (lambda r: r.optim.clip == "exact", 'optim.clip = "exact"', "memory", ("undo",)),
+    (lambda r: not r.save.export_hf, "save.export_hf = false", "save", ("export_format",)),
+    (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"', "optim", ("decay_fraction",)),
+    (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"', "optim", ("min_lr_ratio",)),
+)
+
+
+def without_effect(recipe: Recipe) -> dict[str, str]:
+    """Fields that the rest of the recipe makes void, with the setting that does it."""
+    rows = [row for row in _VOID if row[0](recipe)]
+    return {f"{section}.{name}": why for _, why, section, names in reversed(rows) for name in names}

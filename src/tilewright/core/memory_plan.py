@@ -1,0 +1,111 @@
+"""What a run does with each layer: where its bytes are at home, and what it keeps for the backward pass.
+
+A plan decides it, the executors do it. `Placement.uniform` is what the settings of a recipe say without a plan: the
+same for all layers. Nothing here knows tensors; `plan` makes placements, `training` and `memory` read them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tilewright.core.config.recipe import Recipe, Tier
+
+Activations = Literal["keep", "selective", "products", "attention", "recompute"]
+"""keep: everything that backward needs; selective: the outputs of products and attention; products, attention: the
+outputs of one of them; recompute: a layer's input, which waits in the layer's `inputs` tier."""
+KIND_OF: dict[str, Activations] = {
+    "none": "keep",
+    "selective": "selective",
+    "products": "products",
+    "attention": "attention",
+    "full": "recompute",
+}
+"""By a recipe's words (`train.activation_checkpoint`), from the most that is kept to the least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlacement:
+    """One layer, or what stands before or after the layers.
+
+    Raises:
+        ValueError: a word or number that means nothing.
+    """
+
+    parameters: Tier = "device"
+    states: Tier = "device"
+    """Home of the optimizer's states."""
+    inputs: Tier = "device"
+    """Where the input of a layer that is recomputed waits for the backward pass."""
+    activations: Activations = "keep"
+    mlp_tiles: int = 1
+    """Parts into which the tokens of the layer's MLP are cut."""
+    attention_block: int = 0
+    """Query rows at a time in attention. 0: all at once."""
+
+    def __post_init__(self) -> None:
+        for tier in (self.parameters, self.states, self.inputs):
+            if tier not in get_args(Tier):
+                raise ValueError(f"a tier is one of {', '.join(get_args(Tier))}, not {tier!r}")
+        if self.activations not in get_args(Activations):
+            raise ValueError(f"activations are one of {', '.join(get_args(Activations))}, not {self.activations!r}")
+        if self.mlp_tiles < 1 or self.attention_block < 0:
+            raise ValueError(f"need mlp_tiles >= 1 and attention_block >= 0, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """All layers of a model in order, and the two ends.
+
+    Example:
+        >>> placement = Placement.uniform(3, states="disk", activations="recompute")
+        >>> placement.layers[2].states, placement.head.states, placement.head.activations
+        ('disk', 'disk', 'keep')
+    """
+
+    layers: tuple[LayerPlacement, ...]
+    embedding: LayerPlacement = LayerPlacement()
+    """What is read before the first layer. Its `parameters` and `states` mean something, the rest does not."""
+    head: LayerPlacement = LayerPlacement()
+    """What is read after the last layer; as `embedding`, and `inputs` is where its input waits."""
+
+    @classmethod
+    def uniform(
+        cls,
+        num_layers: int,
+        *,
+        parameters: Tier = "device",
+        states: Tier = "device",
+        inputs: Tier = "device",
+        activations: Activations = "keep",
+        mlp_tiles: int = 1,
+        attention_block: int = 0,
+    ) -> "Placement":
+        """The same for all layers; both ends are at home where the layers are."""
+        layer = LayerPlacement(
+            parameters=parameters,
+            states=states,
+            inputs=inputs,
+            activations=activations,
+            mlp_tiles=mlp_tiles,
+            attention_block=attention_block,
+        )
+        end = LayerPlacement(parameters=parameters, states=states, inputs=inputs)
+        return cls(layers=(layer,) * num_layers, embedding=end, head=end)
+
+    def __iter__(self) -> Iterator[LayerPlacement]:
+        yield from (self.embedding, *self.layers, self.head)
+
+
+def placement_of(recipe: Recipe, num_layers: int) -> Placement:
+    """What a recipe's settings say without a plan: the same for all layers."""
+    memory = recipe.memory
+    sliced = memory.executor == "layer_major"
+    return Placement.uniform(
+        num_layers,
+        parameters=memory.parameters if sliced else "device",
+        states=memory.states if sliced else "device",
+        inputs=memory.inputs if sliced else "device",
+        activations="recompute" if sliced else KIND_OF[recipe.train.activation_checkpoint],
+        mlp_tiles=memory.mlp_tiles,
+        attention_block=memory.attention_block,
+    )

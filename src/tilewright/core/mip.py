@@ -1,0 +1,99 @@
+"""Linear programs with whole numbers, solved by HiGHS.
+
+`highspy` alone, not what scipy wraps around it: that takes half a second and 50 MiB to import, in a process that then
+trains.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright.core.errors import FitError
+
+PATIENCE_S = 20.0
+"""Seconds after which the best that was found counts."""
+
+
+class OutOfTime(FitError):
+    """Nothing was found in time, nor that there is nothing."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A variable: what one of it costs, where it lies, and whether it is a whole number."""
+
+    cost: float = 0.0
+    lower: float = 0.0
+    upper: float = math.inf
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A constraint: `lower` <= sum of the entries' values times their columns <= `upper`."""
+
+    entries: Mapping[int, float]
+    lower: float = -math.inf
+    upper: float = math.inf
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Values of the columns. `gap`: share of its cost by which another solution might still be better."""
+
+    values: tuple[float, ...]
+    gap: float
+
+
+def minimise(
+    columns: Sequence[Column], rows: Sequence[Row], *, gap: float, patience_s: float = PATIENCE_S
+) -> Solution | None:
+    """The cheapest values that hold all constraints; None where there are none.
+
+    Args:
+        columns: variables.
+        rows: constraints, by the columns' places.
+        gap: share of the cost by which the answer may miss the least.
+        patience_s: seconds after which the best that was found counts, with the gap that is known then.
+
+    Raises:
+        OutOfTime: nothing was found in that time, nor that there is nothing.
+
+    Example:
+        >>> coins = [Column(1, whole=True), Column(1, whole=True)]  # of 5 and of 3, as few as possible
+        >>> minimise(coins, [Row({0: 5, 1: 3}, 11, 11)], gap=0).values
+        (1.0, 2.0)
+    """
+    import highspy  # here: most commands need no solver
+    import numpy as np
+
+    solver = highspy.Highs()
+    options = {"output_flag": False, "threads": 1, "mip_rel_gap": gap, "mip_abs_gap": 0.0, "time_limit": patience_s}
+    for name, value in options.items():
+        solver.setOptionValue(name, value)
+    for place, column in enumerate(columns):
+        solver.addVar(column.lower, column.upper)
+        solver.changeColCost(place, column.cost)
+        if column.whole:
+            solver.changeColIntegrality(place, highspy.HighsVarType.kInteger)
+    for row in rows:
+        entries = {place: value for place, value in row.entries.items() if value}
+        places = np.fromiter(entries, np.int32, len(entries))
+        values = np.fromiter(entries.values(), np.float64, len(entries))
+        solver.addRow(row.lower, row.upper, len(entries), places, values)
+    solver.run()
+    info = solver.getInfo()
+    if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+        whole = any(column.whole for column in columns)
+        return Solution(tuple(solver.getSolution().col_value), info.mip_gap if whole else 0.0)
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kTimeLimit:
+        raise OutOfTime(
+            "The solver found no choice that fits, and could not tell that there is none.",
+            got=f"{patience_s:g} s, {len(columns)} variables, {len(rows)} constraints",
+            need="a budget with more room",
+            try_="a larger budget, or fix some of what is open in the recipe",
+        )
+    if status not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        raise AssertionError(f"HiGHS ended with {solver.modelStatusToString(status)}")
+    return None

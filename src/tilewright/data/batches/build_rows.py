@@ -1,0 +1,70 @@
+"""Rows of one length from encoded text: both splits of a corpus packed, domain by domain. The second cache entry.
+
+Imports no torch: a process of its own that only does this starts at once.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import xxhash
+
+from tilewright.data.batches.pack import Packing, pack
+from tilewright.data.common.cache import file_digest
+from tilewright.data.common.progress import Progress
+from tilewright.data.corpus.build import SPLITS
+
+
+def build_rows(folder: Path, corpus: Path, task: str, seq_len: int, *, progress: Progress) -> None:
+    """Pack both splits of `corpus`, domain by domain, and write the tables and their meaning."""
+    progress.phase("packing")
+    table = pq.read_table(corpus / "documents.parquet", columns=["split", "domain", "length"])
+    digest = xxhash.xxh3_128(f"{task}\0{seq_len}".encode())
+    ranges: dict[str, dict[str, list[int]]] = {}
+    utilisation = 1.0
+    for split in SPLITS:
+        here = table.filter(pc.equal(table["split"], split))
+        lengths = here["length"].to_numpy()
+        domain_of = np.array(here["domain"].to_pylist())
+        packing, ranges[split] = _pack_domains(lengths, domain_of, seq_len, shifted=task == "causal_lm")
+        digest.update((file_digest(corpus / f"{split}.npy") + json.dumps(ranges[split])).encode())
+        for name, array in (("starts", packing.starts_P), ("lengths", packing.lengths_P), ("first", packing.first_R)):
+            digest.update(array.tobytes())
+            np.save(folder / f"{split}.{name}.npy", array)
+        if split == "train":
+            utilisation = packing.utilisation(seq_len)
+    summary = json.loads((corpus / "summary.json").read_bytes())
+    summary["utilisation"] = round(utilisation, 5)
+    for split, name in (("train", "rows"), ("holdout", "holdout_rows")):
+        for domain, (first, stop) in ranges[split].items():
+            summary["domains"][domain][name] = stop - first
+    meta = {
+        "fingerprint": digest.hexdigest(),
+        "task": task,
+        "seq_len": seq_len,
+        "rows": ranges,
+        "summary": summary,
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False))
+
+
+def _pack_domains(
+    lengths: np.ndarray, domain_of: np.ndarray, seq_len: int, shifted: bool
+) -> tuple[Packing, dict[str, list[int]]]:
+    """One packing of all domains, each in rows of its own, and the row range of each.
+
+    A document of n stream positions gives n - 1 pairs of input and next token, or n tokens where nothing is shifted.
+    """
+    starts = np.cumsum(lengths) - lengths
+    packings, ranges, row = [], {}, 0
+    for domain in sorted(set(domain_of.tolist())):
+        here = domain_of == domain
+        packings.append(pack(starts[here], lengths[here] - shifted, seq_len))
+        ranges[domain] = [row, row + packings[-1].num_rows]
+        row += packings[-1].num_rows
+    counts = np.concatenate([np.diff(p.first_R) for p in packings])
+    first = np.append(0, np.cumsum(counts))
+    starts_P = np.concatenate([p.starts_P for p in packings])
+    return Packing(starts_P, np.concatenate([p.lengths_P for p in packings]), first), ranges

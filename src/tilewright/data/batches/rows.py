@@ -1,0 +1,67 @@
+"""Rows of text in memory-mapped files, and the batches made of them.
+
+The stream holds every document as begin, tokens, end; a `Packing` says which ranges make a row. A batch is gathered by
+one index into the stream, so it costs the same wherever its rows lie. B rows, S positions in a row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewright.data.batches.pack import Packing
+from tilewright.data.common.hashing import ragged_arange
+
+IGNORE = -100
+"""Label of a position that has no target."""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """The rows of one split (training or held out) of all domains.
+
+    Args:
+        tokens: uint16 or uint32 [stream], all documents.
+        packing: which stream ranges make which row.
+        row_length: S.
+        shifted: labels are the next token (causal_lm); else labels are the token itself, to be masked (masked_lm).
+    """
+
+    tokens: np.ndarray
+    packing: Packing
+    row_length: int
+    shifted: bool
+
+    def gather(self, rows_B: np.ndarray) -> dict[str, np.ndarray]:
+        """input_ids, labels, positions int64 [B, S] and segments int32 [B, S] of the rows.
+
+        Padding has input 0, label `IGNORE`, position 0, segment -1. Positions restart at 0 in every piece.
+        """
+        first, last = self.packing.first_R[rows_B], self.packing.first_R[rows_B + 1]
+        num_pieces = last - first
+        pieces = ragged_arange(first, num_pieces)
+        starts, lengths = self.packing.starts_P[pieces], self.packing.lengths_P[pieces].astype(np.int64)
+        at = ragged_arange(starts, lengths)
+        segment = ragged_arange(np.zeros_like(first), num_pieces).astype(np.int32)
+        flat = {
+            "input_ids": self.tokens[at],
+            "labels": self.tokens[at + 1] if self.shifted else self.tokens[at],
+            "positions": at - np.repeat(starts, lengths),
+            "segments": np.repeat(segment, lengths),
+        }
+        used_B = np.zeros(len(rows_B), np.int64)
+        np.add.at(used_B, np.repeat(np.arange(len(rows_B)), num_pieces), lengths)
+        return {name: self._laid_out(name, values, used_B) for name, values in flat.items()}
+
+    def _laid_out(self, name: str, values: np.ndarray, used_B: np.ndarray) -> np.ndarray:
+        shape = (len(used_B), self.row_length)
+        dtype = np.int32 if name == "segments" else np.int64
+        if len(values) == shape[0] * shape[1]:
+            return values.astype(dtype, copy=False).reshape(shape)
+        out = np.full(shape, {"labels": IGNORE, "segments": -1}.get(name, 0), dtype)
+        out[np.arange(self.row_length) < used_B[:, None]] = values
+        return out
+
+    def pieces(self, row: int) -> list[tuple[int, int]]:
+        """(first stream position, length) of the pieces of one row."""
+        span = slice(self.packing.first_R[row], self.packing.first_R[row + 1])
+        return list(zip(self.packing.starts_P[span].tolist(), self.packing.lengths_P[span].tolist(), strict=True))

@@ -1,0 +1,155 @@
+"""Text to token ids and back: a byte-level BPE trained on the data, or a tokenizer of the user's.
+
+A thin layer over `tokenizers` that knows which ids begin and end a document and which one is the mask. The training is
+deterministic: the same texts in the same order give the same file. Special tokens that occur in the text itself are
+encoded as plain text, so that no document can end another one.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from tilewright.core.errors import DataError
+from tilewright.data.common.tokenizer_folder import CONFIG, TOKENIZER, declared_tokens
+
+BOS, EOS, PAD, MASK = "<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>"
+
+# Words with the mark before them, numbers in pairs of digits, runs of punctuation, line ends, indentation.
+_PIECES = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+
+# Names that published tokenizers use, tried where no file beside the tokenizer says which token is which.
+_KNOWN = {
+    "bos_token": (BOS, "<s>", "<|begin_of_text|>", "<|startoftext|>", "<bos>", "[CLS]", "<|endoftext|>"),
+    "eos_token": (EOS, "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]"),
+    "pad_token": (PAD, "<pad>", "[PAD]"),
+    "mask_token": (MASK, "<mask>", "[MASK]"),
+}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Ids are in [0, vocab_size). `bos_id` begins and `eos_id` ends a document; they may be the same token."""
+
+    backend: tokenizers.Tokenizer
+    bos_id: int
+    eos_id: int
+    pad_id: int | None
+    mask_id: int | None
+    vocab_size: int
+    special_ids: tuple[int, ...]  # ids that stand for no text
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` alone, without begin and end."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, on all cores."""
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens give none."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def save(self, path: Path | str) -> None:
+        """Write the tokenizer where `load_tokenizer(path)` finds it again, and Hugging Face libraries too.
+
+        Args:
+            path: a .json file, or a folder, which gets a tokenizer.json. A tokenizer_config.json is written beside it.
+        """
+        file = Path(path) if str(path).endswith(".json") else Path(path) / TOKENIZER
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
+        config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config |= {name: self.backend.id_to_token(i) for name, i in ids.items() if i is not None}
+        file.with_name(CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with at most `vocab_size` entries, the four special tokens first.
+
+    Small data may not have enough pairs to merge; the vocabulary is then smaller.
+
+    Example:
+        >>> tok = train_tokenizer(["low lower lowest " * 20], 300)
+        >>> tok.decode(tok.encode("lowest naïve 🦊")), tok.bos_id, tok.eos_id
+        ('lowest naïve 🦊', 0, 1)
+    """
+    backend = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_PIECES), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD, MASK],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _wrap(backend, {}, "the trained tokenizer")
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """A tokenizer from a tokenizer.json, or from a folder that holds one.
+
+    Which tokens begin and end a document is read from the files beside it (`declared_tokens`), else from common names.
+
+    Raises:
+        DataError: no such file, not a tokenizer, or nothing in it that could end a document.
+    """
+    path = Path(path).expanduser()
+    file = path / TOKENIZER if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(
+            "there is no tokenizer at this path",
+            where="data.tokenizer",
+            got=f"{path}, {'a folder without tokenizer.json' if path.is_dir() else 'which does not exist'}",
+            need="a tokenizer.json (Hugging Face tokenizers), or a folder that holds one",
+            try_='data.tokenizer = ""   (train one on the data)',
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception on any bad file
+        raise DataError(
+            "the tokenizer cannot be read",
+            where=str(file),
+            got=str(error).splitlines()[0][:200],
+            need="a tokenizer.json written by Hugging Face tokenizers",
+        ) from None
+    backend.no_truncation()
+    backend.no_padding()
+    return _wrap(backend, declared_tokens(file.parent), str(file))
+
+
+def _token_id(backend: tokenizers.Tokenizer, token: str | int) -> int | None:
+    """The id of a token that is named by its text or by its id; None where the vocabulary does not hold it."""
+    if isinstance(token, int):
+        return token if backend.id_to_token(token) is not None else None
+    return backend.token_to_id(token)
+
+
+def _wrap(backend: tokenizers.Tokenizer, declared: Mapping[str, str | int], where: str) -> Tokenizer:
+    ids: dict[str, int | None] = {}
+    for name, known in _KNOWN.items():
+        names = (declared[name],) if name in declared else known
+        ids[name] = next((i for n in names if (i := _token_id(backend, n)) is not None), None)
+    eos, bos = ids["eos_token"], ids["bos_token"]
+    if eos is None:
+        raise DataError(
+            "this tokenizer has no token that ends a document",
+            where=where,
+            got=f"{declared['eos_token']!r}, which is not in its vocabulary"
+            if "eos_token" in declared
+            else "none of " + ", ".join(_KNOWN["eos_token"]),
+            need='an "eos_token" in tokenizer_config.json, or a token of a common name',
+            try_='"eos_token" in the tokenizer_config.json beside it',
+        )
+    backend.encode_special_tokens = True  # their names in the text are text
+    size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    special = tuple(sorted(i for i, token in backend.get_added_tokens_decoder().items() if token.special))
+    return Tokenizer(backend, eos if bos is None else bos, eos, ids["pad_token"], ids["mask_token"], size, special)

@@ -1,0 +1,171 @@
+"""From a source to encoded text: read, deduplicate, hold out, train the tokenizer, encode. One cache entry.
+
+What is here does not depend on the row length or the task, so that changing those costs only the packing
+(`prepare`). The entry holds `train.npy`, `holdout.npy` (token streams), `documents.parquet` (one row a document, in
+stream order, training first), the tokenizer, `rejects.jsonl` and `summary.json`.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tilewright.core.errors import DataError
+from tilewright.data.common.hashing import hash64
+from tilewright.data.common.progress import Progress
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.corpus.encode import Text, encode_stream
+from tilewright.data.corpus.holdout import Split, choose_holdout
+from tilewright.data.corpus.near_dup import near_copy_clusters
+from tilewright.data.corpus.read import Spool, collect
+from tilewright.data.sources.documents import Reject, Source
+
+SPLITS = ("train", "holdout")
+
+_TOKENIZER_BYTES = (
+    16_000_000  # the tokenizer is trained on a sample of this size; more does not change it for the better
+)
+
+
+def build_corpus(
+    folder: Path,
+    source: Source,
+    *,
+    domains: tuple[str, ...],
+    max_bytes: int,
+    holdout: float,
+    vocab_size: int,
+    tokenizer: str,
+    seed: int,
+    progress: Progress,
+) -> None:
+    """Fill `folder` with the files of the entry. Arguments as in `prepare`.
+
+    Raises:
+        DataError: nothing usable in the source, or a tokenizer that cannot be read.
+    """
+    given = load_tokenizer(tokenizer) if tokenizer else None
+    spool_path = folder / "spool.bin"
+    spool = collect(source, spool_path, domains=domains, max_bytes=max_bytes, seed=seed, progress=progress)
+    data = spool.data()
+    progress.phase("finding near-copies", len(data))
+    cluster_of = near_copy_clusters(data, spool.offsets, spool.lengths, progress.advance)
+    split = choose_holdout(spool, cluster_of, holdout, seed)
+    texts = _texts(spool, split)
+    if not texts["train"] or not texts["holdout"]:
+        raise _too_little(source, spool)
+
+    def read(text: Text) -> str:
+        start = int(spool.offsets[text.document])
+        return bytes(data[start + text.start : start + text.stop]).decode("utf-8")
+
+    if given is None:
+        progress.phase("training the tokenizer")
+        given = train_tokenizer(map(read, _tokenizer_sample(texts["train"], seed)), vocab_size)
+    given.save(folder / "tokenizer")
+    progress.phase("encoding", len(data))
+    tables = []
+    for name in SPLITS:
+        lengths = encode_stream(folder / f"{name}.npy", texts[name], read, given, progress.advance)
+        tables.append(_table(name, spool, split, texts[name], lengths, cluster_of))
+    spool_path.unlink()
+    table = pa.concat_tables(tables)
+    pq.write_table(table, folder / "documents.parquet")
+    rejects = spool.rejects + [Reject(spool.domains[d], "domain too small to hold a part out") for d in split.dropped]
+    with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rejects)
+    summary = _summary(source, spool, split, rejects, cluster_of, table, given)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _too_little(source: Source, spool: Spool) -> DataError:
+    return DataError(
+        "there is too little text to train on one part and evaluate on another",
+        where=source.label,
+        got=f"{len(spool)} documents, {int(spool.lengths.sum())} bytes",
+        need="two different documents, or one of a few hundred bytes",
+    )
+
+
+def _texts(spool: Spool, split: Split) -> dict[str, list[Text]]:
+    """The texts of each split, domain by domain; a cut document gives one to each."""
+    train, held = [], []
+    for i in np.argsort(spool.domain_of, kind="stable").tolist():
+        length = int(spool.lengths[i])
+        if spool.domain_of[i] in split.dropped:
+            continue
+        if i in split.cut:
+            train.append(Text(i, 0, split.cut[i]))
+            held.append(Text(i, split.cut[i], length))
+        else:
+            (held if split.held[i] else train).append(Text(i, 0, length))
+    return {"train": train, "holdout": held}
+
+
+def _tokenizer_sample(texts: list[Text], seed: int) -> list[Text]:
+    """A sample of the training texts by a seeded hash, so that domains keep their proportions."""
+    order = np.argsort(hash64(seed, np.arange(len(texts))), kind="stable").tolist()
+    sizes = np.cumsum([texts[i].stop - texts[i].start for i in order])
+    return [texts[i] for i in order[: int(np.searchsorted(sizes, _TOKENIZER_BYTES)) + 1]]
+
+
+def _table(
+    name: str, spool: Spool, split: Split, texts: list[Text], lengths: np.ndarray, cluster_of: np.ndarray
+) -> pa.Table:
+    index = np.array([t.document for t in texts], np.int64)
+    return pa.table(
+        {
+            "split": pa.array([name] * len(texts)),
+            "domain": pa.array([spool.domains[d] for d in spool.domain_of[index]]),
+            "name": pa.array([spool.names[i] + (" (cut)" if i in split.cut else "") for i in index.tolist()]),
+            "bytes": pa.array([t.stop - t.start for t in texts], pa.int64()),
+            "length": pa.array(lengths),
+            "cluster": pa.array(cluster_of[index]),
+        }
+    )
+
+
+def _summary(
+    source: Source,
+    spool: Spool,
+    split: Split,
+    rejects: list[Reject],
+    cluster_of: np.ndarray,
+    table: pa.Table,
+    tokenizer: Tokenizer,
+) -> dict:
+    """Counts over the whole entry and by domain; tokens are text tokens, without begin and end."""
+    columns = {name: np.array(table[name].to_pylist()) for name in ("split", "domain", "bytes", "length")}
+    tokens = columns["length"] - 2
+    by_domain = {}
+    for domain in sorted(set(columns["domain"].tolist())):
+        here = columns["domain"] == domain
+        held = here & (columns["split"] == "holdout")
+        by_domain[domain] = {
+            "docs": int(here.sum()),
+            "bytes": int(columns["bytes"][here].sum()),
+            "tokens": int(tokens[here].sum()),
+            "holdout_docs": int(held.sum()),
+            "holdout_tokens": int(tokens[held].sum()),
+        }
+    by_reason: dict[str, int] = {}
+    for reject in rejects:
+        by_reason[reject.reason] = by_reason.get(reject.reason, 0) + reject.count
+    total_bytes, total_tokens = int(columns["bytes"].sum()), int(tokens.sum())
+    return {
+        "source": source.label,
+        "available_bytes": spool.available_bytes,
+        "docs": table.num_rows,
+        "bytes": total_bytes,
+        "tokens": total_tokens,
+        "bytes_per_token": round(total_bytes / max(1, total_tokens), 3),
+        "vocab_size": tokenizer.vocab_size,
+        "duplicates": spool.num_duplicates,
+        "near_duplicates": int(len(cluster_of) - len(np.unique(cluster_of))),
+        "rejects": by_reason,
+        "notes": split.notes,
+        "domains": by_domain,
+    }

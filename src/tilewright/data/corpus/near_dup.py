@@ -1,0 +1,149 @@
+"""Clusters of near-copies: MinHash over shingles of five words, candidates by locality-sensitive hashing.
+
+Words are hashed in plain numpy over the bytes of many documents at once, sketches are `rensa`'s. Two documents are
+linked where their estimated Jaccard similarity reaches `THRESHOLD`; clusters are the connected components. Used by
+`holdout`, so that no near-copy of a held-out document is trained on. What it does not see: a short document contained
+in a long one, whose Jaccard similarity is low.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import rensa
+
+from tilewright.data.common.hashing import mix64, ragged_arange
+
+THRESHOLD = 0.5
+"""Estimated Jaccard similarity from which two documents count as near-copies."""
+
+_PERMUTATIONS = 128
+_BAND_ROWS = 4  # 32 bands: a pair of similarity 0.65 becomes a candidate with probability 0.998
+_SHINGLE = 5
+_CHUNK_BYTES = 4 << 20
+_SEED = 0x7E57
+
+
+def near_copy_clusters(
+    data: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, advance: Callable[[float], None] = lambda _: None
+) -> np.ndarray:
+    """Cluster of each document, as the index of the cluster's first document, int64 [documents].
+
+    Args:
+        data: uint8 UTF-8 bytes; document i is `data[offsets[i] : offsets[i] + lengths[i]]`, contiguous in order.
+        offsets, lengths: int64, bytes. No document is empty.
+        advance: told the bytes that are done.
+    """
+    sketches = []
+    first = 0
+    while first < len(offsets):
+        stop = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _CHUNK_BYTES)))
+        begin, end = int(offsets[first]), int(offsets[stop - 1] + lengths[stop - 1])
+        sketches.append(_sketches(data[begin:end], offsets[first:stop] - begin))
+        advance(end - begin)
+        first = stop
+    return _components(np.concatenate(sketches))
+
+
+def shingle_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of the five-word shingles of several documents; a shorter document is one shingle.
+
+    Args:
+        data: uint8, the documents one after the other.
+        starts: first byte of each document, ascending, first 0.
+
+    Returns:
+        (uint64 hashes, int64 number of hashes of each document; 0 where a document has no word).
+    """
+    words, counts = _word_hashes(data, starts)
+    padded = np.zeros(len(words) + (_SHINGLE - 1) * len(counts), np.uint64)  # four empty words end each document
+    padded_starts = np.cumsum(counts + _SHINGLE - 1) - (counts + _SHINGLE - 1)
+    padded[ragged_arange(padded_starts, counts)] = words
+    shingles = np.where(counts > 0, np.maximum(counts - _SHINGLE + 1, 1), 0)
+    at = ragged_arange(padded_starts, shingles)
+    hashes = np.zeros(len(at), np.uint64)
+    for i in range(_SHINGLE):  # each word is mixed before the next comes, the first too: order counts
+        hashes = mix64(hashes ^ padded[at + i])
+    return hashes, shingles
+
+
+def _word_hashes(data: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(uint64 hash of every word, number of words of each document)."""
+    kind_of, value_of, power_of = _tables()
+    kind = kind_of[data]
+    word = kind > 0
+    begins = word.copy()
+    begins[1:] &= ~word[:-1] | (kind[1:] == 2)
+    begins[starts] = word[starts]  # a document's first byte never continues the word before
+    first = np.flatnonzero(begins)
+    if not len(first):
+        return np.zeros(0, np.uint64), np.zeros(len(starts), np.int64)
+    index = np.arange(len(data))
+    position = index - np.maximum.accumulate(np.where(begins, index, 0))
+    hashes = np.add.reduceat(value_of[data] * power_of[position & 63], first)
+    return mix64(hashes), np.diff(np.searchsorted(first, np.append(starts, len(data))))
+
+
+def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(kind of a byte, its hash value, factor by place in the word). Upper case counts as lower, separators as zero."""
+    kind = np.zeros(256, np.uint8)  # 0 separator, 1 inside a word, 2 starts a word of its own
+    kind[list(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_")] = 1
+    kind[0x80:0xC0] = 1
+    kind[0xC0:] = 2  # first byte of a character beyond ASCII: scripts without spaces get one word a character
+    lower = np.arange(256, dtype=np.uint64)
+    lower[65:91] += np.uint64(32)
+    value = mix64(lower) * (kind > 0)
+    return kind, value, mix64(np.arange(64, dtype=np.uint64)) | np.uint64(1)
+
+
+def _sketches(data: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """MinHash sketches, uint32 [documents, permutations]."""
+    hashes, counts = shingle_hashes(data, starts)
+    rows = np.append(0, np.cumsum(counts)).astype(np.uint64)
+    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, rows, _PERMUTATIONS, _SEED)
+    return np.array(matrix.to_rows(), np.uint32)
+
+
+def _components(sketches: np.ndarray) -> np.ndarray:
+    """Connected components of the pairs that share a band and pass the threshold; smallest index names one."""
+    parent = np.arange(len(sketches))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for start in range(0, _PERMUTATIONS, _BAND_ROWS):
+        left, right = _candidates(sketches[:, start : start + _BAND_ROWS])
+        for a, b in zip(*_similar(sketches, left, right), strict=True):
+            low, high = sorted((root(a), root(b)))
+            parent[high] = low
+    return np.array([root(i) for i in range(len(parent))], np.int64)
+
+
+def _candidates(band: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs with equal `band` [documents, rows]: each document with the first of its bucket and with the one before.
+
+    All pairs would be quadratic in a large bucket; 32 bands give every true pair many chances.
+    """
+    key = np.zeros(len(band), np.uint64)
+    for column in band.T:
+        key = mix64(key ^ column)
+    order = np.argsort(key, kind="stable")
+    same = key[order[1:]] == key[order[:-1]]
+    follower = np.flatnonzero(same) + 1
+    index = np.arange(len(order))
+    begins = np.ones(len(order), bool)
+    begins[1:] = ~same
+    leader = np.maximum.accumulate(np.where(begins, index, 0))[follower]
+    chained = leader != follower - 1
+    left = np.concatenate([order[leader], order[follower[chained] - 1]])
+    return left, np.concatenate([order[follower], order[follower[chained]]])
+
+
+def _similar(sketches: np.ndarray, left: np.ndarray, right: np.ndarray) -> tuple[list[int], list[int]]:
+    keep = np.zeros(len(left), bool)
+    for start in range(0, len(left), 65_536):  # bounds the memory of the gathered sketches
+        rows = slice(start, start + 65_536)
+        keep[rows] = (sketches[left[rows]] == sketches[right[rows]]).mean(1) >= THRESHOLD
+    return left[keep].tolist(), right[keep].tolist()

@@ -1,0 +1,237 @@
+"""Reads a source into one spool file of cleaned, exactly deduplicated documents, within a byte limit.
+
+The limit is shared so that small domains give everything and large ones share the rest equally. Within a domain parts
+are read in the order of a seeded hash of their names: a sample of the whole, not its beginning. Deterministic.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from tilewright.core.errors import DataError
+from tilewright.data.common.progress import Progress
+from tilewright.data.sources.documents import Document, Part, Reject, Source, cut
+
+_SLACK = 0.003  # share of the limit that may stay unused: no further round of sharing for less
+
+
+@dataclass
+class Spool:
+    """Documents in a file, one after the other, and where each one is.
+
+    `names`, `domain_of` (index into `domains`), `offsets` and `lengths` (bytes) have one entry a document.
+    """
+
+    path: Path
+    domains: tuple[str, ...] = ()
+    names: list[str] = field(default_factory=list)
+    domain_of: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    offsets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    rejects: list[Reject] = field(default_factory=list)
+    num_duplicates: int = 0
+    available_bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def data(self) -> np.ndarray:
+        """All bytes, memory-mapped, uint8."""
+        return np.asarray(np.memmap(self.path, np.uint8, "r"))
+
+    def text(self, data: np.ndarray, index: int) -> str:
+        """Document `index` out of `data()`."""
+        start = self.offsets[index]
+        return bytes(data[start : start + self.lengths[index]]).decode("utf-8")
+
+
+def collect(
+    source: Source, path: Path, *, domains: tuple[str, ...], max_bytes: int, seed: int, progress: Progress
+) -> Spool:
+    """Read `source` into a spool file at `path`. `max_bytes` 0 means no limit; `domains` empty means all.
+
+    Raises:
+        DataError: an unknown domain, or nothing usable at all.
+    """
+    parts = _by_domain(source, domains)
+    spool = Spool(path, domains=tuple(sorted(parts)), available_bytes=sum(p.size for ps in parts.values() for p in ps))
+    rejects = _Rejects()
+    for reject in source.rejects:
+        rejects.add(reject)
+    progress.phase("reading", min(max_bytes or spool.available_bytes, spool.available_bytes))
+    with path.open("wb") as file:
+        sink = _Sink(file, spool, rejects, progress)
+        readers = [_Reader(i, _ordered(parts[name], name, seed), sink) for i, name in enumerate(spool.domains)]
+        _share(readers, max_bytes or math.inf)
+        sink.close()
+    spool.rejects = rejects.rows()
+    if not len(spool):
+        raise _nothing_usable(source, spool.rejects, max_bytes)
+    for reader, name in zip(readers, spool.domains, strict=True):
+        if not reader.used:
+            spool.rejects.append(Reject(name, "domain without a usable document in its share of max_bytes"))
+    return spool
+
+
+def _by_domain(source: Source, wanted: tuple[str, ...]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {}
+    for part in source.parts:
+        found.setdefault(part.domain, []).append(part)
+    missing = sorted(set(wanted) - set(found))
+    if missing and found:
+        raise DataError(
+            "the data has no such domain",
+            where="data.domains",
+            got=", ".join(missing),
+            need="some of: " + ", ".join(sorted(found)),
+            try_="data.domains = []   (all of them)",
+        )
+    return {name: found[name] for name in sorted(found) if not wanted or name in wanted}
+
+
+def _ordered(parts: list[Part], domain: str, seed: int) -> list[Part]:
+    return sorted(parts, key=lambda p: (xxhash.xxh3_64_intdigest(f"{seed}\0{domain}\0{p.name}".encode()), p.name))
+
+
+def _share(readers: list["_Reader"], max_bytes: float) -> None:
+    """Let every reader read up to an equal share, then give what the small ones left to the others, and again."""
+    left, alive = max_bytes, readers
+    while alive and (left == math.inf or left > _SLACK * max_bytes):
+        before = sum(r.used for r in readers)
+        for reader in alive:
+            reader.read(left / len(alive))
+        alive = [r for r in alive if not r.exhausted]
+        used = sum(r.used for r in readers)
+        if used == before:
+            return
+        left = max_bytes - used
+
+
+class _Reader:
+    """Reads one domain in steps, each up to an allowance, and remembers the document that did not fit."""
+
+    def __init__(self, domain: int, parts: list[Part], sink: "_Sink"):
+        self.domain, self.used, self.exhausted, self._sink = domain, 0, False, sink
+        self._items = self._documents(parts)
+        self._pending: tuple[str, bytes] | None = None
+
+    def read(self, allowance: float) -> None:
+        until = self.used + allowance
+        while True:
+            item = self._pending or next(self._items, None)
+            if item is None:
+                self.exhausted = True
+                return
+            if self.used + len(item[1]) > until:
+                self._pending = item
+                return
+            self._pending = None
+            self._sink.write(self.domain, *item)
+            self.used += len(item[1])
+
+    def _documents(self, parts: list[Part]) -> Iterator[tuple[str, bytes]]:
+        for part in parts:
+            for item in _readable(part):
+                if isinstance(item, Reject):
+                    self._sink.rejects.add(item)
+                    continue
+                for piece in cut(item):
+                    cleaned = self._sink.clean(part, piece)
+                    if cleaned:
+                        yield piece.name, cleaned
+
+
+def _readable(part: Part) -> Iterator[Document | Reject]:
+    try:
+        yield from part.read()
+    except OSError as error:
+        yield Reject(_file_of(part), "cannot be read", example=str(error.strerror or error))
+
+
+class _Sink:
+    """Appends documents to the spool; knows which texts it has seen."""
+
+    def __init__(self, file: BinaryIO, spool: Spool, rejects: "_Rejects", progress: Progress):
+        self.rejects = rejects
+        self._file, self._spool, self._progress = file, spool, progress
+        self._seen: set[bytes] = set()
+        self._domains: list[int] = []
+        self._lengths: list[int] = []
+
+    def clean(self, part: Part, document: Document) -> bytes | None:
+        """UTF-8 with Unix line ends and no blank edges; None for a blank text, a duplicate or broken Unicode."""
+        text = document.text.replace("\r\n", "\n").strip("\n")
+        if not text.strip():
+            self.rejects.add(Reject(_file_of(part), "blank document"))
+            return None
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            self.rejects.add(Reject(_file_of(part), "half a Unicode surrogate pair", example=error.reason))
+            return None
+        digest = xxhash.xxh3_128_digest(data)
+        if digest in self._seen:
+            self._spool.num_duplicates += 1
+            return None
+        self._seen.add(digest)
+        return data
+
+    def write(self, domain: int, name: str, data: bytes) -> None:
+        self._file.write(data)
+        self._spool.names.append(name)
+        self._domains.append(domain)
+        self._lengths.append(len(data))
+        self._progress.advance(len(data))
+
+    def close(self) -> None:
+        lengths = np.array(self._lengths, np.int64)
+        self._spool.lengths = lengths
+        self._spool.offsets = np.cumsum(lengths) - lengths
+        self._spool.domain_of = np.array(self._domains, np.int32)
+
+
+class _Rejects:
+    """Rejects summed by place and reason, so that a million bad rows stay one line with a count."""
+
+    def __init__(self):
+        self._counts: dict[tuple[str, str], list] = {}
+
+    def add(self, reject: Reject) -> None:
+        entry = self._counts.setdefault((reject.where, reject.reason), [0, reject.example])
+        entry[0] += reject.count
+
+    def rows(self) -> list[Reject]:
+        return [Reject(where, reason, count, example) for (where, reason), (count, example) in self._counts.items()]
+
+
+def _file_of(part: Part) -> str:
+    """The file that a part is of: its name without the place in the file."""
+    return re.sub(r"@\d+\Z", "", part.name)
+
+
+def _nothing_usable(source: Source, rejects: list[Reject], max_bytes: int) -> DataError:
+    worst = sorted(rejects, key=lambda r: -r.count)[:5]
+    got = [f"{r.where}: {r.reason} ({r.count}x){'; ' + r.example if r.example else ''}" for r in worst]
+    if not got and source.parts:
+        got = [f"{len(source.parts)} files or row groups, but no document that fits into max_bytes = {max_bytes}"]
+    return DataError(
+        "there is no usable text in the training data",
+        where=source.label,
+        got="\n".join(got) or "no files",
+        need="UTF-8 text files, .jsonl(.gz/.zst), .parquet or a Hugging Face dataset on disk",
+        try_=_hint(worst) or "data.source = 'installed'   to see a run work first",
+    )
+
+
+def _hint(rejects: list[Reject]) -> str:
+    for reject in rejects:
+        if reject.reason.startswith("no field") and "fields" in reject.example:
+            fields = reject.example.split("fields", 1)[1].lstrip(": ")
+            return f"data.text_field = one of: {fields}"
+    return ""

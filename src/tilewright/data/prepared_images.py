@@ -1,0 +1,224 @@
+"""Images for classification: a folder with one sub-folder a class, decoded once into a memory-mapped array.
+
+Speaks the same language to `Stream` as text does, so order, mixture, resume and prefetch are the same code; all images
+are one domain. Needs Pillow (extra `hf`).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from tilewright.core.errors import DataError
+from tilewright.data.batches.mix import Picks, permute
+from tilewright.data.batches.rows import IGNORE
+from tilewright.data.common.cache import cached, file_digest
+from tilewright.data.common.progress import Progress, timed
+
+DOMAIN = "images"
+_MAX_PIXELS = 1 << 26  # three bytes each once decoded; Pillow itself refuses at 179 million
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+
+
+class PreparedImages:
+    """Prepared images; see `PreparedData` for the attributes they share. `classes` are the sub-folders, sorted."""
+
+    tokenizer = None
+    task = "image_classification"
+    domains = (DOMAIN,)
+
+    def __init__(self, folder: Path):
+        meta = json.loads((folder / "meta.json").read_bytes())
+        self.folder = folder
+        self.fingerprint: str = meta["fingerprint"]
+        self.classes: tuple[str, ...] = tuple(meta["classes"])
+        self.summary: dict[str, Any] = meta["summary"]
+        self._names: list[str] = meta["names"]
+        self._pixels = np.load(folder / "pixels.npy", mmap_mode="r")
+        self._labels = np.load(folder / "labels.npy")
+        self._rows = {split: np.array(meta[split], np.int64) for split in ("train", "holdout")}
+        self.num_rows: Mapping[str, int] = {DOMAIN: len(self._rows["train"])}
+
+    @property
+    def vocab_size(self) -> int:
+        """Classes that a model of this data tells apart."""
+        return len(self.classes)
+
+    def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
+        """pixel_values float32 [B, 3, H, W] in [-1, 1] and labels int64 [B]; the seed changes nothing."""
+        return self._gather(self._rows["train"][picks.row])
+
+    def blank_row(self) -> dict[str, np.ndarray]:
+        """A black image without a label."""
+        shape = (1, *self._pixels.shape[1:])
+        return {"pixel_values": np.zeros(shape, np.float32), "labels": np.array([IGNORE], np.int64)}
+
+    def eval_batches(self, domain: str, micro_batch: int, num: int) -> list[dict[str, torch.Tensor]]:
+        """At most `num` batches of held-out images, the same on every call."""
+        size = len(self._rows["holdout"])
+        take = min(num * micro_batch, size)
+        order = permute(np.arange(take), np.full(take, size), np.full(take, 0, np.uint64))
+        batches = [order[start : start + micro_batch] for start in range(0, take, micro_batch)]
+        gathered = [self._gather(self._rows["holdout"][rows]) for rows in batches]
+        return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in gathered]
+
+    def _gather(self, images: np.ndarray) -> dict[str, np.ndarray]:
+        pixels = self._pixels[images].astype(np.float32) * np.float32(2 / 255) - np.float32(1)
+        return {"pixel_values": pixels, "labels": self._labels[images]}
+
+    def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
+        """The file of a training row."""
+        return [{"name": self._names[self._rows["train"][row]]}]
+
+    def rejects(self) -> list[dict[str, Any]]:
+        """Everything that was set aside: where, reason, count, example."""
+        lines = (self.folder / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def prepare_images(
+    source: str,
+    root: Path,
+    *,
+    image_size: int,
+    holdout: float,
+    seed: int,
+    before: Callable[[], None] | None = None,
+) -> PreparedImages:
+    """Prepare a folder of images. Arguments as in `prepare`; `root` is the cache folder,
+    `before` that of `cached`.
+
+    Raises:
+        DataError: no such folder, fewer than two classes with images, or Pillow is missing.
+    """
+    _need_pillow()
+    files = _list_images(Path(source).expanduser())
+    digest = xxhash.xxh3_64(f"{image_size}\0{holdout}\0{seed}".encode())
+    for name, path in files:
+        status = path.stat()
+        digest.update(f"{path.resolve()}\0{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+
+    def build(folder: Path) -> None:
+        timed("preparing images", build_images, folder, source, files, image_size, holdout, seed)
+
+    return PreparedImages(cached(root, f"images-{digest.hexdigest()}", build, before))
+
+
+def _need_pillow() -> None:
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise DataError(
+            "images cannot be read",
+            got="Pillow is not installed",
+            need="Pillow 10 or newer",
+            try_='pip install "tilewright[hf]"',
+        ) from None
+
+
+def _list_images(root: Path) -> list[tuple[str, Path]]:
+    classes = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith(".")) if root.is_dir() else []
+    if len(classes) < 2:
+        raise DataError(
+            "there are no classes of images at this path",
+            where="data.source",
+            got=f"{str(root)!r}, {f'with {len(classes)} sub-folders' if root.is_dir() else 'which is not a folder'}",
+            need="a folder with one sub-folder of images for each class, two at least",
+        )
+    return [(f"{c.name}/{f.name}", f) for c in classes for f in sorted(c.iterdir()) if f.is_file()]
+
+
+def build_images(
+    folder: Path,
+    source: str,
+    files: list[tuple[str, Path]],
+    image_size: int,
+    holdout: float,
+    seed: int,
+    *,
+    progress: Progress,
+) -> None:
+    """Fill `folder` with the files of the entry. Arguments as in `prepare`; `files`: names and paths of the images.
+
+    Raises:
+        DataError: fewer than two classes, or none with two images that can be read.
+    """
+    progress.phase("decoding", len(files))
+    names, pixels, labels, rejects, seen = [], [], [], [], {}
+    for name, path in files:
+        progress.advance(1)
+        image = _decode(path, image_size)
+        if isinstance(image, str):
+            rejects.append({"where": name, "reason": image, "count": 1, "example": ""})
+            continue
+        digest = xxhash.xxh3_128_digest(image.tobytes())
+        if digest in seen:
+            rejects.append({"where": name, "reason": "duplicate image", "count": 1, "example": seen[digest]})
+            continue
+        seen[digest] = name
+        names.append(name)
+        pixels.append(image)
+        labels.append(name.split("/")[0])
+    classes = sorted(set(labels))
+    split = _split(names, labels, holdout, seed)
+    if len(classes) < 2 or not split["holdout"]:
+        raise DataError(
+            "there are too few usable images",
+            where=source,
+            got=f"{len(names)} images in {len(classes)} classes" + (f"; {rejects[0]['reason']}" if rejects else ""),
+            need="two classes, and two images in one of them at least",
+        )
+    np.save(folder / "pixels.npy", np.stack(pixels))
+    np.save(folder / "labels.npy", np.array([classes.index(label) for label in labels], np.int64))
+    with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects)
+    content = file_digest(folder / "pixels.npy") + file_digest(folder / "labels.npy") + json.dumps(split)
+    meta = {"fingerprint": xxhash.xxh3_128_hexdigest(content.encode()), "classes": classes, "names": names, **split}
+    meta["summary"] = _summary(source, names, classes, rejects, split)
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def _decode(path: Path, size: int) -> np.ndarray | str:
+    """The image as uint8 [3, size, size], its middle square scaled; or why it cannot be read."""
+    if path.suffix.lower() not in SUFFIXES:
+        return f"file type {path.suffix.lower() or 'without a suffix'} is not an image"
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            if image.width * image.height > _MAX_PIXELS:  # known from the header, nothing is decoded yet
+                return f"more than {_MAX_PIXELS} pixels: {image.width} x {image.height}"
+            square = ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), (size, size), Image.Resampling.BICUBIC)
+            return np.asarray(square).transpose(2, 0, 1).copy()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return f"damaged image ({type(error).__name__})"
+
+
+def _split(names: list[str], labels: list[str], holdout: float, seed: int) -> dict[str, list[int]]:
+    """Indices of both splits; each class with two images or more holds out one at least."""
+    split: dict[str, list[int]] = {"train": [], "holdout": []}
+    for label in sorted(set(labels)):
+        members = [i for i, other in enumerate(labels) if other == label]
+        members.sort(key=lambda i: xxhash.xxh3_64_intdigest(f"{seed}\0{names[i]}".encode()))
+        held = min(len(members) - 1, max(1, round(holdout * len(members))))
+        split["holdout"] += members[:held]
+        split["train"] += members[held:]
+    return split
+
+
+def _summary(source: str, names: list[str], classes: list[str], rejects: list[dict], split: dict) -> dict[str, Any]:
+    by_reason: dict[str, int] = {}
+    for reject in rejects:
+        by_reason[reject["reason"]] = by_reason.get(reject["reason"], 0) + 1
+    return {
+        "source": source,
+        "images": len(names),
+        "classes": len(classes),
+        "duplicates": by_reason.get("duplicate image", 0),
+        "rejects": by_reason,
+        "domains": {DOMAIN: {"rows": len(split["train"]), "holdout_rows": len(split["holdout"])}},
+    }

@@ -1,0 +1,203 @@
+"""The `installed` source: real text that every installation carries, so that a first run needs no download.
+
+The standard library, and the distributions that tilewright depends on (the whole closure, optional extras where they
+are installed), in five domains: code, tests, docs, cpp, notes. Files are listed from the installer's RECORD and are
+read only when `read` picks them. The text never leaves the machine; which text it is depends on the versions
+installed, and the source's key says so.
+"""
+
+import csv
+import importlib.metadata as metadata
+import os
+import re
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from tilewright.core.errors import DataError
+from tilewright.data.sources.docstrings import split_docstrings
+from tilewright.data.sources.documents import Document, Part, Reject, Source, decode
+
+_MIN_CHARS = {"code": 64, "cpp": 64, "docs": 200, "notes": 64, "tests": 64}
+_DOCSTRING_SHARE = 0.12  # of a source file, measured over torch and transformers; only for size estimates
+_HEADERS = {".h", ".hpp", ".hh", ".hxx", ".cuh", ".inl"}
+_TEST_FOLDERS = {"test", "tests", "testing", "idle_test"}
+_NOTE_NAMES = re.compile(r"(licen[sc]e|copying|notice|readme|authors|changelog|news|thanks)", re.IGNORECASE)
+_SKIP_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+
+
+def installed_source(project: str = "tilewright") -> Source:
+    """The source over the standard library and the dependency closure of `project` (itself left out).
+
+    Raises:
+        DataError: `project` is not installed, so its dependencies are not known.
+    """
+    if _find(project) is None:
+        raise DataError(
+            "the installed text cannot be listed",
+            got=f"no installed distribution named {project!r}",
+            need="tilewright installed, which lists its dependencies",
+            try_="pip install -e .   or name your own data: --data.source FOLDER",
+        )
+    digest = xxhash.xxh3_128(sys.version.encode())
+    parts: list[Part] = []
+    rejects: list[Reject] = []
+    for name, size, path in _stdlib_files():
+        digest.update(f"{name}\0{size}\n".encode())
+        parts += _parts_of(name, size, path)
+    parts += _topics_part()
+    for distribution in dependency_closure(project):
+        label = f"{distribution.name}-{distribution.version}"
+        record = distribution.read_text("RECORD")
+        if record is None:
+            rejects.append(Reject(label, "distribution without a RECORD of its files"))
+            continue
+        digest.update(label.encode())
+        for name, size, checksum, path in _record_files(distribution, record):
+            digest.update(f"{name}\0{size}\0{checksum}\n".encode())
+            parts += _parts_of(name, size, path)
+    return Source("installed", digest.hexdigest(), tuple(parts), tuple(rejects))
+
+
+def dependency_closure(project: str) -> list[metadata.Distribution]:
+    """Installed distributions that `project` needs, directly or not, sorted by name.
+
+    Extras of `project` count where they are installed; extras of its dependencies do not.
+    """
+    found: dict[str, metadata.Distribution] = {}
+    root = _find(project)
+    todo = [(requirement, True) for requirement in (root.requires if root else None) or ()]
+    while todo:
+        requirement, with_extras = todo.pop()
+        if "extra ==" in requirement and not with_extras:
+            continue
+        name = re.sub(r"[._-]+", "-", re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]).lower()
+        if name in found or name == project:
+            continue
+        distribution = _find(name)
+        if distribution is None:
+            continue  # an extra that is not installed, or a dependency of another platform
+        found[name] = distribution
+        todo += [(inner, False) for inner in distribution.requires or ()]
+    return [found[name] for name in sorted(found)]
+
+
+def _find(name: str) -> metadata.Distribution | None:
+    """A distribution of this environment. Not by `sys.path`: setuptools, which torch's compiler imports, adds packages
+    of its own to it, and the text would depend on what the process has done before."""
+    user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *user]
+    return next(iter(metadata.distributions(name=name, path=list(dict.fromkeys(folders)))), None)
+
+
+def _stdlib_files() -> Iterator[tuple[str, int, Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in _SKIP_FOLDERS and not f.startswith("config-"))
+        for file in sorted(files):
+            path = Path(folder, file)
+            yield f"stdlib/{path.relative_to(root).as_posix()}", path.stat().st_size, path
+
+
+def _record_files(distribution: metadata.Distribution, record: str) -> Iterator[tuple[str, int, str, Path]]:
+    """Files with a size; those outside the package folder (scripts) differ from place to place and are left out."""
+    for name, checksum, size, *_ in csv.reader(record.splitlines()):
+        if size and not name.startswith(("..", "/")):
+            yield name, int(size), checksum, Path(str(distribution.locate_file(name)))
+
+
+def _parts_of(name: str, size: int, path: Path) -> list[Part]:
+    """The parts that one file gives: a Python file gives code and docs, most others nothing."""
+    pure = PurePosixPath(name)
+    suffix = pure.suffix.lower()
+    if suffix == ".py":
+        if _is_test(pure):
+            return [Part("tests", name, size, partial(_read_plain, name, path, "tests"))]
+        docstrings = int(size * _DOCSTRING_SHARE)
+        return [
+            Part("code", name, size - docstrings, partial(_read_code, name, path)),
+            Part("docs", name, docstrings, partial(_read_docstrings, name, path)),
+        ]
+    if suffix in _HEADERS:
+        return [Part("cpp", name, size, partial(_read_plain, name, path, "cpp"))]
+    if pure.name == "METADATA" and pure.parent.suffix == ".dist-info":
+        return [Part("notes", name, size, partial(_read_description, name, path))]
+    if _NOTE_NAMES.match(pure.name) and suffix in {"", ".txt", ".md", ".rst"}:
+        return [Part("notes", name, size, partial(_read_plain, name, path, "notes"))]
+    if suffix in {".md", ".rst"}:
+        return [Part("docs", name, size, partial(_read_plain, name, path, "docs"))]
+    return []
+
+
+def _is_test(path: PurePosixPath) -> bool:
+    stem = path.stem
+    return (
+        not _TEST_FOLDERS.isdisjoint(path.parts)
+        or stem.startswith("test_")
+        or stem.endswith("_test")
+        or stem == "conftest"
+    )
+
+
+def _topics_part() -> list[Part]:
+    """Python's own language reference, which `help()` shows."""
+    if find_spec("pydoc_data") is None:
+        return []  # some systems package it apart from Python
+    return [Part("docs", "stdlib/pydoc_data/topics", 480_000, _read_topics)]
+
+
+def _read_topics() -> Iterator[Document | Reject]:
+    from pydoc_data.topics import topics
+
+    for topic in sorted(topics):
+        yield Document(f"stdlib/pydoc_data/topics:{topic}", topics[topic])
+
+
+def _read_file(name: str, path: Path) -> Iterator[Document | Reject]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        yield Reject(name, "cannot be read", example=str(error.strerror))
+        return
+    yield from decode(name, data)
+
+
+def _read_plain(name: str, path: Path, domain: str) -> Iterator[Document | Reject]:
+    for item in _read_file(name, path):
+        if isinstance(item, Reject) or len(item.text) >= _MIN_CHARS[domain]:
+            yield item
+
+
+def _read_code(name: str, path: Path) -> Iterator[Document | Reject]:
+    for item in _read_file(name, path):
+        if isinstance(item, Reject):
+            yield item
+            continue
+        code, _ = split_docstrings(item.text)
+        if len(code) >= _MIN_CHARS["code"]:
+            yield Document(name, code)
+
+
+def _read_docstrings(name: str, path: Path) -> Iterator[Document | Reject]:
+    for item in _read_file(name, path):
+        if isinstance(item, Reject):
+            continue  # counted where the file is read for its code
+        for line, text in split_docstrings(item.text)[1]:
+            if len(text) >= _MIN_CHARS["docs"]:
+                yield Document(f"{name}:{line}", text)
+
+
+def _read_description(name: str, path: Path) -> Iterator[Document | Reject]:
+    for item in _read_file(name, path):
+        if isinstance(item, Reject):
+            yield item
+            continue
+        _, _, description = item.text.partition("\n\n")
+        if len(description) >= _MIN_CHARS["notes"]:
+            yield Document(name, description)

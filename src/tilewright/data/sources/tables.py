@@ -1,0 +1,140 @@
+"""Rows of text out of .parquet files and Hugging Face datasets saved to disk (Arrow files), by pyarrow alone. Parquet
+is split into parts by row group, Arrow by ranges of rows: both can be picked without reading."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tilewright.data.sources.documents import Document, Part, Reject
+from tilewright.data.sources.lines import FREE_EXPANSION, MAX_EXPANSION, expands_too_much
+
+_ARROW_ROWS = 4096  # rows in one part of an Arrow file
+_BATCH_ROWS = 16  # a batch is in memory whole, also where all of its rows are one long value of a dictionary
+_DAMAGE = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises on damaged files; ArrowInvalid is a ValueError
+
+
+def parquet_parts(domain: str, name: str, path: Path, field: str) -> list[Part | Reject]:
+    """One part a row group, or a reject where the file is damaged or has no such text column."""
+    try:
+        with pq.ParquetFile(path) as file:
+            problem = _field_problem(file.schema_arrow, field)
+            if problem:
+                return [Reject(name, problem[0], file.metadata.num_rows, problem[1])]
+            sizes = [_column_bytes(file.metadata.row_group(i), field) for i in range(file.num_row_groups)]
+            rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    except _DAMAGE as error:
+        return [Reject(name, "damaged parquet file", example=_first_line(error))]
+    parts: list[Part | Reject] = []
+    for group, (size, compressed) in enumerate(sizes):
+        if size > FREE_EXPANSION + MAX_EXPANSION * compressed:
+            parts.append(replace(expands_too_much(name, size, compressed), count=rows[group]))
+        else:
+            parts.append(Part(domain, f"{name}@{group}", size, partial(_read_row_group, name, path, group, field)))
+    return parts
+
+
+def _column_bytes(row_group: pq.RowGroupMetaData, field: str) -> tuple[int, int]:
+    """Bytes of the text column's pages, decompressed and as they are in the file."""
+    every = (row_group.column(i) for i in range(row_group.num_columns))
+    columns = [column for column in every if column.path_in_schema == field]
+    return sum(c.total_uncompressed_size for c in columns), sum(c.total_compressed_size for c in columns)
+
+
+def _read_row_group(name: str, path: Path, group: int, field: str) -> Iterator[Document | Reject]:
+    row = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=[field]):
+                yield from _documents(name, f"{name}@{group}", row, batch.column(0))
+                row += batch.num_rows
+    except _DAMAGE as error:
+        yield Reject(name, "damaged parquet file, the rest of the row group is lost", example=_first_line(error))
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `folder` was written by `save_to_disk` of Hugging Face datasets."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def saved_dataset_parts(folder: Path, field: str, domains: tuple[str, ...]) -> list[Part | Reject]:
+    """Parts of a saved dataset. Of several splits only `train` is read, unless `domains` names others."""
+    if not (folder / "dataset_dict.json").is_file():
+        return _split_parts("text", folder, folder.name, field)
+    splits = sorted(f.name for f in folder.iterdir() if f.is_dir() and is_saved_dataset(f))
+    wanted = domains or (("train",) if "train" in splits else tuple(splits))
+    found: list[Part | Reject] = []
+    for split in splits:
+        if split in wanted:
+            found += _split_parts(split, folder / split, split, field)
+        else:
+            found.append(Reject(split, "split not trained on", example="name it in data.domains"))
+    return found
+
+
+def _split_parts(domain: str, folder: Path, name: str, field: str) -> list[Part | Reject]:
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [Reject(f"{name}/state.json", "damaged dataset", example=_first_line(error))]
+    return [part for file in files for part in arrow_parts(domain, f"{name}/{file.name}", file, field)]
+
+
+def arrow_parts(domain: str, name: str, path: Path, field: str) -> list[Part | Reject]:
+    """One part for each few thousand rows of an Arrow file, or a reject."""
+    try:
+        table = _open_arrow(path)
+        problem = _field_problem(table.schema, field)
+        if problem:
+            return [Reject(name, problem[0], table.num_rows, problem[1])]
+        size = table.column(field).nbytes
+    except _DAMAGE as error:
+        return [Reject(name, "damaged Arrow file", example=_first_line(error))]
+    starts = range(0, table.num_rows, _ARROW_ROWS)
+    share = size // max(1, len(starts))
+    return [Part(domain, f"{name}@{i}", share, partial(_read_arrow, name, path, i, field)) for i in starts]
+
+
+def _open_arrow(path: Path) -> pa.Table:
+    """The table of an Arrow stream or file, memory-mapped: nothing is read but its schema and offsets."""
+    source = pa.memory_map(str(path))
+    if source.read(6) == b"ARROW1":
+        return pa.ipc.open_file(source).read_all()
+    source.seek(0)
+    return pa.ipc.open_stream(source).read_all()
+
+
+def _read_arrow(name: str, path: Path, start: int, field: str) -> Iterator[Document | Reject]:
+    try:
+        rows = _open_arrow(path).column(field).slice(start, _ARROW_ROWS)
+        yield from _documents(name, name, start, rows)
+    except _DAMAGE as error:
+        yield Reject(name, "damaged Arrow file", example=_first_line(error))
+
+
+def _documents(file: str, name: str, first_row: int, column: pa.Array) -> Iterator[Document | Reject]:
+    for row, value in enumerate(column.to_pylist(), first_row):
+        if isinstance(value, str):
+            yield Document(f"{name}:{row}", value)
+        else:
+            yield Reject(file, "row without text", example=f"row {row}: {value!r}")
+
+
+def _field_problem(schema: pa.Schema, field: str) -> tuple[str, str] | None:
+    if field not in schema.names:
+        return f"no field {field!r}", "fields: " + ", ".join(schema.names)
+    kind = schema.field(field).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        return f"field {field!r} is not text", f"its type: {kind}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,105 @@
+"""FP8 weights as they lie in files, in the layout of DeepSeek-V3: codes, a scale a block, and what config.json says.
+
+    weight            float8_e4m3fn [N, K]
+    weight_scale_inv  FP32 [ceil(N / 128), ceil(K / 128)], value of an element = code * scale_inv of its block
+    config.json       quantization_config {quant_method "fp8", fmt "e4m3", weight_block_size [128, 128],
+                      activation_scheme "dynamic", modules_to_not_convert [...] in newer folders}
+
+Tensors and settings only; folders are `models.folder.fp8_weights`'s matter. Other layouts of that name (one scale a
+tensor, fixed scales for activations) are not read: `layout_problems` says so.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.formats.encode import NAN_CODE, decode_e8m0
+from tilewright.formats.quantize import quantize
+from tilewright.formats.scaling import BLOCK_TILE, Tile
+from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import TiledTensor
+
+SCALE_SUFFIX = "_scale_inv"
+"""What is added to a weight's name for its scales."""
+CODE_DTYPE = E4M3.dtype
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3", None),
+    "activation_scheme": ("dynamic", None),
+    "expert_dtype": ("fp8", None),
+}
+
+
+def layout_problems(settings: Mapping[str, Any]) -> list[str]:
+    """What in a `quantization_config` is not this layout, one text a key; empty where all is.
+
+    Example:
+        >>> layout_problems({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"})
+        ["quantization_config.activation_scheme = 'static'"]
+    """
+    wrong = [key for key, allowed in _ONLY.items() if settings.get(key) not in allowed]
+    block = settings.get("weight_block_size")
+    sizes = block if isinstance(block, (list, tuple)) else ()
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        wrong.append("weight_block_size")
+    return [f"quantization_config.{key} = {settings.get(key)!r}" for key in wrong]
+
+
+def layout_tile(settings: Mapping[str, Any]) -> Tile:
+    """The block of a `quantization_config` without problems."""
+    rows, cols = settings["weight_block_size"]
+    return Tile(rows, cols)
+
+
+def layout_settings(not_converted: Iterable[str] = ()) -> dict[str, Any]:
+    """The `quantization_config` of weights in 128x128 blocks.
+
+    Args:
+        not_converted: linear layers that keep their 16 or 32 bit, by full name.
+    """
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK_TILE.rows, BLOCK_TILE.cols],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": list(not_converted),
+    }
+
+
+def to_stored(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (float8_e4m3fn [N, K]) and power-of-two scales (FP32) of a weight, in 128x128 blocks.
+
+    Exact for a weight that came from such codes and scales, though not always the same codes: where no element of a
+    block uses the upper half of the format, its scale is halved and its codes are doubled.
+
+    Example:
+        >>> codes, scale_inv = to_stored(torch.tensor([[448.0, -1.0]]))
+        >>> codes.dtype, scale_inv.tolist(), from_stored(codes, scale_inv).dequantize().tolist()
+        (torch.float8_e4m3fn, [[1.0]], [[448.0, -1.0]])
+    """
+    tiled = quantize(weight_NK, E4M3, BLOCK_TILE)
+    return tiled.codes.contiguous().view(CODE_DTYPE), tiled.scale_inv
+
+
+def from_stored(codes_NK: Tensor, scale_inv: Tensor, tile: Tile = BLOCK_TILE) -> TiledTensor:
+    """The matrix of stored codes (float8_e4m3fn, or uint8) and scales; nothing is copied where scales are FP32.
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    codes = codes_NK if codes_NK.dtype == torch.uint8 else codes_NK.view(torch.uint8)
+    return TiledTensor(codes, to_fp32_scale(scale_inv), tile, E4M3)
+
+
+def to_fp32_scale(scale_inv: Tensor) -> Tensor:
+    """Scales as stored (FP32, BF16, FP16 or E8M0) in FP32, exact."""
+    if scale_inv.dtype == torch.float8_e8m0fnu:
+        return decode_e8m0(scale_inv.view(torch.uint8))
+    return scale_inv.to(torch.float32)
+
+
+def has_nan(codes: Tensor) -> bool:
+    """Whether a code stands for NaN, as no sound weight has."""
+    return bool(((codes.view(torch.uint8) & NAN_CODE) == NAN_CODE).any())

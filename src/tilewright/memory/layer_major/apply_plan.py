@@ -1,0 +1,198 @@
+"""What a layer-major run does with each slice, as a `Placement`; and from one to the next between two steps.
+
+    homes = by_slice(placement, slices)                     # checked against the slices
+    places = Places(run, placement, weights)
+    places.now                                              # read off what is really where
+    places.change(placement)
+
+Which activations are kept and where bytes are at home changes no number, so it may change at any time. Into how many
+parts MLPs and attention are cut rounds differently, so that stays as the run began. Called by
+`training.executor.layer_major` and `training.executor.layer_major_setup`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tilewright.core.config.recipe import Tier
+from tilewright.core.errors import ConfigError
+from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.memory.layer_major.passes import LayerMajor
+from tilewright.models.layerwise.view import Slice, Slices
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+
+Homes = tuple[Tier, Tier]
+"""Of parameters and of states."""
+
+
+def by_slice(placement: Placement, slices: Slices) -> dict[str, LayerPlacement]:
+    """What is done with each slice, by its name. Not the shared one, which is always on the device.
+
+    Raises:
+        ConfigError: the placement is of another number of layers, cuts a slice, or asks for what is not offered.
+    """
+    num_layers = sum(len(part.layers) for part in slices.groups)
+    if len(placement.layers) != num_layers:
+        raise other_layers(len(placement.layers), num_layers)
+    found = {slices.prologue.name: placement.embedding, slices.epilogue.name: placement.head}
+    for part in slices.groups:
+        layers = [placement.layers[index] for index in part.layers]
+        selected = next((one.activations for one in layers if one.activations not in ("keep", "recompute")), None)
+        if selected is not None:
+            raise ConfigError(
+                "The layer-major executor does not keep selected activations.",
+                got=f'activations "{selected}" for {part.name}',
+                need='"keep" or "recompute"',
+                try_='another plan, or memory.executor = "standard"',
+                where="memory.executor",
+            )
+        if len({_of_slice(layer) for layer in layers}) > 1:
+            raise ConfigError(
+                "Layers of one slice are asked to be in several places.",
+                got=f"different parameters, states, inputs or activations within {part.name}",
+                need="the same for all layers of a slice",
+                try_="memory.group = 1",
+                where="memory.group",
+            )
+        found[part.name] = layers[0]
+    return found
+
+
+def other_layers(asked: int, there: int) -> ConfigError:
+    """The error of a placement that is of another model."""
+    return ConfigError(
+        "The placement is of another model.",
+        got=f"{asked} layers",
+        need=f"{there}, as many as can be placed in this one",
+        try_="a plan made for this model",
+    )
+
+
+def input_tiers(placement: Placement, slices: Slices) -> dict[int, Tier]:
+    """Where the input of each slice waits, by its place; the last one's output waits for the loss."""
+    found = {place: placement.layers[part.layers[0]].inputs for place, part in enumerate(slices.groups)}
+    return found | {len(slices.groups): placement.head.inputs}
+
+
+def refuse_other_numbers(new: Placement, old: Placement, *, exact: bool) -> None:
+    """Refuse a change in mid-run that would not leave the numbers as they are.
+
+    Args:
+        new: of as many layers as `old`.
+        old: what runs.
+        exact: layers that are recomputed are so from exact inputs, not from 8-bit ones.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    for index, (to, of) in enumerate(zip(new.layers, old.layers, strict=True)):
+        if (to.mlp_tiles, to.attention_block) != (of.mlp_tiles, of.attention_block):
+            raise ConfigError(
+                "MLP tiles and attention blocks cannot change while a run goes on.",
+                got=f"layer {index}: mlp_tiles {to.mlp_tiles}, attention_block {to.attention_block}",
+                need=f"{of.mlp_tiles} and {of.attention_block}, as the run began: others round differently",
+                try_="a plan that changes activations and homes alone",
+            )
+        if not exact and "recompute" in {to.activations, of.activations} and to.activations != of.activations:
+            raise ConfigError(
+                "What is recomputed cannot change while a run goes on from 8-bit inputs.",
+                got=f'layer {index}: "{of.activations}" to "{to.activations}"',
+                need="the same: gradients of a layer that is recomputed from a rounded input are others",
+                try_='train.checkpoint_inputs = "exact"',
+                where="train.checkpoint_inputs",
+            )
+
+
+def _of_slice(layer: LayerPlacement) -> LayerPlacement:
+    """Without what each layer of a slice has for itself."""
+    return replace(layer, mlp_tiles=1, attention_block=0)
+
+
+class Places:
+    """Reads and changes the placement of a layer-major run.
+
+    Args:
+        run: its slices are at home as `placement` says, and so are the inputs.
+        placement: the first one; None: all on the device, everything recomputed.
+        weights: 8-bit codes of weights at home on the device, which follow them.
+
+    Raises:
+        ConfigError: see `by_slice`.
+    """
+
+    def __init__(
+        self, run: LayerMajor, placement: Placement | None = None, weights: QuantizedWeights | None = None
+    ) -> None:
+        num_layers = sum(len(part.layers) for part in run.slices.groups)
+        self._run, self._weights = run, weights
+        self._asked = placement or Placement.uniform(num_layers, activations="recompute")
+        run.keeps = self._keeps(self._asked)
+
+    @property
+    def now(self) -> Placement:
+        """What is done now, from what is really where."""
+        slices, run = self._run.slices, self._run
+        layers: list[LayerPlacement] = []
+        for place, part in enumerate(slices.groups):
+            kind = "keep" if place in run.keeps else "recompute"
+            told = self._told(part, place)
+            layers += [replace(self._asked.layers[index], activations=kind, **told) for index in part.layers]
+        embedding = replace(self._asked.embedding, **self._told(slices.prologue))
+        head = replace(self._asked.head, **self._told(slices.epilogue, len(slices.groups)))
+        return Placement(layers=tuple(layers), embedding=embedding, head=head)
+
+    def change(self, placement: Placement) -> None:
+        """From the next step on, do this. All of it or, where that fails, nothing.
+
+        Raises:
+            ConfigError: it cannot be done by this executor, or not while the run goes on.
+            FitError: a tier has not so much room.
+            HardwareError: the disk fails.
+            RuntimeError: the device has not so much memory.
+        """
+        before = self.now
+        wanted = by_slice(placement, self._run.slices)
+        refuse_other_numbers(placement, before, exact=self._run.inputs.kind == "exact")
+        homes = {name: (layer.parameters, layer.states) for name, layer in wanted.items()}
+        self._run.inputs.place(input_tiers(placement, self._run.slices))
+        try:
+            self._move(homes)
+        except BaseException:
+            self._run.inputs.place(input_tiers(before, self._run.slices))
+            raise
+        self._run.keeps, self._asked = self._keeps(placement), placement
+
+    def _keeps(self, placement: Placement) -> frozenset[int]:
+        wanted = by_slice(placement, self._run.slices)
+        groups = enumerate(self._run.slices.groups)
+        return frozenset(place for place, part in groups if wanted[part.name].activations == "keep")
+
+    def _told(self, part: Slice, place: int | None = None) -> Mapping[str, Tier]:
+        parameters, states = self._run.residence.homes(part)
+        told = {"parameters": parameters, "states": states}
+        return told if place is None else told | {"inputs": self._run.inputs.tier_of(place)}
+
+    def _move(self, homes: Mapping[str, Homes]) -> None:
+        """Move slices, those that make room on the device first; move them back where one of them cannot."""
+        todo = []
+        for part in self._run.slices:
+            old = self._run.residence.homes(part)
+            if part is not self._run.slices.shared and homes[part.name] != old:
+                todo.append((part, old, homes[part.name]))
+        todo.sort(key=lambda move: move[2].count("device") - move[1].count("device"))
+        moved: list[tuple[Slice, Homes]] = []
+        try:
+            for part, old, new in todo:
+                moved.append((part, old))
+                self._move_one(part, new)
+        except BaseException:
+            for part, old in reversed(moved):
+                self._move_one(part, old)
+            raise
+
+    def _move_one(self, part: Slice, homes: Homes) -> None:
+        parameters, states = homes
+        if self._weights is not None and parameters != "device":
+            self._weights.leave(part.modules)
+        self._run.residence.move(part, parameters=parameters, states=states)
+        if self._weights is not None and parameters == "device":
+            self._weights.keep(part.modules)

@@ -1,0 +1,175 @@
+"""What a step changes, as it was before: so that a step that turns out bad half way can be taken back whole.
+
+    journal.begin()
+    journal.keep(part, tensors)       # just before the slice's first change
+    journal.rollback(residence)       # or commit()
+
+As many bytes as all slices that a step changes, parameters and states, on the host or on disk; room is taken when a
+slice is kept for the first time, and used again in every step. Copies to the host are in order with the computation. A
+disk is written by a thread from two buffers of the largest slice, so `keep` waits for it only where it is slower than
+the computation. The bytes are of no use to another process: a checkpoint is.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tilewright.core.config.recipe import Tier
+from tilewright.memory.offload.layout import Layout
+from tilewright.memory.offload.param_store import Tiers
+from tilewright.memory.offload.pinned import pinned_empty, unpin
+from tilewright.memory.offload.stores import Store, make_store
+from tilewright.models.layerwise.view import Slice
+
+
+@dataclass(eq=False)
+class _Kept:
+    part: Slice
+    tensors: Sequence[Tensor]
+    layout: Layout
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Host memory in front of the disk, and what is written from it."""
+
+    memory: Tensor
+    writing: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Until it is written; an error stays here, to be met by every later call."""
+        if self.writing is not None:
+            self.writing.result()
+            self.writing = None
+
+
+class Journal:
+    """Keeps slices as they were before a step.
+
+    Args:
+        tier: host or disk.
+        device: where the tensors are.
+        folder: of the disk tier.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+
+    def __init__(
+        self, tier: Literal["host", "disk"], device: torch.device | str, *, folder: Path | str | None = None
+    ) -> None:
+        if tier not in ("host", "disk") or (tier == "disk" and folder is None):
+            raise ValueError(f"need host, or disk with a folder; got {tier=}, {folder=}")
+        self.tier: Literal["host", "disk"] = tier
+        self.device = torch.device(device)
+        self._store: Store = make_store(tier, self.device, folder)
+        self._kept: dict[str, _Kept] = {}
+        self._buffers: list[_Buffer] = []  # the one that was used longest ago first
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    def begin(self) -> None:
+        """A step begins: nothing is kept."""
+        self._kept.clear()
+
+    @torch.no_grad()
+    def keep(self, part: Slice, tensors: Sequence[Tensor]) -> None:
+        """Keep the values of a slice's live tensors; they may change when this returns.
+
+        Raises:
+            FitError: there is no room for them. The slice is unchanged.
+            HardwareError: the disk fails, or failed since the last call.
+        """
+        if part.name in self._kept:
+            raise AssertionError(f"{part.name} is kept already, and may have changed since")
+        layout = Layout.of({str(number): tensor for number, tensor in enumerate(tensors)})
+        self._store.fit(part.name, layout.num_bytes, self._settle)
+        if self._store.in_memory:
+            _copy_out(tensors, layout, self._store.view(part.name))
+        else:
+            buffer = self._free_buffer(layout.num_bytes)
+            flat = buffer.memory[: layout.num_bytes]
+            copied = _copy_out(tensors, layout, flat)
+            buffer.writing = self._writer.submit(_write, self._store, part.name, flat, copied)
+        self._kept[part.name] = _Kept(part, tensors, layout)
+
+    @torch.no_grad()
+    def rollback(self, residence: Tiers) -> None:
+        """Give all kept tensors the values that they had; nothing is kept afterwards.
+
+        Raises:
+            HardwareError: the disk fails.
+        """
+        self._settle()
+        for name, kept in self._kept.items():
+            if self._store.in_memory:
+                flat = self._store.view(name)
+            else:
+                flat = self._free_buffer(kept.layout.num_bytes).memory[: kept.layout.num_bytes]
+                self._store.read(name, [flat])
+            residence.fetch(kept.part, states=True)
+            for tensor, value in zip(kept.tensors, kept.layout.views(flat).values(), strict=True):
+                tensor.copy_(value)
+            residence.release(kept.part, changed=True)
+        self._kept.clear()
+
+    def commit(self) -> None:
+        """The step is good, and what was kept of no use any more."""
+        self._kept.clear()
+
+    @property
+    def num_bytes(self) -> dict[Tier, int]:
+        """Bytes held by tier."""
+        held: dict[Tier, int] = {"device": 0, "host": sum(len(buffer.memory) for buffer in self._buffers), "disk": 0}
+        held[self.tier] += self._store.num_bytes
+        return held
+
+    def close(self) -> None:
+        """Give all room back."""
+        self._writer.shutdown()
+        for buffer in self._buffers:
+            unpin(buffer.memory, self.device)
+        self._store.close()
+        self._buffers.clear()
+        self._kept.clear()
+
+    def _free_buffer(self, num_bytes: int) -> _Buffer:
+        """A buffer of at least this size that nothing is written from any more."""
+        if len(self._buffers) < 2:
+            self._buffers.append(_Buffer(pinned_empty(num_bytes, self.device)))
+            return self._buffers[-1]
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        buffer.wait()
+        if len(buffer.memory) < num_bytes:
+            unpin(buffer.memory, self.device)
+            buffer.memory = pinned_empty(num_bytes, self.device)
+        return buffer
+
+    def _settle(self) -> None:
+        """Wait until the store has what was copied out."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        for buffer in self._buffers:
+            buffer.wait()
+
+
+def _copy_out(tensors: Sequence[Tensor], layout: Layout, flat: Tensor) -> torch.cuda.Event | None:
+    """Copy tensors into flat host memory; what says when it is done, where the device runs on its own."""
+    for tensor, place in zip(tensors, layout.views(flat).values(), strict=True):
+        place.copy_(tensor, non_blocking=True)
+    if not any(tensor.is_cuda for tensor in tensors):
+        return None
+    copied = torch.cuda.Event()
+    copied.record()
+    return copied
+
+
+def _write(store: Store, key: str, flat: Tensor, copied: torch.cuda.Event | None) -> None:
+    if copied is not None:
+        copied.synchronize()
+    store.write(key, [flat])

@@ -1,0 +1,197 @@
+"""Where `activations` keeps its bytes: on the device, in registered host memory, in a file. All three have one
+interface.
+
+    put(key, tensors)    keep these contiguous tensors
+    prefetch(key)        begin to bring them back
+    get(key)             the tensors on the device
+    drop(key)            they are of no use any more
+    forget(gone)         give back the room of layers for which gone(layer)
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilewright.memory.offload.layout import Layout
+from tilewright.memory.offload.stores import DiskStore, HostStore, Store
+
+Key = tuple[int, int]
+"""Number of the layer and of the micro-batch."""
+MAX_UNDER_WAY = 2
+"""Tensors being written at once: they stay in memory until they are."""
+
+
+class DeviceTier:
+    """Keeps the tensors as they are."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, Sequence[Tensor]] = {}
+
+    def put(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        self._kept[key] = tensors
+
+    def prefetch(self, key: Key) -> None:
+        """Nothing to do."""
+
+    def get(self, key: Key) -> Sequence[Tensor]:
+        return self._kept[key]
+
+    def drop(self, key: Key) -> None:
+        del self._kept[key]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensors in self._kept.values() for tensor in tensors)
+
+    def forget(self, gone: Callable[[int], bool]) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        self._kept.clear()
+
+
+class _InStore:
+    """Keeps the tensors in a store. A key's room is kept for the next step, and replaced where it is too small."""
+
+    store: Store
+
+    def forget(self, gone: Callable[[int], bool]) -> None:
+        keys = [key for key in self.store.sizes if gone(key[0])]
+        if keys:
+            self.idle()
+            self.store.give_back(keys)
+
+    def idle(self) -> None:
+        """Wait until nothing reads or writes the store."""
+        raise NotImplementedError
+
+
+class HostTier(_InStore):
+    """Copies to and from registered host memory on streams of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.store = HostStore(device)
+        self._kept: dict[Key, list[Tensor]] = {}
+        self._coming: dict[Key, tuple[torch.cuda.Event, list[Tensor]]] = {}
+        self._going: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def put(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        while self._going and (len(self._going) >= MAX_UNDER_WAY or self._going[0][0].query()):
+            self._going.popleft()[0].synchronize()
+        layout = Layout.of({str(number): tensor for number, tensor in enumerate(tensors)})
+        self.store.fit(key, layout.num_bytes, self.idle)
+        places = list(layout.views(self.store.view(key)).values())
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._down):
+            for place, tensor in zip(places, tensors, strict=True):
+                place.copy_(tensor, non_blocking=True)
+            self._going.append((self._down.record_event(), tensors))  # alive until they are copied
+        self._kept[key] = places
+
+    def prefetch(self, key: Key) -> None:
+        if key in self._coming:
+            return
+        # Made on the stream that will use them; the copies wait for what may still read that memory.
+        arrived = [torch.empty_like(place, device=self._device) for place in self._kept[key]]
+        self._up.wait_stream(torch.cuda.current_stream(self._device))
+        self._up.wait_stream(self._down)
+        with torch.cuda.stream(self._up):
+            for tensor, place in zip(arrived, self._kept[key], strict=True):
+                tensor.copy_(place, non_blocking=True)
+            self._coming[key] = (self._up.record_event(), arrived)
+
+    def get(self, key: Key) -> Sequence[Tensor]:
+        self.prefetch(key)
+        event, tensors = self._coming.pop(key)
+        torch.cuda.current_stream(self._device).wait_event(event)
+        return tensors
+
+    def drop(self, key: Key) -> None:
+        del self._kept[key]
+        if key in self._coming:
+            self._coming.pop(key)[0].synchronize()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.store.num_bytes
+
+    def idle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        self.idle()
+        self._kept.clear()
+        self._coming.clear()
+        self._going.clear()
+        self.store.close()
+
+
+class DiskTier(_InStore):
+    """A thread writes and reads a file, in the order of the calls.
+
+    Space is taken before bytes are written, so a full disk is found by `put` and not by the thread.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._device = device
+        self.store = DiskStore(folder)
+        self._kept: dict[Key, list[tuple[torch.Size, torch.dtype]]] = {}
+        self._coming: dict[Key, Future[list[Tensor]]] = {}
+        self._writes: deque[Future[None]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-inputs")
+
+    def put(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        self._settle(MAX_UNDER_WAY - 1)
+        pieces = [_flat(tensor.cpu()) for tensor in tensors]
+        self.store.fit(key, sum(map(len, pieces)), self.idle)
+        self._kept[key] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._writes.append(self._thread.submit(self.store.write, key, pieces))
+
+    def prefetch(self, key: Key) -> None:
+        if key not in self._coming:
+            self._coming[key] = self._thread.submit(self._read, key, self._kept[key])
+
+    def get(self, key: Key) -> Sequence[Tensor]:
+        self.prefetch(key)
+        tensors = self._coming.pop(key).result()
+        self._settle(len(self._writes))  # one that failed has left no data for this read
+        return [tensor.to(self._device) for tensor in tensors]
+
+    def drop(self, key: Key) -> None:
+        del self._kept[key]
+        if key in self._coming:
+            self._coming.pop(key).cancel()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shape.numel() * dtype.itemsize for kept in self._kept.values() for shape, dtype in kept)
+
+    def idle(self) -> None:
+        self._settle(0)
+        self._thread.submit(lambda: None).result()  # after reads that are of no use any more
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._kept.clear()
+        self.store.close()
+
+    def _settle(self, most: int) -> None:
+        """Take note of writes that ended, and wait until at most so many are under way."""
+        while len(self._writes) > most or (self._writes and self._writes[0].done()):
+            self._writes.popleft().result()
+
+    def _read(self, key: Key, kept: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in kept]
+        self.store.read(key, [_flat(tensor) for tensor in tensors])
+        return tensors
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, not copied."""
+    return tensor.reshape(-1).view(torch.uint8)

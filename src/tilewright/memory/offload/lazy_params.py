@@ -1,0 +1,76 @@
+"""A model without memory, ready to be filled slice by slice.
+
+    model = build_model(section, vocab_size, kernels, "meta")
+    values = random_values(model, seed)            # or stored_values(model, folder); see models.first_values
+    convert(model, policy)                         # dtypes are chosen on meta
+    vacate(model, device)
+    fill_buffers(model, values)
+    arena.add("layers.0", {name: parameter, ...}, fill=values)   # and so on; bytes are made in arena.seal()
+
+So a parameter's first bytes are those in its tier, and nothing ever holds the model twice.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.memory.offload.layout import vacant
+from tilewright.models.base.protocols import FirstValues
+
+
+@torch.no_grad()
+def vacate(model: nn.Module, device: torch.device | str) -> None:
+    """Give meta parameters a shape, dtype and device, but one value and no memory; buffers get memory, unfilled.
+
+    The parameters are new objects, and stay the same ones from here on: make the optimizer afterwards. Tied ones stay
+    tied. What is not on the meta device is left alone.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if param not in made:
+                made[param] = nn.Parameter(vacant(param.shape, param.dtype, device), param.requires_grad)
+                made[param].__dict__.update(param.__dict__)
+            module._parameters[name] = made[param]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def fill_buffers(model: nn.Module, values: FirstValues) -> None:
+    """Give all buffers their first values: they are small, and always on the device."""
+    values(dict(model.named_buffers()))
+
+
+@contextmanager
+def lent_values(model: nn.Module) -> Iterator[None]:
+    """Vacant parameters have values inside: for trying out how a model behaves before it has its own.
+
+    All are views of one buffer of random numbers for each dtype, as large as the largest parameter: weights around
+    zero, vectors (norms, biases) around one. Nothing may be written to them, and they mean nothing.
+    """
+    lent = [param for param in model.parameters() if _is_vacant(param)]
+    before = [param.data for param in lent]
+    buffers: dict[tuple[torch.dtype, bool], Tensor] = {}
+    for param in sorted(lent, key=torch.numel, reverse=True):
+        key = param.dtype, param.ndim > 1
+        if key not in buffers:
+            generator = torch.Generator().manual_seed(0)
+            numbers = torch.empty(param.numel()).normal_(0.0 if param.ndim > 1 else 1.0, 0.02, generator=generator)
+            buffers[key] = numbers.to(param.device, param.dtype)
+        param.data = buffers[key][: param.numel()].view(param.shape)
+    try:
+        yield
+    finally:
+        for param, value in zip(lent, before, strict=True):
+            param.data = value
+
+
+def _is_vacant(param: Tensor) -> bool:
+    """Whether `layout.vacant` made it, and nothing has come in its place."""
+    alone = param.untyped_storage().nbytes() == param.itemsize
+    return alone and (param.numel() > 1 or bool(param.isnan().all()))

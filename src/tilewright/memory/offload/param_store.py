@@ -1,0 +1,180 @@
+"""A model's parameters and its optimizer's states at home in tiers, each slice in its own.
+
+    home = Tiers(model, slices, optimizer, device, parameters="host", states="disk", folder=folder)
+    home.prefetch(next_part)
+    home.fetch(part, states=True)
+    optimizer.step_params(part.trained, grads)
+    home.release(part, changed=True)
+    home.flush()                              # once a step: errors of the disk come out here at the latest
+    home.move(part, parameters="device", states="disk")       # between steps
+
+States are made here, where the optimizer has none yet, and are never all in memory unless their tier is the device. A
+slice's parameters are named as in the model, its states `<parameter>.<state>`. The optimizer's step counters are no
+bytes to speak of and stay where they are. The slice of parameters that several others read stays on the device.
+
+Built by `training.executor.layer_major_setup`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.config.recipe import Tier
+from tilewright.memory.offload.layout import vacant
+from tilewright.memory.offload.pool import Arena
+from tilewright.models.base.protocols import FirstValues
+from tilewright.models.layerwise.view import Slice, Slices
+from tilewright.optim.adam import DeepSeekAdam
+
+Homes = Tier | Mapping[str, Tier]
+"""A tier for all slices, or one for each by its name. The slice that several others read is on the device anyway."""
+
+
+class Tiers:
+    """Brings slices to the device and takes them away.
+
+    Args:
+        model: its parameters are real, or vacant (`lazy_params.vacate`) where there are `values`.
+        slices: of the model.
+        optimizer: without states yet.
+        device: where the model computes.
+        parameters: tiers of the parameters.
+        states: tiers of the optimizer's states.
+        folder: of the disk tier.
+        prefetch: slices that may be on their way, or written back, while one is used.
+        values: makes the parameters' first values; None takes those that they have.
+
+    Raises:
+        FitError: a tier has not so much room.
+        ConfigError: the folder cannot be written.
+        CheckpointError: the values' files are torn.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slices: Slices,
+        optimizer: DeepSeekAdam,
+        device: torch.device | str,
+        *,
+        parameters: Homes = "device",
+        states: Homes = "device",
+        folder: Path | str | None = None,
+        prefetch: int = 1,
+        values: FirstValues | None = None,
+    ) -> None:
+        assert not optimizer.state, "states that are there already would be in memory twice"
+        self.parameters = Arena("device", device, folder=folder, prefetch=prefetch)
+        self.states = Arena("device", device, folder=folder, prefetch=prefetch)
+        self._states_live: set[str] = set()
+        names = {param: name for name, param in model.named_parameters()}
+        for part in slices:
+            own = {names[param]: param for param in part.params}
+            tier = _home(parameters, part, slices)
+            self.parameters.add(part.name, own, fill=values, tier=tier, resident=part is slices.shared)
+        self.parameters.seal()
+        for part in slices:
+            fill = _StateValues(self.parameters, part.name)
+            own = _vacant_states(optimizer, {names[param]: param for param in part.trained})
+            tier = _home(states, part, slices)
+            self.states.add(part.name, own, fill=fill, tier=tier, resident=part is slices.shared)
+        self.states.seal()
+
+    def prefetch(self, part: Slice, *, states: bool = False) -> None:
+        """Begin to bring a slice, and its states where they will be wanted."""
+        self.parameters.prefetch(part.name)
+        if states:
+            self.states.prefetch(part.name)
+
+    def fetch(self, part: Slice, *, states: bool = False) -> None:
+        """Have a slice's parameters on the device when this returns, and its states where they are wanted.
+
+        Raises:
+            HardwareError: the disk fails, or failed before. The slice is not live then.
+        """
+        self.parameters.fetch(part.name)
+        if not states:
+            return
+        try:
+            self.states.fetch(part.name)
+        except BaseException:
+            self.parameters.release(part.name, changed=False)
+            raise
+        self._states_live.add(part.name)
+
+    def release(self, part: Slice, *, changed: bool) -> None:
+        """Let go of a slice; what changed is written back."""
+        changed = changed and bool(part.trained)
+        self.parameters.release(part.name, changed=changed)
+        if part.name in self._states_live:
+            self._states_live.remove(part.name)
+            self.states.release(part.name, changed=changed)
+
+    def homes(self, part: Slice) -> tuple[Tier, Tier]:
+        """Where a slice's parameters and states are at home."""
+        return self.parameters.tier_of(part.name), self.states.tier_of(part.name)
+
+    def flush(self) -> None:
+        """Wait until all that was released is at home.
+
+        Raises:
+            HardwareError: it cannot be written.
+        """
+        self.parameters.flush()
+        self.states.flush()
+
+    @property
+    def travels(self) -> bool:
+        """Whether anything is at home off the device."""
+        return self.parameters.travels or self.states.travels
+
+    def move(self, part: Slice, *, parameters: Tier, states: Tier) -> None:
+        """Give a slice other homes; see `Arena.move`. Not the slice that several others read.
+
+        Raises:
+            FitError: a tier has not so much room. What did not move is where it was.
+            HardwareError: the disk fails.
+            RuntimeError: the device has not so much memory.
+        """
+        self.parameters.move(part.name, parameters)
+        self.states.move(part.name, states)
+
+    def close(self) -> None:
+        """Give all room back. What is not live is lost."""
+        self.parameters.close()
+        self.states.close()
+
+
+def _home(homes: Homes, part: Slice, slices: Slices) -> Tier:
+    if part is slices.shared:
+        return "device"
+    return homes if isinstance(homes, str) else homes[part.name]
+
+
+class _StateValues:
+    """First values of a slice's states: zero, and the parameter's own value where the state is its master."""
+
+    def __init__(self, parameters: Arena, part: str) -> None:
+        self._parameters, self._part = parameters, part
+
+    def __call__(self, tensors: dict[str, Tensor]) -> None:
+        masters = {name for name in tensors if name.endswith(".master")}
+        values = self._parameters.read(self._part) if masters else {}
+        for name, tensor in tensors.items():
+            if name in masters:
+                tensor.copy_(values[name.removesuffix(".master")])
+            else:
+                tensor.zero_()
+
+
+def _vacant_states(optimizer: DeepSeekAdam, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Give the optimizer states without memory for these parameters; the states by name."""
+    made: dict[str, Tensor] = {}
+    for name, param in params.items():
+        state = optimizer.state[param]
+        state["step"] = torch.tensor(0, dtype=torch.int64)
+        for key, (shape, dtype) in optimizer.state_layout(param).items():
+            state[key] = made[f"{name}.{key}"] = vacant(shape, dtype, param.device)
+    return made

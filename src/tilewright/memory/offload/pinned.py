@@ -1,0 +1,51 @@
+"""Host memory that a GPU reads and writes directly: ordinary tensors, registered with the driver.
+
+torch's own pinned memory comes in powers of two (up to twice what was asked for) and is never given back. A tensor that
+is registered costs its own bytes.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.core.errors import FitError, HardwareError
+from tilewright.core.units import format_bytes
+
+
+def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes] on the host; registered where `device` is a GPU. Give it back with `unpin`.
+
+    Raises:
+        FitError: the system has not so much memory.
+        HardwareError: the driver refuses.
+
+    Example:
+        >>> pinned_empty(10, torch.device("cpu")).nbytes
+        10
+    """
+    try:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:  # torch's allocator has no class of its own for it
+        raise FitError(
+            "The host tier does not fit into memory.",
+            got=f"no {format_bytes(num_bytes)} from the system",
+            need=f"{format_bytes(num_bytes)} of free host memory",
+            try_='memory.states = "disk" or memory.parameters = "disk", or a smaller model',
+            where="memory",
+        ) from error
+    if device.type == "cuda" and num_bytes:
+        buffer.zero_()  # all cores make its pages; the driver would do it on one
+        status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        if status:
+            raise HardwareError(
+                "Host memory cannot be registered with the GPU.",
+                got=f"cudaHostRegister of {num_bytes:,} bytes gave error {status}",
+                need="a limit of locked memory that admits the host tier (ulimit -l)",
+                try_='the tier "device" or "disk" for parameters, states or inputs, or a larger limit',
+            )
+    return buffer
+
+
+def unpin(buffer: Tensor, device: torch.device) -> None:
+    """Take a buffer of `pinned_empty` back from the driver; nothing may be copying to or from it any more."""
+    if device.type == "cuda" and buffer.nbytes:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

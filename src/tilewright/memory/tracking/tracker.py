@@ -1,0 +1,229 @@
+"""The ledger: measured bytes by owner, at the peak of every phase of a step.
+
+    ledger = Ledger(device)                       # before the model is built
+    with ledger.phase("load"): model = ...
+    ledger.watch(model)
+    with ledger.phase("forward"): loss = ...      # any number of times
+    row = ledger.snapshot(model, optimizer)       # since the last snapshot
+
+Parameters, optimizer states, gradients and buffers are exact (unique storages); what is not on the device, or is not to
+be found in model and optimizer, its keeper tells (`own`). `activations` is what a forward phase leaves allocated for
+backward, by the allocator's count of live bytes (glibc and CUDA; elsewhere by the resident set). `allocator` is what
+`malloc` held without use both before and after the stretch in which the peak was (glibc). `other` is the rest of the
+peak: interpreter, libraries, compiled code, data, what operations need while they run. Memory of child processes, of
+the page cache and of other processes is not seen. On CUDA the context and cached free blocks are not in the peak;
+`reserved_bytes` gives the allocator's whole holding.
+
+A phase costs a few readings (about 0.2 ms); a snapshot walks the modules (a few ms for hundreds of modules), so
+take one where metrics are logged, not at every step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.core.config.recipe import Tier
+from tilewright.memory.tracking.process_memory import CudaAllocator, make_probe
+from tilewright.memory.tracking.tensor_bytes import owner_bytes, storage_bytes
+
+BETWEEN = "between"
+"""Work outside every phase."""
+OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "allocator", "other")
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What is known at a boundary between phases."""
+
+    live: int
+    kept: int
+    gradients: int
+    told: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Time between two boundaries, and its peak."""
+
+    peak: int
+    before: _Moment
+    after: _Moment
+
+    def told(self, owner: str) -> int | None:
+        """The larger of what a keeper told, None where nobody did."""
+        if owner not in self.before.told | self.after.told:
+            return None
+        return max(self.before.told.get(owner, 0), self.after.told.get(owner, 0))
+
+
+@dataclass
+class _Window:
+    """What was measured since a snapshot."""
+
+    phases: dict[str, _Stretch] = field(default_factory=dict)
+    """The stretch with the highest peak of each phase."""
+    activations: int = 0
+    elsewhere: dict[Tier, dict[str, int]] = field(default_factory=dict)
+    """Most bytes that keepers told of other tiers."""
+
+
+class Ledger:
+    """Measures one device from construction on.
+
+    Args:
+        device: where the model trains. On `cpu` the process' resident set is measured.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._probe = make_probe(self.device)
+        self.baseline_bytes = self._probe.current()
+        self.peak_bytes = self.baseline_bytes
+        self._running = [BETWEEN]
+        self._params: list[nn.Parameter] = []
+        self._gradient_bytes: dict[nn.Parameter, int] = {}
+        """Of each parameter that had a gradient: always as many."""
+        self._keepers: list[tuple[str, Callable[[], Mapping[Tier, int]]]] = []
+        self._known: dict[str, dict[str, int]] = {}
+        self._window = _Window()
+        self._recent: dict[str, int] = {}
+        self._last = self._moment()
+
+    @property
+    def method(self) -> str:
+        """Name of the probe: vm_hwm, sampler or torch.cuda."""
+        return self._probe.name
+
+    def watch(self, model: nn.Module) -> None:
+        """Count this model's gradients at the boundaries of phases, as they may be gone when a snapshot is taken."""
+        self._params, self._gradient_bytes = list(model.parameters()), {}
+
+    def own(self, owner: str, num_bytes: Callable[[], Mapping[Tier, int]]) -> None:
+        """Ask this keeper for an owner's bytes by tier, instead of looking into model and optimizer.
+
+        It is asked at every boundary, so it must be quick. Several keepers of one owner add up. On the CPU, device and
+        host are the same memory. What lies in other tiers is in the snapshot's `tiers`; where a keeper tells nothing
+        of the device, the ledger's own count stands for that.
+
+        Args:
+            owner: one of OWNERS but `allocator` and `other`.
+            num_bytes: bytes by tier, now.
+        """
+        if owner not in OWNERS[:-2]:
+            raise ValueError(f"owner is one of {', '.join(OWNERS[:-2])}, not {owner!r}")
+        self._keepers.append((owner, num_bytes))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Credit the peak inside the block to a phase: load, forward, backward, update, or a name of your own.
+
+        Phases nest: an inner block's peak is the inner phase's alone.
+        """
+        self._credit()
+        self._running.append(name)
+        start = self._last
+        try:
+            yield
+        finally:
+            self._credit()
+            self._running.pop()
+            if name == "forward":
+                self._window.activations = max(self._window.activations, self._last.live - start.live)
+
+    def _credit(self) -> None:
+        """Give the peak since the last boundary to the phase that ran, and start the next stretch."""
+        name, peak, now = self._running[-1], self._probe.peak(), self._moment()
+        known = self._window.phases.get(name)
+        if known is None or peak > known.peak:
+            self._window.phases[name] = _Stretch(peak, self._last, now)
+        self._recent[name] = max(peak, self._recent.get(name, 0))
+        self._last = now
+        self._probe.reset_peak()
+
+    def take_peaks(self) -> dict[str, int]:
+        """Peak bytes by phase since the last call, for who looks at every step; the snapshot's window goes on."""
+        self._credit()
+        peaks, self._recent = self._recent, {}
+        return peaks
+
+    def _moment(self) -> _Moment:
+        told: dict[str, int] = {}
+        for owner, num_bytes in self._keepers:
+            for tier, size in num_bytes().items():
+                if tier == "device" or (tier == "host" and self.device.type == "cpu"):
+                    told[owner] = told.get(owner, 0) + size
+                elif size:
+                    most = self._window.elsewhere.setdefault(tier, {})
+                    most[owner] = max(most.get(owner, 0), size)
+        return _Moment(*self._probe.live_and_kept(), self._gradients(), told)
+
+    def _gradients(self) -> int:
+        """Bytes of the gradients that are there now."""
+        known, total = self._gradient_bytes, 0
+        for param in self._params:
+            if param.grad is not None:
+                if param not in known:  # a storage may be that of several gradients, or hold other things too
+                    known[param] = min(storage_bytes([param.grad], self.device.type), param.grad.nbytes)
+                total += known[param]
+        return total
+
+    def snapshot(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """What was measured since the last snapshot; starts the next window.
+
+        Returns:
+            `owners`: bytes by owner at the peak (they sum to `peak_bytes`).
+            `phases`: peak bytes by phase, work outside any phase as `between`; `peak_phase`; `peak_bytes`.
+            `phase_owners`: bytes by owner at the peak of each phase; `known_phases`: the same of the latest window in
+            which there was such a phase.
+            `tiers`: most bytes by owner in tiers off the device.
+            `run_peak_bytes` since construction; `baseline_bytes`; `method`; on CUDA also `reserved_bytes`.
+        """
+        self._credit()
+        window, self._window = self._window, _Window()
+        owned = owner_bytes(model, optimizer, self.device.type)
+        phases = {name: stretch.peak for name, stretch in window.phases.items()}
+        peak_phase = max(phases, key=lambda name: phases[name])
+        self.peak_bytes = max(self.peak_bytes, phases[peak_phase])
+        split = {name: _split(name, stretch, owned, window) for name, stretch in window.phases.items()}
+        self._known |= split
+        result: dict[str, Any] = {
+            "owners": split[peak_phase],
+            "phases": phases,
+            "phase_owners": split,
+            "known_phases": dict(self._known),
+            "peak_phase": peak_phase,
+            "peak_bytes": phases[peak_phase],
+            "run_peak_bytes": self.peak_bytes,
+            "baseline_bytes": self.baseline_bytes,
+            "method": self.method,
+            "tiers": window.elsewhere,
+        }
+        if isinstance(self._probe, CudaAllocator):
+            result["reserved_bytes"] = self._probe.reserved()
+        return result
+
+    def close(self) -> None:
+        """End the sampler's thread where there is one."""
+        self._probe.close()
+
+
+def _split(phase: str, stretch: _Stretch, owned: Mapping[str, int], window: _Window) -> dict[str, int]:
+    """The peak of a phase by owner; nothing negative, and the parts sum to the peak."""
+    wanted = dict(owned)
+    if phase == "load":  # states are made by the first update
+        wanted["optimizer"] = 0
+    wanted["gradients"] = max(stretch.before.gradients, stretch.after.gradients)
+    wanted["activations"] = window.activations if phase in ("forward", "backward") else 0
+    for owner in wanted:
+        told = stretch.told(owner)
+        wanted[owner] = wanted[owner] if told is None else told
+    wanted["allocator"] = min(stretch.before.kept, stretch.after.kept)
+    result, left = dict.fromkeys(OWNERS, 0), stretch.peak
+    for owner in ("parameters", "optimizer", "buffers", "gradients", "activations", "allocator"):
+        result[owner] = min(max(0, wanted[owner]), left)
+        left -= result[owner]
+    return result | {"other": left}

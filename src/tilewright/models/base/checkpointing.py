@@ -1,0 +1,211 @@
+"""Activation checkpointing of a layer: keep everything, keep expensive results, or recompute it whole.
+
+The five modes give bitwise the same loss and gradients on a CPU; they trade memory for recomputation. With inputs kept
+in 8 bits (`run_from_codes`) the loss stays exact and gradients do not: the layer is recomputed from the rounded input.
+Not the saving of runs to disk (`training.checkpoint.store`).
+
+Legend: ... any leading dimensions  D width of the residual stream.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tilewright.formats.scaling import ROW_TILE
+from tilewright.formats.spec import E4M3
+from tilewright.models.decoder.config import ActivationCheckpoint
+from tilewright.ops.base.compile import layer_options
+from tilewright.ops.kernels import Kernels
+
+_aten = torch.ops.aten
+_ATTENTION_OPS = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+_PRODUCT_OPS = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_mm.default,
+    _aten._scaled_mm_v2.default,
+    _aten.convolution.default,
+)
+_OWN_ATTENTION, _OWN_PRODUCTS = ("_attention",), ("_gemm", "_fprop")
+"""How the names of tilewright's own end."""
+
+
+def _policy(kept: Sequence[Any], endings: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+    """Keeps the outputs of these operations and of our own with these endings; the rest is computed again."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        own = op.namespace == "tilewright" and op._opname.endswith(endings)
+        return CheckpointPolicy.MUST_SAVE if own or op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+_POLICIES = {
+    "selective": _policy(_ATTENTION_OPS + _PRODUCT_OPS, _OWN_ATTENTION + _OWN_PRODUCTS),
+    "products": _policy(_PRODUCT_OPS, _OWN_PRODUCTS),
+    "attention": _policy(_ATTENTION_OPS, _OWN_ATTENTION),
+}
+CONTEXTS = {mode: functools.partial(create_selective_checkpoint_contexts, kept) for mode, kept in _POLICIES.items()}
+"""`context_fn` of torch.utils.checkpoint, by the modes that keep some results and not others. One object each, so that
+compiled layers share their graph."""
+
+
+def hush_torch() -> None:
+    """Drop torch's advice, once a compiled layer keeps selected results, to have no in-place operation there: ours have
+    none, and nobody who trains could do anything about it."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice)  # one object: added once
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+
+
+EXACT_INPUTS = (
+    "Mixture-of-experts layers keep their exact inputs for recomputation, not 8-bit ones: rounded rows could be sent "
+    "to other experts than in the forward pass."
+)
+"""A model's note where 8-bit inputs are asked for."""
+
+
+def check_modes(modes: Sequence[ActivationCheckpoint], num_layers: int) -> None:
+    """Refuse modes that there are not.
+
+    Raises:
+        ValueError: one of them, or their number, is wrong.
+    """
+    for mode in modes:
+        if mode not in get_args(ActivationCheckpoint):
+            names = ", ".join(get_args(ActivationCheckpoint))
+            raise ValueError(f"activation_checkpoint is one of {names}, not {mode!r}")
+    if len(modes) != num_layers:
+        raise ValueError(f"need a mode for each of {num_layers} layers, got {len(modes)}")
+
+
+def common_mode(modes: Sequence[ActivationCheckpoint]) -> ActivationCheckpoint:
+    """The mode of all layers.
+
+    Raises:
+        ValueError: they differ.
+
+    Example:
+        >>> common_mode(["full", "full"])
+        'full'
+    """
+    if len(set(modes)) != 1:
+        raise ValueError(f"the layers keep different things: read `checkpointing`, {tuple(modes)}")
+    return modes[0]
+
+
+def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), keeping for backward what `mode` says.
+
+    Inside a compiled layer the same call guides the compiler's own choice of what to save.
+    """
+    if mode == "none" or not torch.is_grad_enabled():
+        return function(*args)
+    if mode == "full":
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=CONTEXTS[mode])
+
+
+def run_from_codes(
+    kernels: Kernels, function: Callable[..., Any], x: Tensor, *args: Any, preserve_rng_state: bool = False
+) -> Any:
+    """function(x, *args), keeping for backward x in E4M3 with a scale for each 1x128 tile, and nothing else.
+
+    The forward pass computes with x itself. Backward computes `function` again with x as decoded: what is linear in x
+    (the residual path) has its exact gradient, the rest one at a point about 3 % of each element away.
+    Stands outside of a compiled `function`.
+
+    Args:
+        kernels: implementations of the operations.
+        function: chooses nothing by the values of x: both passes must save tensors of the same shapes.
+        x: [..., D], any float dtype.
+        args: passed on, kept as they are.
+        preserve_rng_state: draw the same random numbers again (dropout).
+
+    Example:
+        >>> x = torch.tensor([[1.0, 1.0625]], requires_grad=True)
+        >>> out = run_from_codes(Kernels.default(), torch.square, x)
+        >>> out.sum().backward()
+        >>> out.tolist(), x.grad.tolist()
+        ([[1.0, 1.12890625]], [[2.0, 2.0]])
+    """
+    if not torch.is_grad_enabled():
+        return function(x, *args)
+    tiled = kernels.quantize(x.detach().reshape(-1, x.shape[-1]), E4M3, ROW_TILE)
+    exact = [x.detach()]  # until the first pass has taken it
+
+    def run(edge: Tensor, *args: Any) -> Any:
+        value = exact.pop() if exact else tiled.dequantize(edge.dtype).view(edge.shape)
+        return function(_Value.apply(edge, value), *args)
+
+    edge = _Edge.apply(x)
+    return checkpoint(run, edge, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+class _Edge(torch.autograd.Function):
+    """Stands for x in the graph: its shape and dtype, its gradient, none of its memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Value(torch.autograd.Function):
+    """A value for what stands in the graph: the result is `value`, its gradient is that of `edge`."""
+
+    @staticmethod
+    def forward(ctx, edge: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Fp8Checkpoint:
+    """`run_from_codes` in the form in which transformers' layers call their checkpoint function.
+
+    Args:
+        kernels: implementations of the operations.
+        note: called with a sentence where a layer's input cannot be kept in 8 bits.
+    """
+
+    def __init__(self, kernels: Kernels, note: Callable[[str], None]) -> None:
+        self.compiles = False
+        """Compile what is called."""
+        self._kernels = kernels
+        self._note = note
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args), whose first argument is the layer's input [..., D]."""
+        if self.compiles:
+            function = self._compile(function)
+        if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            return run_from_codes(self._kernels, function, *args, preserve_rng_state=True)
+        self._note("A layer gets its input by name, so recomputation keeps it as it is, not in 8 bits.")
+        return checkpoint(function, *args, use_reentrant=False)
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """transformers makes a new partial of the layer's forward at each call; the forward is what is compiled."""
+        part = function if isinstance(function, functools.partial) else functools.partial(function)
+        if part.func not in self._compiled:
+            self._compiled[part.func] = torch.compile(part.func, options=layer_options())
+        return functools.partial(self._compiled[part.func], *part.args, **part.keywords)

@@ -1,0 +1,34 @@
+"""The output head and its loss, in whatever format the head was converted to.
+
+`kernels.linear_cross_entropy` never holds all logits, so it takes the head's weight and not its forward; this is the
+one place that carries the head's formats over.
+
+Legend: N tokens  D model width  V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewright.ops.kernels import Kernels
+
+IGNORED_LABEL = -100
+
+
+def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of softmax(head(x)), summed over labels other than -100.
+
+    The head, which has no bias, computes in its `compute_dtype` where `precision.convert` gave it one, else in x's.
+
+    Returns:
+        (loss sum, FP32 scalar; number of targets, int64 scalar).
+    """
+    dtype: torch.dtype = getattr(head, "compute_dtype", x_ND.dtype)
+    return kernels.linear_cross_entropy(x_ND.to(dtype), head.weight, labels_N)
+
+
+def logits_loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from logits, softmax in FP32."""
+    wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    loss_sum = F.cross_entropy(wide, labels_N, ignore_index=IGNORED_LABEL, reduction="sum")
+    return loss_sum, (labels_N != IGNORED_LABEL).sum()

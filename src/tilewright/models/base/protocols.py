@@ -1,0 +1,104 @@
+"""What a model must offer to be trained: the one interface between models and the training loop.
+
+`decoder.Decoder` and `model.HFModel` implement `Model`; the executor needs `TrainableModel` alone. The loss is a SUM
+over targets together with their count, because only the executor knows all tokens of an optimizer step: it divides
+once, so uneven micro-batches give exactly the gradient of the whole batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.decoder.config import ActivationCheckpoint, CheckpointInputs
+from tilewright.ops.kernels import Kernels
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss of one micro-batch.
+
+    Args:
+        loss_sum: FP32 scalar, sum over targets in nats, differentiable.
+        count: int64 scalar, number of targets (labels other than -100; images for classification).
+        aux: further detached FP32 scalars worth recording, by name.
+    """
+
+    loss_sum: Tensor
+    count: Tensor
+    aux: dict[str, Tensor] = field(default_factory=dict)
+
+
+FirstValues = Callable[[Mapping[str, Tensor]], None]
+"""Writes the first values of parameters and buffers into host tensors, under their fully qualified names. In whatever
+pieces a model is asked for, each tensor gets the same values."""
+
+
+class TrainableModel(Protocol):
+    """What the executor needs. Implementations are `torch.nn.Module`s."""
+
+    def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Loss of one micro-batch, whose tensors are on the model's device."""
+        ...
+
+    def after_step(self) -> None:
+        """Called once after each optimizer step that was not skipped (balances experts)."""
+        ...
+
+
+class Model(TrainableModel, Protocol):
+    """What the rest of a run needs: `build.build_model` returns one."""
+
+    kernels: Kernels
+    """Implementations of the operations."""
+
+    notes: list[str]
+    """What the model could not do as asked, in plain words. Grows by the first batch; shown and recorded."""
+
+    activation_checkpoint: ActivationCheckpoint
+    """Settable. none: keep all activations; selective: keep outputs of products and attention; products, attention: of
+    one of them; full: recompute each layer. Never changes a loss or a gradient. Read only where all layers do the
+    same."""
+
+    checkpointing: tuple[ActivationCheckpoint, ...]
+    """Settable. The same for each of `layers`; of a model whose layers were not found, one mode for all of it."""
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers that can be treated each in its own way, in order. Empty where none were found."""
+        ...
+
+    checkpoint_inputs: CheckpointInputs
+    """Settable before `compile_blocks`; means something where `activation_checkpoint` is full. exact: keep each layer's
+    input; fp8: keep it in 8 bits, one byte an element. Never changes a loss; with fp8 gradients are approximate."""
+
+    def compile_blocks(self) -> None:
+        """Compile the layers in place with torch.compile."""
+        ...
+
+    def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
+        """FP32 logits [B, V] of the token after each row. Causal language models only."""
+        ...
+
+    def save_hf(
+        self,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        extra: Mapping[str, Any] | None = None,
+        live: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        """Write a Hugging Face folder (config.json and safetensors).
+
+        Args:
+            folder: made where it does not exist; a model in it is replaced.
+            dtype: weights are cast to it; None keeps theirs. float8_e4m3fn writes the layout of DeepSeek-V3: the
+                layers' linear weights in FP8 with a scale for each 128x128 block, all others in BF16.
+            extra: further keys of config.json, such as bos_token_id, eos_token_id, max_position_embeddings.
+            live: gives a tensor of the state_dict, from its name and itself, with its bytes, until the next is asked
+                for: where parameters are at home off the device.
+        """
+        ...

@@ -1,0 +1,133 @@
+"""Causal self-attention of the decoder: grouped-query (GQA) and multi-head latent (MLA).
+
+Both project, rotate and call `kernels.attention`, which masks the future and other documents (`segments`).
+Heads stay in [B, S, H, D] memory order and are handed over as transposed views, so nothing is copied here.
+Parameter names are those of Hugging Face's Llama and DeepSeek-V3.
+
+Legend: B rows  S positions  D model width or head width  H heads  R rotary width.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.layers import RMSNorm
+from tilewright.ops.kernels import Kernels
+
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms on MLA's compressed vectors; DeepSeek-V3's code fixes it apart from the model's own."""
+
+
+class CausalAttention(nn.Module):
+    """softmax(q k^T / sqrt(Dk)) v without parameters: the part of a layer whose precision is a rule of its own.
+
+    `compute_dtype` (settable, None = the query's dtype) is what the scores and the product are computed from;
+    the result has the query's dtype in either case. `block` (settable, None = as the kernels say) is how many query
+    rows are computed at a time.
+    """
+
+    def __init__(self, kernels: Kernels):
+        super().__init__()
+        self.compute_dtype: torch.dtype | None = None
+        self.block: int | None = None
+        self.kernels = kernels
+
+    def forward(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, segments_BS: Tensor | None) -> Tensor:
+        """Heads [B, S, H or Hkv, D] -> joined heads [B, S, H * Dv]."""
+        dtype = self.compute_dtype or q_BSHD.dtype
+        q, k, v = (t.to(dtype).transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHD))
+        out_BHSD = self.kernels.attention(q, k, v, segments=segments_BS, block=self.block)
+        return out_BHSD.transpose(1, 2).flatten(2).to(q_BSHD.dtype)
+
+
+class GroupedQueryAttention(nn.Module):
+    """Attention in which `num_heads / num_kv_heads` query heads share a key and value head.
+
+    See: Ainslie et al., "GQA", 2023. Rotary pairs are (i, i + D/2), as in Llama.
+    """
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels):
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.core = CausalAttention(kernels)
+        self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
+        self.kernels = kernels
+
+    def readers(self) -> list[nn.Linear]:
+        """The layers that read this module's input."""
+        return [self.q_proj, self.k_proj, self.v_proj]
+
+    def forward(self, x_BSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, segments_BS: Tensor | None) -> Tensor:
+        """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]."""
+        heads = (-1, self.head_dim)
+        q_BSHD = self.kernels.rope(self.q_proj(x_BSD).unflatten(-1, heads), cos_BSR, sin_BSR)
+        k_BSHD = self.kernels.rope(self.k_proj(x_BSD).unflatten(-1, heads), cos_BSR, sin_BSR)
+        v_BSHD = self.v_proj(x_BSD).unflatten(-1, heads)
+        return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments_BS))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: keys and values are expanded from one narrow vector a token.
+
+    A query or key head is [content | position]: the content part comes from the latent, the rotary part of the key is
+    one vector shared by all heads. Queries go through a rank of their own where `q_lora_rank` is not 0.
+    Rotary pairs are interleaved, (2i, 2i + 1), as in DeepSeek's weights.
+
+    See: DeepSeek-V3 report, section 2.1.1, equations 1-11.
+    """
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels):
+        super().__init__()
+        self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
+        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.kv_lora_rank, self.q_lora_rank = config.kv_lora_rank, config.q_lora_rank
+        q_dim = config.num_heads * self.qk_head_dim
+        if config.q_lora_rank:
+            self.q_a_proj = nn.Linear(config.dim, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS, kernels)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, q_dim, bias=False)
+        else:
+            self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.dim, config.kv_lora_rank + self.rope_dim, bias=False)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPS, kernels)
+        self.kv_b_proj = nn.Linear(
+            config.kv_lora_rank, config.num_heads * (self.nope_dim + self.v_head_dim), bias=False
+        )
+        self.core = CausalAttention(kernels)
+        self.o_proj = nn.Linear(config.num_heads * self.v_head_dim, config.dim, bias=False)
+        self.kernels = kernels
+
+    def readers(self) -> list[nn.Linear]:
+        """The layers that read this module's input."""
+        return [self.q_a_proj if self.q_lora_rank else self.q_proj, self.kv_a_proj_with_mqa]
+
+    def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
+        """See `decoder.Block.quantized_readers`."""
+        yield self.kv_a_layernorm, "norm", [self.kv_b_proj]
+        if self.q_lora_rank:
+            yield self.q_a_layernorm, "norm", [self.q_b_proj]
+
+    def forward(self, x_BSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, segments_BS: Tensor | None) -> Tensor:
+        """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]."""
+        q_joined = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD))) if self.q_lora_rank else self.q_proj(x_BSD)
+        q_nope, q_rope = q_joined.unflatten(-1, (-1, self.qk_head_dim)).split((self.nope_dim, self.rope_dim), dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        kv_BSHD = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_head_dim))
+        k_nope, v_BSHD = kv_BSHD.split((self.nope_dim, self.v_head_dim), dim=-1)
+
+        q_rope = self._rotate_pairs(q_rope, cos_BSR, sin_BSR)
+        k_rope = self._rotate_pairs(k_rope.unsqueeze(2), cos_BSR, sin_BSR)
+        q_BSHD = torch.cat((q_nope, q_rope), dim=-1)
+        k_BSHD = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
+        return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments_BS))
+
+    def _rotate_pairs(self, x_BSHR: Tensor, cos_BSR: Tensor, sin_BSR: Tensor) -> Tensor:
+        """Pairs to halves, then turned as halves. Queries and keys are permuted alike, so scores are the same."""
+        halves = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return self.kernels.rope(halves, cos_BSR, sin_BSR)

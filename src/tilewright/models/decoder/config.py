@@ -1,0 +1,188 @@
+"""The shape of tilewright's own decoder: one frozen dataclass, every value concrete, no tensors.
+
+`DecoderConfig.from_section` fills in what a recipe leaves to us (zeros); afterwards nothing is derived or
+changed.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from tilewright.core.config.recipe import ModelSection
+from tilewright.core.errors import ConfigError, Problem
+
+ActivationCheckpoint = Literal["none", "selective", "products", "attention", "full"]
+CheckpointInputs = Literal["exact", "fp8"]
+"""none: keep all activations; selective: keep outputs of products and attention; products, attention: of one of
+them; full: recompute each layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Shape of a decoder. Fields mean what they mean in `core.config.recipe.ModelSection`; all are concrete here.
+
+    With `attention = "gqa"` the fields q_lora_rank ... v_head_dim have no effect; with "mla" num_kv_heads and
+    head_dim have none. With `num_experts = 0` the fields num_experts_per_token ... balance_rate have none.
+
+    Raises:
+        ConfigError: the fields do not fit together; every problem at once.
+
+    Example:
+        >>> config = DecoderConfig.of(vocab_size=100, dim=64, num_heads=4, num_layers=2)
+        >>> config.head_dim, config.num_kv_heads, config.ffn_dim
+        (16, 4, 192)
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    init_std: float = 0.02
+    attention: Literal["gqa", "mla"] = "gqa"
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 64
+    qk_nope_head_dim: int = 32
+    qk_rope_head_dim: int = 16
+    v_head_dim: int = 32
+    num_experts: int = 0
+    num_experts_per_token: int = 2
+    num_shared_experts: int = 1
+    expert_dim: int = 0
+    num_dense_layers: int = 1
+    num_expert_groups: int = 1
+    num_limited_groups: int = 1
+    routed_scaling: float = 1.0
+    balance_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        problems = [*self._attention_problems(), *(self._expert_problems() if self.num_experts else [])]
+        if problems:
+            raise ConfigError.from_problems(problems)
+
+    @classmethod
+    def from_section(cls, section: ModelSection, vocab_size: int) -> "DecoderConfig":
+        """The shape that a recipe's `[model]` section asks for, its zeros filled in.
+
+        Raises:
+            ConfigError: the section's values do not fit together.
+        """
+        names = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in section if name in names}
+        if not section.head_dim and section.attention == "gqa" and section.dim % section.num_heads:
+            raise ConfigError(
+                "model.dim is not a multiple of model.num_heads.",
+                got=f"dim {section.dim}, num_heads {section.num_heads}",
+                need="a multiple, or a head_dim of its own",
+                try_=f"model.dim = {section.dim // section.num_heads * section.num_heads or section.num_heads}",
+                where="model.dim",
+            )
+        values["num_kv_heads"] = section.num_kv_heads or section.num_heads
+        values["head_dim"] = section.head_dim or section.dim // section.num_heads
+        values["ffn_dim"] = section.ffn_dim or -(-8 * section.dim // (3 * 64)) * 64
+        if section.num_experts:
+            values["expert_dim"] = section.expert_dim or values["ffn_dim"] // section.num_experts_per_token
+        return cls(vocab_size=vocab_size, **values)
+
+    @classmethod
+    def of(cls, vocab_size: int, **section_fields: Any) -> "DecoderConfig":
+        """The same from keywords with the recipe's names and defaults."""
+        return cls.from_section(ModelSection(**section_fields), vocab_size)
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of the part of a query or key head that carries the position."""
+        return self.head_dim if self.attention == "gqa" else self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or key head."""
+        return self.head_dim if self.attention == "gqa" else self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.attention == "gqa" else self.v_head_dim
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether layer number `layer` (from 0) has experts."""
+        return self.num_experts > 0 and layer >= self.num_dense_layers
+
+    def _attention_problems(self) -> list[Problem]:
+        problems = []
+        if self.attention == "gqa" and self.num_heads % self.num_kv_heads:
+            problems.append(
+                Problem(
+                    "model.num_heads is not a multiple of model.num_kv_heads.",
+                    got=f"num_heads {self.num_heads}, num_kv_heads {self.num_kv_heads}",
+                    need="each key/value head serves the same number of query heads",
+                    try_=f"model.num_kv_heads = {_largest_divisor(self.num_heads, self.num_kv_heads)}",
+                    where="model.num_kv_heads",
+                )
+            )
+        if self.rope_dim % 2:
+            name = "head_dim" if self.attention == "gqa" else "qk_rope_head_dim"
+            problems.append(
+                Problem(
+                    f"model.{name} is odd.",
+                    got=str(self.rope_dim),
+                    need="an even width: rotary positions turn pairs",
+                    try_=f"model.{name} = {self.rope_dim + 1}",
+                    where=f"model.{name}",
+                )
+            )
+        return problems
+
+    def _expert_problems(self) -> list[Problem]:
+        problems = []
+        if self.num_experts % self.num_expert_groups:
+            problems.append(
+                Problem(
+                    "model.num_experts is not a multiple of model.num_expert_groups.",
+                    got=f"num_experts {self.num_experts}, num_expert_groups {self.num_expert_groups}",
+                    need="groups of equal size",
+                    try_=f"model.num_expert_groups = {_largest_divisor(self.num_experts, self.num_expert_groups)}",
+                    where="model.num_expert_groups",
+                )
+            )
+        if self.num_limited_groups > self.num_expert_groups:
+            problems.append(
+                Problem(
+                    "model.num_limited_groups is larger than model.num_expert_groups.",
+                    got=f"num_limited_groups {self.num_limited_groups}, num_expert_groups {self.num_expert_groups}",
+                    need="at most all groups",
+                    try_=f"model.num_limited_groups = {self.num_expert_groups}",
+                    where="model.num_limited_groups",
+                )
+            )
+        reachable = self.num_experts // self.num_expert_groups * self.num_limited_groups
+        if self.num_experts_per_token > reachable:
+            problems.append(
+                Problem(
+                    "a token cannot reach model.num_experts_per_token experts.",
+                    got=f"{self.num_experts_per_token} asked for, {reachable} in the groups a token may route to",
+                    need="num_experts_per_token <= num_experts / num_expert_groups * num_limited_groups",
+                    try_=f"model.num_experts_per_token = {reachable}",
+                    where="model.num_experts_per_token",
+                )
+            )
+        if self.expert_dim < 1:
+            problems.append(
+                Problem(
+                    "model.expert_dim is not set.",
+                    got=str(self.expert_dim),
+                    need="at least 1 where model.num_experts is not 0",
+                    try_=f"model.expert_dim = {max(1, self.ffn_dim // self.num_experts_per_token)}",
+                    where="model.expert_dim",
+                )
+            )
+        return problems
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is not above `at_most`."""
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)

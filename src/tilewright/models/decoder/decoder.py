@@ -1,0 +1,356 @@
+"""tilewright's own decoder: token ids in, loss out.
+
+RMSNorm, rotary positions, SwiGLU; grouped-query or latent attention; dense or mixture of experts. Parameter names
+equal those of Hugging Face's Llama and DeepSeek-V3, so `hf_weights` reads and writes their folders without a mapping.
+It holds no precision logic: `precision.convert` swaps its plain `nn.Linear`, `nn.Embedding` and `RMSNorm` modules by
+name, and `residual_dtype` sets what the residual stream between them is kept in.
+
+Built by `build.build_model`, trained by `training.executor.standard`. Read `Decoder.loss` first, then `Block`.
+
+Legend: B rows  S positions  D model width  V vocabulary  N = B*S tokens  L layers  E experts.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilewright.models.base.checkpointing import (
+    CONTEXTS,
+    EXACT_INPUTS,
+    check_modes,
+    common_mode,
+    hush_torch,
+    run_checkpointed,
+    run_from_codes,
+)
+from tilewright.models.base.head import head_loss
+from tilewright.models.base.protocols import LossOutput
+from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
+from tilewright.models.decoder.config import ActivationCheckpoint, CheckpointInputs, DecoderConfig
+from tilewright.models.decoder.hf_weights import save_decoder
+from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
+from tilewright.models.decoder.moe import MoE
+from tilewright.ops.base.compile import graph_limit, layer_options
+from tilewright.ops.kernels import Kernels
+
+LayerContext = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, layer: int, kernels: Kernels):
+        super().__init__()
+        attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
+        self.self_attn = attention(config, kernels)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps, kernels)
+        self.is_moe = config.is_moe(layer)
+        self.mlp = MoE(config, kernels) if self.is_moe else MLP(config.dim, config.ffn_dim, kernels)
+        self.kernels = kernels
+        self.activation_checkpoint: ActivationCheckpoint = "none"
+        self.checkpoint_inputs: CheckpointInputs = "exact"
+        self.compiled_inside = False
+        """Compiled without the keeping of its input, which stands outside then."""
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether backward recomputes this layer from its input in 8 bits. Not a mixture of experts: rounded rows
+        could be sent to other experts than in the forward pass."""
+        return self.activation_checkpoint == "full" and self.checkpoint_inputs == "fp8" and not self.is_moe
+
+    def quantized_readers(self) -> Iterator[tuple[nn.Module, str, list[nn.Linear]]]:
+        """(module, "norm" or "swiglu", layers): these linear layers, and nothing else, read what the module makes.
+
+        So `precision.convert` may let it hand them a value `WithCopies` in 8 bits.
+        """
+        yield self.input_layernorm, "norm", self.self_attn.readers()
+        if not self.is_moe:
+            yield self.post_attention_layernorm, "norm", self.mlp.readers()
+
+    def forward(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None)."""
+        run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
+        if self.keeps_codes:
+            return run_from_codes(self.kernels, run, x_BSD, cos, sin, segments_BS)
+        return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments_BS)
+
+    def _run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments_BS)
+        x_BSD = (x_BSD + attended).to(x_BSD.dtype)  # the sum rounds once, and the stream keeps its dtype
+        normed = self.post_attention_layernorm(x_BSD)
+        out, load = self.mlp(normed, segments_BS) if self.is_moe else (self.mlp(normed), None)
+        return (x_BSD + out).to(x_BSD.dtype), load
+
+
+def _rows_at_a_time(block: Block) -> int:
+    rows: int | None = block.self_attn.core.block
+    return block.kernels.attention_block if rows is None else rows
+
+
+@functools.cache
+def _compiled_run() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`Block._run`, compiled; layers of one kind share the graph."""
+    return torch.compile(Block._run, options=layer_options(), **graph_limit())
+
+
+class Trunk(nn.Module):
+    """Embedding, layers, final norm (`model.` in Hugging Face's names)."""
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, layer, kernels) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps, kernels)
+
+
+class Decoder(nn.Module):
+    """A causal language model. Implements `protocols.Model`.
+
+    Args:
+        config: the shape.
+        kernels: implementations of the operations; None picks the best for this machine.
+
+    Parameters are created uninitialised where torch leaves them so: call `build.init_weights`, or load a folder.
+
+    Example:
+        >>> from tilewright.models.build import init_weights
+        >>> model = Decoder(DecoderConfig.of(vocab_size=50, dim=32, num_heads=4, num_layers=2))
+        >>> init_weights(model, seed=0)
+        >>> ids = torch.arange(12).view(2, 6)
+        >>> model(ids).shape
+        torch.Size([2, 6, 50])
+        >>> out = model.loss({"input_ids": ids, "labels": ids + 1})
+        >>> out.count.item(), round(out.loss_sum.item() / 12, 1)
+        (12, 4.0)
+    """
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels | None = None):
+        super().__init__()
+        kernels = kernels or Kernels.default()
+        self.config = config
+        self.kernels = kernels
+        self.model = Trunk(config, kernels)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.tie_weights()
+        self.residual_dtype: torch.dtype | None = None
+        """Dtype of the residual stream; None keeps that of the embedding's output. Set by `precision.convert`."""
+        self.notes: list[str] = []
+        self._compiled = False
+        self._load_LE: Tensor | None = None
+
+    @property
+    def activation_checkpoint(self) -> ActivationCheckpoint:
+        """What all layers keep for backward. Settable; see `protocols.Model`."""
+        return common_mode(self.checkpointing)
+
+    @activation_checkpoint.setter
+    def activation_checkpoint(self, mode: ActivationCheckpoint) -> None:
+        self.checkpointing = (mode,) * len(self.blocks)
+
+    @property
+    def checkpointing(self) -> tuple[ActivationCheckpoint, ...]:
+        """What each layer keeps for backward. Settable; see `protocols.Model`."""
+        return tuple(block.activation_checkpoint for block in self.blocks)
+
+    @checkpointing.setter
+    def checkpointing(self, modes: Sequence[ActivationCheckpoint]) -> None:
+        check_modes(modes, len(self.blocks))
+        for block, mode in zip(self.blocks, modes, strict=True):
+            block.activation_checkpoint = mode
+        self._note_opaque_parts()
+        self._note_exact_inputs()
+
+    @property
+    def attention_blocks(self) -> tuple[int, ...]:
+        """Query rows at a time in each layer's attention, 0 for all. Settable."""
+        return tuple(_rows_at_a_time(block) for block in self.blocks)
+
+    @attention_blocks.setter
+    def attention_blocks(self, rows: Sequence[int]) -> None:
+        for block, number in zip(self.blocks, rows, strict=True):
+            block.self_attn.core.block = number
+
+    @property
+    def checkpoint_inputs(self) -> CheckpointInputs:
+        """What a layer that is recomputed whole keeps of its input. Settable; see `protocols.Model`."""
+        return self.blocks[0].checkpoint_inputs
+
+    @checkpoint_inputs.setter
+    def checkpoint_inputs(self, kind: CheckpointInputs) -> None:
+        if kind not in ("exact", "fp8"):
+            raise ValueError(f"checkpoint_inputs is exact or fp8, not {kind!r}")
+        if self._compiled and kind != self.checkpoint_inputs:
+            raise ValueError("set checkpoint_inputs before compile_blocks: it decides which part is compiled")
+        for block in self.blocks:
+            block.checkpoint_inputs = kind
+        self._note_exact_inputs()
+
+    def tie_weights(self) -> None:
+        """Make head and embedding one parameter where the shape says so. Needed again after `to_empty`."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def hidden(
+        self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
+    ) -> Tensor:
+        """Output of the final norm.
+
+        Args:
+            input_ids_BS: [B, S] token ids.
+            positions_BS: [B, S] place of each token in its document; None counts from 0 in each row.
+            segments_BS: [B, S] document of each token, -1 for padding; None makes each row one document.
+
+        Returns:
+            [B, S, D] in the residual stream's dtype.
+        """
+        given = {"input_ids": input_ids_BS, "positions": positions_BS, "segments": segments_BS}
+        x_BSD, context = self.prologue({name: tensor for name, tensor in given.items() if tensor is not None})
+        return self.model.norm(self._run_layers(x_BSD, context)[0])
+
+    def forward(
+        self, input_ids_BS: Tensor, positions_BS: Tensor | None = None, segments_BS: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, S, V]. For the loss use `loss`, which never holds them all."""
+        return self.lm_head(self.hidden(input_ids_BS, positions_BS, segments_BS))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Cross-entropy summed over the targets of one micro-batch.
+
+        Args:
+            batch: input_ids [B, S]; labels [B, S], already shifted, -100 where there is no target; positions and
+                segments [B, S] where rows are packed.
+        """
+        x_BSD, context = self.prologue(batch)
+        x_BSD, loads = self._run_layers(x_BSD, context)
+        out = self.epilogue(x_BSD, context, batch)
+        return LossOutput(out.loss_sum, out.count, self.tell(loads))
+
+    # ---- `view.Layered`: the same, in parts that can be run one at a time ----
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, in order."""
+        return self.model.layers
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The same; see `protocols.Model`."""
+        return tuple(self.blocks)
+
+    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
+        """Embedded tokens [B, S, D], and what all layers read besides: cos and sin of the positions, segments."""
+        ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
+        if positions_BS is None:
+            positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
+        cos, sin = rope_angles(positions_BS, self.config.rope_dim, self.config.rope_theta)
+        x_BSD = self.model.embed_tokens(ids_BS)
+        return x_BSD.to(self.residual_dtype or x_BSD.dtype), (cos, sin, batch.get("segments"))
+
+    def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """One layer; see `Block.forward`."""
+        return self.blocks[index](x_BSD, *context)
+
+    def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Final norm, head and loss."""
+        x_ND = self.model.norm(x_BSD).flatten(0, 1)
+        return LossOutput(*head_loss(self.kernels, self.lm_head, x_ND, batch["labels"].flatten()))
+
+    def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """What the prologue and the epilogue read."""
+        return list(self.model.embed_tokens.parameters()), [*self.model.norm.parameters(), *self.lm_head.parameters()]
+
+    def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
+        """FP32 logits [B, V] of the token after each row."""
+        return self.lm_head(self.hidden(input_ids_BS)[:, -1:])[:, 0].float()
+
+    def after_step(self) -> None:
+        """Balance the experts by the load since the last call, summed over all ranks. Nothing to do when dense."""
+        routers = [block.mlp.gate for block in self.blocks if block.is_moe]
+        if not routers:
+            return
+        load_LE = self._load_LE
+        if load_LE is None:  # this rank had no rows, others may have had some
+            load_LE = torch.zeros(len(routers), self.config.num_experts, device=routers[0].weight.device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(load_LE)
+        biases = [router.rebalanced(load_E) for router, load_E in zip(routers, load_LE, strict=True)]
+        self._load_LE = None  # from here on nothing can fail: all of it happens, or nothing
+        for router, bias_E in zip(routers, biases, strict=True):
+            router.e_score_correction_bias.copy_(bias_E)
+
+    def compile_blocks(self) -> None:
+        """Compile each layer in place. Layers of one kind share one compiled graph.
+
+        A mixture-of-experts layer is compiled in parts, because which expert gets how many rows depends on the data:
+        attention, norms, shared experts, and one graph of variable length for all routed experts. Layers that keep
+        different things for backward have a graph for each way, made when it first runs.
+        """
+        hush_torch()
+        options, limit = layer_options(), graph_limit()
+        for block in self.blocks:
+            if self.checkpoint_inputs == "fp8" and not block.is_moe:
+                block.compiled_inside = True
+                continue
+            if not block.is_moe:
+                block.compile(options=options, **limit)
+                continue
+            for part in (block.input_layernorm, block.self_attn, block.post_attention_layernorm):
+                part.compile(options=options, **limit)
+            if block.mlp.shared_experts is not None:
+                block.mlp.shared_experts.compile(options=options, **limit)
+            for expert in block.mlp.experts:
+                expert.compile(dynamic=True, options=options, **limit)
+        self._compiled = True
+        self._note_opaque_parts()
+
+    def save_hf(
+        self,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        extra: Mapping[str, Any] | None = None,
+        live: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        """Write a Hugging Face folder of Llama or DeepSeek-V3 layout. See `hf_weights.save_decoder`."""
+        save_decoder(self, folder, dtype=dtype, extra=extra, live=live)
+
+    def _run_layers(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Tensor]]:
+        loads = []
+        for index in range(len(self.blocks)):
+            x_BSD, load_E = self.layer(index, x_BSD, context)
+            if load_E is not None:
+                loads.append(load_E)
+        return x_BSD, loads
+
+    def _note_opaque_parts(self) -> None:
+        if self._compiled and CONTEXTS.keys() & set(self.checkpointing) and self.config.num_experts:
+            note = (
+                "Compiled mixture-of-experts layers are recomputed whole: checkpointing that keeps selected results "
+                "cannot see into their compiled parts."
+            )
+            if note not in self.notes:
+                self.notes.append(note)
+
+    def _note_exact_inputs(self) -> None:
+        wanted = "full" in self.checkpointing and self.checkpoint_inputs == "fp8"
+        if wanted and self.config.num_experts and EXACT_INPUTS not in self.notes:
+            self.notes.append(EXACT_INPUTS)
+
+    @torch.no_grad()
+    def tell(self, loads: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Add this micro-batch's loads up for `after_step`; how far the fullest expert is above the mean."""
+        if not loads:
+            return {}
+        load_LE = torch.stack(list(loads))
+        if self.training:
+            self._load_LE = load_LE if self._load_LE is None else self._load_LE + load_LE
+        mean_L = load_LE.mean(-1)
+        return {"moe_max_violation": ((load_LE.amax(-1) - mean_L) / mean_L.clamp_min(1e-9)).mean()}

@@ -1,0 +1,152 @@
+"""What a decoder costs: parameters, FLOPs and activation bytes, from its shape alone. Pure integers, no torch.
+
+Tests hold every number against real modules, `torch.utils.flop_counter` and the tensors that autograd really saves.
+The planner multiplies these by batch, rank and bandwidth; for Hugging Face models count the real module.
+
+Conventions: a multiply-add is 2 FLOPs; element-wise work (norms, softmax, rotary, SwiGLU) is not counted in FLOPs; "a
+token" is the mean over the tokens of rows of `seq_len`, each row one document.
+"""
+
+from dataclasses import dataclass
+
+from tilewright.models.decoder.config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by place. Tied embeddings count once, under `embedding`.
+
+    Args:
+        embedding: the token table.
+        layers: one number a layer: attention, MLP or all experts, router, two norms. Without routing biases (buffers).
+        final_norm: the norm before the head.
+        head: the output projection where it is not tied.
+        inactive_layers: one number a layer: parameters of routed experts that a token does not pass.
+    """
+
+    embedding: int
+    layers: tuple[int, ...]
+    final_norm: int
+    head: int
+    inactive_layers: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.embedding + sum(self.layers) + self.final_norm + self.head
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token passes through."""
+        return self.total - sum(self.inactive_layers)
+
+
+def count_parameters(config: DecoderConfig) -> ParameterCount:
+    """Parameters of a decoder.
+
+    Example:
+        >>> config = DecoderConfig.of(vocab_size=16384, dim=512, num_layers=12, num_heads=8, ffn_dim=1408)
+        >>> count_parameters(config).total
+        46936576
+    """
+    indices = range(config.num_layers)
+    return ParameterCount(
+        embedding=config.vocab_size * config.dim,
+        layers=tuple(layer_parameters(config, layer) for layer in indices),
+        final_norm=config.dim,
+        head=0 if config.tie_embeddings else config.vocab_size * config.dim,
+        inactive_layers=tuple(_inactive_parameters(config, layer) for layer in indices),
+    )
+
+
+def layer_parameters(config: DecoderConfig, layer: int) -> int:
+    """Parameters of layer number `layer`."""
+    norms = 2 * config.dim + (config.kv_lora_rank + config.q_lora_rank if config.attention == "mla" else 0)
+    return attention_weights(config) + norms + mlp_weights(config, layer)
+
+
+def attention_weights(config: DecoderConfig) -> int:
+    """Elements of a layer's attention projections; each does 2 FLOPs a token."""
+    dim, heads = config.dim, config.num_heads
+    out = heads * config.value_head_dim * dim
+    if config.attention == "gqa":
+        return dim * (heads + 2 * config.num_kv_heads) * config.head_dim + out
+    q_dim = heads * config.qk_head_dim
+    queries = config.q_lora_rank * (dim + q_dim) if config.q_lora_rank else dim * q_dim
+    latent = dim * (config.kv_lora_rank + config.qk_rope_head_dim)
+    return queries + latent + config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim) + out
+
+
+def mlp_weights(config: DecoderConfig, layer: int) -> int:
+    """Elements of a layer's MLP weights; with experts all of them and the router's."""
+    if not config.is_moe(layer):
+        return 3 * config.dim * config.ffn_dim
+    experts = config.num_experts + config.num_shared_experts
+    return experts * 3 * config.dim * config.expert_dim + config.num_experts * config.dim
+
+
+def _inactive_parameters(config: DecoderConfig, layer: int) -> int:
+    if not config.is_moe(layer):
+        return 0
+    return (config.num_experts - config.num_experts_per_token) * 3 * config.dim * config.expert_dim
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs a token of one forward pass.
+
+    Args:
+        layers: one number a layer: products with weights.
+        attention: of one layer: scores and weighted values.
+        head: the output projection.
+        last: one number a layer: its last product, whose result nobody needs in backward, so it is not recomputed.
+    """
+
+    layers: tuple[int, ...]
+    attention: float
+    head: int
+    last: tuple[int, ...]
+
+    @property
+    def forward(self) -> float:
+        """One forward pass."""
+        return sum(self.layers) + len(self.layers) * self.attention + self.head
+
+    @property
+    def backward(self) -> float:
+        """Backward by plain rules: two products for each one of forward."""
+        return 2 * self.forward
+
+    def step(self, activation_checkpoint: str = "none") -> float:
+        """Forward and backward as executed: flash attention's backward forms its scores again (2.5 times its forward),
+        "full" runs each layer up to its last product once more, "attention" the same without attention, "products"
+        attention alone, "selective" neither."""
+        attention = len(self.layers) * self.attention
+        again = sum(self.layers) - sum(self.last) if activation_checkpoint in ("full", "attention") else 0
+        again += attention if activation_checkpoint in ("full", "products") else 0
+        return self.forward + self.backward + 0.5 * attention + again
+
+
+def count_flops(config: DecoderConfig, seq_len: int, *, causal: bool = True) -> FlopCount:
+    """FLOPs a token in rows of `seq_len`.
+
+    Args:
+        causal: count the pairs that a causal mask leaves (half, and the diagonal); False counts all S x S pairs, as
+            `torch.utils.flop_counter` does.
+
+    Example:
+        >>> config = DecoderConfig.of(vocab_size=16384, dim=512, num_layers=12, num_heads=8, ffn_dim=1408)
+        >>> round(count_flops(config, 512).forward / 1e6)
+        100
+    """
+    pairs = (seq_len + 1) / 2 if causal else seq_len
+    layers = tuple(
+        2 * (attention_weights(config) + mlp_weights(config, layer) - _inactive_parameters(config, layer))
+        for layer in range(config.num_layers)
+    )
+    attention = 2 * config.num_heads * (config.qk_head_dim + config.value_head_dim) * pairs
+    last = tuple(
+        2 * config.dim * (config.num_shared_experts * config.expert_dim if config.is_moe(layer) else config.ffn_dim)
+        for layer in range(config.num_layers)
+    )
+    return FlopCount(layers, attention, 2 * config.vocab_size * config.dim, last)

@@ -1,0 +1,246 @@
+"""config.json of Llama and DeepSeek-V3 folders to and from `DecoderConfig`. No tensors, no transformers.
+
+What a folder asks for that the decoder cannot do exactly (rope scaling, biases, another activation) is an error, all
+of it at once; nothing is ignored that would change a logit.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.errors import CheckpointError, Problem
+from tilewright.formats.fp8_layout import layout_problems
+from tilewright.models.decoder.config import DecoderConfig
+
+LLAMA, DEEPSEEK = "llama", "deepseek_v3"
+_ARCHITECTURE = {LLAMA: "LlamaForCausalLM", DEEPSEEK: "DeepseekV3ForCausalLM"}
+_SHARED_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "ffn_dim",
+}
+_DEEPSEEK_KEYS = {
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "moe_intermediate_size": "expert_dim",
+    "first_k_dense_replace": "num_dense_layers",
+    "n_group": "num_expert_groups",
+    "topk_group": "num_limited_groups",
+    "routed_scaling_factor": "routed_scaling",
+}
+_ONLY_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0, 0.0, None),
+    "norm_topk_prob": (True,),
+    "rope_interleave": (True, None),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+"""Keys that may only be absent or have these values: the decoder does nothing else."""
+
+
+def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
+    """A JSON object from a model folder.
+
+    Raises:
+        CheckpointError: no such folder or file, or the file is not a JSON object.
+    """
+    path = Path(folder) / name
+    need = f"a folder with a {name}, as `save_pretrained` writes it"
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            "the model folder does not exist.",
+            got=str(folder),
+            need=f"{need} (a local one; nothing is downloaded)",
+            try_="model.path = the folder",
+            where=str(folder),
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        found = ", ".join(sorted(p.name for p in path.parent.iterdir())[:8]) or "an empty folder"
+        raise CheckpointError(
+            f"no {name} in the model folder.",
+            got=found,
+            need=need,
+            try_="model.path = the folder that holds it",
+            where=str(folder),
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{name} is not valid JSON.", got=str(error), need=need, try_="copy the file again", where=str(path)
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{name} is not a JSON object.",
+            got=type(value).__name__,
+            need=need,
+            try_="copy the file again",
+            where=str(path),
+        )
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_config(folder: Path | str) -> DecoderConfig:
+    """The decoder's shape from a folder of Llama or DeepSeek-V3 layout.
+
+    Raises:
+        CheckpointError: not such a folder, keys missing, or something in it that the decoder cannot do.
+        ConfigError: the values do not fit together.
+    """
+    raw = read_json(folder)
+    where = str(Path(folder) / "config.json")
+    layout = raw.get("model_type")
+    if layout not in _ARCHITECTURE:
+        raise CheckpointError(
+            "the decoder does not read this kind of model.",
+            got=f"model_type {layout!r}",
+            need=" or ".join(repr(name) for name in _ARCHITECTURE),
+            try_='model.kind = "hf", which trains any Hugging Face model',
+            where=where,
+        )
+    keys = _SHARED_KEYS | (_DEEPSEEK_KEYS if layout == DEEPSEEK else {})
+    problems = [*_missing(raw, keys, where), *_unsupported(raw, where)]
+    if problems:
+        raise CheckpointError.from_problems(problems)
+    values = {ours: raw[theirs] for theirs, ours in keys.items()}
+    values |= {
+        "rope_theta": _rope(raw).get("rope_theta", 10_000.0),
+        "norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": raw.get("tie_word_embeddings", False),
+        "init_std": raw.get("initializer_range", 0.02),
+        "num_kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+    }
+    if layout == DEEPSEEK:  # its head_dim is the rotary part
+        values |= {"attention": "mla", "q_lora_rank": raw.get("q_lora_rank") or 0}
+        values["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
+        if values["num_dense_layers"] >= values["num_layers"]:
+            values["num_experts"] = 0
+    return DecoderConfig(**values)
+
+
+def to_hf_config(config: DecoderConfig, dtype_name: str) -> dict[str, Any]:
+    """config.json for this shape: Llama layout for dense GQA, DeepSeek-V3 layout for MLA.
+
+    Raises:
+        CheckpointError: no Hugging Face layout describes the shape.
+    """
+    layout = DEEPSEEK if config.attention == "mla" else LLAMA
+    problems = _unwritable(config)
+    if problems:
+        raise CheckpointError.from_problems(problems)
+    raw: dict[str, Any] = {
+        "architectures": [_ARCHITECTURE[layout]],
+        "model_type": layout,
+        "dtype": dtype_name,
+        **{theirs: getattr(config, ours) for theirs, ours in _SHARED_KEYS.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.rope_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if layout == LLAMA:
+        return raw | {"mlp_bias": False}
+    raw |= {theirs: getattr(config, ours) for theirs, ours in _DEEPSEEK_KEYS.items()}
+    raw |= {
+        "num_key_value_heads": config.num_heads,
+        "q_lora_rank": config.q_lora_rank or None,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+    }
+    if not config.num_experts:
+        raw |= {"n_routed_experts": 1, "first_k_dense_replace": config.num_layers}
+        raw |= {"moe_intermediate_size": config.ffn_dim, "num_experts_per_tok": 1}
+    return raw
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings, where new (`rope_parameters`) and old folders (`rope_theta`, `rope_scaling`) keep them."""
+    old = {key: raw[key] for key in ("rope_theta",) if key in raw}
+    return old | (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
+
+
+def _missing(raw: Mapping[str, Any], keys: Mapping[str, str], where: str) -> list[Problem]:
+    bad = [f"{key} = {raw.get(key)!r}" for key in keys if not _is_size(raw.get(key))]
+    if not bad:
+        return []
+    need = "a number that is not negative for each"
+    return [Problem("config.json lacks sizes.", got=", ".join(bad), need=need, try_="add them", where=where)]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+def _unsupported(raw: Mapping[str, Any], where: str) -> list[Problem]:
+    wrong = [f"{key} = {raw[key]!r}" for key, allowed in _ONLY_VALUES.items() if key in raw and raw[key] not in allowed]
+    rope = _rope(raw)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        wrong.append(f"rope_type = {kind!r}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        wrong.append(f"partial_rotary_factor = {rope['partial_rotary_factor']}")
+    wrong += layout_problems(raw["quantization_config"]) if raw.get("quantization_config") is not None else []
+    return [
+        Problem(
+            "config.json asks for what the decoder does not do.",
+            got=text,
+            need="the plain form, or another kind of model",
+            try_='model.kind = "hf"',
+            where=where,
+        )
+        for text in wrong
+    ]
+
+
+def _unwritable(config: DecoderConfig) -> list[Problem]:
+    reasons = []
+    if config.attention == "gqa" and config.num_experts:
+        reasons.append(("grouped-query attention with experts", 'attention = "mla" with experts, or a dense model'))
+    if config.attention == "gqa" and config.dim % config.num_heads:
+        reasons.append((f"dim {config.dim} with {config.num_heads} heads", "dim as a multiple of num_heads"))
+    if config.num_experts and not config.num_shared_experts:
+        reasons.append(("no shared expert", "at least one shared expert"))
+    if config.num_experts and config.num_experts // config.num_expert_groups < 2:
+        reasons.append(("one expert a group", "at least two experts a group"))
+    return [
+        Problem(
+            "no Hugging Face layout holds this shape.",
+            got=got,
+            need=need,
+            try_="keep tilewright's own checkpoint (save.export_hf = false)",
+            where="save.export_hf",
+        )
+        for got, need in reasons
+    ]

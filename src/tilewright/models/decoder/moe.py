@@ -1,0 +1,177 @@
+"""Mixture of experts as in DeepSeek-V3: sigmoid router, group-limited choice, shared experts, no dropped tokens.
+
+Load is balanced without an auxiliary loss: a bias that only takes part in the choice (never in the weight of an
+expert) is moved after each step against the sign of the expert's load error. `MoE.forward` returns the load as a
+value instead of counting it on the side, so recomputing a layer in backward counts nothing twice;
+`decoder.Decoder` adds it up and sets `Router.rebalanced`.
+
+Parameter names are those of Hugging Face's DeepSeek-V3 files.
+
+Legend: N tokens  D model width  E experts  K experts a token  G groups  B rows  S positions.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.layers import MLP
+from tilewright.ops.kernels import Kernels
+
+
+class Router(nn.Module):
+    """Which experts a token goes to, and with what weight. Always in FP32.
+
+    scores = sigmoid(x W^T); the choice is by scores + bias: the `num_limited_groups` groups with the largest sum of
+    their two best experts, then the best K experts in them. Weights are the chosen scores without the bias,
+    normalised to sum to `routed_scaling`.
+
+    See: DeepSeek-V3 report, section 2.1.2, equations 12-16, and "Auxiliary-Loss-Free Load Balancing".
+    """
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+        self.num_chosen = config.num_experts_per_token
+        self.num_groups, self.num_limited_groups = config.num_expert_groups, config.num_limited_groups
+        self.routed_scaling = config.routed_scaling
+        self.balance_rate = config.balance_rate
+        self.kernels = kernels
+        self.choices: Callable[[Callable[[], Tensor]], Tensor] | None = None
+        """Takes what the router would choose, and says what it chooses: the same again when a layer is recomputed.
+        Set by `memory.layer_major.replay` around a layer."""
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N, D] -> (weights [N, K] FP32, experts [N, K] int64)."""
+        scores_NE = self.kernels.linear(x_ND.float(), self.weight).sigmoid()
+        if self.choices is None:
+            experts_NK = self._choose(scores_NE)
+        else:
+            experts_NK = self.choices(lambda: self._choose(scores_NE))
+        weights_NK = scores_NE.gather(1, experts_NK)
+        weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
+        return weights_NK * self.routed_scaling, experts_NK
+
+    def _choose(self, scores_NE: Tensor) -> Tensor:
+        choice_NE = scores_NE.detach() + self.e_score_correction_bias
+        if self.num_limited_groups < self.num_groups:
+            choice_NE = self._limit_groups(choice_NE)
+        return choice_NE.topk(self.num_chosen, dim=-1, sorted=False).indices
+
+    def _limit_groups(self, choice_NE: Tensor) -> Tensor:
+        """Minus infinity for experts outside the groups that a token may route to."""
+        choice_NGE = choice_NE.unflatten(-1, (self.num_groups, -1))
+        best = choice_NGE.topk(min(2, choice_NGE.shape[-1]), dim=-1).values.sum(-1)
+        groups = best.topk(self.num_limited_groups, dim=-1, sorted=False).indices
+        allowed_NG = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+        return choice_NGE.masked_fill(~allowed_NG[..., None], float("-inf")).flatten(1)
+
+    @torch.no_grad()
+    def rebalanced(self, load_E: Tensor) -> Tensor:
+        """The bias, raised by `balance_rate` for experts with less than the mean load, lowered for the others."""
+        return self.e_score_correction_bias + self.balance_rate * torch.sign(load_E.mean() - load_E)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} -> {self.num_chosen} of {self.weight.shape[0]} experts"
+
+
+class MoE(nn.Module):
+    """Routed experts plus shared experts that every token passes.
+
+    Tokens are sorted by expert and each expert runs once on its own rows: no capacity limit, nothing dropped. The loop
+    reads the row counts on the host, so a compiled layer keeps it outside its graph.
+    """
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels):
+        super().__init__()
+        self.gate = Router(config, kernels)
+        self.experts = nn.ModuleList(MLP(config.dim, config.expert_dim, kernels) for _ in range(config.num_experts))
+        self.shared_experts = (
+            MLP(config.dim, config.expert_dim * config.num_shared_experts, kernels)
+            if config.num_shared_experts
+            else None
+        )
+        self.expert_runner: Callable[[Sequence[Tensor], Sequence[nn.Module]], list[Tensor]] | None = None
+        """Runs all experts at once, each on its rows; None runs one after another. Set by `precision.convert`."""
+
+    def forward(self, x_BSD: Tensor, segments_BS: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B, S, D] -> (out [B, S, D], load [E] FP32: tokens sent to each expert, padding left out)."""
+        x_ND = x_BSD.flatten(0, 1)
+        weights_NK, experts_NK = self.gate(x_ND)
+        if torch.compiler.is_compiling():
+            from tilewright.ops.base.opaque import eager  # its decorators take seconds to import
+
+            out_ND = eager(self.run_experts, x_ND, weights_NK, experts_NK)
+        else:
+            out_ND = self.run_experts(x_ND, weights_NK, experts_NK)
+        if self.shared_experts is not None:
+            out_ND = out_ND + self.shared_experts(x_ND)
+        return out_ND.view_as(x_BSD), self._load(experts_NK, segments_BS)
+
+    def run_experts(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor) -> Tensor:
+        """Each token's experts, weighted and summed. Not for compiled code: shapes depend on the data."""
+        num_chosen = experts_NK.shape[1]
+        flat = experts_NK.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+
+        copies = x_ND.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)
+        rows = _Permute.apply(copies, order, inverse).split(counts)
+        if self.expert_runner is not None and self.expert_runner.fits(self.experts):
+            outs = self.expert_runner(rows, list(self.experts))
+        else:
+            outs = self._run_one_by_one(rows)
+        out_NKD = _Permute.apply(torch.cat(outs), inverse, order).unflatten(0, (-1, num_chosen))
+        return (out_NKD * weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
+
+    def _run_one_by_one(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        multiple = _row_multiple(sum(map(len, rows)) // len(self.experts), rows[0].device.type)
+        # With gradients every expert runs, on no rows if it must: its gradient is then zero, not missing.
+        return [
+            _run_padded(expert, x, multiple)
+            for expert, x in zip(self.experts, rows, strict=True)
+            if len(x) or torch.is_grad_enabled()
+        ]
+
+    def _load(self, experts_NK: Tensor, segments_BS: Tensor | None) -> Tensor:
+        load_E = torch.zeros(len(self.experts), dtype=torch.float32, device=experts_NK.device)
+        if segments_BS is None:
+            ones_NK = torch.ones_like(experts_NK, dtype=torch.float32)
+        else:
+            ones_NK = (segments_BS >= 0).flatten()[:, None].expand_as(experts_NK).float()
+        return load_E.scatter_add_(0, experts_NK.flatten(), ones_NK.flatten())
+
+
+def _row_multiple(mean_rows: int, device_type: str) -> int:
+    """What the rows of an expert are padded to a multiple of: on a CPU about a quarter of the mean load, else 1.
+
+    oneDNN prepares and keeps code for every new shape (0.25 MB and a millisecond each), and unpadded loads are a new
+    shape each time: memory grew by 100 MiB a step, and half of the time went there.
+    """
+    return max(16, -(-mean_rows // 64) * 16) if device_type == "cpu" else 1
+
+
+def _run_padded(expert: nn.Module, x_ND: Tensor, multiple: int) -> Tensor:
+    """expert(x), computed with zero rows at the end up to a multiple."""
+    num_rows = len(x_ND)
+    missing = -num_rows % multiple
+    return expert(F.pad(x_ND, (0, 0, 0, missing)))[:num_rows] if missing else expert(x_ND)
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order. Backward gathers by the inverse; that of `x[order]` would scatter-add row by row."""
+
+    @staticmethod
+    def forward(ctx, x_ND: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x_ND.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad_ND.index_select(0, inverse), None, None

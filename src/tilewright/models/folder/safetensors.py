@@ -1,0 +1,131 @@
+"""A folder of (sharded) safetensors: what tensors it holds and where, read from headers alone; errors about them.
+
+Nothing about models or formats: `hf_weights` and `fp8_weights` come on top.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tilewright.core.errors import CheckpointError
+from tilewright.models.decoder.hf_config import read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies and what it is, read from a file's header."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
+    """Every tensor of the folder's safetensors files, by name; headers only.
+
+    Raises:
+        CheckpointError: no safetensors, a file of the index is missing, or a file is torn.
+    """
+    folder = Path(folder)
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder, INDEX).get("weight_map", {})
+        files = sorted({folder / name for name in weight_map.values()})
+        absent = [file.name for file in files if not file.is_file()]
+    else:
+        weight_map, files = None, [folder / SINGLE]
+        absent = [] if files[0].is_file() else [SINGLE]
+    if absent:
+        raise CheckpointError(
+            "weights are missing from the model folder.",
+            got="no " + ", ".join(absent),
+            need=f"{SINGLE}, or {INDEX} with every file that it names",
+            try_="copy the missing files; other formats than safetensors are not read",
+            where=str(folder),
+        )
+    stored = {}
+    for file in files:
+        with open_file(file) as reader:
+            for name in reader.keys():  # noqa: SIM118 - not a mapping
+                view = reader.get_slice(name)
+                stored[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+    lost = sorted(set(weight_map or ()) - stored.keys())
+    if lost:
+        raise CheckpointError(
+            f"{INDEX} names tensors that its files do not hold.",
+            got=summary(lost),
+            need="an index that matches its files",
+            try_="copy the folder again",
+            where=str(folder),
+        )
+    return stored
+
+
+def mismatch_error(
+    folder: Path | str, missing: Iterable[str], extra: Iterable[str], wrong: Mapping[str, str]
+) -> CheckpointError:
+    """The error that lists every name that does not fit: missing, unexpected, of wrong shape."""
+    missing, extra = sorted(missing), sorted(extra)
+    parts = []
+    if missing:
+        parts.append(f"missing ({len(missing)}): {summary(missing)}")
+    if extra:
+        parts.append(f"unexpected ({len(extra)}): {summary(extra)}")
+    if wrong:
+        parts.append(f"wrong shape ({len(wrong)}): " + "; ".join(f"{name}: {text}" for name, text in wrong.items()))
+    return CheckpointError(
+        "the weights in the folder are not those of this model.",
+        got="\n".join(parts),
+        need="every tensor of the model, in its shape, and no other",
+        try_='a folder written for this shape, or model.weights = "random"',
+        where=str(folder),
+    )
+
+
+def refuse_adapters(state: Mapping[str, Tensor], folder: Path | str) -> None:
+    """Raise where a model holds adapters or frozen FP8 weights, which a folder of whole weights has no names for.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    own = [name for name, tensor in state.items() if name.endswith((".lora_A", ".lora_B")) or tensor.itemsize == 1]
+    if own:
+        raise CheckpointError(
+            "the model holds adapters, and a folder of whole weights does not.",
+            got=summary(own),
+            need="merged weights",
+            try_="precision.lora.merge_lora(model) first, or precision.adapter_io.save_adapter for the adapters alone",
+            where=str(folder),
+        )
+
+
+def open_file(file: Path) -> Any:
+    """Open a safetensors file for lazy reading.
+
+    Raises:
+        CheckpointError: the file is torn or missing.
+    """
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file.name} cannot be read.",
+            got=str(error),
+            need="a whole safetensors file",
+            try_="copy the file again",
+            where=str(file),
+        ) from error
+
+
+def summary(names: Iterable[str]) -> str:
+    """Names, those that differ by layer or expert number folded: `model.layers.*.mlp.up_proj.weight (12)`."""
+    folded: dict[str, list[str]] = {}
+    for name in names:
+        folded.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
+    return ", ".join(same[0] if len(same) == 1 else f"{key} ({len(same)})" for key, same in folded.items())

@@ -1,0 +1,246 @@
+"""Making `model.HFModel`s: from a local config.json with random weights, or with the folder's weights.
+
+Nothing is ever downloaded. transformers is imported inside the functions, so a run without such a model does not need
+it. Every way in which a folder can be wrong is an error in four parts.
+"""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from tilewright.core.errors import CheckpointError, ConfigError, HardwareError
+from tilewright.models.decoder.hf_config import read_json
+from tilewright.models.decoder.init import name_seed
+from tilewright.models.folder.fp8_weights import LazyWeight, StoredWeight, find_weights
+from tilewright.models.folder.safetensors import INDEX, SINGLE, StoredTensor, mismatch_error, open_file, scan_folder
+from tilewright.models.hf.model import HFModel, Task
+from tilewright.models.hf.rows import real_integers
+from tilewright.ops.kernels import Kernels
+
+_AUTO_CLASS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "image_classification": "AutoModelForImageClassification",
+}
+
+
+def load_hf(
+    path: Path | str | Any,
+    task: Task,
+    weights: Literal["random", "load"] = "random",
+    *,
+    kernels: Kernels | None = None,
+    device: torch.device | str = "cpu",
+) -> HFModel:
+    """A Hugging Face model in FP32 from a local folder, or from a transformers config object.
+
+    Args:
+        path: folder with a config.json, and safetensors weights where they are loaded; or a `PreTrainedConfig`.
+        task: what is learned.
+        weights: "random" draws them as transformers does (seed: `build.init_weights`); "load" reads the folder's.
+        device: "meta" gives shapes only.
+
+    Raises:
+        CheckpointError: no such folder, a broken config.json, or weights that are not those of the model.
+        ConfigError: the architecture does not do the task.
+        HardwareError: transformers is not installed.
+    """
+    auto, config = _task_class(path, task)
+    if weights == "load":
+        net = _load_weights(auto, path, config)
+        return HFModel(net.to(device), task, kernels)
+    with torch.device("meta" if torch.device(device).type == "meta" else "cpu"):
+        net = auto.from_config(config, dtype=torch.float32)
+    return HFModel(net.to(device), task, kernels)
+
+
+def hf_shapes(path: Path | str, task: Task) -> tuple[nn.Module, nn.Module | None]:
+    """The transformers model of a folder without weights, for `rows` and `parts`.
+
+    Returns:
+        (the model of the task, the architecture without a task where transformers has it).
+
+    Raises:
+        As `load_hf`.
+    """
+    from transformers import AutoModel
+
+    auto, config = _task_class(path, task)
+    with real_integers():
+        # Some classes change the config that they are given: each gets its own.
+        net = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+        # Some architectures have several models without a task, and transformers cannot always tell which is meant.
+        known = type(config) in AutoModel._model_mapping and isinstance(AutoModel._model_mapping[type(config)], type)
+        whole = AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32) if known else None
+    return net, whole
+
+
+def _task_class(path: Path | str | Any, task: Task) -> tuple[Any, Any]:
+    """transformers' Auto class of a task, and the config of a folder."""
+    transformers = _transformers()
+    config = _read_hf_config(transformers, path) if isinstance(path, (str, Path)) else path
+    auto = getattr(transformers, _AUTO_CLASS[task])
+    if type(config) not in auto._model_mapping:
+        raise ConfigError(
+            f"this architecture does not do {task}.",
+            got=f"model_type {config.model_type!r}",
+            need=f"one that transformers' {_AUTO_CLASS[task]} knows",
+            try_="another model.task or model.path",
+            where="model.task",
+        )
+    return auto, config
+
+
+@torch.no_grad()
+def init_hf(model: HFModel, seed: int) -> None:
+    """Draw first weights as transformers would, each module from a generator seeded by its name.
+
+    It happens on the CPU, so that every device gets the same numbers; the model visits it for that.
+    """
+    net, device = model.net, model.net.device
+    owners = weight_owners(net)
+    net.cpu()
+    with torch.random.fork_rng(devices=[]):
+        # Children first: some architectures correct a child's weight in the parent's turn.
+        for name, module in reversed(list(net.named_modules())):
+            draw_module(owners[name], name, module, seed)
+    net.to(device)
+
+
+def weight_owners(net: nn.Module) -> dict[str, Any]:
+    """For each module the transformers model that knows how to draw its weights: the innermost one around it."""
+    from transformers import PreTrainedModel
+
+    owners: dict[str, Any] = {}
+    for name, module in net.named_modules():
+        parent = owners.get(name.rpartition(".")[0], net)
+        owners[name] = module if isinstance(module, PreTrainedModel) else parent
+    return owners
+
+
+def draw_module(owner: Any, name: str, module: nn.Module, seed: int) -> None:
+    """Draw the weights of one module from the process' CPU generator, seeded by the module's name."""
+    torch.default_generator.manual_seed(name_seed(seed, name))
+    owner._init_weights(module)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise HardwareError(
+            'model.kind = "hf" needs the package transformers.',
+            got=str(error),
+            need="transformers 5.0 or newer",
+            try_="pip install 'tilewright[hf]'",
+            where="model.kind",
+        ) from error
+    return transformers
+
+
+def _read_hf_config(transformers: Any, path: Path | str) -> Any:
+    model_type = read_json(path).get("model_type")
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        raise CheckpointError(
+            "transformers cannot make a model of this config.json.",
+            got=f"model_type {model_type!r}: {' '.join(str(error).split())}",
+            need="a model_type and values that the installed transformers knows",
+            try_="correct config.json, or a newer transformers",
+            where=str(Path(path) / "config.json"),
+        ) from error
+
+
+def _load_weights(auto: Any, path: Path | str | Any, config: Any) -> nn.Module:
+    if not isinstance(path, (str, Path)):
+        raise TypeError('weights = "load" needs a folder, not a config object')
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = True  # only to list them all below
+    try:
+        stored, coded = _fp8_weights(path, config)
+        if coded:
+            net, info = _load_fp8(auto, config, stored, coded, options)
+        else:
+            net, info = auto.from_pretrained(str(path), config=config, local_files_only=True, **options)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            "the weights in the folder cannot be loaded.",
+            got=str(error).strip().splitlines()[0],
+            need="whole safetensors files that match config.json",
+            try_='copy the folder again, or model.weights = "random"',
+            where=str(path),
+        ) from error
+    if info["missing_keys"] or info["mismatched_keys"]:
+        wrong = {
+            str(key[0]): f"{list(key[1])} in the folder, {list(key[2])} in the model" for key in info["mismatched_keys"]
+        }
+        raise mismatch_error(path, info["missing_keys"], [], wrong)
+    return net
+
+
+def _fp8_weights(path: Path | str, config: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredWeight]]:
+    """What the folder holds, and its FP8 weights; nothing where transformers has another method for it.
+
+    Looked at also where config.json names no method: transformers would take the codes for weights.
+    """
+    settings = getattr(config, "quantization_config", None)
+    other = isinstance(settings, dict) and settings.get("quant_method") != "fp8"
+    if other or not any((Path(path) / name).is_file() for name in (SINGLE, INDEX)):
+        return {}, {}
+    stored = scan_folder(path)
+    return stored, find_weights(path, stored)
+
+
+def _load_fp8(
+    auto: Any,
+    config: Any,
+    stored: Mapping[str, StoredTensor],
+    coded: Mapping[str, StoredWeight],
+    options: dict[str, Any],
+) -> tuple[nn.Module, dict[str, Any]]:
+    """FP8 weights decoded by ourselves, one at a time while transformers puts them where they belong.
+
+    transformers decodes ragged blocks wrongly where there is no GPU, and leaves weights in FP8 where there is one.
+    """
+    faults: list[CheckpointError] = []
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    with torch.device("meta"):
+        model_class = type(auto.from_config(config))
+    scales = {weight.scale_name for weight in coded.values()}
+    state: dict[str, Any] = {name: LazyWeight(weight, faults) for name, weight in coded.items()}
+    state |= {name: _LazyTensor(name, t) for name, t in stored.items() if name not in coded and name not in scales}
+    try:
+        net, info = model_class.from_pretrained(None, config=config, state_dict=state, **options)
+    except (OSError, RuntimeError, ValueError, CheckpointError):
+        if faults:
+            raise faults[0] from None
+        raise
+    if faults:
+        raise faults[0]
+    return net, info
+
+
+class _LazyTensor:
+    """A stored tensor that is read when it is indexed, so that a file is open only while it is read."""
+
+    def __init__(self, name: str, stored: StoredTensor):
+        self.name, self.stored = name, stored
+
+    def get_shape(self) -> list[int]:
+        return list(self.stored.shape)
+
+    def get_dtype(self) -> str:
+        return self.stored.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        with open_file(self.stored.file) as reader:
+            return reader.get_tensor(self.name)[index]

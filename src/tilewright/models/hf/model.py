@@ -1,0 +1,296 @@
+"""Any Hugging Face causal or masked language model or image classifier as a `protocols.Model`.
+
+Built from a local folder only, nothing is ever downloaded: from its config.json with random weights, or with the
+weights in it. transformers is imported inside the functions, so a run without such a model does not need it.
+
+Labels are ours: already shifted for causal models. The mixture-of-experts side losses that some models offer are left
+out. Where a model cannot keep packed documents apart, `notes` says so. Built by `build.build_model`.
+
+Legend: B rows  S positions  D model width  V vocabulary  N targets  C classes.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tilewright.core.errors import CheckpointError, ConfigError
+from tilewright.formats.fp8_layout import CODE_DTYPE, layout_settings
+from tilewright.models.base.checkpointing import CONTEXTS, EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode
+from tilewright.models.base.head import IGNORED_LABEL, head_loss, logits_loss
+from tilewright.models.base.protocols import LossOutput
+from tilewright.models.base.routers import find_routers
+from tilewright.models.decoder.config import ActivationCheckpoint, CheckpointInputs
+from tilewright.models.decoder.hf_config import read_json, write_json
+from tilewright.models.folder.fp8_weights import encode_folder
+from tilewright.models.folder.safetensors import refuse_adapters
+from tilewright.models.hf.fp8_names import plan_fp8
+from tilewright.models.hf.packing import documents_as_rows, forward_arguments
+from tilewright.models.hf.probe import InputStyle, probe_language_model
+from tilewright.ops.base.compile import graph_limit, layer_options
+from tilewright.ops.kernels import Kernels
+
+Task = Literal["causal_lm", "masked_lm", "image_classification"]
+_log = logging.getLogger(__name__)
+
+
+class HFModel(nn.Module):
+    """A Hugging Face model that trains like our own. Implements `protocols.Model`.
+
+    Args:
+        net: the transformers model.
+        task: what is learned.
+        kernels: implementations of the operations.
+    """
+
+    def __init__(self, net: nn.Module, task: Task, kernels: Kernels | None = None):
+        super().__init__()
+        self.net = net
+        self.task = task
+        self.kernels = kernels or Kernels.default()
+        self.notes: list[str] = []
+        self._style: InputStyle | None = None
+        self._checkpointing: tuple[ActivationCheckpoint, ...] = ("none",) * (len(self.layers) or 1)
+        self._checkpoint_inputs: CheckpointInputs = "exact"
+        self._from_codes = Fp8Checkpoint(self.kernels, self._note)
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+        return self.net.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model has an embedding for."""
+        return self.net.get_input_embeddings().weight.shape[0]
+
+    def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        """The same as calling the model: hooks on it, such as the precision region of a foreign model, take part."""
+        return self(batch)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        """Cross-entropy summed over the targets of one micro-batch, in FP32.
+
+        Args:
+            batch: input_ids, labels (shifted for causal_lm), positions and segments, each [B, S]; or for
+                image_classification pixel_values [B, 3, H, W] and labels [B].
+        """
+        if self.task == "image_classification":
+            return LossOutput(*logits_loss(self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"]))
+        style = self._input_style(packed="segments" in batch)
+        arguments = forward_arguments(
+            self.net, style.documents, style.causal, batch.get("positions"), batch.get("segments")
+        )
+        if style.documents == "rows" and "segments" in batch:
+            batch = documents_as_rows(batch)
+            if not style.causal:
+                arguments["attention_mask"] = batch["attention_mask"]
+        input_ids_BS, labels_BS = batch["input_ids"], batch["labels"]
+        if style.plain_head:
+            hidden_BSD = self.net.base_model(input_ids=input_ids_BS, **arguments).last_hidden_state
+            head = self.net.get_output_embeddings()
+            return LossOutput(*head_loss(self.kernels, head, hidden_BSD.flatten(0, 1), labels_BS.flatten()))
+        logits_BSV = self.net(input_ids=input_ids_BS, **arguments).logits
+        # FP32 copies of the target rows only: of a masked language model that is about one row in seven.
+        wanted_BS = labels_BS != IGNORED_LABEL
+        return LossOutput(*logits_loss(logits_BSV[wanted_BS], labels_BS[wanted_BS]))
+
+    def short_batch(self) -> dict[str, Tensor]:
+        """Two short rows of the kind that the model learns from, for trying something out."""
+        device = self.net.device
+        if self.task == "image_classification":
+            size = getattr(self.net.config, "image_size", 64)  # a network of convolutions takes any
+            height, width = (size, size) if isinstance(size, int) else size
+            pixels = torch.linspace(-1, 1, 2 * self.net.config.num_channels * height * width, device=device)
+            shape = (2, self.net.config.num_channels, height, width)
+            return {"pixel_values": pixels.view(shape), "labels": torch.tensor([0, 1], device=device)}
+        ids_S = torch.arange(8, device=device) * 3 % self.vocab_size
+        ids_BS = torch.stack((ids_S, ids_S.flip(0)))
+        return {"input_ids": ids_BS, "labels": ids_BS.roll(1, dims=1)}
+
+    def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
+        """FP32 logits [B, V] of the token after each row."""
+        if self.task != "causal_lm":
+            raise TypeError(f"a {self.task} model does not continue text")
+        return self.net(input_ids=input_ids_BS, use_cache=False).logits[:, -1].float()
+
+    def after_step(self) -> None:
+        """Nothing to do: transformers' models keep no state of their own between steps."""
+
+    @property
+    def activation_checkpoint(self) -> ActivationCheckpoint:
+        """What all layers keep for backward. Settable; see `protocols.Model`."""
+        return common_mode(self._checkpointing)
+
+    @activation_checkpoint.setter
+    def activation_checkpoint(self, mode: ActivationCheckpoint) -> None:
+        self.checkpointing = (mode,) * (len(self.layers) or 1)
+
+    @property
+    def checkpointing(self) -> tuple[ActivationCheckpoint, ...]:
+        """What each layer keeps for backward. Settable; see `protocols.Model`."""
+        return self._checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, modes: Sequence[ActivationCheckpoint]) -> None:
+        layers = self.layers
+        check_modes(modes, len(layers) or 1)
+        asked = [mode for mode in modes if mode != "none"]
+        if asked and not self.net.supports_gradient_checkpointing:
+            raise ConfigError(
+                "this model has no activation checkpointing.",
+                got=f'train.activation_checkpoint = "{asked[0]}" with {type(self.net).__name__}',
+                need='"none"',
+                try_='train.activation_checkpoint = "none" and a smaller train.micro_batch',
+                where="train.activation_checkpoint",
+            )
+        # transformers 5.23 names them so, and warns of the older names.
+        renamed = hasattr(self.net, "activation_checkpointing_enable")
+        family = "activation_checkpointing" if renamed else "gradient_checkpointing"
+        if not asked:
+            getattr(self.net, f"{family}_disable")()
+        else:
+            getattr(self.net, f"{family}_enable")(_checkpoint_options(asked[0]))
+        if layers and asked:
+            for layer, mode in zip(layers, modes, strict=True):
+                layer.gradient_checkpointing = mode != "none"
+                layer._gradient_checkpointing_func = _checkpoint_function(mode)
+        self._checkpointing = tuple(modes)
+        self._keep_codes()
+
+    @property
+    def checkpoint_inputs(self) -> CheckpointInputs:
+        """What a layer that is recomputed whole keeps of its input. Settable; see `protocols.Model`."""
+        return self._checkpoint_inputs
+
+    @checkpoint_inputs.setter
+    def checkpoint_inputs(self, kind: CheckpointInputs) -> None:
+        if kind not in ("exact", "fp8"):
+            raise ValueError(f"checkpoint_inputs is exact or fp8, not {kind!r}")
+        self._checkpoint_inputs = kind
+        self.checkpointing = self._checkpointing
+
+    def _keep_codes(self) -> None:
+        """Put our checkpoint function in the place of torch's where a layer's input is kept in 8 bits."""
+        if self._checkpoint_inputs != "fp8":
+            return
+        uniform = len(set(self._checkpointing)) == 1
+        layers = self._layers() if uniform else self.layers
+        modes = self._checkpointing[:1] * len(layers) if uniform else self._checkpointing
+        for layer in (layer for layer, mode in zip(layers, modes, strict=True) if mode == "full"):
+            if next(find_routers(layer), None) is None:
+                layer._gradient_checkpointing_func = self._from_codes
+            else:
+                self._note(EXACT_INPUTS)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The largest list of layers, where transformers can checkpoint each of them; see `protocols.Model`."""
+        lists = [module for module in self.net.modules() if isinstance(module, nn.ModuleList)]
+        sizes = {module: sum(param.numel() for param in module.parameters()) for module in lists}
+        found = tuple(max(lists, key=sizes.__getitem__)) if lists else ()
+        able = set(self._layers())
+        return found if able and set(found) == able else ()
+
+    def _layers(self) -> list[nn.Module]:
+        """The layers that transformers can checkpoint."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return [module for module in self.net.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    def compile_blocks(self) -> None:
+        """Compile the layers that transformers can checkpoint, or the whole model where it has none."""
+        from_codes = {layer for layer in self._layers() if layer._gradient_checkpointing_func is self._from_codes}
+        if from_codes:
+            self._from_codes.compiles = True
+            self._note("Layers that keep 8-bit inputs are compiled for training only, not for evaluation.")
+        for module in self._layers() or [self.net]:
+            if module not in from_codes:
+                module.compile(options=layer_options(), **graph_limit())
+
+    def save_hf(
+        self,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        extra: Mapping[str, Any] | None = None,
+        live: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        """Write a Hugging Face folder; see `contract.Model.save_hf`.
+
+        config.json is the model's own but for the dtype, and for `extra`. For FP8 the weights are written in FP32
+        first, then file by file in FP8, so the disk must hold them in FP32.
+
+        Raises:
+            CheckpointError: the model has adapters, nothing of it can be stored in FP8, or the folder cannot be
+                written.
+        """
+        dtype = dtype or self.net.dtype
+        plan = plan_fp8(self.net) if dtype == CODE_DTYPE else None
+        rest, first = (dtype, dtype) if plan is None else (torch.bfloat16, torch.float32)
+        state = self.net.state_dict()
+        refuse_adapters(state, folder)
+        if live is not None:  # transformers writes whole models
+            state = {name: live(f"net.{name}", tensor).detach().cpu().clone() for name, tensor in state.items()}
+        state = {name: tensor.to(first) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+        try:
+            self.net.save_pretrained(folder, state_dict=state)
+            config = read_json(folder) | dict(extra or {}) | {"dtype": str(rest).removeprefix("torch.")}
+            if plan is not None:
+                (Path(folder) / "config.json").unlink()  # what is there meanwhile is not yet a model
+                encode_folder(Path(folder), plan.coded, rest)
+                config["quantization_config"] = layout_settings(plan.high)
+            write_json(Path(folder) / "config.json", config)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                "the Hugging Face folder cannot be written.",
+                got=str(error),
+                need="space in a writable folder",
+                try_="free space or choose another folder",
+                where=str(folder),
+            ) from error
+
+    def _input_style(self, packed: bool) -> InputStyle:
+        """What the probe found; what it means for this run is noted the first time."""
+        if self._style is None:
+            self._style = probe_language_model(self.net, self.vocab_size)
+            # This is inside of the first batch's autocast. What it has cached of weights would be missing when
+            # `selective` counts the operations of a layer again.
+            torch.clear_autocast_cache()
+            name = type(self.net).__name__
+            if self.task == "causal_lm" and not self._style.causal:
+                raise ConfigError(
+                    "this model sees the tokens that it should predict.",
+                    got=f"{name}, whose attention is not causal",
+                    need="a causal language model",
+                    try_='model.task = "masked_lm", or "is_decoder": true in its config.json',
+                    where="model.task",
+                )
+            if packed and self._style.documents == "rows":
+                self._note(f"{name} takes no document masks: each document of a packed row runs as a padded row.")
+            if packed and not self._style.exact:
+                self._note(f"{name} ignores padding masks: tokens also see padding.")
+        return self._style
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+            _log.warning(text)
+
+
+def _checkpoint_options(mode: ActivationCheckpoint) -> dict[str, Any]:
+    """Arguments of torch's checkpoint function."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    return options | {"context_fn": CONTEXTS[mode]} if mode in CONTEXTS else options
+
+
+@functools.cache
+def _checkpoint_function(mode: ActivationCheckpoint) -> Callable[..., Any]:
+    """One object for all layers of a mode, so that compiled ones share their graph."""
+    return functools.partial(checkpoint, **_checkpoint_options(mode))

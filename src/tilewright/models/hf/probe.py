@@ -1,0 +1,146 @@
+"""How a foreign language model must be called so that packed documents do not see each other.
+
+Hugging Face models differ in what they accept and, worse, in what they silently ignore. Instead of a table of
+architectures, a few forward passes over eight tokens compare outputs: rows that differ only in another document must
+agree in this one. Called once by `model.HFModel`, before its first loss; `packing` then makes the calls.
+
+Legend: B rows  S positions  V vocabulary.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.hf.packing import forward_arguments
+
+_LENGTH, _FIRST = 8, 4
+"""Probe rows: eight tokens, of which the first four are a document of their own where rows are packed."""
+_LEAK = 1e-3
+"""Influence below this share of the unmasked influence is rounding."""
+REFUSALS = (ValueError, TypeError, RuntimeError, IndexError)
+"""How models refuse arguments that they do not take, each in its own way."""
+
+Documents = Literal["positions", "blocks", "rows"]
+
+
+@dataclass(frozen=True)
+class InputStyle:
+    """How to call a model.
+
+    Args:
+        documents: how documents of a packed row are kept apart. "positions": the model does it where `position_ids`
+            restart; "blocks": it takes a [B, 1, S, S] mask; "rows": each document becomes a row of its own.
+        causal: whether a token sees only tokens before it.
+        plain_head: hidden states of the base model times the output embedding's weight are exactly its logits.
+        exact: documents are apart. False only for bidirectional models that ignore a padding mask.
+    """
+
+    documents: Documents
+    causal: bool
+    plain_head: bool
+    exact: bool = True
+
+
+@torch.no_grad()
+def probe_language_model(net: nn.Module, vocab_size: int) -> InputStyle:
+    """Run the model a few times on two rows of eight tokens. Leaves weights, mode and random state alone."""
+    probe = _Probe(net, vocab_size)
+    with evaluation(net), torch.compiler.set_stance("force_eager"):
+        causal = probe.is_causal()
+        documents: Documents = "rows"
+        if probe.takes_positions():
+            candidates: tuple[Documents, ...] = ("positions", "blocks") if not has_window(net) else ("positions",)
+            documents = next((c for c in candidates if probe.separates(c, causal)), "rows")
+        plain_head = causal and probe.has_plain_head(documents)
+        exact = causal or documents != "rows" or probe.ignores_padding()
+    return InputStyle(documents, causal, plain_head, exact)
+
+
+def has_window(net: nn.Module) -> bool:
+    """Whether some layer attends within a window, which a mask of ours would take the place of."""
+    config = net.config.get_text_config().to_dict()
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    return bool(kinds) or any(value for key, value in config.items() if "window" in key or "local_attention" in key)
+
+
+class _Probe:
+    """Two rows that differ in one place, and what that changes elsewhere."""
+
+    def __init__(self, net: nn.Module, vocab_size: int):
+        self.net = net
+        device = next(net.parameters()).device
+        self.counting_S = torch.arange(_LENGTH, device=device)
+        self.first_S = self.counting_S < _FIRST
+        self.ids_S = self.counting_S * 3 % vocab_size
+        self.other_S = (self.ids_S + vocab_size // 2) % vocab_size
+        self.rows_BS = self._differ_at(self.first_S)
+        self.positions_BS = torch.where(self.first_S, self.counting_S, self.counting_S - _FIRST).expand(2, -1)
+        self.segments_BS = (~self.first_S).int().expand(2, -1)
+
+    def _differ_at(self, where_S: Tensor) -> Tensor:
+        return torch.stack((self.ids_S, torch.where(where_S, self.other_S, self.ids_S)))
+
+    def _run(self, rows_BS: Tensor, **arguments: Any) -> Tensor:
+        arguments = forward_arguments(self.net) | arguments
+        return self.net(input_ids=rows_BS, **arguments).logits.float()
+
+    def _packed(self, documents: Documents, causal: bool) -> dict[str, Any]:
+        return forward_arguments(self.net, documents, causal, self.positions_BS, self.segments_BS)
+
+    def is_causal(self) -> bool:
+        """Whether the last token changes nothing before it."""
+        logits = self._run(self._differ_at(self.counting_S == _LENGTH - 1))
+        change_S = (logits[0] - logits[1]).abs().amax(-1)
+        return bool(change_S[:-1].max() <= _LEAK * change_S[-1])
+
+    def takes_positions(self) -> bool:
+        """Whether counting positions from 0 is what the model does without `position_ids`."""
+        if "position_ids" not in inspect.signature(self.net.forward).parameters:
+            return False
+        plain = self._run(self.rows_BS)
+        try:
+            given = self._run(self.rows_BS, position_ids=self.counting_S.expand(2, -1))
+        except REFUSALS:
+            return False
+        return bool((plain - given).abs().max() <= _LEAK * plain.abs().max())
+
+    def separates(self, documents: Documents, causal: bool) -> bool:
+        """Whether the first document changes nothing in the second when they are packed this way."""
+        try:
+            packed = self._run(self.rows_BS, **self._packed(documents, causal))
+        except REFUSALS:
+            return False
+        return _influence(packed) <= _LEAK * _influence(self._run(self.rows_BS))
+
+    def has_plain_head(self, documents: Documents) -> bool:
+        """Bitwise, so that a soft cap or a scale close to 1 shows."""
+        head = self.net.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or head.bias is not None or self.net.base_model is self.net:
+            return False
+        arguments = forward_arguments(self.net) if documents == "rows" else self._packed(documents, causal=True)
+        try:
+            out = self.net.base_model(input_ids=self.rows_BS, **arguments)
+        except REFUSALS:
+            return False
+        hidden = getattr(out, "last_hidden_state", None)
+        return hidden is not None and torch.equal(head(hidden).float(), self._run(self.rows_BS, **arguments))
+
+    def ignores_padding(self) -> bool:
+        """Whether masked padding after a row changes nothing in it."""
+        mask_BS = self.first_S.long().expand(2, -1)
+        alone = self._run(self.rows_BS[:, :_FIRST])
+        try:
+            padded = self._run(self.rows_BS, attention_mask=mask_BS)[:, :_FIRST]
+        except REFUSALS:
+            return False
+        return bool((alone - padded).abs().max() <= _LEAK * alone.abs().max())
+
+
+def _influence(logits_BSV: Tensor) -> float:
+    """How much the first document changes the second: the largest difference of the two rows' logits there."""
+    second = logits_BSV[:, _FIRST:]
+    return float((second[0] - second[1]).abs().max())

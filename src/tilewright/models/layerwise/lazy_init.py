@@ -1,0 +1,114 @@
+"""First values of a model that has no memory yet, in pieces: what `memory.offload.lazy_params` fills its slices with.
+
+    values = random_values(model, seed)                 # or stored_values(model, folder)
+    values({"model.layers.3.mlp.up_proj.weight": tensor, ...})
+
+Each tensor gets the same values as the whole model does by `build.init_weights` or by loading the folder, whatever
+other tensors are asked for with it. Called where a recipe keeps parameters off the device.
+"""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.base.protocols import FirstValues, Model
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.hf_weights import copy_stored, decoder_weights
+from tilewright.models.decoder.init import decoder_values
+from tilewright.models.folder.fp8_weights import find_weights
+from tilewright.models.folder.safetensors import INDEX, SINGLE, scan_folder
+from tilewright.models.hf.load import draw_module, load_hf, weight_owners
+from tilewright.models.hf.model import HFModel
+
+_NET = "net."
+"""What stands before the names of a Hugging Face model in ours."""
+
+
+def random_values(model: Model, seed: int) -> FirstValues:
+    """Random first weights, those of `build.init_weights`. The model may be on the meta device."""
+    if isinstance(model, Decoder):
+        return decoder_values(model, seed)
+    if isinstance(model, HFModel):
+        return functools.partial(_draw, model.net, seed)
+    raise TypeError(f"random_values knows Decoder and HFModel, not {type(model).__name__}")
+
+
+def stored_values(model: Model, folder: Path | str) -> FirstValues:
+    """The weights of a Hugging Face folder. The model may be on the meta device.
+
+    Where a folder's names are not those of the model, transformers has to load and convert it whole: then a copy of the
+    model in host memory, in FP32, stays as long as what is returned. The model's `notes` say so.
+
+    Raises:
+        CheckpointError: the folder is not whole, or not of this model.
+    """
+    if isinstance(model, Decoder):
+        return decoder_weights(model, folder)
+    if not isinstance(model, HFModel):
+        raise TypeError(f"stored_values knows Decoder and HFModel, not {type(model).__name__}")
+    own = {name: tuple(tensor.shape) for name, tensor in model.net.named_parameters()}
+    own |= {name: tuple(tensor.shape) for name, tensor in _persistent_buffers(model.net).items()}
+    if any((Path(folder) / name).is_file() for name in (SINGLE, INDEX)):
+        stored = scan_folder(folder)
+        if all(name in stored and stored[name].shape == shape for name, shape in own.items()):
+            coded = find_weights(folder, stored)
+            return functools.partial(_copy_stored, model.net, lambda part: copy_stored(stored, coded, part))
+    model.notes.append("The folder's weights have other names than the model's: they are loaded whole before use.")
+    loaded = load_hf(folder, model.task, "load", kernels=model.kernels).net.state_dict()
+    return functools.partial(_copy_stored, model.net, lambda part: _copy_from(loaded, part))
+
+
+def _persistent_buffers(net: nn.Module) -> dict[str, Tensor]:
+    kept = net.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in net.named_buffers() if name in kept}
+
+
+@torch.no_grad()
+def _copy_from(source: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensor.copy_(source[name])
+
+
+def _copy_stored(net: nn.Module, copy: FirstValues, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what a folder holds; buffers that no folder holds are computed as transformers does."""
+    kept = net.state_dict(keep_vars=True)
+    named = {name.removeprefix(_NET): tensor for name, tensor in tensors.items()}
+    computed = {_NET + name: tensor for name, tensor in named.items() if name not in kept}
+    if computed:
+        _draw(net, 0, computed)
+    copy({name: tensor for name, tensor in named.items() if name in kept})
+
+
+@torch.no_grad()
+def _draw(net: nn.Module, seed: int, tensors: Mapping[str, Tensor]) -> None:
+    """transformers' own initialisation of some parameters, while the others lie on one scratch buffer.
+
+    Modules are initialised as in `load.init_hf`: some draw for all that is below them, so each module runs that has
+    a wanted tensor in it, and draws what it would draw for the whole model.
+    """
+    wanted = {name.removeprefix(_NET): tensor for name, tensor in tensors.items()}
+    params = dict(net.named_parameters())
+    before = {name: param.data for name, param in params.items()}
+    fresh = {name: torch.empty(param.shape) for name, param in params.items() if name in wanted}
+    scratch = torch.empty(max((p.numel() for name, p in params.items() if name not in wanted), default=0))
+    owners = weight_owners(net)
+    try:
+        for name, param in params.items():
+            param.data = fresh[name] if name in wanted else scratch[: param.numel()].view(param.shape)
+        with torch.random.fork_rng(devices=[]):
+            for name, module in reversed(list(net.named_modules())):
+                if any(_is_inside(tensor, name) for tensor in wanted):
+                    draw_module(owners[name], name, module, seed)
+    finally:
+        for name, param in params.items():
+            param.data = before[name]
+    buffers = dict(net.named_buffers())
+    for name, tensor in wanted.items():
+        tensor.copy_(fresh[name] if name in fresh else buffers[name])
+
+
+def _is_inside(tensor: str, module: str) -> bool:
+    return not module or tensor.startswith(module + ".")

@@ -1,0 +1,132 @@
+"""A model as a row of layers between a prologue and an epilogue, which can be run one at a time.
+
+    prologue(batch) -> x, context      layer(0 .. L-1, x, context) -> x      epilogue(x, context, batch) -> loss
+
+`Decoder` is such a row itself; `hf_view` finds one in a foreign model; `Whole` is what is left of a model that
+cannot be cut: no layers, all of it epilogue. `find_slices` says which parameters belong together when layers are run
+and updated by groups.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.base.protocols import LossOutput, TrainableModel
+
+
+class Layered(Protocol):
+    """What can be run layer by layer. Each call may be repeated, and gives the same again from the same random state.
+
+    The loss of a batch is that of the model's own `loss`.
+    """
+
+    blocks: Sequence[nn.Module]
+
+    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+        """The first layer's input, and what the layers read besides: nothing in it asks for a gradient."""
+        ...
+
+    def layer(self, index: int, x: Tensor, context: Any) -> tuple[Tensor, Tensor | None]:
+        """The layer's output, and something it counts (the load of its experts) or None."""
+        ...
+
+    def epilogue(self, x: Tensor, context: Any, batch: Mapping[str, Tensor]) -> LossOutput:
+        """The loss, from the last layer's output. `aux` is left empty."""
+        ...
+
+    def tell(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
+        """`LossOutput.aux` of one micro-batch, from what its layers counted. Once a forward pass."""
+        ...
+
+    def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters that the prologue and the epilogue read; those in both are in both lists."""
+        ...
+
+
+class Whole:
+    """A model that cannot be cut, as a `Layered` without layers."""
+
+    def __init__(self, model: TrainableModel) -> None:
+        self.model = model
+        self.blocks: Sequence[nn.Module] = ()
+
+    def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+        return torch.zeros(()), None
+
+    def layer(self, index: int, x: Tensor, context: Any) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("a model that is kept whole has no layers")
+
+    def epilogue(self, x: Tensor, context: Any, batch: Mapping[str, Tensor]) -> LossOutput:
+        return self.model.loss(batch)
+
+    def tell(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {}
+
+    def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        return [], list(self.model.parameters())
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Parameters that are needed, and updated, together."""
+
+    name: str
+    """prologue, layers.2-3, epilogue, or shared: read in more than one of the others, so updated last."""
+    layers: range
+    params: tuple[nn.Parameter, ...]
+    modules: tuple[nn.Module, ...]
+    """The modules that hold the parameters, without their children where those are listed themselves."""
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that are not frozen."""
+        return [param for param in self.params if param.requires_grad]
+
+
+@dataclass(frozen=True)
+class Slices:
+    """All slices of a model. Each parameter is in exactly one."""
+
+    prologue: Slice
+    groups: tuple[Slice, ...]
+    epilogue: Slice
+    shared: Slice
+
+    def __iter__(self):
+        yield from (self.prologue, *self.groups, self.epilogue, self.shared)
+
+
+def find_slices(model: nn.Module, view: Layered, group: int = 1) -> Slices:
+    """Cut a model: `group` layers to a slice, and what stands around them.
+
+    A parameter that nothing reads (a head that this task has no use for) goes with the prologue.
+    """
+    count = len(view.blocks)
+    ranges = [range(first, min(first + group, count)) for first in range(0, count, group)]
+    before, after = view.outer_parameters()
+    owned = [_unique(p for i in indices for p in view.blocks[i].parameters()) for indices in ranges]
+    times = Counter(p for params in (_unique(before), _unique(after), *owned) for p in params)
+    before = _unique([*before, *(p for p in model.parameters() if p not in times)])
+    shared = [param for param, number in times.items() if number > 1]
+    holders = {p: module for module in model.modules() for p in module.parameters(recurse=False)}
+
+    def cut(name: str, layers: range, params: Iterable[nn.Parameter]) -> Slice:
+        own = tuple(params)
+        return Slice(name, layers, own, tuple(_unique(holders[p] for p in own)))
+
+    alone = [[p for p in params if times[p] < 2] for params in (before, after, *owned)]
+    groups = tuple(cut(_layers_name(r), r, params) for r, params in zip(ranges, alone[2:], strict=True))
+    none = range(0)
+    return Slices(cut("prologue", none, alone[0]), groups, cut("epilogue", none, alone[1]), cut("shared", none, shared))
+
+
+def _layers_name(layers: range) -> str:
+    return f"layers.{layers[0]}" if len(layers) == 1 else f"layers.{layers[0]}-{layers[-1]}"
+
+
+def _unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))

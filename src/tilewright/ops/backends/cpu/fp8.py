@@ -1,0 +1,157 @@
+"""8-bit tiles on CPUs by a library in C++: the bits of `formats`, at the speed of memory.
+
+What it takes: scales that are powers of two, rounding to nearest, tiles of 1x128, 128x1 or 128x128. Other scales, noise
+and other tiles go to the reference, from here: which of the two runs depends on a call's arguments, not on the machine.
+
+A matrix whose columns are contiguous is encoded as its transpose, and the result turned: no copy. The operators are
+registered with torch when this module is imported, which a candidate does at its first use.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.formats.scaling import COLUMN_TILE, ROW_TILE, Tile
+from tilewright.formats.spec import E5M2, FP8_SPECS, FloatSpec
+from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.backends.cpu.build import FP8
+from tilewright.ops.backends.native.dequant_gemm import decoded_product, is_fast_bf16, tiled_of
+from tilewright.ops.backends.ref import fp8 as ref
+
+_KINDS = {(1, 128): 0, (128, 1): 1, (128, 128): 2}
+"""Rows and columns of a tile -> what the library calls it."""
+_BOTH = 3
+
+
+def quantize(
+    x_MK: Tensor, spec: FloatSpec, tile: Tile, power_of_two: bool = True, noise: Tensor | None = None
+) -> TiledTensor:
+    """See `ops.quantize`."""
+    # By integers: torch.compile does not guard a look-up by tile, and would run another tile's code.
+    if not power_of_two or noise is not None or (tile.rows, tile.cols) not in _KINDS:
+        return ref.quantize(x_MK, spec, tile, power_of_two, noise)
+    if _is_turned(x_MK):
+        return quantize(x_MK.T, spec, tile.transposed()).transposed()
+    return TiledTensor(*_encode(x_MK, tile.rows, tile.cols, spec.name), tile, spec)
+
+
+def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> ref.Both:
+    """See `ops.quantize`."""
+    if not power_of_two:
+        return ref.quantize_both(x_MK, spec, power_of_two)
+    if _is_turned(x_MK):
+        row, column = quantize_both(x_MK.T, spec)
+        return column, row
+    codes, scale_inv, column_codes, column_scale_inv = _encode_both(x_MK, spec.name)
+    column = TiledTensor(column_codes, column_scale_inv, COLUMN_TILE, spec)
+    return TiledTensor(codes, scale_inv, ROW_TILE, spec), column.transposed()
+
+
+def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """See `ops.gemm` and `ops.backends.native.dequant_gemm`, which this is with a faster decoder."""
+    return _product(
+        a.codes, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
+        b.codes, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,
+        bias_N, out_dtype,
+    )  # fmt: skip
+
+
+def decode_bf16(tiled: TiledTensor, *, turn: bool = False) -> Tensor:
+    """BF16 values. Scales as `is_exact` admits them.
+
+    Args:
+        tiled: the matrix.
+        turn: contiguous rows, also where the codes have contiguous columns (and tiles 128 wide); else the codes' order.
+    """
+    codes, tile = tiled.codes, tiled.tile
+    turned = _is_turned(codes)
+    if turned and not (turn and tile.cols == ROW_TILE.cols):
+        return decode_bf16(tiled.transposed()).T
+    codes = codes if turned else _row_major(codes)
+    rows, cols = codes.shape
+    out = torch.empty((rows, cols), dtype=torch.bfloat16)
+    scale, (tile_rows, tile_cols) = tiled.scale_inv, tile.sizes(tiled.shape)
+    FP8.functions.tw_decode(
+        tiled.spec == E5M2, turned, codes.data_ptr(), rows, cols, codes.stride(1 if turned else 0),
+        scale.data_ptr(), scale.stride(0), scale.stride(1), tile_rows, tile_cols,
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def is_exact(tiled: TiledTensor) -> bool:
+    """Whether all scales are powers of two under which every code is a normal BF16 number."""
+    scale = tiled.scale_inv
+    sizes = (scale.shape[0], scale.shape[1], scale.stride(0), scale.stride(1))
+    return bool(FP8.functions.tw_is_exact(tiled.spec == E5M2, scale.data_ptr(), *sizes))
+
+
+def _is_turned(x: Tensor) -> bool:
+    """Columns are contiguous and rows are not."""
+    return x.stride(1) != 1 and x.stride(0) == 1
+
+
+def _row_major(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _run_encoder(kind: int, x: Tensor, spec: str, outputs: list[Tensor | None]) -> None:
+    x = _row_major(x if x.dtype == torch.bfloat16 else x.to(torch.float32))
+    FP8.functions.tw_encode(
+        kind, x.dtype == torch.float32, FP8_SPECS[spec] == E5M2, x.data_ptr(), x.shape[0], x.shape[1], x.stride(0),
+        *(None if output is None else output.data_ptr() for output in outputs), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _outputs(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], x.shape[1])
+    return x.new_empty(shape, dtype=torch.uint8), x.new_empty(tile.grid(shape), dtype=torch.float32)
+
+
+@torch.library.custom_op("tilewright::cpu_encode", mutates_args=())
+def _encode(x: Tensor, tile_rows: int, tile_cols: int, spec: str) -> tuple[Tensor, Tensor]:
+    tile = Tile(tile_rows, tile_cols)
+    codes, scale_inv = _outputs(x, tile)
+    columns = [None, None, codes, scale_inv]
+    _run_encoder(
+        _KINDS[tile_rows, tile_cols], x, spec, columns if tile == COLUMN_TILE else [codes, scale_inv, None, None]
+    )
+    return codes, scale_inv
+
+
+@_encode.register_fake
+def _(x, tile_rows, tile_cols, spec):
+    return _outputs(x, Tile(tile_rows, tile_cols))
+
+
+@torch.library.custom_op("tilewright::cpu_encode_both", mutates_args=())
+def _encode_both(x: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    outputs = [*_outputs(x, ROW_TILE), *_outputs(x, COLUMN_TILE)]
+    _run_encoder(_BOTH, x, spec, list(outputs))
+    return tuple(outputs)
+
+
+@_encode_both.register_fake
+def _(x, spec):
+    return *_outputs(x, ROW_TILE), *_outputs(x, COLUMN_TILE)
+
+
+@torch.library.custom_op("tilewright::cpu_tile_gemm", mutates_args=())
+def _product(
+    a_codes: Tensor, a_scale: Tensor, a_tile: list[int], a_spec: str,
+    b_codes: Tensor, b_scale: Tensor, b_tile: list[int], b_spec: str,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    a = tiled_of(a_codes, a_scale, a_tile, FP8_SPECS[a_spec])
+    b = tiled_of(b_codes, b_scale, b_tile, FP8_SPECS[b_spec])
+    if not (is_exact(a) and is_exact(b)):
+        return decoded_product(a.dequantize(), b.dequantize(), bias, out_dtype)
+    if is_fast_bf16(a_codes.device):
+        # Products with a transposed left operand took twice the time on AMX (docs/log.md, 2026-11-20), so it is turned
+        # while decoding; without AMX that costs what it saves.
+        return decoded_product(decode_bf16(a, turn=True), decode_bf16(b), bias, out_dtype)
+    return decoded_product(decode_bf16(a).float(), decode_bf16(b).float(), bias, out_dtype)
+
+
+@_product.register_fake
+def _(a_codes, a_scale, a_tile, a_spec, b_codes, b_scale, b_tile, b_spec, bias, out_dtype):
+    return a_codes.new_empty((a_codes.shape[0], b_codes.shape[0]), dtype=out_dtype)

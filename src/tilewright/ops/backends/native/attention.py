@@ -1,0 +1,187 @@
+"""Causal document attention on torch's own kernels, with a backward of ours on CPU.
+
+torch's CPU flash backward took five times its forward on BF16 (docs/log.md, 2026-11-20).
+Here the forward is torch's flash kernel, and the backward recomputes probabilities from the saved
+log-sum-exp in blocks of query rows: five batched GEMMs and two element-wise loops a block, and no work
+above the diagonal. The loops fuse only under torch.compile, so the eager path keeps torch's backward.
+
+With `block` query rows at a time, on any device and eager too, the forward goes by blocks as well: neither scores
+nor the mask of packed documents are ever S x S. Eager on a CPU, torch's own backward runs block by block and holds no
+scores at all; elsewhere those of a block are in memory, [B, H, R, E] a few times over.
+
+Legend: B batch, H query heads, G query heads a key head, K key heads (H = K * G), S positions, D width,
+R rows of a query block, E keys that the block may see.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewright.ops.backends.native.wide import widens
+from tilewright.ops.backends.ref.math import allowed_pairs
+
+QUERY_BLOCK = 256
+
+
+def attention(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    segments_BS: Tensor | None = None,
+    scale: float | None = None,
+    block: int = 0,
+) -> Tensor:
+    """See `ops.attention`. Values narrower than keys (multi-head latent attention) are padded: no kernel takes them."""
+    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    v = padded_values(q_BHSD, v_BKSD)
+    compiled = torch.compiler.is_compiling() and q_BHSD.device.type == "cpu" and q_BHSD.requires_grad
+    if block or compiled:
+        out = _Blocked.apply(q_BHSD, k_BKSD, v, segments_BS, scale, block)
+    else:
+        out = _sdpa(q_BHSD, k_BKSD, v, segments_BS, scale)
+    return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
+
+
+def padded_values(q_BHSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """Values as wide as queries and keys, zeros behind them."""
+    pad = q_BHSD.shape[-1] - v_BKSD.shape[-1]
+    if pad < 0:
+        raise AssertionError("values wider than keys are not used by any model here")
+    return F.pad(v_BKSD, (0, pad)) if pad else v_BKSD
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if segments_BS is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    allowed = allowed_pairs(segments_BS, q.shape[2], q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=grouped)
+
+
+def _expand(x_BKSD: Tensor, group: int) -> Tensor:
+    return x_BKSD if group == 1 else x_BKSD.repeat_interleave(group, dim=1)
+
+
+def _whole_forward(q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Result and log-sum-exp of all rows at once, on the CPU; a mask of S x S where there are documents."""
+    mask = None
+    if segments_BS is not None:
+        mask = _added(allowed_pairs(segments_BS, q.shape[2], q.device), q.dtype)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+
+
+def _blocked_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments_BS: Tensor | None, scale: float, block: int
+) -> tuple[Tensor, Tensor]:
+    """The same by blocks of query rows, each with the keys up to its last row."""
+    out, lse = torch.empty_like(q), []
+    for start in range(0, q.shape[2], block):
+        end = min(start + block, q.shape[2])
+        allowed = _allowed_block(segments_BS, start, end, q.device)
+        rows, keys, values = q[:, :, start:end], k[:, :, :end], v[:, :, :end]
+        if q.device.type == "cpu":
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                rows, keys, values, 0.0, False, attn_mask=_added(allowed, q.dtype), scale=scale
+            )
+        else:
+            part, part_lse = rows_by_products(rows, keys, values, allowed, scale)
+        out[:, :, start:end] = part
+        lse.append(part_lse)
+    return out, torch.cat(lse, dim=2)
+
+
+def rows_by_products(
+    q_BHRD: Tensor, k_BHED: Tensor, v_BHED: Tensor, allowed: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Result and log-sum-exp of a block of query rows, its scores in memory: for devices whose kernels tell no
+    log-sum-exp under a mask."""
+    high = torch.promote_types(q_BHRD.dtype, torch.float32)
+    scores_BHRE = (torch.matmul(q_BHRD, k_BHED.mT).to(high) * scale).masked_fill(~allowed, float("-inf"))
+    lse_BHR = scores_BHRE.logsumexp(-1)
+    return torch.matmul(scores_BHRE.sub_(lse_BHR[..., None]).exp_().to(q_BHRD.dtype), v_BHED), lse_BHR
+
+
+def _added(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to the scores."""
+    return torch.zeros((), dtype=dtype, device=allowed.device).masked_fill(~allowed, float("-inf"))
+
+
+class _Blocked(torch.autograd.Function):
+    """Forward by flash, whole or by blocks; blocked recomputing backward."""
+
+    @staticmethod
+    def forward(ctx, q_BHSD, k_BKSD, v_BKSD, segments_BS, scale, block):
+        group = q_BHSD.shape[1] // k_BKSD.shape[1]
+        operands = (q_BHSD, _expand(k_BKSD, group), _expand(v_BKSD, group), segments_BS, scale)
+        out_BHSD, lse_BHS = _blocked_forward(*operands, block) if block else _whole_forward(*operands)
+        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS)
+        ctx.scale, ctx.block = scale, block or QUERY_BLOCK
+        ctx.by_flash = q_BHSD.device.type == "cpu" and not torch.compiler.is_compiling()
+        return out_BHSD
+
+    @staticmethod
+    def backward(ctx, dout_BHSD):
+        if ctx.by_flash:
+            return *_flash_backward(ctx.saved_tensors, dout_BHSD, ctx.scale, ctx.block), None, None, None
+        q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = ctx.saved_tensors
+        num_keys, num_positions = k_BKSD.shape[1], q_BHSD.shape[2]
+        group = q_BHSD.shape[1] // num_keys
+        k, v = _expand(k_BKSD, group), _expand(v_BKSD, group)
+        high, low = lse_BHS.dtype, q_BHSD.dtype
+        if widens(q_BHSD.device.type, low):
+            q_BHSD, k, v, dout_BHSD = (x.to(high) for x in (q_BHSD, k, v, dout_BHSD))
+        operand = q_BHSD.dtype
+        delta_BHS1 = (dout_BHSD.to(high) * out_BHSD.to(high)).sum(-1, keepdim=True)
+        dq_blocks = []
+        dk_BHSD, dv_BHSD = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
+        for start in range(0, num_positions, ctx.block):
+            end = min(start + ctx.block, num_positions)
+            q, dout = q_BHSD[:, :, start:end], dout_BHSD[:, :, start:end]
+            scores_BHRE = torch.matmul(q, k[:, :, :end].mT)
+            dprobs_BHRE = torch.matmul(dout, v[:, :, :end].mT)
+            allowed = _allowed_block(segments_BS, start, end, q.device)
+            probs_BHRE = torch.exp(scores_BHRE.to(high) * ctx.scale - lse_BHS[:, :, start:end, None])
+            probs_BHRE = torch.where(allowed, probs_BHRE, 0.0)
+            dscores = (probs_BHRE * (dprobs_BHRE.to(high) - delta_BHS1[:, :, start:end]) * ctx.scale).to(operand)
+            dv_BHSD[:, :, :end] += torch.matmul(probs_BHRE.to(operand).mT, dout)
+            dk_BHSD[:, :, :end] += torch.matmul(dscores.mT, q)
+            dq_blocks.append(torch.matmul(dscores, k[:, :, :end]))
+        if group > 1:
+            dk_BHSD, dv_BHSD = (x.unflatten(1, (num_keys, group)).sum(2) for x in (dk_BHSD, dv_BHSD))
+        return torch.cat(dq_blocks, dim=2).to(low), dk_BHSD.to(low), dv_BHSD.to(low), None, None, None
+
+
+def _flash_backward(saved: tuple, dout_BHSD: Tensor, scale: float, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values by torch's CPU kernel, a block of query rows at a time."""
+    q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, segments_BS = saved
+    num_keys, num_positions, low = k_BKSD.shape[1], q_BHSD.shape[2], q_BHSD.dtype
+    group = q_BHSD.shape[1] // num_keys
+    k, v = _expand(k_BKSD, group), _expand(v_BKSD, group)
+    high = torch.promote_types(low, torch.float32)
+    dq_BHSD = torch.empty_like(q_BHSD)
+    dk_BHSD, dv_BHSD = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
+    for start in range(0, num_positions, block):
+        end = min(start + block, num_positions)
+        mask = _added(_allowed_block(segments_BS, start, end, q_BHSD.device), low)
+        rows = (x[:, :, start:end] for x in (dout_BHSD, q_BHSD))
+        done = (out_BHSD[:, :, start:end], lse_BHS[:, :, start:end])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *rows, k[:, :, :end], v[:, :, :end], *done, 0.0, False, attn_mask=mask, scale=scale
+        )
+        dq_BHSD[:, :, start:end] = dq
+        dk_BHSD[:, :, :end] += dk
+        dv_BHSD[:, :, :end] += dv
+    if group > 1:
+        dk_BHSD, dv_BHSD = (x.unflatten(1, (num_keys, group)).sum(2) for x in (dk_BHSD, dv_BHSD))
+    return dq_BHSD, dk_BHSD.to(low), dv_BHSD.to(low)
+
+
+def _allowed_block(segments_BS: Tensor | None, start: int, end: int, device: torch.device) -> Tensor:
+    """Rows start..end of `allowed_pairs`, columns 0..end: [1 or B, 1, R, E]."""
+    allowed_RE = torch.arange(start, end, device=device)[:, None] >= torch.arange(end, device=device)
+    if segments_BS is None:
+        return allowed_RE[None, None]
+    same_BRE = segments_BS[:, start:end, None] == segments_BS[:, None, :end]
+    return (same_BRE & allowed_RE)[:, None]

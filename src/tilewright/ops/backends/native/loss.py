@@ -1,0 +1,171 @@
+"""Head and cross-entropy in row chunks: the logits of one chunk are alive at a time.
+
+The gradient is taken in the forward pass, while a chunk's logits are at hand (as Liger's fused linear
+cross-entropy does), so the head's GEMM runs three times a step, not four. Its loops are
+fused by torch.compile over rows that stay in the cache.
+
+Legend: N tokens, C tokens of a chunk, D width, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.backends.native import wide
+from tilewright.ops.base.compile import compile_options
+
+LOSS_TILE = 64 * 2**20
+"""Bytes of logits alive at once where the caller does not say."""
+PIECE = 2**21
+"""Elements of the weight's gradient that are widened or rounded at a time: their copy is small beside the gradient."""
+
+
+def row_lse(logits_CV: Tensor) -> Tensor:
+    """Log-sum-exp of each row in FP32: [C, 1]."""
+    return torch.logsumexp(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)), dim=-1, keepdim=True)
+
+
+def masked_softmax_(logits_CV: Tensor, lse_C1: Tensor, keep_C1: Tensor) -> None:
+    """Softmax of each row from its log-sum-exp, zero where `keep` is, written over the logits."""
+    logits_CV.copy_((logits_CV.to(lse_C1.dtype) - lse_C1).exp() * keep_C1)
+
+
+@dataclass(frozen=True)
+class ChunkStep:
+    """Loss and gradient of one chunk's logits.
+
+    The two loops are separate functions, because compiled as one they ran three times slower on CPU (inductor
+    fuses the passes over a row badly); the targets' elements are patched in afterwards, not compared for in the loop.
+    """
+
+    row_lse: Callable[[Tensor], Tensor]
+    masked_softmax_: Callable[[Tensor, Tensor, Tensor], None]
+
+    def __call__(self, logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+        """Loss sum (FP32 scalar); the gradient with respect to the logits is written over them.
+
+        Args:
+            logits_CV: [C, V] contiguous, any float dtype.
+            labels_C: [C] int64, -100 where there is no target.
+        """
+        keep_C = labels_C != -100
+        flat = torch.arange(len(labels_C), device=labels_C.device) * logits_CV.shape[1] + labels_C.clamp(min=0)
+        lse_C1 = self.row_lse(logits_CV)
+        high = lse_C1.dtype
+        target_logit_C = logits_CV.view(-1).index_select(0, flat).to(high)
+        log_prob_C = (target_logit_C - lse_C1.squeeze(-1)) * keep_C
+        self.masked_softmax_(logits_CV, lse_C1, keep_C.to(high).unsqueeze(-1))
+        logits_CV.view(-1).index_copy_(0, flat, ((log_prob_C.exp() - 1) * keep_C).to(logits_CV.dtype))
+        return -log_prob_C.sum()
+
+
+def chunk_loss(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Loss sum (FP32) of one chunk, for evaluation."""
+    return torch.nn.functional.cross_entropy(
+        logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)), labels_C, ignore_index=-100, reduction="sum"
+    )
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Loss sum over chunks; gradients are ready when forward returns and only scaled in backward."""
+
+    @staticmethod
+    def forward(ctx, x_ND, weight_VD, labels_N, step, tile_bytes):
+        low_weight_VD = weight_VD.to(x_ND.dtype)
+        high = torch.promote_types(x_ND.dtype, torch.float32)
+        rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
+        total = torch.zeros((), dtype=high, device=x_ND.device)
+        mm = wide.mm if wide.widens(x_ND.device.type, x_ND.dtype) else torch.mm
+        add_gradient = _weight_gradient_adder(x_ND.device.type, x_ND.dtype, mm)
+        dx_ND = torch.empty_like(x_ND)
+        dweight_VD = torch.zeros_like(weight_VD, dtype=high)
+        logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
+        for start in range(0, x_ND.shape[0], rows):
+            x_CD, labels_C = x_ND[start : start + rows], labels_N[start : start + rows]
+            part_CV = mm(x_CD, low_weight_VD.T, out=logits_CV[: len(labels_C)])
+            total += step(part_CV, labels_C)
+            mm(part_CV, low_weight_VD, out=dx_ND[start : start + rows])
+            add_gradient(dweight_VD, part_CV, x_CD)
+        ctx.save_for_backward(dx_ND, dweight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        ctx.keeps_wide = weight_VD.is_leaf and weight_VD.grad_dtype == high
+        return total
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx_ND, dweight_VD = ctx.saved_tensors
+        # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
+        dx_ND = (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype)
+        dweight_VD.mul_(dloss)
+        if not ctx.keeps_wide:
+            return dx_ND, dweight_VD.to(ctx.weight_dtype), *[None] * 3
+        # Autograd would widen the rounded gradient again: a second copy in FP32. The same numbers come in place.
+        for part in _in_pieces(dweight_VD):
+            part.copy_(part.to(ctx.weight_dtype))
+        return dx_ND, dweight_VD, *[None] * 3
+
+
+def _weight_gradient_adder(
+    device_type: str, dtype: torch.dtype, mm: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """What adds the gradient of a chunk to the weight's: (dweight [V, D] FP32, dlogits [C, V], x [C, D])."""
+    from tilewright.ops.backends.cpu import wgrad  # it registers a torch operator
+
+    if wgrad.runs(device_type, dtype):
+        return wgrad.add_weight_gradient_
+    return lambda dweight_VD, part_CV, x_CD: _add_(dweight_VD, mm(part_CV.T, x_CD))
+
+
+def _add_(sum_VD: Tensor, part_VD: Tensor) -> None:
+    """Adds in place. On a CPU torch makes an FP32 copy of what is added, so that goes by pieces."""
+    for some_sum, some_part in zip(_in_pieces(sum_VD), _in_pieces(part_VD), strict=True):
+        some_sum.add_(some_part)
+
+
+def _in_pieces(x_VD: Tensor) -> tuple[Tensor, ...]:
+    """Views of some rows each on a CPU; on other devices, whose operations make no such copies, all rows at once."""
+    rows = max(PIECE // x_VD.shape[1], 1) if x_VD.device.type == "cpu" else x_VD.shape[0]
+    return x_VD.split(rows)
+
+
+def chunk_rows(num_rows: int, row_bytes: int, tile_bytes: int) -> int:
+    """Rows whose logits fill `tile_bytes`, one at least, evened out over the chunks so that no small one is left over.
+
+    Example:
+        >>> chunk_rows(100, 10, 400), chunk_rows(100, 10, 5)
+        (34, 1)
+    """
+    num_rows = max(num_rows, 1)
+    most = max(tile_bytes // row_bytes, 1)
+    chunks = -(-num_rows // most)
+    return -(-num_rows // chunks)
+
+
+@functools.cache
+def _compiled_step() -> ChunkStep:
+    return ChunkStep(*(torch.compile(step, options=compile_options()) for step in (row_lse, masked_softmax_)))
+
+
+def compiled(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> tuple[Tensor, Tensor]:
+    """See `ops.loss`; the chunk's loops fused by torch.compile."""
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, _compiled_step)
+
+
+def eager(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int = LOSS_TILE) -> tuple[Tensor, Tensor]:
+    """See `ops.loss`; the chunk's loops as eager torch operations."""
+    return _linear_cross_entropy(x_ND, weight_VD, labels_N, tile_bytes, lambda: ChunkStep(row_lse, masked_softmax_))
+
+
+def _linear_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tile_bytes: int, make_step: Callable[[], ChunkStep]
+) -> tuple[Tensor, Tensor]:
+    count = (labels_N != -100).sum()
+    if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
+        return _ChunkedLoss.apply(x_ND, weight_VD, labels_N, make_step(), tile_bytes), count
+    low_weight_VD = weight_VD.to(x_ND.dtype)
+    rows = chunk_rows(x_ND.shape[0], weight_VD.shape[0] * x_ND.element_size(), tile_bytes)
+    pieces = zip(x_ND.split(rows), labels_N.split(rows), strict=True)
+    return torch.stack([chunk_loss(x_CD @ low_weight_VD.T, labels_C) for x_CD, labels_C in pieces]).sum(), count

@@ -1,0 +1,51 @@
+"""The law for 8-bit operands, in plain torch: `formats` decides the bits, FP32 products and sums.
+
+Legend: M, N rows  K columns  D features.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.formats import quantize as formats
+from tilewright.formats.scaling import ROW_TILE, Tile
+from tilewright.formats.spec import FloatSpec
+from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.backends.ref import math
+
+Both = tuple[TiledTensor, TiledTensor]
+WithCopies = tuple[Tensor, TiledTensor, TiledTensor]
+
+
+def quantize(
+    x_MK: Tensor, spec: FloatSpec, tile: Tile, power_of_two: bool = True, noise: Tensor | None = None
+) -> TiledTensor:
+    """See `ops.quantize`."""
+    return formats.quantize(x_MK, spec, tile, power_of_two=power_of_two, noise=noise)
+
+
+def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> Both:
+    """See `ops.quantize`."""
+    row = formats.quantize(x_MK, spec, ROW_TILE, power_of_two=power_of_two)
+    return row, formats.quantize(x_MK.T, spec, ROW_TILE, power_of_two=power_of_two)
+
+
+def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """See `ops.gemm`. FP32 operands: on a GPU, their product must not be allowed to use TF32."""
+    out_MN = a.dequantize() @ b.dequantize().T
+    if bias_N is not None:
+        out_MN = out_MN + bias_N.to(out_dtype).to(torch.float32)
+    return out_MN.to(out_dtype)
+
+
+def rms_norm_quantize(
+    x: Tensor, weight_D: Tensor, eps: float, spec: FloatSpec, power_of_two: bool = True
+) -> WithCopies:
+    """See `ops.fused_quantize`."""
+    y = math.rms_norm(x, weight_D, eps)
+    return y, *quantize_both(y.reshape(-1, y.shape[-1]), spec, power_of_two)
+
+
+def swiglu_quantize(gate: Tensor, up: Tensor, spec: FloatSpec, power_of_two: bool = True) -> WithCopies:
+    """See `ops.fused_quantize`."""
+    y = math.swiglu(gate, up)
+    return y, *quantize_both(y.reshape(-1, y.shape[-1]), spec, power_of_two)

@@ -1,0 +1,86 @@
+"""The law of AdamW with moments in 8 bits, one tensor at a time. See `ops.low_bit_adam`.
+
+Legend: N elements  B blocks of 128.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.formats import quadratic_map
+from tilewright.formats.rounding import join24, round_bf16, split24
+from tilewright.ops.backends.ref.adam import AdamHyper, hash32
+
+
+@dataclass(frozen=True)
+class LowBitTensors:
+    """What one call reads and writes: contiguous tensors of one shape, scales flat.
+
+    Args:
+        target: what is updated: an FP32 parameter or master, or a BF16 parameter.
+        low: int8, the last 8 of 24 bits of a BF16 target; None where it has 16, or 32.
+        grad: FP32 or BF16.
+        exp_avg: int8 codes of the first moment.
+        exp_avg_scale: FP32 [B].
+        exp_avg_sq: uint8 codes of the root of the second moment.
+        exp_avg_sq_scale: FP32 [B].
+        number: of the tensor, for the random stream.
+    """
+
+    target: Tensor
+    low: Tensor | None
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_scale: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_sq_scale: Tensor
+    number: int
+
+
+@functools.lru_cache(maxsize=16)  # all tensors of a group and step have the same
+def factors(hyper: AdamHyper) -> tuple[float, ...]:
+    """What the formulas need, each an FP32 number: decay, 1 - beta1, beta2, 1 - beta2, step size, one over the root of
+    the second bias correction, eps."""
+    decay, rate1, beta2, size, root_correction2, eps = hyper.coefficients().tolist()
+    return tuple(torch.tensor([decay, rate1, beta2, 1 - hyper.beta2, size, 1 / root_correction2, eps]).tolist())
+
+
+@torch.no_grad()
+def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
+    """See `ops.low_bit_adam`. Nothing changes before all memory is there."""
+    decay, rate1, beta2, rate2, size, inv_root, eps = factors(hyper)
+    grad_N = tensors.grad.view(-1).to(torch.float32)
+    exp_avg_N, exp_avg_sq_N = tensors.exp_avg.view(-1), tensors.exp_avg_sq.view(-1)
+    m_N = quadratic_map.decode(exp_avg_N, tensors.exp_avg_scale)
+    root_N = quadratic_map.decode(exp_avg_sq_N, tensors.exp_avg_sq_scale)
+    m_N = m_N + rate1 * (grad_N - m_N)
+    root_N = quadratic_map.root(beta2 * (root_N * root_N) + rate2 * grad_N * grad_N)
+    p_N = decay * _value(tensors) - size * m_N / (root_N * inv_root + eps)
+    bits_N = hash32(grad_N.numel(), hyper.stream(tensors.number), grad_N.device)
+    writes = _targets(tensors, p_N, bits_N)
+    for codes_N, scale_B, value_N, noise_N in (
+        (exp_avg_N, tensors.exp_avg_scale, m_N, bits_N >> 16 & 0xFF),
+        (exp_avg_sq_N, tensors.exp_avg_sq_scale, root_N, bits_N >> 24 & 0xFF),
+    ):
+        codes, scale = quadratic_map.encode(value_N, noise_N, signed=codes_N.dtype == torch.int8)
+        writes += [(codes_N, codes), (scale_B, scale)]
+    for target, value in writes:
+        target.copy_(value)
+
+
+def _value(tensors: LowBitTensors) -> Tensor:
+    target_N = tensors.target.view(-1)
+    return target_N.to(torch.float32) if tensors.low is None else join24(target_N, tensors.low.view(-1))
+
+
+def _targets(tensors: LowBitTensors, p_N: Tensor, bits_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What is written into the parameter, and where."""
+    target_N = tensors.target.view(-1)
+    if tensors.low is not None:
+        weight, low = split24(p_N, bits_N & 0xFF)
+        return [(target_N, weight), (tensors.low.view(-1), low)]
+    if target_N.dtype == torch.bfloat16:
+        return [(target_N, round_bf16(p_N, bits_N & 0xFFFF))]
+    return [(target_N, p_N)]

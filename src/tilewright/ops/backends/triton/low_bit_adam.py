@@ -1,0 +1,137 @@
+"""AdamW with moments in 8 bits on GPUs: the bits of `ops.backends.ref.low_bit_adam`, each number read and written once.
+
+A program takes eight blocks of 128 elements. Fusing a multiplication with an addition is turned off, and roots and
+quotients are the correctly rounded ones: anything else is another bit.
+
+Legend: R blocks of a program  K elements of a block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.formats import quadratic_map
+from tilewright.ops.backends.ref.adam import AdamHyper
+from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors, factors
+from tilewright.ops.backends.triton.encode import INF_BITS, MAGNITUDE, to_fp32
+from tilewright.ops.backends.triton.launch import raw, wrap_triton
+
+_ROWS = 8
+FP32, BF16, SPLIT24 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Kinds of target: FP32, BF16 rounded stochastically, BF16 with 8 bits more in `low`."""
+BLOCK, LEAST = tl.constexpr(quadratic_map.BLOCK), tl.constexpr(quadratic_map.LEAST)
+TINY_BITS = tl.constexpr(int(torch.tensor(quadratic_map.TINY).view(torch.int32)))
+
+
+def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
+    """See `ops.low_bit_adam`."""
+    target, low = tensors.target, tensors.low
+    kind = (FP32 if target.dtype == torch.float32 else BF16 if low is None else SPLIT24).value
+    target = target if target.dtype == torch.float32 else target.view(torch.int16)
+    num_blocks = quadratic_map.num_blocks(target.numel())
+    if num_blocks == 0:
+        return
+    wrap_triton(_kernel)[(triton.cdiv(num_blocks, _ROWS),)](
+        target, target if low is None else low, raw(tensors.grad),
+        tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale,
+        target.numel(), *factors(hyper), hyper.stream(tensors.number),
+        KIND=kind, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as_bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _random_bits(element, stream):
+    """32 bits an element: `ops.backends.ref.adam.hash32`."""
+    x = element.to(tl.uint32) * 0x9E3779B9 + stream.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return (x ^ (x >> 15)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _decode(codes, scale):
+    code = codes.to(tl.int32)
+    return scale * (code * tl.abs(code)).to(tl.float32)
+
+
+@triton.jit
+def _encode(x, noise, STEPS: tl.constexpr):
+    """(int32 codes, scales [R, 1]) of FP32 values: `formats.quadratic_map.encode`, signed where STEPS is 127."""
+    magnitude = _as_bits(x) & MAGNITUDE
+    most = tl.max(magnitude, axis=1, keep_dims=True)
+    seen = (most < INF_BITS) & (most >= TINY_BITS)
+    largest = _as_float(tl.where(seen, most, 0x3F800000))
+    scale = tl.where(seen, largest * (1.0 / (STEPS * STEPS)), 0.0)
+    scale = tl.where(most < INF_BITS, scale, float("nan"))
+    factor = tl.div_rn(tl.full(largest.shape, STEPS * STEPS, tl.float32), largest)
+    square = tl.where(seen, _as_float(magnitude) * factor, 0.0)
+    low = tl.sqrt_rn(square).to(tl.int32)
+    rest = square - (low * low).to(tl.float32)
+    code = low + (rest * 512.0 > ((2 * noise + 1) * (2 * low + 1)).to(tl.float32)).to(tl.int32)
+    if STEPS == 127:
+        code = tl.where(x < 0, -code, code)
+    else:
+        code = tl.maximum(code, LEAST)
+    return code, scale
+
+
+@triton.jit
+def _store_target(target_ptr, low_ptr, offsets, inside, p, random, KIND: tl.constexpr):
+    if KIND == FP32:
+        tl.store(target_ptr + offsets, p, mask=inside)
+    else:
+        bits = _as_bits(p)
+        finite = (bits & INF_BITS) != INF_BITS
+        not_finite = (bits >> 16) | tl.where((bits & 0x7FFFFF) != 0, 0x40, 0)
+        if KIND == BF16:
+            high = (bits + (random & 0xFFFF)) >> 16
+        else:
+            rounded = (bits + (random & 0xFF)) & -256
+            high = (rounded + 0x8000) >> 16
+            low = tl.where(finite, (rounded - (high << 16)) >> 8, 0)
+            tl.store(low_ptr + offsets, low.to(tl.int8), mask=inside)
+        tl.store(target_ptr + offsets, tl.where(finite, high, not_finite).to(tl.int16), mask=inside)
+
+
+@triton.jit(do_not_specialize=["stream"])
+def _kernel(
+    target_ptr, low_ptr, grad_ptr, m_ptr, m_scale_ptr, root_ptr, root_scale_ptr, count,
+    decay, rate1, beta2, rate2, size, inv_root, eps, stream, KIND: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    is_block = rows.to(tl.int64) * BLOCK < count
+    offsets = rows.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = offsets < count
+    random = _random_bits(offsets, stream)
+    if KIND == FP32:
+        p = tl.load(target_ptr + offsets, mask=inside, other=0)
+    else:
+        bits = tl.load(target_ptr + offsets, mask=inside, other=0).to(tl.int32) << 16
+        if KIND == SPLIT24:
+            bits += tl.load(low_ptr + offsets, mask=inside, other=0).to(tl.int32) << 8
+        p = _as_float(bits)
+    grad = to_fp32(tl.load(grad_ptr + offsets, mask=inside, other=0))
+    m = _decode(tl.load(m_ptr + offsets, mask=inside, other=0), tl.load(m_scale_ptr + rows, mask=is_block, other=0))
+    root = _decode(
+        tl.load(root_ptr + offsets, mask=inside, other=0), tl.load(root_scale_ptr + rows, mask=is_block, other=0)
+    )
+    m = m + rate1 * (grad - m)
+    root = tl.sqrt_rn(beta2 * (root * root) + rate2 * grad * grad)
+    p = decay * p - tl.div_rn(size * m, root * inv_root + eps)
+    _store_target(target_ptr, low_ptr, offsets, inside, p, random, KIND)
+    code, scale = _encode(m, (random >> 16) & 0xFF, 127)
+    tl.store(m_ptr + offsets, code.to(tl.int8), mask=inside)
+    tl.store(m_scale_ptr + rows, scale, mask=is_block)
+    code, scale = _encode(root, (random >> 24) & 0xFF, 255)
+    tl.store(root_ptr + offsets, code.to(tl.uint8), mask=inside)
+    tl.store(root_scale_ptr + rows, scale, mask=is_block)

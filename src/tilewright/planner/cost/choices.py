@@ -1,0 +1,161 @@
+"""What may be done with a model and its layers: one `Setting` for all of it, a `LayerPlacement` for each layer.
+
+What a choice costs is in `layer_cost`.
+
+Executors. `standard`: one micro-batch after the other through the whole model; everything stays on the device; all
+gradients live until the update. `layer_major`: all micro-batches through a layer, then the next; parameters, states and
+layer inputs may lie elsewhere; one layer's gradients live at a time.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tilewright.core.config.recipe import Recipe, Tier
+from tilewright.core.memory_plan import KIND_OF, Activations, LayerPlacement
+from tilewright.planner.model.constraints import BLOCK_ROWS, SELECTED, Fixed
+from tilewright.planner.model.gemms import Weights
+from tilewright.planner.model.roofline import backward_passes
+from tilewright.planner.model.shape import LayerClass, ModelShape
+
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
+MASTER_BYTES = {"fp32": 4, "split24": 1, "stochastic": 0}
+
+SMALL_LOSS_TILE = 16 * 2**20
+MOST_ROWS = 64
+"""Largest micro-batch tried."""
+
+NOTHING_FIXED = Fixed()
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes/s, one direction. None: there is no such place. `guessed`: what of it nobody measured."""
+
+    host: float | None
+    disk: float | None
+    guessed: str = ""
+    disk_write: float | None = None
+    """Of the disk; None: as it reads."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all layers."""
+
+    executor: Literal["standard", "layer_major"]
+    micro_batch: int
+    num_micro: int
+    moments: str
+    master: str
+    loss_tile: int
+    passes: int
+    """Backward passes of a step: two where clipping by the exact norm comes before the first update."""
+    prefetch: int = 1
+    group: int = 1
+    """Layers that the layer-major executor treats as one."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Setting":
+        """What a recipe says."""
+        train, optim, micro = recipe.train, recipe.optim, min(recipe.train.micro_batch, recipe.train.batch_size)
+        return cls(
+            executor=recipe.memory.executor,
+            micro_batch=micro,
+            num_micro=-(-train.batch_size // micro),
+            moments=optim.moments,
+            master=optim.master,
+            loss_tile=recipe.memory.loss_tile,
+            passes=backward_passes(recipe),
+            prefetch=recipe.memory.prefetch,
+            group=recipe.memory.group,
+        )
+
+
+def settings_of(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:
+    """Everything that may be chosen for the whole model; the smaller loss tile last."""
+    batch = recipe.train.batch_size
+    most = min(batch, fixed.most_rows or max(MOST_ROWS, recipe.train.micro_batch))
+    sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch, most)}
+    if fixed.micro_batch is not None:
+        sizes = {fixed.micro_batch}
+    tiles = dict.fromkeys((recipe.memory.loss_tile, min(recipe.memory.loss_tile, SMALL_LOSS_TILE)))
+    if fixed.loss_tile is not None:
+        tiles = {fixed.loss_tile: None}
+    for tile in tiles:
+        for executor in executors(recipe):
+            if fixed.executor not in (None, executor):
+                continue
+            for size in sorted(sizes, reverse=True):
+                rows = {"micro_batch": size, "num_micro": -(-batch // size)}
+                yield replace(Setting.of(recipe), executor=executor, loss_tile=tile, **rows)
+
+
+def executors(recipe: Recipe) -> tuple[Literal["standard", "layer_major"], ...]:
+    """Those that can run a recipe's formats, clipping and adapters."""
+    images_or_masks = recipe.model.task != "causal_lm" and recipe.memory.executor == "standard"
+    if recipe.lora.rank or images_or_masks:
+        return ("standard",)
+    if recipe.optim.clip == "lagged":
+        return ("layer_major",)
+    precision = recipe.precision
+    scaled = {"pure_fp16", "hybrid"} & {precision.mode, precision.start_mode}
+    scaled |= {"fp16"} & {rule.compute for rule in precision.rules}
+    if precision.enabled and (scaled or precision.moves_products):
+        return ("standard",)
+    return ("standard", "layer_major")
+
+
+def state_bytes(weights: Weights, setting: Setting) -> float:
+    """Optimizer states of some parameters: two moments, and what those have beside them that are stored in 16 bits."""
+    scales = 4 * weights.blocks if setting.moments == "8bit" else 0
+    moments = 2 * (MOMENT_BYTES[setting.moments] * weights.trained + scales)
+    return moments + MASTER_BYTES[setting.master] * weights.narrow_trained
+
+
+def opaque(found: LayerClass, shape: ModelShape) -> bool:
+    """Whether nothing can be selected in a layer: experts are compiled pieces into which nobody sees."""
+    return shape.compiled and found.called_experts > 0
+
+
+def choices(
+    found: LayerClass, setting: Setting, shape: ModelShape, recipe: Recipe, links: Links, fixed: Fixed = NOTHING_FIXED
+) -> Iterator[LayerPlacement]:
+    """Everything that may be done with a layer of this class. Parameters of a layer that keeps all stay, too."""
+    exact = recipe.train.checkpoint_inputs == "exact"  # else a layer that is recomputed differs from one that is kept
+    if setting.executor == "standard":
+        tiles, block = fixed.mlp_tiles or 1, fixed.attention_block or 0
+        there: list[Activations] = list(KIND_OF.values()) if exact else ["recompute"]
+        device: Tier = "device"
+        allowed: list[Activations] = [kind for kind, _ in fixed.kinds((kind, device) for kind in there)]
+        if opaque(found, shape):  # what is asked for stays, and recomputes the layer whole
+            allowed = [kind for kind in allowed if kind not in SELECTED] or allowed
+        for kind in allowed:
+            yield LayerPlacement(activations=kind, mlp_tiles=tiles, attention_block=block)
+        return
+    tiers: list[Tier] = ["device"]
+    if links.host:
+        tiers.append("host")
+    if links.disk:
+        tiers.append("disk")
+    kinds: list[tuple[Activations, Tier]] = [("keep", "device")] if exact else []
+    kinds.append(("recompute", "device"))
+    if links.host or fixed.inputs == "host":
+        kinds.append(("recompute", "host"))
+    if (links.disk and not links.host) or fixed.inputs == "disk":
+        kinds.append(("recompute", "disk"))
+    whole = found.active_parameters == found.weights.count  # experts stay whole
+    slices = fixed.slices(whole and bool(found.mlp_kept(1)), bool(found.mask) and shape.seq_len > BLOCK_ROWS)
+    homes = itertools.product(fixed.tiers("parameters", tiers), fixed.tiers("states", tiers), fixed.kinds(kinds))
+    for parameters, states, (kind, waits) in homes:
+        for tiles, block in slices:
+            if kind != "keep" or (parameters == "device" and (tiles, block) == slices[0]):
+                yield LayerPlacement(
+                    parameters=parameters,
+                    states=states,
+                    inputs=waits,
+                    activations=kind,
+                    mlp_tiles=tiles,
+                    attention_block=block,
+                )

@@ -1,0 +1,358 @@
+"""What a layer costs under a choice: bytes at every phase, seconds of a step.
+
+Seconds of a layer are those of its computation, or of what crosses the link while it runs where that takes longer:
+with the next layer fetched ahead, the link works while the layer before computes. Rates come from `ceilings` (measured)
+or `gpu_specs` (guessed shares).
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from tilewright.core.config.recipe import Recipe, Tier
+from tilewright.core.memory_plan import LayerPlacement
+from tilewright.models.decoder.activation_bytes import FP32, TILE
+from tilewright.planner.cost.choices import Links, Setting, opaque, state_bytes
+from tilewright.planner.cost.solve import Cost
+from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.model.constraints import SELECTED
+from tilewright.planner.model.gemms import Weights
+from tilewright.planner.model.roofline import (
+    CALL_SHARE,
+    CAST_BYTES,
+    CLIP_BYTES,
+    FORMAT_OF,
+    FORWARD_SHARE,
+    GRADIENT_BYTES,
+    calls_s,
+    remade_share,
+)
+from tilewright.planner.model.shape import LayerClass, ModelShape
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+
+BLOCKED_ATTENTION = 1.05
+"""Attention by blocks of query rows takes this many times as long (guess)."""
+HIDDEN_SHARE = 0.02
+"""Of the time of a transfer that is hidden behind computation, what it costs all the same (guess): of plans that are
+equally fast on paper, the one that moves less."""
+
+
+Pass = Literal["fprop", "dgrad", "wgrad"]
+
+
+class Products:
+    """Seconds of the products of a layer in one micro-batch, by pass; no choice changes them.
+
+    Args:
+        found: the layer.
+        rows: of a micro-batch.
+        shape: of the model.
+        rates: of the machine.
+    """
+
+    def __init__(self, found: LayerClass, rows: int, shape: ModelShape, rates: Ceilings) -> None:
+        self.seconds = cache(self._seconds)
+        self._of = found, rows, shape, rates
+
+    def _seconds(self, which: Pass) -> float:
+        """Those of no linear layer (experts in one tensor) count as they run."""
+        found, rows, shape, rates = self._of
+        total = 0.0
+        for product in found.products:
+            if which == "wgrad" and product.frozen:
+                continue
+            flops = 2.0 * rows * shape.seq_len * product.share * product.num_weights
+            fmt = getattr(product.gemms, which)
+            name = fmt if fmt not in FP8_FORMATS else "fp8" if "fp8" in rates.matmul else "bf16"
+            padded = flops * (shape.expert_rows if product.share < 1 else 1.0)
+            total += rates.matmul_s(name, product.num_weights**0.5, padded, compiled=shape.compiled)
+        for kind, (calls, flops) in found.others.items():
+            each, number = rows * flops / (calls * kind.groups), calls * kind.groups
+            total += number * rates.matmul_s(FORMAT_OF.get(kind.dtype, "fp32"), kind.width, each)
+        return total
+
+
+def layer_cost(
+    found: LayerClass,
+    choice: LayerPlacement,
+    setting: Setting,
+    shape: ModelShape,
+    recipe: Recipe,
+    rates: Ceilings,
+    links: Links,
+    products: Products | None = None,
+) -> Cost:
+    """Bytes and seconds of one layer under a choice. `products`: of this layer and setting, where they are there."""
+    products = products or Products(found, setting.micro_batch, shape, rates)
+    return _Layer(found, choice, setting, shape, recipe, rates, links, products).cost()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    found: LayerClass
+    choice: LayerPlacement
+    setting: Setting
+    shape: ModelShape
+    recipe: Recipe
+    rates: Ceilings
+    links: Links
+    products: Products
+
+    def cost(self) -> Cost:
+        """All of it."""
+        if self.setting.executor == "standard":
+            return self._standard()
+        return self._layer_major()
+
+    @property
+    def rows(self) -> int:
+        return self.setting.micro_batch
+
+    @property
+    def parameters(self) -> float:
+        return self.found.weights.stored
+
+    @property
+    def states(self) -> float:
+        return state_bytes(self.found.weights, self.setting)
+
+    @property
+    def input(self) -> float:
+        """A layer's kept input of one micro-batch."""
+        exact, dim = self.found.input(self.rows), self.shape.dim
+        routed = self.found.routes and self.setting.executor == "standard"
+        if self.recipe.train.checkpoint_inputs == "exact" or routed or not dim:
+            return exact
+        tokens = exact / self.shape.stream_bytes / dim
+        return tokens * (dim + FP32 * -(-dim // TILE))
+
+    def _standard(self) -> Cost:
+        found, kind = self.found, self.choice.activations
+        kept, mlp, mlp_work = found.kept(self.rows), 0.0, 0.0
+        if self.choice.mlp_tiles > 1:  # the token-wise part keeps its input and is computed again, tile by tile
+            mlp = found.mlp_kept(self.rows) - found.mlp_kept(self.rows) / self.choice.mlp_tiles
+            mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_tiles
+        lines = {"keep": kept - mlp, "recompute": self.input}
+        lines |= {"selective": found.kept_selective(self.rows), "products": found.kept_products(self.rows)}
+        lines |= {"attention": found.kept_attention(self.rows)}
+        rebuilt = max(0.0, kept - mlp - lines[kind])
+        counted = self.shape.rebuilt * rebuilt
+        micro_batch = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
+        return Cost(
+            seconds=self.setting.num_micro * micro_batch + self.update_s(),
+            held=self.parameters + self.states + found.buffers,
+            kept=lines[kind] * (1 + self.shape.gaps),
+            gradient=4.0 * found.weights.trained * (1 + self.shape.spread),
+            forward=rebuilt,
+            backward=counted + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
+            once=self.shape.kind_bytes if found.products else 0.0,  # embedding and head have none
+        )
+
+    def _layer_major(self) -> Cost:
+        """Of one layer; what lives while it runs is of all layers of its group."""
+        found, choice, micro, group = self.found, self.choice, self.setting.num_micro, self.group
+        inputs = micro * self.input * self.inputs_share
+        waits = choice.inputs
+        kept = micro * found.kept(self.rows) if choice.activations == "keep" else inputs
+        copies = group * (1 + self.setting.prefetch)
+        staged = copies * self.parameters if choice.parameters != "device" else 0.0
+        states = copies * self.states if choice.states != "device" else 0.0
+        gradients = group * (4.0 * found.weights.trained + self.shape.product_bytes * found.weights.count)
+        need = group * (found.work(self.rows) if choice.activations == "keep" else self.rebuilt())
+        at = {"device": 0.0, "host": 0.0, "disk": 0.0}
+        at[choice.parameters] += self.parameters
+        at["device"] += found.buffers if choice.parameters == "device" else 0.0
+        at[choice.states] += self.states
+        if waits != "device":
+            at[waits] += inputs
+        if self.links.host is None:  # a CPU's host is its device
+            at["device"] += at.pop("host")
+        return Cost(
+            seconds=self._forward_visit(inputs) + self._backward_visits(inputs),
+            held=at["device"],
+            kept=kept if waits == "device" else 0.0,
+            host=at.get("host", 0.0),
+            disk=at["disk"],
+            forward=staged + states + group * found.kept(self.rows),
+            backward=staged
+            + states
+            + gradients
+            + need
+            + ((1 + self.setting.prefetch) * self.input if waits != "device" else 0.0),
+        )
+
+    @property
+    def group(self) -> int:
+        """Layers that run as one; an end of the model is alone."""
+        return min(self.setting.group, self.shape.num_layers) if self.found.indices != (-1,) else 1
+
+    @property
+    def inputs_share(self) -> float:
+        """Inputs that wait per layer: one for each group of layers."""
+        layers = self.shape.num_layers
+        return -(-layers // self.group) / layers
+
+    def rebuilt(self) -> float:
+        """Device bytes while a layer is recomputed and its backward runs, in tiles where asked for.
+
+        The token-wise part is rebuilt a tile at a time, and let go before attention's backward begins.
+        """
+        found, choice = self.found, self.choice
+        mask = found.mask * self.rows
+        cut = 1 - choice.attention_block / self.shape.seq_len if choice.attention_block else 0.0
+        rest = found.kept(self.rows) - found.mlp_kept(self.rows) - cut * mask
+        whole = found.kept(self.rows) + found.work(self.rows) - cut * mask
+        if choice.mlp_tiles == 1:
+            return whole
+        mlp = (found.mlp_kept(self.rows) + found.mlp_work(self.rows)) / choice.mlp_tiles
+        others = max(0.0, found.work(self.rows) - found.mlp_work(self.rows))
+        return rest + max(mlp, others + self.input)
+
+    def _forward_visit(self, inputs: float) -> float:
+        down = self.store_s(self.choice.inputs, inputs)
+        fetched = self.fetch_s(self.choice.parameters, self.parameters)
+        return _overlapped(self.setting.num_micro * self.forward_s(), fetched, down)
+
+    def _backward_visits(self, inputs: float) -> float:
+        """The pass that updates, and before it one that finds the norm where clipping needs it."""
+        choice = self.choice
+        micro_batch = self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
+        compute = self.setting.num_micro * micro_batch
+        fetched = self.fetch_s(choice.parameters, self.parameters)
+        fetched += self.fetch_s(choice.inputs, inputs)
+        first = _overlapped(compute, fetched) * (self.setting.passes - 1)
+        if choice.activations == "keep" and self.setting.passes > 1:
+            first += self.setting.num_micro * self.forward_s()  # what the first pass let go is rebuilt
+        up = fetched + self.fetch_s(choice.states, self.states)
+        down = self.store_s(choice.states, self.states) + self.store_s(choice.parameters, self.parameters)
+        return first + _overlapped(compute + self.update_s(), up, down)
+
+    def fetch_s(self, tier: Tier, size: float) -> float:
+        """Seconds to move bytes from a tier to the device."""
+        speed = {"device": None, "host": self.links.host, "disk": self.links.disk}[tier]
+        return size / speed if speed else 0.0
+
+    def store_s(self, tier: Tier, size: float) -> float:
+        """Seconds to move bytes from the device to a tier."""
+        written = self.links.disk_write
+        return size / written if tier == "disk" and written else self.fetch_s(tier, size)
+
+    def forward_s(self) -> float:
+        """One micro-batch forward."""
+        loops = FORWARD_SHARE * (self.elementwise_s() + self.calls_s())
+        return self.products_s("fprop") + self.attention_s() + loops + self.quantize_s("forward")
+
+    def backward_s(self) -> float:
+        """One micro-batch backward, recomputation not counted."""
+        loops = (1 - FORWARD_SHARE) * (self.elementwise_s() + self.calls_s())
+        products = self.products_s("dgrad") + self.products_s("wgrad")
+        return products + 2.5 * self.attention_s() + loops + self.quantize_s("backward")
+
+    def again_s(self) -> float:
+        """One micro-batch's recomputation."""
+        kind = self.choice.activations
+        if kind == "keep":
+            return 0.0
+        if kind in SELECTED and opaque(self.found, self.shape):
+            return self.forward_s()
+        if kind in ("selective", "products"):
+            share = FORWARD_SHARE * remade_share(self.found.fused, self.shape.product_bytes)
+            return share * self.elementwise_s() + (self.attention_s() if kind == "products" else 0.0)
+        again = self.forward_s() - (self.attention_s() if kind == "attention" else 0.0)
+        if self.setting.executor == "standard" and self.found.product_flops:
+            again -= self.products_s("fprop") * self.found.last_flops / self.found.product_flops
+        return again
+
+    def tiles_s(self) -> float:
+        """A tiled token-wise part is computed once more inside its backward."""
+        if self.choice.mlp_tiles == 1 or not self.found.product_flops:
+            return 0.0
+        return self.products_s("fprop") * self.found.mlp_flops / self.found.product_flops
+
+    def products_s(self, which: Pass) -> float:
+        """Products of one micro-batch."""
+        return self.products.seconds(which)
+
+    def attention_s(self) -> float:
+        """Scores and values of one micro-batch, forward."""
+        slower = BLOCKED_ATTENTION if self.choice.attention_block else 1.0
+        return slower * self.rows * self.found.attention_flops / self.rates.attention[self.shape.product_format]
+
+    def elementwise_s(self) -> float:
+        """Norms, activations and residuals of one micro-batch, forward and backward."""
+        rate = self.rates.bandwidth if self.found.fused else self.rates.elementwise[self.shape.product_format]
+        return self.found.moved(self.rows) / rate
+
+    def quantize_s(self, which: Literal["forward", "backward"]) -> float:
+        """To make 8-bit operands of one micro-batch, and to decode them."""
+        return getattr(self.found.coding, which)(self.rows) / self.rates.bandwidth
+
+    def codes_s(self) -> float:
+        """To make the codes of weights that are kept from step to step."""
+        return self.found.coding.step / self.rates.bandwidth
+
+    def calls_s(self) -> float:
+        """To enter compiled pieces, or to call operations of layers that are not ours, in one micro-batch, forward and
+        backward. Embedding and head are none."""
+        if self.found.operations:
+            return CALL_SHARE * self.found.operations * self.rates.call_s(self.shape.product_format)
+        if not self.shape.compiled or not self.found.products:
+            return 0.0
+        return calls_s(self.found.called_experts, self.rates)
+
+    def weights_s(self) -> float:
+        """Casts of weights and accumulation of their gradients in one micro-batch."""
+        return (CAST_BYTES * self.found.cast + GRADIENT_BYTES * self.found.weights.trained) / self.rates.bandwidth
+
+    def update_s(self) -> float:
+        """Norm, clipping and update, and the codes that are made of weights once per step."""
+        trained = self.found.weights.trained
+        return (
+            trained / self.rates.adam[self.setting.moments]
+            + CLIP_BYTES * trained / self.rates.bandwidth
+            + self.codes_s()
+        )
+
+
+def _overlapped(compute: float, *transfers: float) -> float:
+    """Seconds of computation while something crosses the link, each direction for itself."""
+    return max(compute, *transfers) + HIDDEN_SHARE * sum(min(compute, one) for one in transfers)
+
+
+def layer_seconds(
+    found: LayerClass,
+    choice: LayerPlacement,
+    setting: Setting,
+    shape: ModelShape,
+    recipe: Recipe,
+    rates: Ceilings,
+    links: Links,
+) -> dict[str, float]:
+    """What the seconds of `layer_cost` consist of. `link`: what crosses the link and is not hidden."""
+    made = Products(found, setting.micro_batch, shape, rates)
+    layer = _Layer(found, choice, setting, shape, recipe, rates, links, made)
+    micro, passes = setting.num_micro, setting.passes if setting.executor == "layer_major" else 1
+    products = layer.products_s("fprop") + passes * (layer.products_s("dgrad") + layer.products_s("wgrad"))
+    loops = FORWARD_SHARE + passes * (1 - FORWARD_SHARE)
+    again = passes * (layer.again_s() + layer.tiles_s())
+    if choice.activations == "keep" and passes > 1:
+        again += layer.forward_s()
+    parts = {
+        "products": micro * products,
+        "attention": micro * (1 + 2.5 * passes) * layer.attention_s(),
+        "elementwise": micro * loops * layer.elementwise_s(),
+        "quantize": micro * (layer.quantize_s("forward") + passes * layer.quantize_s("backward")) + layer.codes_s(),
+        "calls": micro * loops * layer.calls_s(),
+        "recompute": micro * again,
+        "weights": micro * passes * layer.weights_s(),
+        "optimizer": layer.update_s() - layer.codes_s(),
+    }
+    parts["link"] = max(0.0, layer.cost().seconds - sum(parts.values()))
+    return parts
+
+
+def end_class(name: str, weights: Weights, shape: ModelShape) -> LayerClass:
+    """Embedding or head as a class of one: parameters and states; its activations are in the phases' base."""
+    largest = weights.count if any(found.largest_weight for found in shape.classes) else 0
+    cast = weights.count - weights.narrow if shape.product_bytes < FP32 and not shape.foreign else 0
+    return LayerClass(name, (-1,), weights, weights.count, largest_weight=largest, cast=cast)

@@ -1,0 +1,56 @@
+"""Whose bytes a phase of a plan holds on the device."""
+
+from collections.abc import Sequence
+
+from tilewright.planner.cost.choices import Setting, state_bytes
+from tilewright.planner.cost.solve import Phase
+from tilewright.planner.model.shape import ModelShape
+from tilewright.planner.plan import Row, bytes_of, weights_of
+
+OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "work", "process")
+
+
+def owners_at(phase: Phase, shape: ModelShape, setting: Setting, rows: Sequence[Row], cpu: bool) -> dict[str, float]:
+    """Device bytes of a phase by owner; `work` is what lives only while something runs, and pages that stay free."""
+    found: dict[str, float] = dict.fromkeys(OWNERS, 0.0)
+    for owner, size in phase.owners.items():
+        found[owner if owner in found else "work"] += size  # a journal, a checkpoint's copy
+    found["process"] += sum(row.cost.once for row in rows)
+    for row in rows:
+        cost, held = row.cost, 0.0
+        for owner, (place, size) in zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True):
+            here = size if place == "device" or (cpu and place == "host") else 0.0
+            found[owner] += here
+            held += here
+        if row.indices and row.choice.parameters == "device":
+            buffers = row.count * shape.class_of(row.indices[0]).buffers
+            found["buffers"] += buffers
+            held += buffers
+        kept = row.count * cost.kept if row.name in phase.kept else 0.0
+        gaps = kept * shape.gaps / (1 + shape.gaps) if setting.executor == "standard" else 0.0
+        gradients = row.count * cost.gradient if row.name in phase.gradients else 0.0
+        spread = gradients * shape.spread / (1 + shape.spread)
+        found["activations"] += max(0.0, row.count * cost.held - held)  # inputs in a CPU's host tier
+        found["work" if phase.freed else "activations"] += kept - gaps
+        found["gradients"] += gradients - spread
+        found["work"] += gaps + spread
+    if phase.transient != "none" and rows:
+        running = max(rows, key=lambda row: row.cost.for_phase(phase.transient))
+        size = running.cost.for_phase(phase.transient)
+        if setting.executor == "layer_major":
+            for owner, part in _staged(shape, setting, running, phase).items():
+                found[owner] += part
+                size -= part
+        found["work"] += size
+    return found
+
+
+def _staged(shape: ModelShape, setting: Setting, row: Row, phase: Phase) -> dict[str, float]:
+    """Of what lives while a layer of the layer-major executor runs: copies of what lies elsewhere, and gradients."""
+    weights, choice = weights_of(shape, row), row.choice
+    group = min(setting.group, shape.num_layers) if row.indices else 1
+    copies = group * (1 + setting.prefetch)
+    found = {"parameters": copies * weights.stored if choice.parameters != "device" else 0.0}
+    found["optimizer"] = copies * state_bytes(weights, setting) if choice.states != "device" else 0.0
+    found["gradients"] = 4.0 * group * weights.trained if phase.transient == "backward" and not phase.passed else 0.0
+    return found

@@ -1,0 +1,217 @@
+"""The moments of a step at which memory may peak, as the solver's phases: for a setting, before any layer's choice.
+
+Every phase that may hold the most is there, so that a peak that moves (from the loss to the end of backward as models
+grow deeper, from activations to gradients) is caught by the solver and not by the run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.ops.backends.native.loss import chunk_rows
+from tilewright.planner.cost.choices import Setting, state_bytes
+from tilewright.planner.cost.solve import Phase, Transient
+from tilewright.planner.machine.overhead import CUDA_RESERVE_BYTES, evaluated_loss_bytes, loss_chunks
+from tilewright.planner.model.shape import LayerClass, ModelShape
+
+HOST_PROCESS_BYTES = 4 * 2**30
+"""Host memory of a process that trains on a GPU: libraries, data, pinned buffers (guess)."""
+EVALUATE, CHECKPOINT = "evaluate", "checkpoint"
+"""What names of phases begin with in which a model is evaluated, or a checkpoint is written."""
+FRAGMENTS = 0.02
+"""Share of the device's budget that its allocator cannot hand out in one piece (guess; GPUs only)."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """What follows from where parameters and states are at home, before it is decided for each layer.
+
+    `travels`: some are off the device, so a checkpoint is written slice by slice and without a copy of all. `on_disk`:
+    some are on disk, and so the journal is.
+    """
+
+    travels: bool
+    on_disk: bool
+
+
+@dataclass(frozen=True)
+class Base:
+    """Bytes that no choice of a layer changes."""
+
+    process: float
+    stream: float
+    """Residual stream, or its gradient, between head and layers."""
+    head_kept: float
+    """What stands around the layers keeps for backward."""
+    head_gradient: float
+    """Of a plain head: complete when the forward pass ends."""
+    loss_work: float
+    evaluated_loss: float
+    state: float
+    """Parameters and states, wherever they lie."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, setting: Setting, recipe: Recipe, machine: Machine) -> "Base":
+        """The bytes of a setting."""
+        rows = setting.micro_batch
+        stream = float(rows * shape.seq_len * shape.dim * shape.stream_bytes)
+        if setting.executor == "layer_major":
+            stream *= setting.num_micro
+        weights = shape.weights
+        size = 4 if recipe.precision.eval_fp32 else shape.logit_bytes
+        if shape.plain_head:
+            tokens, head = rows * shape.seq_len, shape.vocab_size * shape.dim
+            row = shape.vocab_size * shape.logit_bytes
+            chunk = chunk_rows(tokens, row, setting.loss_tile) * row
+            loss = loss_chunks(machine, shape.loss_compiled, shape.logit_bytes) * chunk + shape.logit_bytes * head
+            evaluated = evaluated_loss_bytes(tokens, shape.dim, shape.vocab_size, size, setting.loss_tile)
+            gradient = 4.0 * head
+        else:  # all logits are there at once; the gradient of the head's weight is among them
+            loss, gradient = shape.rest.work(rows), 0.0
+            evaluated = loss * size / shape.logit_bytes
+        return cls(
+            process=shape.process_bytes if machine.device == "cpu" else CUDA_RESERVE_BYTES,
+            stream=stream,
+            head_kept=shape.rest.kept(rows),
+            head_gradient=gradient,
+            loss_work=loss,
+            evaluated_loss=evaluated,
+            state=weights.stored + state_bytes(weights, setting),
+        )
+
+
+def written_beside(recipe: Recipe) -> bool:
+    """Whether checkpoints are written from a copy while training goes on. The last one never is: nothing follows it."""
+    return recipe.save.background and 0 < recipe.save.every < recipe.train.steps
+
+
+def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
+    """Names of classes in the order in which backward reaches them; classes that take turns go together."""
+    ordered = sorted(classes, key=lambda found: -max(found.indices))
+    found: list[list[str]] = []
+    lowest = 0
+    for one in ordered:
+        if found and max(one.indices) > lowest:
+            found[-1].append(one.name)
+            lowest = min(lowest, *one.indices)
+        else:
+            found.append([one.name])
+            lowest = min(one.indices)
+    return found
+
+
+def journal_bytes(base: Base, setting: Setting, recipe: Recipe) -> float:
+    """Bytes of what undoes a step that was applied half-way: all that a step changes, once more."""
+    kept = recipe.optim.clip == "lagged" and recipe.memory.undo == "journal"
+    return base.state if setting.executor == "layer_major" and kept else 0.0
+
+
+def host_base(base: Base, setting: Setting, recipe: Recipe, homes: Homes) -> dict[str, float]:
+    """Bytes of the host that no choice changes, by owner: the process, the copy that a background checkpoint writes
+    from, and the journal, where no slices are on disk."""
+    copied = setting.executor == "standard" and written_beside(recipe)
+    journal = journal_bytes(base, setting, recipe) if not homes.on_disk else 0.0
+    return {"process": float(HOST_PROCESS_BYTES), "checkpoint": base.state if copied else 0.0, "journal": journal}
+
+
+def phases(
+    shape: ModelShape, setting: Setting, recipe: Recipe, machine: Machine, ends: frozenset[str], homes: Homes
+) -> list[Phase]:
+    """All moments of a step, an evaluation and a checkpoint. `ends`: names of embedding and head."""
+    base = Base.of(shape, setting, recipe, machine)
+    layers = frozenset(found.name for found in shape.classes)
+    if setting.executor == "layer_major":
+        return _layer_major(shape, setting, recipe, machine, base, layers, homes)
+    return _standard(shape, setting, recipe, machine, base, layers, ends)
+
+
+def _layer_major(
+    shape: ModelShape,
+    setting: Setting,
+    recipe: Recipe,
+    machine: Machine,
+    base: Base,
+    layers: frozenset[str],
+    homes: Homes,
+) -> list[Phase]:
+    cpu = machine.device == "cpu"
+    always = {"process": base.process}
+    always["journal"] = journal_bytes(base, setting, recipe) if cpu and not homes.on_disk else 0.0
+    stream = {"activations": base.stream}  # the last layer's output waits for the head
+    shared = {"gradients": base.head_gradient if shape.tied else 0.0}  # complete only when both ends are through
+    head = {"activations": base.stream + base.head_kept, "gradients": base.head_gradient}
+    copy = base.state if cpu and not homes.travels and written_beside(recipe) else 0.0
+    pages: Transient = "backward" if cpu else "none"  # what the layers' work left
+    left = layers if cpu else frozenset[str]()
+    found = [
+        Phase("load", {"process": base.process}),
+        Phase("forward", always | stream, layers, transient="backward" if cpu else "forward"),
+        Phase("loss", always | head | {"work": base.stream + base.loss_work}, layers, transient=pages, passed=True),
+        Phase("backward", always | stream | shared | {"work": base.stream}, layers, transient="backward"),
+        Phase(EVALUATE, always | {"work": base.evaluated_loss}, left, transient=pages, passed=True, freed=True),
+    ]
+    return [
+        *found,
+        *_checkpoints(found, copy, Phase(CHECKPOINT, always, left, transient=pages, passed=True, freed=True)),
+    ]
+
+
+def _checkpoints(found: Sequence[Phase], copy: float, alone: Phase) -> list[Phase]:
+    """What a checkpoint adds: where it is written from a copy, all moments of training beside that; else one more."""
+    return _beside(CHECKPOINT, found[1:], {"copy": copy}) if copy else [alone]
+
+
+def _beside(name: str, found: Sequence[Phase], more: Mapping[str, float]) -> list[Phase]:
+    """The same moments with something besides."""
+    return [replace(phase, name=f"{name}, {phase.name}", owners={**phase.owners, **more}) for phase in found]
+
+
+def _standard(
+    shape: ModelShape,
+    setting: Setting,
+    recipe: Recipe,
+    machine: Machine,
+    base: Base,
+    layers: frozenset[str],
+    ends: frozenset[str],
+) -> list[Phase]:
+    """On a CPU the pages of activations and of backward's work stay with the process, so they are in all phases."""
+    cpu, everything = machine.device == "cpu", layers | ends
+    copy = base.state if cpu and written_beside(recipe) else 0.0
+    code = len(shape.classes) * shape.kind_bytes  # counted for each way there is (`Cost.once`)
+    always = {"process": base.process - code, "buffers": shape.rest.buffers}
+    many = setting.num_micro > 1
+    held = everything if many else frozenset[str]()
+    head = {"activations": base.head_kept + base.head_gradient}
+    gaps = {"gaps": shape.spread * sum(head.values())}
+    stream = {"work": (1 + shape.spread) * base.stream}
+    loss = {"work": (1 + shape.spread) * base.loss_work}
+    pages: Transient = "backward" if cpu else "none"
+    found = [
+        Phase("load", {"process": base.process - code}),
+        Phase("forward", always, layers, held, "backward" if cpu else "forward"),
+        Phase("loss", always | head | gaps | loss, layers, held, pages, passed=True),
+        Phase("backward", always | head | gaps | stream, layers, held, "backward"),
+    ]
+    if not many and not shape.classes:
+        whole = {"work": (1 + shape.spread) * shape.backward(setting.micro_batch)}
+        found.append(Phase("backward, done", always | whole))
+    elif not many:  # gradients grow while activations go: a moment behind each kind of layers
+        order = stages(shape.classes)
+        for i, names in enumerate(order):
+            below = frozenset(name for stage in order[i + 1 :] for name in stage)
+            above = frozenset(name for stage in order[: i + 1] for name in stage) | ends
+            found.append(Phase(f"backward, {' and '.join(names)} done", always | stream, below, above, "backward"))
+    wide = {"parameters": 2.0 * shape.weights.narrow if recipe.precision.eval_fp32 else 0.0}
+    evaluated = wide | {"loss": base.evaluated_loss}
+    if cpu and shape.spread:  # all pages of the busiest moment stay: an update finds room in them
+        evaluations = _beside(EVALUATE, found[1:], evaluated)
+        return [*found, *evaluations, *_beside(CHECKPOINT, [*found[1:], *evaluations], {"copy": copy})]
+    left, freed = (layers, sum(head.values())) if cpu else (frozenset[str](), 0.0)
+    update = Phase("update", always | {"work": freed}, left, everything, pages, passed=True, freed=True)
+    found += [
+        update,
+        Phase(EVALUATE, always | evaluated | {"work": freed}, left, transient=pages, passed=True, freed=True),
+    ]
+    return [*found, *_checkpoints(found, copy, replace(update, name=CHECKPOINT))]

@@ -1,0 +1,301 @@
+"""What this machine reaches: measured once in a few seconds, cached, the ceilings of every plan's roofline.
+
+Every rate is measured through `ops`, forward and backward together, at a few sizes, in three rounds some seconds apart:
+the middle timing of a round, because a step of a second meets the machine's slow moments as well as its fast ones
+(steps were planned 10 % too short by the fastest), and of the rounds the middle one, because a shared machine has slow
+seconds, and some in which it runs faster than it can keep up. Of what runs compiled only the optimizer is compiled for
+it, which takes some seconds and is cached by torch for the run: its eager form is up to 25 times slower. What other
+compiled loops reach is bounded by `bandwidth` and `exp`. The cache file is keyed by machine, torch, kernels and thread
+count; pass `refresh` to measure again. Where others took the processors meanwhile (not `quiet`), it is used for an hour
+and then measured again.
+"""
+
+import functools
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from tilewright import __version__
+from tilewright.core.hardware import Machine, detect_machine
+from tilewright.core.log import get_logger
+from tilewright.core.subprocess_call import answer, call_module
+from tilewright.ops.kernels import Kernels
+from tilewright.planner.machine.microbench import Load, Probe, Timed
+
+_FORMAT = 11
+"""Raise when the meaning of a field changes, so that old cache files are not read."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ROUNDS = 3
+_BUSY, _OTHERS = 1.3, 0.15
+"""Scatter of the timings, and share of the processors' time that others took: above them, rates are those of a busy
+machine. Steady load scatters nothing and shows in the second one only."""
+_BUSY_FOR_S = 3600.0
+"""How long rates of a busy machine are used."""
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured rates. Matmul formats: fp32, bf16, fp16, on CUDA also tf32, and fp8 where a unit multiplies it.
+
+    `matmul`: FLOP/s of the three GEMMs of a linear layer by format and width (features in = out), what they take before
+    the first row left out. `start`: that, in seconds of the three: calls, and work on the weight alone.
+    `attention`: FLOP/s of causal attention by format, forward and backward, the masked half not counted.
+    `bandwidth`: bytes/s of a copy, read and write counted. `elementwise`: bytes/s read and written by the operations
+    of a norm and a SwiGLU in eager form, as `live_bytes` counts them. `loss`: logits/s through the loss of the head by
+    format, its GEMMs not counted. `adam`: parameters/s by storage of the moments. `exp`: exponentials/s in FP32.
+    `busy`: median over the rates of how much longer the median timing took than the fastest, 1.0 on a quiet machine.
+    `others`: share of this machine's processor time that other processes, and hypervisors, took meanwhile.
+    """
+
+    key: str
+    matmul: Mapping[str, Mapping[int, float]]
+    start: Mapping[str, Mapping[int, float]]
+    attention: Mapping[str, float]
+    loss: Mapping[str, float]
+    elementwise: Mapping[str, float]
+    adam: Mapping[str, float]
+    bandwidth: float
+    exp: float
+    threads: int
+    busy: float
+    measured_s: float
+    others: float = 0.0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether these are rates of the machine rather than of what others left of it."""
+        return self.busy <= _BUSY and self.others <= _OTHERS
+
+    def matmul_rate(self, fmt: str, width: float) -> float:
+        """FLOP/s at `width` features, between measured widths by straight line, flat beyond them."""
+        points = sorted((float(w), rate) for w, rate in self.matmul[fmt].items())
+        for (low, low_rate), (high, high_rate) in pairwise(points):
+            if low <= width <= high:
+                return low_rate + (high_rate - low_rate) * (width - low) / (high - low)
+        return points[0][1] if width < points[0][0] else points[-1][1]
+
+    def matmul_s(self, fmt: str, width: float, flops: float, *, compiled: bool = False) -> float:
+        """Seconds of one of the three GEMMs.
+
+        Args:
+            fmt: format of its operands.
+            width: features, in and out alike.
+            flops: 2 for each row and weight.
+            compiled: inside a compiled graph, where a call costs next to nothing.
+        """
+        return flops / self.matmul_rate(fmt, width) + self._start_s(fmt, width, compiled) / 3
+
+    def call_s(self, fmt: str = "fp32") -> float:
+        """Seconds of the three GEMMs of almost nothing: what it takes to call them."""
+        starts = self.start.get(fmt, {})
+        return starts[min(starts)] if starts else 0.0
+
+    def _start_s(self, fmt: str, width: float, compiled: bool) -> float:
+        """Between measured widths by straight line in the weights' number, beyond them in proportion to it."""
+        points = sorted((float(w), seconds) for w, seconds in self.start.get(fmt, {}).items())
+        if not points:
+            return 0.0
+        called, found = points[0][1], points[0][1]
+        if width > points[-1][0]:
+            found += max(0.0, points[-1][1] - called) * (width / points[-1][0]) ** 2
+        for (low, low_s), (high, high_s) in pairwise(points):
+            if low < width <= high:
+                found = low_s + (high_s - low_s) * (width**2 - low**2) / (high**2 - low**2)
+        return max(0.0, found - called) if compiled else found
+
+    def to_json(self) -> dict[str, object]:
+        """Plain types for the cache file and the run folder."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, object]) -> "Ceilings":
+        """What `to_json` gave.
+
+        Raises:
+            ValueError: written by another version of this file.
+        """
+        fields = dict(row)
+        if fields.pop("format", None) != _FORMAT:
+            raise ValueError(f"ceilings of another format than {_FORMAT}")
+        by_width = {}
+        for name in ("matmul", "start"):
+            table = fields.pop(name)
+            assert isinstance(table, Mapping)
+            by_width[name] = {fmt: {int(w): value for w, value in row.items()} for fmt, row in table.items()}
+        return cls(**by_width, **fields)  # type: ignore[arg-type]
+
+
+def measure(
+    machine: Machine,
+    cache_dir: str | Path | None = None,
+    *,
+    refresh: bool = False,
+    progress: Callable[[str], None] | None = None,
+    own_process: bool = False,
+) -> Ceilings:
+    """The ceilings of this machine, from the cache where it has them.
+
+    Args:
+        machine: facts about this machine; its device is the one measured.
+        cache_dir: folder of the cache; the user's cache folder by default.
+        refresh: measure again.
+        progress: called with a line of text before each measurement.
+        own_process: measure in a process of its own, so that pages which this leaves are not in the one that goes on.
+
+    Raises:
+        HardwareError: the process of its own was killed.
+
+    A cache folder that cannot be written is told by a warning, and the measurement is used all the same.
+    """
+    key = _key(machine)
+    folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
+    path = folder / "ceilings" / f"{key}.json"
+    if not refresh and (cached := _read(path)) is not None:
+        return cached
+    progress, threads = progress or _in_silence, torch.get_num_threads()
+    if own_process:
+        ceilings = Ceilings.from_json(call_module(__name__, progress, device=machine.device, key=key, threads=threads))
+    else:
+        ceilings = _measure_all(machine, key, threads, progress)
+    _write(path, ceilings)
+    return ceilings
+
+
+def known(machine: Machine, cache_dir: str | Path | None = None) -> Ceilings | None:
+    """What was measured before; None where nothing was. Measures nothing."""
+    folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
+    return _read(folder / "ceilings" / f"{_key(machine)}.json")
+
+
+def _kernels(machine: Machine) -> Kernels:
+    return Kernels(machine, compile=False)
+
+
+def _key(machine: Machine) -> str:
+    facts = {
+        "device": [machine.device, machine.device_name, machine.capability, sorted(machine.cpu_features)],
+        "versions": [torch.__version__, __version__],
+        "threads": torch.get_num_threads(),
+        "kernels": sorted(f"{key} {choice.candidate.name}" for key, choice in _kernels(machine).choices.items()),
+        "format": _FORMAT,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(path: Path) -> Ceilings | None:
+    try:
+        found = Ceilings.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return found if found.quiet or time.time() - path.stat().st_mtime < _BUSY_FOR_S else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        _log.warning("ceilings: %s cannot be used (%s); measuring again", path, error)
+        return None
+
+
+def _write(path: Path, ceilings: Ceilings) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".partial")
+        part.write_text(json.dumps(ceilings.to_json(), indent=1), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        _log.warning("ceilings: not cached, %s cannot be written (%s)", path, error.strerror)
+
+
+def _in_silence(line: str) -> None:
+    """Progress that nobody asked for."""
+
+
+def _measure_all(machine: Machine, key: str, threads: int, progress: Callable[[str], None]) -> Ceilings:
+    torch.set_num_threads(threads)
+    device = torch.device(machine.device)
+    probe, in_runs = Probe(_kernels(machine), device), Probe(Kernels(machine), device)
+    began, load = time.perf_counter(), Load()
+    progress(f"measuring this machine once: {machine.device_name}")
+    products = _middle_timings([_products(probe, machine) for _ in range(_ROUNDS)])
+    matmul = {fmt: {width: timed.rate for width, timed in row.items()} for fmt, row in products.items()}
+    progress("  attention, loss, element-wise work, optimizer (compiled once), memory")
+    rest = _middle([_rest(probe, in_runs, matmul) for _ in range(_ROUNDS)])
+    ceilings = Ceilings(
+        key=key,
+        matmul=matmul,
+        start={fmt: {width: timed.start for width, timed in row.items()} for fmt, row in products.items()},
+        **rest,
+        threads=torch.get_num_threads(),
+        busy=round(probe.busy(), 2),
+        measured_s=round(time.perf_counter() - began, 2),
+        others=round(load.others(), 3),
+    )
+    if not ceilings.quiet:
+        progress(
+            f"  other programs are running (they took {ceilings.others:.0%} of the processors, timings vary "
+            f"{ceilings.busy:.1f}x): predicted seconds are those of a busy machine, and measured again in an hour"
+        )
+    return ceilings
+
+
+def middle(several: Sequence[Ceilings]) -> Ceilings:
+    """Of several measurements of one machine, the middle one of each rate."""
+    same = {"format": _FORMAT, "key": several[0].key, "threads": several[0].threads}
+    facts = [{name: value for name, value in one.to_json().items() if name not in same} for one in several]
+    return Ceilings.from_json(same | _middle(facts))
+
+
+def _middle(rounds: Sequence[Any]) -> Any:
+    """The middle one of each rate."""
+    if not isinstance(rounds[0], Mapping):
+        return statistics.median(rounds)
+    return {name: _middle([found[name] for found in rounds]) for name in rounds[0]}
+
+
+def _middle_timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]]) -> dict[str, dict[int, Timed]]:
+    """The same of products."""
+    return {
+        fmt: {width: Timed.middle([found[fmt][width] for found in rounds]) for width in row}
+        for fmt, row in rounds[0].items()
+    }
+
+
+def _products(probe: Probe, machine: Machine) -> dict[str, dict[int, Timed]]:
+    """Matrix products by format and width."""
+    found = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}
+    found["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else found["fp32"]
+    if machine.capability is not None and machine.capability >= (8, 9):
+        found["fp8"] = probe.matmul_fp8()
+    return found
+
+
+def _rest(probe: Probe, in_runs: Probe, matmul: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
+    """All other rates, by the names of their fields; the optimizer's with the kernels of a run, compiled ones too."""
+    by_format = {
+        "attention": {fmt: probe.attention(dtype) for fmt, dtype in _DTYPES.items()},
+        "loss": {fmt: probe.loss(dtype, matmul[fmt][512]) for fmt, dtype in _DTYPES.items()},
+        "elementwise": {fmt: probe.elementwise(dtype) for fmt, dtype in _DTYPES.items()},
+    }
+    adam = {fmt: in_runs.adam(_DTYPES[fmt]) for fmt in ("fp32", "bf16")} | {"8bit": in_runs.low_bit_adam()}
+    return {
+        **{name: rates | {"tf32": rates["fp32"]} for name, rates in by_format.items()},
+        "adam": adam,
+        "bandwidth": probe.bandwidth(),
+        "exp": probe.exp(),
+    }
+
+
+def _measure_here(device: str, key: str, threads: int) -> dict[str, object]:
+    """What `measure` asks of a process of its own."""
+    return _measure_all(detect_machine(device), key, threads, functools.partial(print, flush=True)).to_json()
+
+
+if __name__ == "__main__":
+    answer(_measure_here)

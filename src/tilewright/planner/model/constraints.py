@@ -1,0 +1,101 @@
+"""What a planner may not choose, because the recipe, the user or the run that is going on has chosen it already.
+
+`None` leaves a thing open. A run that goes on fixes all that would change its numbers; what is left then (what layers
+keep, and where bytes lie) changes no loss.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tilewright.core.config.recipe import Recipe, Tier
+from tilewright.core.hardware import Machine
+from tilewright.core.memory_plan import Activations
+
+BESIDE = ("save.background", "precision.eval_fp32")
+"""Settings of what takes memory beside the steps, which a plan may switch off: they change nothing that is learned."""
+SLICES = (4, 16)
+"""Parts of an MLP that are tried."""
+BLOCK_ROWS = 1024
+"""Query rows at a time that are tried."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Choices that are made already.
+
+    Example:
+        >>> there = [("keep", "device"), ("recompute", "device"), ("recompute", "host")]
+        >>> Fixed(activations=frozenset(["recompute"]), inputs="host").kinds(there)
+        [('recompute', 'host')]
+    """
+
+    executor: str | None = None
+    micro_batch: int | None = None
+    most_rows: int | None = None
+    """No larger micro-batch than this."""
+    loss_tile: int | None = None
+    activations: frozenset[Activations] | None = None
+    """Only these."""
+    parameters: Tier | None = None
+    states: Tier | None = None
+    inputs: Tier | None = None
+    mlp_tiles: int | None = None
+    attention_block: int | None = None
+    layers: tuple["Fixed", ...] = ()
+    """Of each layer by its number, where layers differ in it; then the rest of this is about embedding and head."""
+
+    def of(self, indices: Sequence[int]) -> "Fixed":
+        """What holds for these layers, which do not differ; (-1,) is embedding or head."""
+        return self.layers[indices[0]] if self.layers and indices[0] >= 0 else self
+
+    def tiers(self, which: Literal["parameters", "states"], there: Iterable[Tier]) -> list[Tier]:
+        """Of the tiers that there are, those that are allowed. One that is fixed is there."""
+        fixed = self.parameters if which == "parameters" else self.states
+        return list(there) if fixed is None else [fixed]
+
+    def kinds(self, there: Iterable[tuple[Activations, Tier]]) -> list[tuple[Activations, Tier]]:
+        """Of the ways to treat activations, each with the tier in which the layer's input waits, those that are
+        allowed."""
+        return [
+            (kind, tier)
+            for kind, tier in there
+            if self.inputs in (None, tier) and (self.activations is None or kind in self.activations)
+        ]
+
+    def slices(self, tiled: bool, blocked: bool) -> list[tuple[int, int]]:
+        """(MLP tiles, attention rows) to try; `tiled`, `blocked`: whether the layer can be cut so."""
+        tiles = ((1, *SLICES) if tiled else (1,)) if self.mlp_tiles is None else (self.mlp_tiles,)
+        blocks = ((0, BLOCK_ROWS) if blocked else (0,)) if self.attention_block is None else (self.attention_block,)
+        return [(one, other) for one in tiles for other in blocks]
+
+
+SELECTED: frozenset[Activations] = frozenset(("selective", "products", "attention"))
+"""They keep some results of a layer, which only the standard executor does."""
+KEPT: frozenset[Activations] = frozenset(("keep", "recompute")) | SELECTED
+
+
+def fuses(compiled: bool, machine: Machine) -> bool:
+    """Whether compiled layers may round in other places than eager ones. On a CPU they are told not to
+    (`ops.base.compile.layer_options`, held by a test); on a GPU nobody has looked yet."""
+    return compiled and machine.device != "cpu"
+
+
+def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activations]:
+    """What else a layer may keep without a change of a bit: not where it is recomputed from rounded inputs, and where
+    the compiler fuses what it finds into other roundings (`fuses`) no other kind with 8-bit products, and none of
+    `SELECTED`.
+
+    Example:
+        >>> sorted(same_bits(Recipe(), True, "keep"))
+        ['keep', 'recompute']
+    """
+    precision = recipe.precision
+    formats = {precision.mode, precision.start_mode or precision.mode}
+    formats |= {fmt for rule in precision.rules for fmt in (rule.compute, rule.fprop, rule.dgrad, rule.wgrad)}
+    fp8 = precision.enabled and any(fmt.startswith("fp8") for fmt in formats)
+    if recipe.train.checkpoint_inputs != "exact" or (fused and fp8):
+        return frozenset([kind])
+    if not fused:
+        return KEPT
+    return frozenset([kind]) if kind in SELECTED else KEPT - SELECTED

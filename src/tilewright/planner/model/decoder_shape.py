@@ -1,0 +1,221 @@
+"""The shape of our own decoder, from formulas alone (`models.decoder.activation_bytes`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.models.decoder.activation_bytes import FP32, Storage, layer_bytes, role, tile_bytes, weight_copy_bytes
+from tilewright.models.decoder.config import ActivationCheckpoint, CheckpointInputs, DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.flops import count_flops, mlp_weights
+from tilewright.ops.base.compile import compiles_layers
+from tilewright.ops.kernels import Kernels
+from tilewright.planner.machine.overhead import KIND_BYTES, Pages, process_size
+from tilewright.planner.model.gemms import (
+    BYTES,
+    DTYPES,
+    Product,
+    Weights,
+    held_codes,
+    operand_work,
+    products_of,
+    uncast,
+)
+from tilewright.planner.model.roofline import element_passes, expert_rows
+from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
+from tilewright.planner.model.skeleton import Skeleton
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.policy import Policy
+
+WORK_GUESS = 0.6
+"""Backward's need beyond what a layer keeps, as a share of it, where no trace can tell (experts of tilewright's own
+decoder); what traces of dense layers say, rounded up."""
+
+
+def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> ModelShape:
+    """The shape in one precision mode."""
+    assert skeleton.config is not None
+    config, seq_len = skeleton.config, recipe.data.seq_len
+    compiled = recipe.train.compile == "on" or compiles_layers(recipe.train.compile, machine, by_default=True)
+    kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
+    number = DTYPES[policy.activation]
+    attention, loss = (
+        kernels.choices[operation, machine.device, number, ""].candidate.name
+        for operation in ("attention", "cross_entropy")
+    )
+    masked = not compiled and attention != "amx"
+    embedding, layers, head = skeleton.weights(policy)
+    pages = Pages.of(machine, BYTES[policy.product], compiled)
+    found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled)
+    of_head = Line(0, seq_len * (config.dim * (2 * FP32 + BYTES[policy.activation]) + FP32))
+    read = Line(FP32 * config.vocab_size * config.dim, of_head.per_row)
+    return ModelShape(
+        family="tilewright decoder",
+        classes=tuple(found.layer(place, weights, masked) for place, weights in enumerate(layers)),
+        rest=LayerClass(
+            name="rest",
+            indices=(-1,),
+            weights=Weights(),
+            active_parameters=0,
+            kept=of_head,
+            moved=read.times(element_passes(compiled)),
+            fused=compiled,
+        ),
+        embedding=embedding,
+        head=head,
+        tied=config.tie_embeddings,
+        plain_head=True,
+        seq_len=seq_len,
+        dim=config.dim,
+        vocab_size=config.vocab_size,
+        stream_bytes=BYTES[policy.stream],
+        product_bytes=BYTES[policy.product],
+        product_format=policy.product,
+        logit_bytes=BYTES[policy.activation],
+        compiled=compiled,
+        loss_compiled=loss == "compiled",
+        process_bytes=process_size(machine, compiles=compiled or loss == "compiled", foreign=False),
+        kind_bytes=KIND_BYTES if compiled and machine.device == "cpu" else 0,
+        expert_rows=expert_rows(machine),
+        gaps=pages.gaps,
+        rebuilt=pages.rebuilt,
+        notes=rule_notes(recipe),
+    )
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """Makes layer classes of a decoder in one precision mode."""
+
+    skeleton: Skeleton
+    config: DecoderConfig
+    recipe: Recipe
+    policy: Policy
+    machine: Machine
+    pages: Pages
+    compiled: bool
+
+    @property
+    def seq_len(self) -> int:
+        return self.recipe.data.seq_len
+
+    @property
+    def short(self) -> DecoderConfig:
+        """Of the skeleton, by whose places layers are asked for."""
+        model = self.skeleton.model
+        assert isinstance(model, Decoder)
+        return model.config
+
+    def layer(self, place: int, weights: Weights, masked: bool) -> LayerClass:
+        """The class of a layer. `masked`: attention keeps a mask of all pairs of positions."""
+        config, policy, seq_len = self.config, self.policy, self.seq_len
+        indices = self.skeleton.indices[place]
+        index, moe = indices[0], self.short.is_moe(place)
+        share_of_tokens = config.num_experts_per_token / config.num_experts if config.num_experts else 1.0
+        prefix = f"{self.skeleton.names[place]}."
+        every = products_of(self.skeleton.model, policy, share_of_tokens)
+        products = tuple(product for product in every if product.fqn.startswith(prefix))
+        storage = storage_in(policy, products, compiled=self.compiled, inputs=self.recipe.train.checkpoint_inputs)
+        kept = {mode: self._kept(place, mode, storage) for mode in ("none", "selective", "products", "attention")}
+        work = self._work(kept["none"])
+        mask = float(seq_len**2 * BYTES[policy.product]) if masked else 0.0
+        mlp = Line(0, self._mlp_share(place, storage) * kept["none"].per_row)
+        fused = self.compiled and not moe  # layers with experts are compiled in pieces
+        passed = kept["none"] if fused else self._kept(place, "none", replace(storage, compiled=False))
+        inactive = (config.num_experts - config.num_experts_per_token) * 3 * config.dim * config.expert_dim * moe
+        flops = count_flops(config, seq_len)
+        widths = (config.expert_dim if moe else config.ffn_dim, config.dim)
+        operands = Line.through(*(operand_work(products, rows * seq_len, self.machine) for rows in (1, 2)))
+        return LayerClass(
+            name="layer" if len(self.skeleton.indices) == 1 else "experts" if moe else "dense",
+            indices=indices,
+            weights=weights,
+            active_parameters=weights.count - inactive,
+            kept=kept["none"] + Line(0, mask),
+            kept_selective=kept["selective"],
+            kept_products=kept["products"],
+            kept_attention=kept["attention"],
+            input=Line(0, seq_len * config.dim * BYTES[policy.stream]),
+            routes=moe,
+            work=Line(0, work * kept["none"].per_row) + operands,
+            moved=passed.times(element_passes(fused)),
+            fused=fused,
+            mlp_kept=mlp,
+            mlp_work=Line(0, work * mlp.per_row),
+            mask=mask,
+            products=products,
+            product_flops=float(flops.layers[index] * seq_len),
+            last_flops=float(flops.last[index] * seq_len),
+            mlp_flops=2.0 * seq_len * (mlp_weights(config, index) - inactive),
+            attention_flops=flops.attention * seq_len,
+            largest_weight=largest_weight((config.dim * width for width in widths), self.machine),
+            cast=max(0, weights.count - weights.narrow - uncast(products)) if BYTES[policy.product] < FP32 else 0,
+            called_experts=config.num_experts if moe else 0,
+            buffers=float(held_codes(products, self.machine) + FP32 * config.num_experts * moe),
+            coding=Coding.of(products, seq_len, self.machine),
+        )
+
+    def _kept(self, place: int, mode: ActivationCheckpoint, storage: Storage) -> Line:
+        """Bytes that a layer keeps."""
+        stored, sizes = BYTES[self.policy.storage], []
+        for rows in (1, 2):
+            tokens = rows * self.seq_len
+            total = layer_bytes(self.short, place, mode, storage) * tokens
+            total += tile_bytes(self.short, place, mode, storage, tokens)
+            sizes.append(total + weight_copy_bytes(self.short, place, mode, storage, stored))
+        return Line.through(*sizes)
+
+    def _mlp_share(self, place: int, storage: Storage) -> float:
+        """The token-wise part's share of what a layer keeps, found by making that part almost nothing."""
+        thin = replace(self.short, ffn_dim=1, expert_dim=1 if self.short.num_experts else 0)
+        whole, rest = (layer_bytes(config, place, "none", storage) for config in (self.short, thin))
+        return max(0.0, 1 - rest / whole)
+
+    def _work(self, kept: Line) -> float:
+        """Backward's need as a share of what a layer keeps; on a CPU as measured."""
+        if self.machine.device == "cpu":
+            return self.pages.work
+        if self.config.num_experts or self.policy.is_fp8:
+            return WORK_GUESS
+        need = work_per_token(self.config, BYTES[self.policy.product], BYTES[self.policy.stream])
+        return need / (kept.per_row / self.seq_len)
+
+
+def storage_in(policy: Policy, products: Sequence[Product], *, compiled: bool, inputs: CheckpointInputs) -> Storage:
+    """What a layer's activations are kept in.
+
+    Args:
+        policy: in one mode.
+        products: of the layer.
+        compiled: whether it is.
+        inputs: what a layer that is recomputed keeps of its input.
+    """
+    gemms = {role(product.fqn): product.gemms for product in products if product.gemms.any_fp8}
+    kept = Storage(BYTES[policy.stream], BYTES[policy.activation], compiled, inputs)
+    return _with_codes(kept, gemms, policy.keep)
+
+
+def _with_codes(kept: Storage, gemms: Mapping[str, Gemms], keep: str) -> Storage:
+    codes = {
+        name
+        for name, formats in gemms.items()
+        if formats.wgrad in FP8_FORMATS and (keep == "codes" or name.startswith("experts."))  # these run as one
+    }
+    fused = {name for name in codes if gemms[name].fprop in FP8_FORMATS and not gemms[name].tensorwise}
+    return replace(kept, tiled=frozenset(gemms), codes=frozenset(codes), fused=frozenset(fused))
+
+
+def work_per_token(config: DecoderConfig, product: int, stream: int) -> float:
+    """Bytes a token that backward of an eager dense layer has alive beyond what the layer keeps.
+
+    What traces say (tests/planner/test_classes.py): the gradients around SwiGLU, which is computed in FP32, and that of
+    the layer's output; where the MLP is thin, attention's.
+
+    Args:
+        config: of the decoder.
+        product: bytes of a number in the products.
+        stream: bytes of a number in the residual stream.
+    """
+    around_mlp = (10 if product == 2 else 8) * config.ffn_dim + stream * config.dim
+    return max(around_mlp, 12.0 * config.dim)

@@ -1,0 +1,177 @@
+"""Matrix products of a model's linear layers, and its weights: what they are stored in, and what trains.
+
+Found on the meta device; `planner.model.decoder_shape` and `planner.model.hf_shape` make layer classes of them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.hardware import Machine
+from tilewright.formats.quadratic_map import num_blocks
+from tilewright.precision.convert import explain
+from tilewright.precision.float8.frozen_linear import Fp8Linear
+from tilewright.precision.float8.gemm.gemm_ops import SWITCH_BYTES
+from tilewright.precision.float8.gemm.weight_store import store_bytes
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+from tilewright.precision.policy.policy import Policy
+
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer: its shape, the tokens that pass it as a share of a row's, the formats of its products."""
+
+    fqn: str
+    num_in: int
+    num_out: int
+    share: float
+    gemms: Gemms
+    is_head: bool = False
+    frozen: bool = False
+    """The weight has no gradient."""
+    coded: bool = False
+    """The weight is kept in 8 bits alone: it counts as a parameter."""
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the weight."""
+        return self.num_in * self.num_out
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes kept of the quantised weight between passes; 0 without 8-bit GEMMs, and on a GPU (`weight_store`)."""
+        if self.coded or not self.gemms.any_fp8:
+            return 0
+        return store_bytes((self.num_out, self.num_in), tensorwise=self.gemms.tensorwise)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of a part of a model, in elements; `stored` in bytes."""
+
+    count: int = 0
+    """All, those of frozen 8-bit layers included."""
+    trained: int = 0
+    """Those that have gradients and optimizer states."""
+    narrow: int = 0
+    """Those that are stored in 16 bits."""
+    narrow_trained: int = 0
+    blocks: int = 0
+    """Scales of one moment in 8 bits."""
+    stored: float = 0.0
+
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, number: int) -> "Weights":
+        """Of so many equal parts."""
+        return Weights(*(number * getattr(self, f.name) for f in fields(self)))
+
+    @classmethod
+    def of(cls, modules: Iterable[tuple[str, nn.Module]], storage: Mapping[str, str], seen: set[int]) -> "Weights":
+        """The weights of some modules by name, each counted once.
+
+        Args:
+            modules: pairs of name and module, every level of the tree among them.
+            storage: format by module name, from `convert.explain`; FP32 for all others.
+            seen: identities of tensors that were counted already; grows.
+        """
+        total = cls()
+        for fqn, module in modules:
+            size = BYTES.get(storage.get(fqn, "fp32"), 4)
+            for tensor, each in _tensors(module, size):
+                if id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                number, narrow = tensor.numel(), size == 2 and isinstance(tensor, nn.Parameter)
+                scales = module.weight_scale_inv.nbytes if isinstance(module, Fp8Linear) and each == 1 else 0
+                trained = tensor.requires_grad
+                total += cls(
+                    count=number,
+                    trained=number * trained,
+                    narrow=number * narrow,
+                    narrow_trained=number * (narrow and trained),
+                    blocks=num_blocks(number) * trained,
+                    stored=number * each + scales,
+                )
+        return total
+
+
+def _tensors(module: nn.Module, size: int) -> Iterator[tuple[Tensor, int]]:
+    """A module's own weights and the bytes of an element of each."""
+    for parameter in module.parameters(recurse=False):
+        yield parameter, size
+    if isinstance(module, Fp8Linear):
+        yield module.weight, 1
+
+
+def storage_of(model: nn.Module, policy: Policy) -> dict[str, str]:
+    """The format in which each module's parameters are stored, by name."""
+    return {row.fqn: row.storage for row in explain(model, policy)}
+
+
+def products_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | float = 1.0) -> tuple[Product, ...]:
+    """Linear layers and the router, in the model's order, with the formats that the policy gives them.
+
+    Args:
+        model: on the meta device.
+        policy: in one mode.
+        shares: of a row's tokens that pass a layer, by name, those without a name left out; one number for all, of
+            which the experts of our decoder get those that the router sends them.
+    """
+    rows = {row.fqn: row for row in explain(model, policy)}
+    found = []
+    for fqn, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if fqn not in rows or weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
+            continue
+        if isinstance(shares, Mapping):
+            if fqn not in shares:
+                continue
+            share = shares[fqn]
+        else:
+            share = shares if ".experts." in fqn else 1.0
+        row = rows[fqn]
+        gemms = row.gemms or Gemms.all(row.compute)
+        coded = isinstance(module, Fp8Linear)
+        shape = weight.shape[1], weight.shape[0]
+        found.append(Product(fqn, *shape, share, gemms, row.op == "head", not weight.requires_grad, coded))
+    return tuple(found)
+
+
+def fp8_unit(machine: Machine) -> bool:
+    """Whether matrix units multiply 8-bit operands."""
+    return machine.capability is not None and machine.capability >= (8, 9)
+
+
+def held_codes(products: Sequence[Product], machine: Machine) -> int:
+    """Bytes kept of quantised weights, and of what says their formats; on a GPU nothing is kept."""
+    if machine.device != "cpu":
+        return 0
+    return sum(product.code_bytes + SWITCH_BYTES for product in products if product.gemms.any_fp8)
+
+
+def operand_work(products: Sequence[Product], tokens: float, machine: Machine) -> float:
+    """Bytes of the operands of the busiest 8-bit product: both copies of codes, and as decoded where no unit multiplies
+    them."""
+    size = 2 if fp8_unit(machine) else 4
+    needs = (
+        size * (tokens * product.share * (product.num_in + product.num_out) + product.num_weights)
+        for product in products
+        if product.gemms.any_fp8
+    )
+    return max(needs, default=0.0)
+
+
+def uncast(products: Iterable[Product]) -> int:
+    """Weights that no pass casts to 16 bits: all three of their products read codes."""
+    return sum(product.num_weights for product in products if _all_fp8(product.gemms))
+
+
+def _all_fp8(gemms: Gemms) -> bool:
+    return all(name in FP8_FORMATS for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))

@@ -1,0 +1,262 @@
+"""The shape of a Hugging Face model: its skeleton is traced with one row and with two."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.models.base.routers import find_routers
+from tilewright.models.hf.model import HFModel
+from tilewright.ops.base.compile import compiles_layers
+from tilewright.ops.kernels import Kernels
+from tilewright.planner.machine.overhead import free_pages, process_size
+from tilewright.planner.model.gemms import BYTES, DTYPES, Product, Weights, held_codes, operand_work, products_of
+from tilewright.planner.model.roofline import element_passes, walked
+from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
+from tilewright.planner.model.skeleton import Skeleton
+from tilewright.planner.trace.byte_counter import GemmKind
+from tilewright.planner.trace.layer_trace import TracedLayer, flops_of
+from tilewright.planner.trace.trace import Trace, Untraceable, trace_model
+from tilewright.precision.policy.policy import Policy
+
+EAGER = "activations are those of eager layers; compiled ones keep less"
+
+Gemms = Mapping[GemmKind, tuple[int, float]]
+
+
+def trace_twice(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine) -> tuple[Trace, Trace] | str:
+    """Traces of one row and of two; why there are none."""
+    try:
+        one, two = (_traced(skeleton, recipe, policy, machine, rows) for rows in (1, 2))
+    except Untraceable as error:
+        return str(error)
+    return one, two
+
+
+def _traced(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine, rows: int) -> Trace:
+    """A trace. What quantisation moves is priced apart (`shape.Coding`): with 8-bit products all that is moved, and
+    called, is that of the same model in BF16."""
+    assert isinstance(skeleton.model, HFModel)
+    found = trace_model(skeleton.model, skeleton.names, recipe, policy, machine, rows)
+    if not policy.is_fp8:
+        return found
+    plain = trace_model(skeleton.model, skeleton.names, recipe, policy.in_mode("bf16_mixed"), machine, rows)
+    pairs = zip(found.layers, plain.layers, strict=True)
+    layers = tuple(replace(one, **{name: getattr(other, name) for name in _MOVED}) for one, other in pairs)
+    return replace(found, layers=layers, **{name: getattr(plain, name) for name in _MOVED})
+
+
+_MOVED = ("moved", "fresh", "operations")
+
+
+def foreign_shape(
+    skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine, traced: tuple[Trace, Trace] | str
+) -> ModelShape:
+    """The shape; of a model that could not be traced its weights alone."""
+    model = skeleton.model
+    assert isinstance(model, HFModel)
+    embedding, layers, head = skeleton.weights(policy)
+    net: Any = model.net
+    images = model.task == "image_classification"
+    seq_len = 1 if images else recipe.data.seq_len
+    output = None if images else net.get_output_embeddings()
+    plain = not isinstance(traced, str) and traced[0].plain_head
+    kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
+    choice = kernels.choices["cross_entropy", machine.device, DTYPES[policy.activation], ""]
+    loss_compiled = plain and choice.candidate.name == "compiled"
+    compiled = recipe.train.compile == "on" or compiles_layers(recipe.train.compile, machine, by_default=False)
+    free = free_pages(machine, BYTES[policy.product])
+    if isinstance(traced, str):
+        names = zip(skeleton.indices, layers, strict=True)
+        classes = tuple(LayerClass(_name(i, skeleton, False), kind, w, w.count) for i, (kind, w) in enumerate(names))
+        rest, backward, notes, unknown = LayerClass("rest", (-1,), Weights(), 0), Line(), (), traced
+    else:
+        found = _Found(skeleton, recipe, policy, machine, traced, seq_len, free, compiled)
+        classes = tuple(found.layer(place, weights) for place, weights in enumerate(layers))
+        rest, backward, unknown = found.rest(), found.through("backward"), ""
+        notes = (*traced[0].notes, *((EAGER,) if compiled else ()))
+    width = getattr(net.config.get_text_config(), "hidden_size", 0)
+    words = getattr(model.get_submodule(skeleton.embedding), "weight", None) if skeleton.embedding else None
+    return ModelShape(
+        family=f"{type(net).__name__} ({net.config.model_type})",
+        classes=classes,
+        rest=rest,
+        embedding=embedding,
+        head=head,
+        tied=words is not None and output is not None and output.weight is words,
+        plain_head=plain,
+        seq_len=seq_len,
+        dim=output.in_features if plain and output is not None else width,
+        vocab_size=output.out_features if plain and output is not None else 0,
+        stream_bytes=BYTES[policy.stream],
+        product_bytes=BYTES[policy.product],
+        product_format=policy.product,
+        logit_bytes=BYTES[policy.activation],
+        compiled=compiled,
+        loss_compiled=loss_compiled,
+        process_bytes=process_size(machine, compiles=compiled or loss_compiled, foreign=True),
+        gaps=free,
+        spread=free,
+        rebuilt=1 + free,
+        backward=backward,
+        notes=(*rule_notes(recipe), *notes),
+        unknown=unknown,
+    )
+
+
+class _Found:
+    """Layer classes and what stands around them, from the traces of one row and of two."""
+
+    def __init__(
+        self, skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine,
+        traced: tuple[Trace, Trace], seq_len: int, free: float, compiled: bool,
+    ) -> None:  # fmt: skip
+        self.skeleton, self.machine, self.traced = skeleton, machine, traced
+        self.seq_len, self.free, self.compiled = seq_len, free, compiled
+        self.causal = 0.5 if recipe.model.task == "causal_lm" else 1.0
+        self.stored = BYTES[policy.activation]
+        one = traced[0]
+        linears = {name: module for name, module in skeleton.model.named_modules() if isinstance(module, nn.Module)}
+        self.layer_gemms = [_named(layer.gemms, name) for name, layer in zip(skeleton.names, one.layers, strict=True)]
+        self.rest_gemms = _without(one.gemms, self.layer_gemms)
+        by_name: dict[str, float] = {}
+        for gemms in (*self.layer_gemms, self.rest_gemms):
+            for kind, (_, flops) in gemms.items():
+                by_name[kind.module] = by_name.get(kind.module, 0.0) + flops
+        shares = {}
+        for name, flops in by_name.items():
+            weight = getattr(linears.get(name), "weight", None) if name else None
+            if weight is not None and weight.dim() == 2:
+                shares[name] = flops / (2 * seq_len * weight.numel())
+        self.products = products_of(skeleton.model, policy, shares)
+
+    def through(self, name: str) -> Line:
+        """A number of the whole trace."""
+        return Line.through(*(getattr(trace, name) for trace in self.traced))
+
+    def layer(self, place: int, weights: Weights) -> LayerClass:
+        """The class of a layer."""
+        one, two = (trace.layers[place] for trace in self.traced)
+        prefix = f"{self.skeleton.names[place]}."
+        products = tuple(product for product in self.products if product.fqn.startswith(prefix))
+        others = _beside(self.layer_gemms[place], products)
+        module = self.skeleton.layers[place]
+        stacked = sum(p.numel() for p in module.parameters() if p.dim() == 3)
+        active = weights.count - stacked
+        free = 1 + self.free
+
+        def line(name: str) -> Line:
+            return Line.through(getattr(one, name), getattr(two, name))
+
+        return LayerClass(
+            name=_name(place, self.skeleton, stacked > 0),
+            indices=self.skeleton.indices[place],
+            weights=weights,
+            active_parameters=min(weights.count, active + flops_of(others) / (2 * self.seq_len)),
+            kept=line("kept"),
+            kept_selective=line("kept_selective"),
+            kept_products=line("kept_products"),
+            kept_attention=line("kept_attention"),
+            input=Line(0, one.input),
+            routes=next(find_routers(module), None) is not None,
+            work=line("work").times(free) + self._operands(products),
+            moved=self._walked(one, two),
+            fused=self.compiled,
+            mlp_kept=line("mlp_kept"),
+            mlp_work=line("mlp_work").times(free),
+            products=products,
+            product_flops=one.products,
+            last_flops=one.last_products,
+            mlp_flops=one.mlp_products,
+            attention_flops=self.causal * one.attention,
+            largest_weight=largest_weight((p.numel() for p in module.parameters()), self.machine),
+            others=others,
+            operations=0 if self.compiled else one.operations,
+            buffers=float(held_codes(products, self.machine)),
+            coding=Coding.of(products, self.seq_len, self.machine),
+        )
+
+    def rest(self) -> LayerClass:
+        """What the whole skeleton has and its layers have not."""
+        one = self.traced[0]
+        inside = tuple(f"{name}." for name in self.skeleton.names)
+        products = tuple(p for p in self.products if not p.fqn.startswith(inside))
+        gradient = self.seq_len * self.skeleton_width * self.stored if one.plain_head else 0.0
+        work = Line()
+        if not one.plain_head:
+            needs = (max(trace.peak, trace.passing) - trace.kept for trace in self.traced)
+            work = Line.through(*needs)
+        return LayerClass(
+            name="rest",
+            indices=(-1,),
+            weights=Weights(),
+            active_parameters=0,
+            kept=Line.through(*(_rest_of(trace, "kept") for trace in self.traced)) + Line(0, gradient),
+            work=work + self._operands(products),
+            moved=Line.through(
+                *(walked(self.machine, _rest_of(trace, "moved"), _rest_of(trace, "fresh")) for trace in self.traced)
+            ),
+            products=products,
+            product_flops=flops_of(self.rest_gemms),
+            attention_flops=self.causal * _rest_of(one, "attention"),
+            others=_beside(self.rest_gemms, products),
+            operations=int(_rest_of(one, "operations")),
+            buffers=float(held_codes(products, self.machine)),
+            coding=Coding.of(products, self.seq_len, self.machine),
+        )
+
+    @property
+    def skeleton_width(self) -> int:
+        """Features that a plain head reads."""
+        net: Any = self.skeleton.model.net
+        return net.get_output_embeddings().in_features
+
+    def _operands(self, products: Sequence[Product]) -> Line:
+        return Line.through(*(operand_work(products, rows * self.seq_len, self.machine) for rows in (1, 2)))
+
+    def _walked(self, one: TracedLayer, two: TracedLayer) -> Line:
+        """What loops of a layer move; compiled ones make fewer passes, into memory that is there."""
+        if self.compiled:
+            return Line.through(one.moved, two.moved).times(element_passes(True) / element_passes(False))
+        return Line.through(*(walked(self.machine, layer.moved, layer.fresh) for layer in (one, two)))
+
+
+def _rest_of(trace: Trace, name: str) -> float:
+    """Of a number of a trace what its layers have no part in."""
+    return max(0.0, getattr(trace, name) - sum(getattr(layer, name) for layer in trace.layers))
+
+
+def _named(gemms: Gemms, layer: str) -> Gemms:
+    """Products of a layer by the names of linear layers in the model."""
+    return {_full(kind, layer): found for kind, found in gemms.items()}
+
+
+def _full(kind: GemmKind, layer: str) -> GemmKind:
+    return GemmKind(f"{layer}.{kind.module}" if kind.module else "", kind.dtype, kind.width, kind.groups)
+
+
+def _without(whole: Gemms, parts: Sequence[Gemms]) -> Gemms:
+    """Products of the whole that are in no part."""
+    found = {}
+    for kind, (calls, flops) in whole.items():
+        of_parts = [part.get(kind, (0, 0.0)) for part in parts]
+        left = calls - sum(one for one, _ in of_parts), flops - sum(one for _, one in of_parts)
+        if left[0] > 0 and left[1] > 0:
+            found[kind] = left
+    return found
+
+
+def _beside(gemms: Gemms, products: Sequence[Product]) -> Gemms:
+    """Products that are no linear layer's."""
+    names = {product.fqn for product in products}
+    return {kind: found for kind, found in gemms.items() if kind.module not in names}
+
+
+def _name(place: int, skeleton: Skeleton, experts: bool) -> str:
+    if len(skeleton.names) == 1:
+        return "layer"
+    many = len(skeleton.names) > 2
+    return ("experts" if experts else "dense") + (f"-{place}" if many else "")

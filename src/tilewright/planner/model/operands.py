@@ -1,0 +1,55 @@
+"""Bytes read and written to make 8-bit operands of products, and to decode them where no unit multiplies them.
+
+A pass over a layer quantises its inputs, or their gradients, once for each group of layers that reads them. Without a
+unit for 8 bits the codes of both operands are decoded before each product. The codes of weights are made once per step
+on a CPU, which keeps them, and in each pass on a GPU (`precision.float8.gemm.weight_store`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tilewright.core.hardware import Machine
+from tilewright.models.decoder.activation_bytes import shared_input
+from tilewright.planner.model.gemms import Product, fp8_unit
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS
+
+READ_BYTES = 2
+"""An element of an input or gradient as quantisation reads it; each copy that it writes has one byte."""
+DECODE_BYTES = 3
+"""A code is read, a BF16 number written."""
+WEIGHT_BYTES = 5
+"""A weight is read in FP32, its codes are written."""
+
+
+@dataclass(frozen=True)
+class OperandBytes:
+    """Bytes moved for 8-bit operands. `forward`: in a micro-batch's forward pass, and again where it is recomputed.
+    `backward`: in its backward pass. `step`: once per step."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    step: float = 0.0
+
+    @classmethod
+    def of(cls, products: Iterable[Product], tokens: float, machine: Machine) -> "OperandBytes":
+        """The bytes of some linear layers for `tokens` tokens of a micro-batch, experts as evenly used."""
+        forward = backward = codes = 0.0
+        seen, has_unit = set[tuple[str, int]](), fp8_unit(machine)
+        for product in products:
+            gemms, rows = product.gemms, tokens * product.share
+            fprop, dgrad, wgrad = (name in FP8_FORMATS for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
+            wgrad = wgrad and not product.frozen
+            x, dy, weight = rows * product.num_in, rows * product.num_out, product.num_weights
+            reader = shared_input(product.fqn)
+            if (fprop or wgrad) and reader not in seen:
+                seen.add(reader)
+                forward += x * (READ_BYTES + fprop + wgrad)
+            if dgrad or wgrad:
+                backward += dy * (READ_BYTES + dgrad + wgrad)
+            if not has_unit:
+                forward += DECODE_BYTES * fprop * (x + weight)
+                backward += DECODE_BYTES * (dgrad * (dy + weight) + wgrad * (dy + x))
+            codes += WEIGHT_BYTES * weight * gemms.any_fp8 * (not product.coded)
+        if machine.device == "cpu":
+            return cls(forward, backward, codes)
+        return cls(forward + codes, backward + codes)

@@ -1,0 +1,120 @@
+"""A model with one layer of each kind in the place of all of them, on the meta device."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from tilewright.core.config.recipe import LoraSection, ModelSection, Recipe
+from tilewright.models.base.meta import shapes_only
+from tilewright.models.build import build_model, decoder_config
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.hf.model import HFModel
+from tilewright.ops.kernels import Kernels
+from tilewright.planner.model.gemms import Weights, storage_of
+from tilewright.planner.model.stacks import find_stack, keep_layers
+from tilewright.precision.lora.lora import add_lora
+from tilewright.precision.policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A meta model with one layer of each class in the place of all of them."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+    """Of those layers in the model; none for a model without a list of layers."""
+    indices: tuple[tuple[int, ...], ...]
+    """Numbers of the layers that each stands for."""
+    embedding: str
+    """Name of the module before the layers; empty where the model names none."""
+    config: DecoderConfig | None
+    """The whole decoder's; None for a foreign model."""
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """One of each class."""
+        return [self.model.get_submodule(name) for name in self.names]
+
+    def outside(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules around the layers, by name."""
+        inside = tuple(f"{name}." for name in self.names)
+        for name, module in self.model.named_modules():
+            if name not in self.names and not name.startswith(inside):
+                yield name, module
+
+    def weights(self, policy: Policy) -> tuple[Weights, list[Weights], Weights]:
+        """Of what stands before the layers, of each of the layers, and of what stands behind them; tied ones count
+        where they come first."""
+        storage, seen = storage_of(self.model, policy), set[int]()
+        named = self.model.get_submodule(self.embedding).named_modules(prefix=self.embedding) if self.embedding else ()
+        before = Weights.of(named, storage, seen)
+        layers = [
+            Weights.of(layer.named_modules(prefix=name), storage, seen)
+            for name, layer in zip(self.names, self.layers, strict=True)
+        ]
+        return before, layers, Weights.of(self.outside(), storage, seen)
+
+
+def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:
+    """The skeleton of a recipe's model, with its adapters.
+
+    Raises:
+        ConfigError: the model cannot be built.
+        CheckpointError: its folder cannot be read.
+    """
+    if recipe.model.kind == "decoder":
+        return _short_decoder(recipe.model, recipe.lora, vocab_size)
+    model = build_model(recipe.model.model_copy(update={"weights": "random"}), vocab_size, device="meta")
+    assert isinstance(model, HFModel)
+    _adapt(model, recipe.lora)
+    standard = recipe.memory.executor == "standard"
+    if standard:
+        model.activation_checkpoint = recipe.train.activation_checkpoint  # refused by models that cannot do it
+        model.activation_checkpoint = "none"
+    whole = standard and not model.layers  # its layers cannot be checkpointed one by one
+    return Skeleton(model, (), (), _embedding(model, ()), None) if whole else _foreign_skeleton(model)
+
+
+def _adapt(model: nn.Module, lora: LoraSection) -> None:
+    if lora.rank:
+        add_lora(model, lora.rank, lora.alpha, lora.targets, lora.base)
+
+
+def _short_decoder(section: ModelSection, lora: LoraSection, vocab_size: int) -> Skeleton:
+    """A decoder with one layer of each kind."""
+    config = decoder_config(section, vocab_size)
+    kinds = {config.is_moe(layer): layer for layer in reversed(range(config.num_layers))}
+    indices = tuple(
+        tuple(layer for layer in range(config.num_layers) if config.is_moe(layer) == moe) for moe in sorted(kinds)
+    )
+    short = replace(config, num_layers=len(kinds), num_dense_layers=int(False in kinds))
+    with shapes_only():
+        model = Decoder(short, Kernels.default())
+    _adapt(model, lora)
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = tuple(names[id(block)] for block in model.blocks)
+    return Skeleton(model, blocks, indices, names[id(model.model.embed_tokens)], config)
+
+
+def _foreign_skeleton(model: HFModel) -> Skeleton:
+    """Sort the layers of a foreign model by structure and keep one of each."""
+    stack = find_stack(model)
+    if stack is not None:
+        keep_layers(model, stack, [indices[0] for indices in stack.kinds])
+    kinds = stack.kinds if stack is not None else ()
+    names = tuple(f"{stack.name}.{place}" for place in range(len(kinds))) if stack is not None else ()
+    return Skeleton(model, names, kinds, _embedding(model, names), None)
+
+
+def _embedding(model: HFModel, layers: Sequence[str]) -> str:
+    """Name of the module before the layers; empty where the model names none outside of them."""
+    net: Any = model.net
+    try:
+        first = net.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # models of images may name none
+        return ""
+    name = next((name for name, module in model.named_modules() if module is first), "")
+    return "" if any(name.startswith(f"{layer}.") for layer in layers) else name

@@ -1,0 +1,239 @@
+"""What operations keep, move and compute, counted as they run: on real tensors or on fake ones.
+
+`LiveBytes` counts bytes, and FLOPs by the format and the module that they run in; `flop_counter` counts FLOPs alone.
+Both know operations that torch's own counter does not.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from tilewright.ops.backends.native import dequant_gemm  # noqa: F401  these register operators that are counted here
+from tilewright.precision.float8.gemm import gemm_ops  # noqa: F401
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+
+def _flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return sdpa_flop_count(query, key, value)
+
+
+def _product_flops(operand: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
+    return 2 * prod(out_shape) * operand[1]
+
+
+def _grouped_flops(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
+    """Each row [M, K] meets the weight [K, N] of one expert."""
+    return 2 * prod(rows) * weights[-1]
+
+
+_aten = torch.ops.aten
+_FLASH_ON_CPU = {_aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops}
+"""torch's counter knows the fused attentions of CUDA only."""
+_PRODUCTS = (torch.ops.tilewright.dequant_gemm, torch.ops.tilewright.tile_fprop)
+COUNTED = {
+    **_FLASH_ON_CPU,
+    _aten._grouped_mm: _grouped_flops,
+    **dict.fromkeys(_PRODUCTS, _product_flops),
+}
+_WALKS_NOWHERE = (
+    *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+    _aten._unsafe_view,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+_GATHERS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
+"""They read as much as they write, however large the table is."""
+ATTENTION = (
+    *_FLASH_ON_CPU,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+)
+
+
+_ATTENTION_BACKWARD = (
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward,
+)
+"""Left out: plans take backward of attention as a multiple of forward."""
+
+
+def flop_counter() -> "FlopCounterMode":
+    """torch's counter of FLOPs, with our operations. Imported here: it loads triton, and that a fifth of a second,
+    which plans of our own decoder need not wait for."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False, custom_mapping=COUNTED)
+
+
+@functools.cache
+def _formulas() -> Mapping[Any, Callable[..., int]]:
+    """FLOPs of operations, from their arguments and `out_val`."""
+    from torch.utils.flop_counter import flop_registry, shape_wrapper  # here, as above
+
+    return {**flop_registry, **{packet: shape_wrapper(count) for packet, count in COUNTED.items()}}
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    """Whether an operation gives its arguments' storage alone."""
+    aliases = [value.alias_info for value in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+@functools.cache
+def _moves(func: Any) -> bool:
+    """Whether an operation walks over its tensors: not a view, and no product, whose operations are what it costs."""
+    packet = func.overloadpacket
+    return not (packet in _formulas() or packet in _WALKS_NOWHERE or is_view(func))
+
+
+@dataclass(frozen=True)
+class GemmKind:
+    """Matrix products that cost alike for each FLOP.
+
+    `module`: name of the linear layer that they are part of, empty outside of all (`LiveBytes.watching`). `dtype`: of
+    the operands. `width`: square root of the weight's elements. `groups`: weights that one operation multiplies by
+    (experts in one tensor).
+    """
+
+    module: str
+    dtype: torch.dtype
+    width: float
+    groups: int
+
+
+class TooLong(Exception):
+    """More operations than `LiveBytes` was to count."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts bytes of storages that operations make, for as long as they live, and what operations move and compute.
+
+    Args:
+        limit: operations after which `TooLong` is raised; 0: none. Settable; not inside of a backward pass, out of
+            which no exception of this kind comes.
+
+    Attributes:
+        live, peak: bytes now, and at most.
+        landed: of `live`, gradients of parameters that are complete (`watching`).
+        passing_peak: most bytes beside complete gradients.
+        moved: bytes read and written by all that is no matrix product and no attention, views left out.
+        fresh: of the bytes that these write, those in storages that they make.
+        in_backward: set it while autograd runs backward. It adds gradients up in place; on fake tensors, which are a
+            subclass, it makes a new tensor and drops the old one at once.
+        operations: how many ran.
+        gemms: (calls, FLOPs) of matrix products, by kind. Attention is not among them.
+        attention: FLOPs of fused attention's forward pass.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        super().__init__()
+        self.live = self.peak = self.moved = self.fresh = 0
+        self.in_backward = False
+        self.landed = self.passing_peak = 0
+        self.operations = 0
+        self.gemms: dict[GemmKind, tuple[int, float]] = {}
+        self.attention = 0.0
+        self.limit = limit
+        self._known: set[int] = set()
+        self._module = ""
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, tell products of linear layers by these layers, and complete gradients of parameters from others."""
+        handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            if _is_linear(module):
+                handles.append(module.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_module", name)))
+                handles.append(module.register_forward_hook(lambda *_: setattr(self, "_module", "")))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._land))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _land(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.landed += parameter.grad.nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # asks for a property of a fake tensor
+            return out
+        self.operations += 1
+        if self.limit and self.operations > self.limit:
+            raise TooLong(f"more than {self.limit:,} operations")
+        self._count_products(func.overloadpacket, out, args, kwargs or {})
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        old = {id(t.untyped_storage()) for t in read}
+        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        in_place = self.in_backward and func is _aten.add.Tensor and written[0].shape == read[0].shape
+        made = sum(self._add(tensor.untyped_storage(), old) for tensor in written)
+        if not in_place:
+            self.peak = max(self.peak, self.live)
+            self.passing_peak = max(self.passing_peak, self.live - self.landed)
+        if _moves(func):
+            self.fresh += 0 if in_place else made
+            walked = (*written, *written) if func.overloadpacket in _GATHERS else (*read, *written)
+            self.moved += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in walked)
+        return out
+
+    def _count_products(self, packet: Any, out: Any, args: Any, kwargs: Any) -> None:
+        formula = _formulas().get(packet)
+        if formula is None or packet in _ATTENTION_BACKWARD:
+            return
+        flops = formula(*args, **kwargs, out_val=out)
+        if packet in ATTENTION:
+            self.attention += flops
+            return
+        kind = _kind(self._module, packet, args)
+        calls, before = self.gemms.get(kind, (0, 0.0))
+        self.gemms[kind] = (calls + 1, before + flops)
+
+    def _add(self, storage: torch.UntypedStorage, old: set[int]) -> int:
+        """Count a storage; its bytes where it is new."""
+        key = storage._cdata
+        if key in self._known or id(storage) in old:
+            return 0
+        size = storage.nbytes()
+        self._known.add(key)
+        self.live += size
+        weakref.finalize(storage, self._free, key, size)
+        return size
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def _kind(module: str, packet: Any, args: Any) -> GemmKind:
+    """What a product of these arguments is; its weight is the last of them."""
+    operands = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1]
+    weight = operands[-1]
+    if packet is _aten._grouped_mm and weight.dim() == 3:
+        return GemmKind(module, weight.dtype, prod(weight.shape[1:]) ** 0.5, weight.shape[0])
+    return GemmKind(module, weight.dtype, (prod(weight.shape[-2:]) if weight.dim() == 3 else weight.numel()) ** 0.5, 1)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies rows by one weight."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)

@@ -1,0 +1,244 @@
+"""What a Hugging Face model keeps, needs and computes in a micro-batch, found by running it on fake tensors.
+
+The model is a skeleton: one layer of each class stands for all of them. Its forward and backward pass run as they
+would, operation by operation, and every tensor alive that was not alive before counts; then each layer is measured
+where it stands (`layer_trace`). Data-dependent choices are not made: rows are taken as packed, experts as evenly used
+(a GEMM over the experts of one tensor takes the same memory and work however rows are spread). A model whose shapes
+depend on values (a loop over the experts that were hit) cannot be traced, and the plan then knows its weights alone.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.models.hf.model import HFModel
+from tilewright.models.hf.probe import REFUSALS, Documents
+from tilewright.ops.kernels import Kernels
+from tilewright.planner.trace.byte_counter import GemmKind, LiveBytes, TooLong, is_view
+from tilewright.planner.trace.fake_model import KERNELS, document_styles, quiet, text_inputs, to_fake
+from tilewright.planner.trace.fake_operations import GroupedGemms, fuse_attention
+from tilewright.planner.trace.layer_trace import TracedLayer, trace_layers
+from tilewright.precision.convert import convert
+from tilewright.precision.policy.policy import Policy
+
+MASKED_SHARE = 0.15
+"""Share of the tokens that a masked language model predicts."""
+GROUPED_CONVOLUTIONS = "grouped convolutions are priced as matrix products of their size; backward takes them longer"
+DOCUMENTS_AS_ROWS = (
+    "the model takes no document masks, and how many padded rows a packed row becomes depends on the data"
+)
+"""Why memory is not known where documents run as rows of their own: a full row is traced, and several short documents
+take up to as many rows, each as long as the longest."""
+LIMIT = 100_000
+"""Operations of a skeleton's forward pass that are traced; beyond, nothing is known. With backward about three times as
+many run, some 0.1 ms each."""
+_SHORT = 8
+"""Positions of a row that tells how a model makes its logits."""
+
+
+class Untraceable(Exception):
+    """Why a model cannot be traced."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch of a skeleton; bytes beside parameters. Products and loss of a plain head are not in it."""
+
+    kept: int
+    """Alive after forward, for backward."""
+    peak: int
+    """Most alive in forward."""
+    backward: int
+    """Most alive in backward, gradients of parameters among them."""
+    passing: int
+    """The same without gradients that are complete: of a micro-batch that adds to gradients that are there."""
+    moved: int
+    """Read and written, forward and backward, by all but matrix products and attention."""
+    fresh: int
+    """Of these, written into new memory."""
+    gemms: Mapping[GemmKind, tuple[int, float]]
+    """Calls and FLOPs of forward's matrix products."""
+    attention: float
+    """FLOPs of forward's fused attention, all pairs of positions counted."""
+    operations: int
+    """Calls of operations, forward and backward."""
+    plain_head: bool
+    """Whether logits are one product of hidden states (`has_plain_head`), so that the loss is `ops.loss`."""
+    layers: tuple[TracedLayer, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def trace_model(
+    model: HFModel, layers: Sequence[str], recipe: Recipe, policy: Policy, machine: Machine, rows: int
+) -> Trace:
+    """Trace one micro-batch of `rows` rows through a model on the meta device, which stays as it is.
+
+    Args:
+        model: a skeleton.
+        layers: names of the layers that are measured; all activations are kept, but of a model without any it is as
+            the recipe says.
+        recipe: reads the length of rows, image sizes and what is recomputed.
+        policy: in one mode.
+        machine: where it would run.
+        rows: of the micro-batch.
+
+    Raises:
+        Untraceable: the model cannot run so.
+    """
+    model = copy.deepcopy(model)
+    on_cpu = replace(policy, device_type="cpu")  # the trace's device, whatever the run's
+    if not layers:
+        model.activation_checkpoint = recipe.train.activation_checkpoint
+        model.checkpoint_inputs = recipe.train.checkpoint_inputs
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(quiet())
+        stack.enter_context(GroupedGemms())
+        to_fake(model, torch.device("cpu"))
+        if machine.device == "cuda":
+            fuse_attention([model.net, *model.layers])
+        convert(model, on_cpu, kernels=Kernels(machine, KERNELS, compile=False))
+        model.train()
+        try:
+            return _traced(model, layers, recipe, rows)
+        except TooLong as error:
+            raise Untraceable(f"a step is too long to be traced ({error} for one layer of each kind)") from error
+        except REFUSALS as error:
+            raise Untraceable(f"the model cannot be traced without data ({_culprit(model, error)})") from error
+
+
+def _traced(model: HFModel, layers: Sequence[str], recipe: Recipe, rows: int) -> Trace:
+    """Trace a model on fake tensors.
+
+    Raises:
+        Untraceable: documents run as rows of their own.
+        REFUSALS: the model cannot run so.
+        TooLong: more than `LIMIT` operations.
+    """
+    measured = [model.get_submodule(name) for name in layers]
+    if model.task == "image_classification":
+        return _trace_images(model, measured, recipe, rows)
+    styles = document_styles(model)
+    if styles == ("rows",):
+        raise Untraceable(DOCUMENTS_AS_ROWS)
+    for style in styles[:-1]:
+        try:
+            return _trace_text(model, measured, recipe, rows, style)
+        except REFUSALS:  # the run finds that out, too (`probe`), and takes the next one
+            model.zero_grad()
+    found = _trace_text(model, measured, recipe, rows, styles[-1])
+    if styles[-1] == "rows":
+        raise Untraceable(DOCUMENTS_AS_ROWS)
+    return found
+
+
+def _culprit(model: HFModel, error: Exception) -> str:
+    """The innermost module of the model's own code that the error came through, and its first line."""
+    name, trace = type(model.net).__name__, error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and not type(module).__module__.startswith("torch."):
+            name = type(module).__name__
+        trace = trace.tb_next
+    first = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return f"module {name}: {first}"
+
+
+def _trace_images(model: HFModel, measured: Sequence[nn.Module], recipe: Recipe, rows: int) -> Trace:
+    side, net = recipe.data.image_size, model.net
+    pixels = torch.empty(rows, 3, side, side)
+
+    def loss() -> Tensor:
+        logits = net(pixel_values=pixels).logits
+        return F.cross_entropy(logits.float(), torch.empty(rows, dtype=torch.int64), reduction="sum")
+
+    return _count(model, loss, measured, plain_head=False)
+
+
+def _trace_text(
+    model: HFModel, measured: Sequence[nn.Module], recipe: Recipe, rows: int, documents: Documents
+) -> Trace:
+    net: Any = model.net
+    device = torch.device("cpu")
+    ids, arguments = text_inputs(model, rows, recipe.data.seq_len, device, documents)
+    if model.task == "causal_lm" and has_plain_head(net, *text_inputs(model, 1, _SHORT, device, documents)):
+        return _count(model, lambda: net.base_model(input_ids=ids, **arguments)[0], measured, plain_head=True)
+    wanted = int(ids.numel() * (MASKED_SHARE if model.task == "masked_lm" else 1.0))
+
+    def loss() -> Tensor:
+        logits = net(input_ids=ids, **arguments).logits.flatten(0, 1)
+        chosen = logits[torch.empty(wanted, dtype=torch.int64)]
+        return F.cross_entropy(chosen.float(), torch.empty(wanted, dtype=torch.int64), reduction="sum")
+
+    return _count(model, loss, measured, plain_head=False)
+
+
+def _count(model: HFModel, run: Callable[[], Tensor], measured: Sequence[nn.Module], *, plain_head: bool) -> Trace:
+    """Count a forward pass, the backward pass from what it returns, and each of the layers."""
+    live = LiveBytes(LIMIT)
+    with live.watching(model), live:
+        out = run()
+        kept, peak, gemms, attention = live.live, live.peak, dict(live.gemms), live.attention
+        live.peak = live.passing_peak = live.live
+        live.limit, live.in_backward = 0, True
+        out.backward(torch.empty_like(out))
+    del out
+    model.zero_grad()
+    grouped = any(isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 for module in model.modules())
+    return Trace(
+        kept=kept,
+        peak=peak,
+        backward=live.peak,
+        passing=live.passing_peak,
+        moved=live.moved,
+        fresh=live.fresh,
+        gemms=gemms,
+        attention=attention,
+        operations=live.operations,
+        plain_head=plain_head,
+        layers=tuple(trace_layers(measured, run)),
+        notes=(GROUPED_CONVOLUTIONS,) if grouped else (),
+    )
+
+
+@torch.no_grad()
+def has_plain_head(net: Any, ids: Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Whether the logits are the base model's hidden states times the output embedding's weight, and nothing else is
+    computed behind the base model. The run compares bits (`probe`)."""
+    head = net.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None or net.base_model is net:
+        return False
+    seen = _Behind()
+    hooks = [
+        net.base_model.register_forward_hook(lambda *_: setattr(seen, "on", True)),
+        head.register_forward_pre_hook(lambda *_: setattr(seen, "on", False)),
+        head.register_forward_hook(lambda *_: setattr(seen, "on", True)),
+    ]
+    with seen:
+        net(input_ids=ids, **arguments)
+    for hook in hooks:
+        hook.remove()
+    return not seen.computed
+
+
+class _Behind(TorchDispatchMode):
+    """Sees, while it is `on`, whether anything is computed: all but views and casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = self.computed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        harmless = func.namespace == "prim" or is_view(func) or func is torch.ops.aten._to_copy.default
+        self.computed |= self.on and not harmless
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,133 @@
+"""What kind of thing each module of a model is, by type and structure, never by the name of its class.
+
+A site is a module that owns parameters or computes attention, or one weight of a module that owns several it multiplies
+by: one row of the precision table. A policy's rules may name the kind of a module instead.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from tilewright.models.base.output_layers import find_heads
+from tilewright.models.base.routers import find_routers
+from tilewright.precision.float8.third_party import Owned, owned, row_name
+from tilewright.precision.mixed.cast import CASTS, Cast
+from tilewright.precision.policy.policy import Rule
+
+
+class Handling(Enum):
+    """How a site's formats can be set."""
+
+    SWAP = "swap"
+    """One of torch's layers: its class becomes the one of `cast`."""
+    SETTING = "setting"
+    """It has a `compute_dtype` setting of its own."""
+    OWN = "own"
+    """It keeps FP32 inside by itself and follows its input's dtype."""
+    WEIGHT = "weight"
+    """A module known to multiply by weights of its own in one way: its products are given over, see `third_party`."""
+    WRAP = "wrap"
+    """A norm or router of somebody else: a region hands it FP32."""
+    REGION = "region"
+    """It uses its parameters in its own way; the autocast region around it decides."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One row: a module or one weight of it, what it is, how it can be set, and a remark for the reader."""
+
+    fqn: str
+    module: nn.Module
+    kind: str
+    handling: Handling
+    remark: str = ""
+    weight: Owned | None = None
+    """Which weight of the module, where `handling` is WEIGHT."""
+
+    @property
+    def features(self) -> tuple[int, int] | None:
+        """In and out features of a linear layer, or of each of a stack of them."""
+        if self.weight is not None:
+            return self.weight.features(self.module)
+        return (self.module.in_features, self.module.out_features) if isinstance(self.module, nn.Linear) else None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose storage the row tells."""
+        if self.weight is not None:
+            return self.weight.parameters(self.module)
+        return list(self.module.parameters(recurse=isinstance(self.module, nn.MultiheadAttention)))
+
+
+def is_own(model: nn.Module) -> bool:
+    """True for models that follow their input's dtype by contract: they have a `residual_dtype` setting."""
+    return any("residual_dtype" in vars(module) for module in model.modules())
+
+
+def find_sites(model: nn.Module, rules: Iterable[Rule] = ()) -> list[Site]:
+    """All sites of a model in the order of `named_modules`. A module in several places is one site.
+
+    Args:
+        model: any module.
+        rules: of a policy; those that name a kind are followed.
+    """
+    own = is_own(model)
+    kinds: dict[nn.Module, str] = dict.fromkeys(find_heads(model), "head")
+    kinds |= dict.fromkeys(find_routers(model), "router")
+    inside: list[str] = []  # modules that use their children's parameters without calling them
+    sites: list[Site] = []
+    for fqn, module in model.named_modules():
+        if any(fqn.startswith(prefix) for prefix in inside):
+            continue
+        named = [rule.kind for rule in rules if rule.kind and rule.matches(fqn, ())]
+        sites += _sites(fqn, module, own, kinds.get(module, ""), named[-1] if named else "")
+        if isinstance(module, nn.MultiheadAttention):
+            inside.append(f"{fqn}." if fqn else "")
+    return sites
+
+
+def _sites(fqn: str, module: nn.Module, own: bool, found: str, named: str) -> Iterator[Site]:
+    """The sites of one module.
+
+    Args:
+        fqn: its name.
+        module: the module.
+        own: the model is one of ours.
+        found: its kind where its place in the model tells.
+        named: its kind where a rule names it.
+    """
+    owns_parameters = any(True for _ in module.parameters(recurse=False))
+    swap = Handling.SWAP if type(module) in CASTS or isinstance(module, Cast) else Handling.REGION
+    keeps_fp32 = Handling.SWAP if swap is Handling.SWAP else Handling.OWN if own else Handling.WRAP
+    kind = named or found
+    weights = owned(module)
+    if weights:
+        for weight in weights:
+            default = "experts" if weight.stacked else "linear"
+            yield Site(row_name(fqn, weight), module, kind or default, Handling.WEIGHT, weight=weight)
+    elif kind == "router":
+        yield Site(fqn, module, "router", keeps_fp32)
+    elif isinstance(module, nn.MultiheadAttention):
+        yield Site(fqn, module, "attention", Handling.REGION, "torch's fused attention module with its projections")
+    elif isinstance(module, nn.Linear):
+        yield Site(fqn, module, kind or "linear", swap)
+    elif isinstance(module, _ConvNd):
+        yield Site(fqn, module, "conv", swap)
+    elif isinstance(module, nn.Embedding):
+        yield Site(fqn, module, "embedding", swap)
+    elif isinstance(module, _BatchNorm):
+        yield Site(fqn, module, "batch_norm", keeps_fp32)
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | _InstanceNorm):
+        yield Site(fqn, module, "norm", keeps_fp32)
+    elif own and "compute_dtype" in vars(module):
+        yield Site(fqn, module, "attention", Handling.SETTING)
+    elif owns_parameters:
+        leaf = next(module.children(), None) is None
+        if leaf and all(parameter.ndim <= 1 for parameter in module.parameters(recurse=False)):
+            yield Site(fqn, module, "norm", keeps_fp32, "a norm or scale: its parameters are vectors")
+        else:
+            yield Site(fqn, module, "other", Handling.REGION, "uses its parameters in a way of its own")

@@ -1,0 +1,230 @@
+"""Looks at linear layers while a model computes: what 8 bits do to their tensors, and to their products.
+
+A sample is a forward and a backward pass in eager mode with hooks on each `TileLinear`. On some of the rows each
+product is computed in 8 bits and in BF16, whatever the layer itself computes in: so the evidence says what 8 bits
+would do, also where a product has left them. Nothing is decided here; `controller` judges.
+
+Cost: a pass in eager mode, and for each layer six products and the quantisation of at most `max_rows` rows. With one
+row on the default recipe that is 0.8 of a step on a CPU (`benchmarks/dpaa_cost.py`), so 0.8 % of the time with a sample
+every 100 steps.
+
+Legend: N tokens  K input features  M output features.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilewright.formats.quant_error import measure
+from tilewright.formats.scaling import BLOCK_TILE
+from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import TiledTensor, WithCopies
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_NAMES
+from tilewright.precision.snapshot import untouched
+
+_ROWS = 128
+"""Rows of a tile of the column-wise copies: rows are picked in such runs."""
+
+
+def tile_layers(model: nn.Module) -> list[tuple[str, TileLinear]]:
+    """The layers whose products have formats of their own, by name, in the order of the model."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, TileLinear)]
+
+
+class Monitor:
+    """Takes samples of a model's `TileLinear` layers.
+
+    Args:
+        model: converted before; layers are looked up at each sample, as modes may change them.
+        max_rows: rows (tokens) of each layer's input that are looked at, and rows of its weight, in runs of 128 spread
+            over all of them.
+
+    Example:
+        >>> from tilewright.precision.convert import convert
+        >>> model = nn.Sequential(nn.Linear(128, 128))
+        >>> model = convert(model, "fp8_tile")
+        >>> x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+        >>> evidence = Monitor(model).sample([lambda: model(x).square().mean().backward()])
+        >>> evidence.layers["0"].products["fprop.fp8_tile"].cosine > 0.99, model[0].weight.grad
+        (True, None)
+    """
+
+    def __init__(self, model: nn.Module, *, max_rows: int = 256) -> None:
+        self._model = model
+        self._max_rows = max(max_rows, _ROWS)
+
+    def sample(self, passes: Iterable[Callable[[], object]]) -> Evidence:
+        """Evidence from extra passes, merged by the worse of each number. The model is left as it was.
+
+        Args:
+            passes: each runs a forward and a backward pass.
+        """
+        found = []
+        for run in passes:
+            with untouched(self._model), self.watching() as evidence:
+                run()
+            found.append(evidence())
+        return Evidence.worst(found)
+
+    @contextmanager
+    def watching(self) -> Iterator[Callable[[], Evidence]]:
+        """Look at the passes that run inside, which run in eager mode. Gives a function that returns what was seen."""
+        layers = tile_layers(self._model)
+        seen: list[Evidence] = []
+        # Experts that run as one operation are not called as modules: inside they run one by one.
+        runners = [(m, m.expert_runner) for m in self._model.modules() if vars(m).get("expert_runner") is not None]
+        handles = [layer.register_forward_hook(self._hook(name, seen)) for name, layer in layers]
+        for module, _ in runners:
+            module.expert_runner = None
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield lambda: Evidence.worst(seen)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, runner in runners:
+                module.expert_runner = runner
+
+    def _hook(self, name: str, seen: list[Evidence]) -> Callable[..., None]:
+        def forward(layer: TileLinear, args: tuple[object, ...], out: Tensor) -> None:
+            if not out.requires_grad:
+                return
+            given = args[0]
+            x = (given.value if isinstance(given, WithCopies) else given).detach()
+
+            def backward(dy: Tensor) -> None:
+                seen.append(Evidence({name: self._measure(layer, x, dy)}))
+
+            out.register_hook(backward)
+
+        return forward
+
+    @torch.no_grad()
+    def _measure(self, layer: TileLinear, x: Tensor, dy: Tensor) -> LayerEvidence:
+        x_NK, dy_NM = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        rows = picked_rows(len(x_NK), self._max_rows, x_NK.device)
+        if rows is not None:
+            x_NK, dy_NM = x_NK[rows], dy_NM[rows]
+        return measure_layer(layer, x_NK, dy_NM, max_rows=self._max_rows) if len(x_NK) else LayerEvidence()
+
+
+def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | None:
+    """Indices of whole runs of 128 rows (the last may be shorter), spread evenly; None for all rows.
+
+    Example:
+        >>> picked_rows(1000, 256, torch.device("cpu"))[[0, 127, 128, -1]].tolist()
+        [0, 127, 896, 999]
+    """
+    if num_rows <= max_rows:
+        return None
+    last, num_runs = (num_rows - 1) // _ROWS, max_rows // _ROWS
+    starts = torch.tensor([_ROWS * (run * last // max(num_runs - 1, 1)) for run in range(num_runs)], device=device)
+    rows = (starts[:, None] + torch.arange(_ROWS, device=device)).flatten()
+    return rows[rows < num_rows]
+
+
+@torch.no_grad()
+def measure_layer(layer: TileLinear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: int = 256) -> LayerEvidence:
+    """What 8-bit tiles do to a layer's tensors and products on these rows; BF16's products too where it uses them.
+
+    Args:
+        layer: gives weight, kernels, kind of scale and present formats.
+        x_NK: its input [N, K].
+        dy_NM: the gradient of its output [N, M].
+        max_rows: rows of the weight whose loss is measured, in whole blocks of 128; its products are with all of it.
+    """
+    kernels = layer.kernels
+    if kernels is None:
+        raise AssertionError("convert gives each TileLinear its kernels")
+    weight_MK = layer.weight.detach()
+    x8, x8_column = kernels.quantize_both(x_NK, E4M3, power_of_two=layer.power_of_two)
+    dy8, dy8_column = kernels.quantize_both(dy_NM, E4M3, power_of_two=layer.power_of_two)
+    weight8 = kernels.quantize(weight_MK, E4M3, BLOCK_TILE, power_of_two=layer.power_of_two)
+    tensors = {
+        "input": _tensor(x_NK, x8),
+        "weight": _weight(weight_MK, weight8, max_rows),
+        "gradient": _tensor(dy_NM, dy8),
+        "input_column": _tensor(x_NK.T, x8_column),
+        "gradient_column": _tensor(dy_NM.T, dy8_column),
+    }
+    in_8bit = {
+        "fprop": (x8, weight8),
+        "dgrad": (dy8, weight8.transposed()),
+        "wgrad": (dy8_column, x8_column),
+    }
+    products = {}
+    for gemm in GEMM_NAMES:
+        shadow = _product(gemm, x_NK, weight_MK, dy_NM, torch.bfloat16, kernels)
+        narrow = kernels.tile_gemm(*in_8bit[gemm], out_dtype=torch.bfloat16)
+        products[f"{gemm}.fp8_tile"] = compare(narrow, shadow)
+        if getattr(layer.gemms, gemm) not in FP8_FORMATS:
+            wide = _product(gemm, x_NK, weight_MK, dy_NM, torch.float32, kernels)
+            products[f"{gemm}.bf16"] = compare(shadow, wide)
+    return LayerEvidence(tensors, products)
+
+
+def _product(gemm: str, x_NK: Tensor, weight_MK: Tensor, dy_NM: Tensor, dtype: torch.dtype, kernels: Kernels) -> Tensor:
+    x, weight, dy = x_NK.to(dtype), weight_MK.to(dtype), dy_NM.to(dtype)
+    a, b = {"fprop": (x, weight), "dgrad": (dy, weight.T), "wgrad": (dy.T, x.T)}[gemm]
+    return kernels.linear(a, b)
+
+
+def _weight(weight_MK: Tensor, tiled: TiledTensor, max_rows: int) -> TensorEvidence:
+    rows = picked_rows(len(weight_MK), max_rows, weight_MK.device)
+    if rows is None:
+        return _tensor(weight_MK, tiled)
+    blocks = tiled.scale_inv[rows[::_ROWS] // _ROWS]
+    return _tensor(weight_MK[rows], TiledTensor(tiled.codes[rows], blocks, tiled.tile, tiled.spec))
+
+
+def _tensor(x: Tensor, tiled: TiledTensor) -> TensorEvidence:
+    error = measure(x, tiled)
+    amax = float(x.abs().amax()) if x.numel() else 0.0
+    return TensorEvidence(
+        amax, error.underflow, error.saturation, error.not_finite, error.dynamic_range_log2, error.sqnr_db
+    )
+
+
+def compare(narrow: Tensor, shadow: Tensor) -> ProductEvidence:
+    """A product beside its shadow. Two products of zeros agree.
+
+    Example:
+        >>> compare(torch.tensor([0.9, 0.0]), torch.tensor([1.0, 0.0])).gain_low
+        0.8999999761581421
+    """
+    a, b = narrow.float(), shadow.float()
+    largest = b.abs().amax()
+    unit = torch.where(largest > 0, largest, 1.0)  # squares of small gradients would vanish in FP32
+    a, b = a / unit, b / unit
+    ab, bb, aa, noise = torch.stack([(a * b).sum(), (b * b).sum(), (a * a).sum(), (a - b).square().sum()]).tolist()
+    if bb == 0:
+        return ProductEvidence(1.0, 1.0, 1.0, float("inf") if aa == 0 else float("-inf"))
+    if not all(value < float("inf") for value in (aa, bb)):  # NaN too
+        nan = float("nan")
+        return ProductEvidence(nan, nan, nan, nan)
+    gain, cosine = ab / bb, ab / (aa * bb) ** 0.5 if aa else 0.0
+    sqnr = float(10 * torch.tensor(bb / noise).log10()) if noise else float("inf")
+    return ProductEvidence(gain, gain, cosine, sqnr)
+
+
+def agree(evidence: Evidence, names: Sequence[str], device: torch.device | str = "cpu") -> Evidence:
+    """The worse of each number over all ranks, so that all of them decide alike: one all-reduce.
+
+    Without `torch.distributed` initialised, or on one rank, the evidence itself.
+
+    Args:
+        evidence: of this rank.
+        names: layers, the same on all ranks.
+        device: of the tensor that is reduced: "cuda" for NCCL.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return evidence
+    numbers = torch.tensor(evidence.vector(names), dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return Evidence.from_vector(names, numbers.tolist())

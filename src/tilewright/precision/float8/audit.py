@@ -1,0 +1,202 @@
+"""A record of what each product of a model executed: kernel, format, how often, and why where it is a fallback.
+
+Products of `TileLinear` and of weights that were given over (`third_party`) are counted where they run, by the
+operators themselves (`gemm_ops`); of a stack, one for each expert. Other layers are not counted: their rows say
+what the conversion set, and that. The counts are in the checkpoint, so a resumed run goes on counting.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.errors import ConfigError, HardwareError, Problem
+from tilewright.core.hardware import fp8_choice
+from tilewright.ops.gemm import UNITS
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.float8.audit_table import AuditRow
+from tilewright.precision.float8.frozen_linear import Fp8Linear
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.third_party import Given, counters, tile_weights
+from tilewright.precision.mixed.cast import CastLinear
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES
+from tilewright.precision.policy.report import Row
+
+Counts = dict[str, dict[str, dict[str, int]]]
+"""Layer -> product -> format -> calls."""
+
+_PRODUCT_KINDS = ("linear", "head", "conv", "experts", "router", "attention")
+"""Kinds of module that multiply matrices."""
+
+
+class Audit:
+    """What a converted model has executed since its run began.
+
+    Args:
+        model: converted.
+
+    Raises:
+        ConfigError: the model is not converted.
+
+    Example:
+        >>> from tilewright.precision.convert import convert
+        >>> model = nn.Sequential(nn.Linear(8, 8))
+        >>> model = convert(model, "fp8_tile")
+        >>> model(torch.ones(4, 8)).sum().backward()
+        >>> [(row.layer, row.gemm, row.format, row.calls) for row in Audit(model).rows()]
+        [('0', 'fprop', 'fp8_tile', 1), ('0', 'dgrad', 'fp8_tile', 0), ('0', 'wgrad', 'fp8_tile', 1)]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if getattr(model, "precision_report", None) is None:
+            raise ConfigError("The model is not converted.", need='tilewright.convert(model, "fp8_tile") first')
+        self._model = model
+        self._before: Counts = {}
+
+    def rows(self) -> list[AuditRow]:
+        """One row a layer, product and format that ran; the present format also where it has not run yet."""
+        modules = dict(self._model.named_modules())
+        weights = tile_weights(self._model)
+        counts = self.counts()
+        rows: list[AuditRow] = []
+        for row in self._model.precision_report.rows:
+            module, ran = modules.get(row.fqn), counts.get(row.fqn, {})
+            if row.fqn in weights:
+                rows += _given_over(row, weights[row.fqn], ran)
+                continue
+            rows += _counted(row.fqn, module, ran)
+            if isinstance(module, Fp8Linear):
+                rows += _frozen(row, module)
+            elif not isinstance(module, TileLinear) and (row.op in _PRODUCT_KINDS or row.fallback):
+                rows.append(_uncounted(row, module))
+        return rows
+
+    def counts(self) -> Counts:
+        """Calls so far, those before a resume included; formats that never ran are left out."""
+        found: Counts = {}
+        for fqn, module in self._model.named_modules():
+            if isinstance(module, nn.Linear) and "counts" in vars(module):
+                found[fqn] = TileLinear.executed(module)  # also of a layer that is in another mode now
+        found |= {name: given.products.executed() for name, given in tile_weights(self._model).items()}
+        return {
+            fqn: {gemm: _added(self._before.get(fqn, {}).get(gemm, {}), ran[gemm]) for gemm in GEMM_NAMES}
+            for fqn, ran in found.items()
+        }
+
+    def refuse_fallbacks(self) -> None:
+        """For strict runs.
+
+        Raises:
+            HardwareError: something ran in another way than the policy says; all such products, by reason.
+        """
+        reasons: dict[str, list[AuditRow]] = {}
+        for row in self.rows():
+            if row.fallback and row.calls != 0:
+                reasons.setdefault(row.fallback, []).append(row)
+        if reasons:
+            raise HardwareError.from_problems([_refused(reason, rows) for reason, rows in reasons.items()])
+
+    def to_json(self, step: int) -> dict[str, Any]:
+        """The audit as plain data, for audit.json."""
+        report = self._model.precision_report
+        rows = [row.to_json() for row in self.rows()]
+        return {"step": step, "mode": report.policy.mode, "strict": report.policy.strict, "rows": rows}
+
+    def state_dict(self) -> Counts:
+        """The counts, for a checkpoint."""
+        return self.counts()
+
+    def load_state_dict(self, state: Counts) -> None:
+        """Go on from these counts."""
+        self._before = state
+        for module in self._model.modules():
+            if "counts" in vars(module):
+                TileLinear.reset_executed(module)
+        for count in counters(self._model):
+            count.zero_()
+
+
+def _added(before: dict[str, int], ran: dict[str, int]) -> dict[str, int]:
+    totals = {name: before.get(name, 0) + ran.get(name, 0) for name in GEMM_FORMATS}
+    return {name: calls for name, calls in totals.items() if calls}
+
+
+def _counted(fqn: str, module: nn.Module | None, counts: dict[str, dict[str, int]]) -> Iterator[AuditRow]:
+    if not isinstance(module, nn.Linear) or getattr(module, "kernels", None) is None:
+        return
+    for gemm in GEMM_NAMES:
+        ran = counts.get(gemm, {})
+        if not ran and isinstance(module, TileLinear):
+            ran = {getattr(module.gemms, gemm): 0}
+        for name, calls in ran.items():
+            kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, name)
+            yield AuditRow(fqn, gemm, name, kernel, calls, fallback)
+
+
+def _given_over(row: Row, given: Given, counts: dict[str, dict[str, int]]) -> Iterator[AuditRow]:
+    products, kernels = given.products, given.products.kernels
+    if products.gemms is None:
+        yield AuditRow(row.fqn, "all", row.compute, "-", None, row.reason if row.fallback else "")
+    for gemm in GEMM_NAMES:
+        ran = counts.get(gemm, {})
+        if not ran and products.gemms is not None:
+            ran = {getattr(products.gemms, gemm): 0}
+        for name, calls in ran.items() if kernels is not None else ():
+            kernel, fallback = _kernel(kernels, given.parameter, products.output_dtype, gemm, name)
+            yield AuditRow(row.fqn, gemm, name, kernel, calls, fallback)
+
+
+def _kernel(
+    kernels: Kernels, weight: Tensor, output_dtype: torch.dtype | None, gemm: str, name: str
+) -> tuple[str, str]:
+    """The implementation that a product of this format runs on, and why that is a fallback, if it is.
+
+    The input's gradient has the input's dtype, which is that of the layer's result wherever it is settled here.
+    """
+    device = weight.device.type
+    if name not in FP8_FORMATS:
+        dtype = torch.float32 if name == "fp32" else torch.bfloat16
+        return _chosen(kernels, ("linear", device, dtype, ""))[0], ""
+    dtype = weight.dtype if gemm == "wgrad" else output_dtype or torch.bfloat16
+    kind = "tensorwise" if name == "fp8_tensorwise" else "tiles"
+    kernel, rejected = _chosen(kernels, ("tile_gemm", device, dtype, kind))
+    choice = fp8_choice(kernels.machine)
+    if name not in choice.native:
+        return kernel, choice.reason
+    if kernel not in UNITS:
+        return kernel, f"operands are decoded to 16 bits by {kernel}; {rejected}"
+    return kernel, ""
+
+
+def _chosen(kernels: Kernels, key: tuple[str, str, torch.dtype, str]) -> tuple[str, str]:
+    choice = kernels.choices.get(key)
+    if choice is None:
+        return "-", ""
+    return choice.candidate.name, "; ".join(f"{name}: {reason}" for name, reason in choice.rejected)
+
+
+def _uncounted(row: Row, module: nn.Module | None) -> AuditRow:
+    kernel = "-"
+    if isinstance(module, CastLinear) and module.kernels is not None:
+        kernel, _ = _chosen(module.kernels, ("linear", module.weight.device.type, module.compute_dtype, ""))
+    return AuditRow(row.fqn, "all", row.compute, kernel, None, row.reason if row.fallback else "")
+
+
+def _frozen(row: Row, module: Fp8Linear) -> Iterator[AuditRow]:
+    """A frozen weight has no gradient, and its two products are not counted."""
+    for gemm in ("fprop", "dgrad"):
+        name = getattr(module, gemm)
+        kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, name)
+        yield AuditRow(row.fqn, gemm, name, kernel, None, fallback)
+
+
+def _refused(reason: str, rows: list[AuditRow]) -> Problem:
+    layers = list(dict.fromkeys(row.layer for row in rows))
+    return Problem(
+        f"{len(layers)} layers ran in another way than asked, and precision.strict is set; the first is {layers[0]}.",
+        got=f"{rows[0].gemm} in {rows[0].format} by {rows[0].kernel}: {reason}",
+        need="a machine, a kernel or a format in which it runs as it says",
+        try_='precision.strict = false, or ops.tile_gemm = "auto"',
+        where="precision",
+    )

@@ -1,0 +1,202 @@
+"""`FP8Quantizer`: values rounded to FP8 and back, with a gradient, for study and for quantisation-aware training.
+
+The result is bit for bit what the 8-bit products of `linear` see; what is computed afterwards stays in the input's
+dtype, so nothing gets faster or smaller. A module, so it stands anywhere in a model, also as a parametrisation of a
+weight.
+
+See: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013 (straight-through estimator).
+
+Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.errors import ConfigError
+from tilewright.formats.quantize import encode_with
+from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile, scale_inv_of, spread_scale, tile_amax
+from tilewright.formats.spec import FP8_SPECS, FloatSpec
+from tilewright.formats.tiled import TiledTensor
+
+Granularity = Literal["tensor", "token", "channel", "tile", "block"]
+_TILES: dict[str, Tile] = {
+    "tensor": TENSORWISE,
+    "token": Tile(1, 0),
+    "channel": Tile(1, 0),
+    "tile": ROW_TILE,
+    "block": BLOCK_TILE,
+}
+_FIXED = ("tensor", "channel", "block")
+"""Granularities whose number of scales does not depend on the batch."""
+
+
+class FP8Quantizer(nn.Module):
+    """Rounds to FP8 and back; the gradient passes straight through, and is zero where a value was clipped.
+
+    A scale is found again for each input, unless `scale` fixes it or `calibrate_batches` inputs have found it.
+
+    Args:
+        scale: fixed decode scale, value = code * scale: a number, or a tensor of the granularity's scales ([M] for
+            "channel"). Values beyond scale * 448 (E4M3) are clipped. None: from the largest magnitude.
+        zero_point: 0. Other values are for integers.
+        spec: "e4m3" or "e5m2".
+        granularity: what shares a scale. "tensor"; "token" (the last dim) and "tile" (128 of the last dim) for
+            activations; "channel" (all but the first dim) and "block" (128x128) for weights.
+        power_of_two: scales that are found are powers of two; else FP32.
+        calibrate_batches: so many first inputs each round with their own scale, and the largest magnitude of all of
+            them fixes the scale of those that follow. 0: never fixed.
+        clip_gradient: gradient zero where a value was clipped; False: one everywhere.
+
+    Raises:
+        ConfigError: a zero point, an unknown name, a scale that is no positive number, or a fixed scale where each
+            input has scales of its own.
+
+    Example: small and large values alike keep four binary digits. (Integers of the same scale would make 0.1 zero.)
+        >>> FP8Quantizer()(torch.tensor([0.1, 3.0, -448.0])).tolist()
+        [0.1015625, 3.0, -448.0]
+        >>> weight = nn.Linear(8, 4)  # quantisation-aware training of a layer
+        >>> _ = nn.utils.parametrize.register_parametrization(weight, "weight", FP8Quantizer(granularity="channel"))
+        >>> weight(torch.ones(2, 8)).sum().backward(); weight.parametrizations.weight.original.grad.unique()
+        tensor([2.])
+    """
+
+    def __init__(
+        self,
+        scale: float | Tensor | None = None,
+        zero_point: float = 0,
+        *,
+        spec: str = "e4m3",
+        granularity: Granularity = "tensor",
+        power_of_two: bool = True,
+        calibrate_batches: int = 0,
+        clip_gradient: bool = True,
+    ):
+        super().__init__()
+        _check(scale, zero_point, spec, granularity, calibrate_batches)
+        self.spec: FloatSpec = FP8_SPECS[spec]
+        self.granularity = granularity
+        self.power_of_two = power_of_two
+        self.clip_gradient = clip_gradient
+        self.calibrate_batches = calibrate_batches
+        self.scale: Tensor | None
+        self.amax: Tensor | None
+        self.register_buffer("scale", None if scale is None else torch.as_tensor(scale, dtype=torch.float32))
+        self.register_buffer("amax", None, persistent=False)
+        self._batches_left = 0 if scale is not None else calibrate_batches
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
+        x_MK = self._matrix(x)
+        tile, fixed = _TILES[self.granularity], self.scale is not None
+        if self.scale is not None:
+            grid = tile.grid((x_MK.shape[0], x_MK.shape[1]))
+            scale_inv = self._fixed_grid(self.scale, grid)
+        else:
+            amax = tile_amax(x_MK.detach(), tile)
+            scale_inv = scale_inv_of(amax, self.spec, power_of_two=self.power_of_two)
+            if self._batches_left:
+                self._observe(amax)
+        powers = self.power_of_two and not fixed
+        return _Rounded.apply(x_MK, scale_inv, tile, self.spec, powers, fixed and self.clip_gradient).view(x.shape)
+
+    def reset(self) -> None:
+        """Forget the scale and calibrate again."""
+        self.scale, self.amax, self._batches_left = None, None, self.calibrate_batches
+
+    def _observe(self, amax: Tensor) -> None:
+        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        self._batches_left -= 1
+        if not self._batches_left:
+            self.scale = scale_inv_of(self.amax, self.spec, power_of_two=self.power_of_two)
+
+    def _matrix(self, x: Tensor) -> Tensor:
+        if x.ndim == 0:
+            return x.reshape(1, 1)
+        if self.granularity == "channel":
+            return x.flatten(1) if x.ndim > 1 else x[:, None]
+        return x.flatten(0, -2) if x.ndim > 1 else x[None]
+
+    def _fixed_grid(self, scale: Tensor, grid: tuple[int, int]) -> Tensor:
+        if scale.numel() not in (1, grid[0] * grid[1]):
+            raise ConfigError(
+                "the fixed scale does not fit the tensor.",
+                got=f"{list(scale.shape)} scales",
+                need=f"one, or {list(grid)} of granularity {self.granularity!r}",
+                try_="a scale for this tensor, or scale = None",
+                where="scale",
+            )
+        return scale.reshape(1, 1).expand(grid) if scale.numel() == 1 else scale.reshape(grid)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A scale that was found comes with the checkpoint, and ends the calibration."""
+        stored = state_dict.get(prefix + "scale")
+        if stored is not None:
+            self.scale, self._batches_left = torch.empty_like(stored, dtype=torch.float32), 0
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        if self.scale is not None:
+            source = "fixed scale"
+        else:
+            source = f"scale fixed in {self._batches_left} batches" if self._batches_left else "scale of each input"
+        return f"{self.spec.name}, a scale a {self.granularity}, {source}"
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds in forward; the gradient passes, but where `clip` and the value lay outside of the format."""
+
+    @staticmethod
+    def forward(ctx, x_MK, scale_inv, tile, spec, power_of_two, clip):
+        if clip:
+            reach = spread_scale(scale_inv * spec.max, tile, (x_MK.shape[0], x_MK.shape[1]))
+            ctx.save_for_backward(x_MK.abs() <= reach)
+        ctx.clip = clip
+        tiled = TiledTensor(encode_with(x_MK, scale_inv, spec, tile, power_of_two), scale_inv, tile, spec)
+        return tiled.dequantize(x_MK.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_MK):
+        grad = torch.where(ctx.saved_tensors[0], grad_MK, 0.0) if ctx.clip else grad_MK
+        return grad, None, None, None, None, None
+
+
+def _check(scale: Any, zero_point: Any, spec: str, granularity: str, calibrate_batches: int) -> None:
+    if zero_point != 0:
+        raise ConfigError(
+            "FP8 has no zero point.",
+            got=f"zero_point = {zero_point}",
+            need="0: the codes of E4M3 and E5M2 are floating-point numbers, as dense below zero as above and densest "
+            "around it, so a shift would only move the dense part away from the small values",
+            try_="zero_point = 0; a zero point belongs to integers (INT8)",
+            where="zero_point",
+        )
+    for name, value, known in (("spec", spec, FP8_SPECS), ("granularity", granularity, _TILES)):
+        if value not in known:
+            raise ConfigError(
+                f"no such {name}.",
+                got=repr(value),
+                need=f"one of {', '.join(known)}",
+                try_=f'{name} = "{next(iter(known))}"',
+                where=name,
+            )
+    if scale is not None:
+        values = torch.as_tensor(scale, dtype=torch.float32)
+        if not bool((torch.isfinite(values) & (values > 0)).all()):
+            raise ConfigError(
+                "a scale that is no positive number.",
+                got=f"{scale}",
+                need="finite values above 0",
+                try_="scale = None, which finds it",
+                where="scale",
+            )
+    if (calibrate_batches or (isinstance(scale, Tensor) and scale.numel() > 1)) and granularity not in _FIXED:
+        raise ConfigError(
+            f'scales of granularity "{granularity}" cannot be fixed.',
+            got=f"calibrate_batches = {calibrate_batches}" if calibrate_batches else "a tensor of scales",
+            need=f"one of {', '.join(_FIXED)}: of these every input has equally many",
+            try_='granularity = "tensor", or a scale of each input',
+            where="granularity",
+        )

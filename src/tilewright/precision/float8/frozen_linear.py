@@ -1,0 +1,204 @@
+"""A frozen linear layer whose weight is kept in FP8 alone: one byte a weight, as fine-tuning with adapters wants it.
+
+Forward multiplies the quantised input with the stored codes, backward the quantised output gradient with the same codes
+transposed: FP8 in both directions, no weight gradient, nothing kept between the two. The codes never change, so nothing
+is ever rounded twice. A policy may ask for other formats; the weight is then decoded in each pass. `lora` makes these
+layers and puts adapters on them.
+
+Legend: N tokens  K input features  M output features.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.errors import ConfigError
+from tilewright.formats.fp8_layout import CODE_DTYPE, from_stored, to_stored
+from tilewright.formats.scaling import ROW_TILE
+from tilewright.formats.spec import E4M3, SPECS
+from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only, in_func_transform
+from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
+from tilewright.precision.float8.gemm.operands import gradient_spec
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.mixed.cast import Cast, CastLinear
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
+
+
+class Fp8Linear(Cast, nn.Linear):
+    """x W^T + b with a frozen FP8 weight. x [..., K] any float dtype -> [..., M] `output_dtype`, or x's dtype.
+
+    Buffers `weight` (float8_e4m3fn [M, K]) and `weight_scale_inv` (FP32, a scale a 128x128 block), as in folders of
+    DeepSeek-V3. Made from a linear layer by `freeze_in_fp8`, in place.
+    """
+
+    output_dtype: torch.dtype | None = None
+    fprop: str = "fp8_tile"
+    """Format of the forward product's operands."""
+    dgrad: str = "fp8_tile"
+    """Format of the operands of the input gradient's product."""
+    power_of_two: bool = True
+    """Kind of the inputs' and gradients' scales; the weight's are what they are."""
+    kernels: Kernels | None = None
+    share: InputShare | None = None
+    """Where layers side by side find each other's quantised input."""
+    plain_class: type[nn.Linear] = nn.Linear
+    """What the layer was."""
+
+    def set_formats(self, compute: str, output: str, *, round_tf32: bool) -> None:
+        """Set 16- or 32-bit products; see `Cast.set_formats`. TF32 is not emulated for a weight of 3 bits: FP32."""
+        self.fprop = self.dgrad = "fp32" if compute == "tf32" else compute
+        self.output_dtype = SPECS[output].dtype
+
+    def set_gemms(self, gemms: Gemms, *, power_of_two: bool) -> None:
+        """Set the products' formats; the weight keeps its scales.
+
+        Raises:
+            ConfigError: one scale a tensor, which the stored weight does not have.
+        """
+        self.check_gemms(gemms)
+        self.fprop, self.dgrad, self.power_of_two = gemms.fprop, gemms.dgrad, power_of_two
+
+    @staticmethod
+    def check_gemms(gemms: Gemms) -> None:
+        """Raise where a frozen weight cannot be multiplied so; see `set_gemms`."""
+        if gemms.tensorwise:
+            raise ConfigError(
+                "A frozen FP8 weight has a scale for each block.",
+                got="fp8_tensorwise",
+                need="fp8_tile, fp8_hybrid, or a format of 16 or 32 bit",
+                try_='precision.mode = "fp8_tile"',
+                where="precision.mode",
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._no_autocast(self._run, x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        # Inside of a torch.func transform the GEMM quantises what it reads: here tensors may have no memory.
+        row = self._quantized_input(x) if self.fprop in FP8_FORMATS and not in_func_transform() else None
+        products = _FrozenProducts if torch.compiler.is_compiling() else _EagerFrozenProducts
+        out_NM = products.apply(
+            x.reshape(-1, x.shape[-1]), None if row is None else row.codes, None if row is None else row.scale_inv,
+            self.weight, self.weight_scale_inv, self.bias,
+            self.fprop, self.dgrad, self.power_of_two, self.kernels, self.output_dtype or x.dtype,
+        )  # fmt: skip
+        return out_NM.view(*x.shape[:-1], self.out_features)
+
+    def _quantized_input(self, x: Tensor) -> TiledTensor | None:
+        kernels = self.kernels
+        if kernels is None:
+            raise AssertionError("freeze_in_fp8 gives each layer its kernels")
+
+        def make() -> InputCopies:
+            x_NK = x.detach().reshape(-1, x.shape[-1])
+            return InputCopies(kernels.quantize(x_NK, E4M3, ROW_TILE, power_of_two=self.power_of_two), None)
+
+        return make().row if self.share is None else self.share.copies_of(x, ("frozen", self.power_of_two), make).row
+
+    def tiled_weight(self) -> TiledTensor:
+        """Codes and scales, [M, K]."""
+        return from_stored(self.weight, self.weight_scale_inv)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        """Moves codes and scales with the model, but `model.bfloat16()` and the like leave their dtypes alone."""
+        codes, scale_inv = self.weight, self.weight_scale_inv
+        super()._apply(fn, recurse)
+        if self.weight.dtype != CODE_DTYPE:
+            self.weight = codes.to(self.weight.device)
+        if self.weight_scale_inv.dtype != torch.float32:
+            self.weight_scale_inv = scale_inv.to(self.weight_scale_inv.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """nn.Linear's own text and the formats."""
+        return f"{nn.Linear.extra_repr(self)}, frozen in fp8, fprop={self.fprop}, dgrad={self.dgrad}"
+
+
+@torch.no_grad()
+def freeze_in_fp8(module: nn.Linear, kernels: Kernels) -> None:
+    """Turn a linear layer into an `Fp8Linear`, in place; on the meta device into the shapes of one.
+
+    Example:
+        >>> layer = nn.Linear(200, 3)
+        >>> freeze_in_fp8(layer, Kernels.default())
+        >>> layer.weight.dtype, list(layer.weight_scale_inv.shape), layer(torch.ones(2, 200)).shape
+        (torch.float8_e4m3fn, [1, 2], torch.Size([2, 3]))
+    """
+    codes, scale_inv = to_stored(module.weight)
+    if isinstance(module, TileLinear):
+        module.keep_weight(False)
+    del module.weight
+    module.register_buffer("weight", codes)
+    module.register_buffer("weight_scale_inv", scale_inv)
+    if module.bias is not None:
+        module.bias.requires_grad_(False)
+    plain, module.__class__ = type(module), Fp8Linear
+    module.plain_class, module.kernels = plain, kernels
+
+
+@torch.no_grad()
+def thaw(module: Fp8Linear, weight_MK: Tensor) -> None:
+    """Turn an `Fp8Linear` back into the layer that it was, with this weight as its parameter."""
+    del module.weight, module.weight_scale_inv
+    plain = module.plain_class
+    if plain is nn.Linear and "output_dtype" in vars(module):  # converted meanwhile: it must stay so
+        fp8 = module.fprop in FP8_FORMATS
+        plain = TileLinear if fp8 else CastLinear
+        if not fp8:
+            module.compute_dtype = SPECS[module.fprop].dtype
+    module.__class__ = plain
+    if isinstance(module, TileLinear) and "fprop" in vars(module):
+        module.settle(Gemms(module.fprop, module.dgrad, module.fprop), power_of_two=module.power_of_two)
+    for name in ("plain_class", "fprop", "dgrad"):
+        vars(module).pop(name, None)
+    module.register_parameter("weight", nn.Parameter(weight_MK))
+
+
+class _FrozenProducts(torch.autograd.Function):
+    """Forward GEMM and input gradient. FP8 data and scales are the layer's own buffers, kept by reference."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x_NK, row_codes, row_scale, codes_MK, scale_inv, bias_M,
+        fprop, dgrad, power_of_two, kernels, out_dtype,
+    ):  # fmt: skip
+        weight = from_stored(codes_MK, scale_inv)
+        if fprop in FP8_FORMATS:
+            if row_codes is None:
+                row = kernels.quantize(x_NK, E4M3, ROW_TILE, power_of_two=power_of_two)
+            else:
+                row = TiledTensor(row_codes, row_scale, ROW_TILE, E4M3)
+            return kernels.tile_gemm(row, weight, bias_M, out_dtype=out_dtype)
+        dtype = SPECS[fprop].dtype
+        bias = None if bias_M is None else bias_M.to(dtype)
+        return kernels.linear(x_NK.to(dtype), weight.dequantize(dtype), bias).to(out_dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x_NK, _, _, codes_MK, scale_inv, _, _, dgrad, power_of_two, kernels, _ = inputs
+        ctx.save_for_backward(codes_MK, scale_inv)
+        ctx.dgrad, ctx.power_of_two, ctx.kernels, ctx.x_dtype = dgrad, power_of_two, kernels, x_NK.dtype
+
+    @staticmethod
+    def backward(ctx, dy_NM):
+        codes_MK, scale_inv = ctx.saved_tensors
+        dx_NK = None
+        if ctx.needs_input_grad[0]:
+            weight = from_stored(codes_MK, scale_inv).transposed()
+            with torch.no_grad():
+                if ctx.dgrad in FP8_FORMATS:
+                    spec = gradient_spec(ctx.dgrad)
+                    dy = ctx.kernels.quantize(dy_NM, spec, ROW_TILE, power_of_two=ctx.power_of_two)
+                    dx_NK = ctx.kernels.tile_gemm(dy, weight, out_dtype=ctx.x_dtype)
+                else:
+                    dtype = SPECS[ctx.dgrad].dtype
+                    dx_NK = ctx.kernels.linear(dy_NM.to(dtype), weight.dequantize(dtype)).to(ctx.x_dtype)
+        return *first_order_only(dx_NK, of=(dy_NM,)), *[None] * 10
+
+
+class _EagerFrozenProducts(NoForwardMode, _FrozenProducts): ...

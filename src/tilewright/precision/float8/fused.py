@@ -1,0 +1,99 @@
+"""A norm or an activation that hands 8-bit copies of its result to the layers that read it.
+
+The value is written once and quantised in the same pass (one kernel on a GPU), instead of being read again by each
+layer. `convert` sets these on modules that name their only readers (`quantized_readers`).
+
+Legend: N tokens  D width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.formats.scaling import ROW_TILE
+from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import TiledTensor, WithCopies
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.float8.gemm.derivatives import in_func_transform
+
+
+@dataclass(frozen=True)
+class QuantizingNorm:
+    """RMSNorm whose result goes to its readers with 8-bit copies."""
+
+    kernels: Kernels
+    power_of_two: bool
+
+    def __call__(self, x: Tensor, weight_D: Tensor, eps: float) -> WithCopies | Tensor:
+        """The norm of x [..., D], in x's dtype; without copies inside of a torch.func transform."""
+        if in_func_transform():
+            return self.kernels.rms_norm(x, weight_D, eps)
+        return _with_copies(*_NormQuantize.apply(x, weight_D, eps, self.kernels, self.power_of_two))
+
+
+@dataclass(frozen=True)
+class QuantizingSwiGLU:
+    """silu(gate) * up, which goes to its reader with 8-bit copies."""
+
+    kernels: Kernels
+    power_of_two: bool
+
+    def __call__(self, gate: Tensor, up: Tensor) -> WithCopies:
+        """gate and up [..., D] -> [..., D], in gate's dtype."""
+        return _with_copies(*_SwigluQuantize.apply(gate, up, self.kernels, self.power_of_two))
+
+
+def _with_copies(
+    y: Tensor, row_codes: Tensor, row_scale: Tensor, column_codes: Tensor, column_scale: Tensor
+) -> WithCopies:
+    row = TiledTensor(row_codes, row_scale, ROW_TILE, E4M3)
+    return WithCopies(y, row, TiledTensor(column_codes, column_scale, ROW_TILE, E4M3))
+
+
+def _flat(row: TiledTensor, column: TiledTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return row.codes, row.scale_inv, column.codes, column.scale_inv
+
+
+class _NormQuantize(torch.autograd.Function):
+    """(y, codes and scales of both copies); the gradient is that of RMSNorm, in FP32."""
+
+    @staticmethod
+    def forward(ctx, x, weight_D, eps, kernels, power_of_two):
+        y, row, column = kernels.rms_norm_quantize(x, weight_D, eps, E4M3, power_of_two=power_of_two)
+        ctx.save_for_backward(x, weight_D)
+        ctx.eps = eps
+        codes = _flat(row, column)
+        ctx.mark_non_differentiable(*codes)
+        return y, *codes
+
+    @staticmethod
+    def backward(ctx, dy, *_):
+        x, weight_D = ctx.saved_tensors
+        wide = x.to(torch.float32)
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+        normed, dy = wide * rstd, dy.to(torch.float32)
+        dnormed = dy * weight_D.to(torch.float32)
+        dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
+        dweight_D = (dy * normed).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), dweight_D.to(weight_D.dtype), None, None, None
+
+
+class _SwigluQuantize(torch.autograd.Function):
+    """(y, codes and scales of both copies); the gradient is that of SwiGLU, in FP32."""
+
+    @staticmethod
+    def forward(ctx, gate, up, kernels, power_of_two):
+        y, row, column = kernels.swiglu_quantize(gate, up, E4M3, power_of_two=power_of_two)
+        ctx.save_for_backward(gate, up)
+        codes = _flat(row, column)
+        ctx.mark_non_differentiable(*codes)
+        return y, *codes
+
+    @staticmethod
+    def backward(ctx, dy, *_):
+        gate, up = ctx.saved_tensors
+        wide, dy = gate.to(torch.float32), dy.to(torch.float32)
+        sigmoid = torch.sigmoid(wide)
+        dgate = dy * up.to(torch.float32) * sigmoid * (1 + wide * (1 - sigmoid))
+        return dgate.to(gate.dtype), (dy * wide * sigmoid).to(up.dtype), None, None

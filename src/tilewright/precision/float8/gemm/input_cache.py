@@ -1,0 +1,75 @@
+"""Quantised copies of one input, shared by the layers that read it: query, key and value; gate and up."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tilewright.formats.tiled import TiledTensor
+from tilewright.precision.float8.gemm.weight_store import fingerprint
+
+
+@dataclass(frozen=True)
+class InputCopies:
+    """An input [N, K] as its GEMMs want it; None where a GEMM has no 8-bit operands.
+
+    `row` is what fprop reads, [N, K]. `column` is what wgrad reads: the input transposed, [K, N].
+    """
+
+    row: TiledTensor | None
+    column: TiledTensor | None
+
+
+class InputShare:
+    """Where layers side by side find the copies of an input that one of them has made.
+
+    An input is the same if it is the same tensor object with the same bytes, by a hash of them: writes through numpy,
+    `.data` or under `inference_mode` leave no other sign. A hash on a GPU would have to be waited for, so nothing is
+    shared there in eager mode. Under torch.compile the compiler finds the repeated quantisation itself.
+
+    The copies live until `readers` layers have taken them, until `forget`, or until the input dies: backward may keep
+    an input for long. Copies and pickles of a share are empty.
+
+    Args:
+        readers: how many layers ask for the copies of one input; 0 where that is not known.
+    """
+
+    def __init__(self, readers: int = 0) -> None:
+        self._readers = readers
+        self._left = 0
+        self._source: weakref.ref[Tensor] | None = None
+        self._key: tuple[object, ...] = ()
+        self._copies: InputCopies | None = None
+
+    def copies_of(self, x: Tensor, key: tuple[object, ...], make: Callable[[], InputCopies]) -> InputCopies:
+        """The copies of `x` for layers with the settings `key`: those there are, or new ones from `make`."""
+        if torch.compiler.is_compiling():
+            return make()
+        if not isinstance(x, FakeTensor):  # these have no values that could change
+            if type(x) is not Tensor or x.device.type != "cpu" or not x.is_contiguous():
+                return make()
+            key = (*key, fingerprint(x))
+        if self._copies is None or self._source is None or self._source() is not x or self._key != key:
+            self._copies = make()
+            self._key = key
+            self._source = weakref.ref(x, self._source_died)
+            self._left = self._readers
+        copies = self._copies
+        self._left -= 1
+        if self._left == 0:
+            self.forget()
+        return copies
+
+    def forget(self) -> None:
+        """Drop the copies."""
+        self._source = self._copies = None
+
+    def _source_died(self, source: "weakref.ref[Tensor]") -> None:
+        if source is self._source:
+            self.forget()
+
+    def __reduce__(self) -> tuple[type["InputShare"], tuple[int]]:
+        return InputShare, (self._readers,)

@@ -1,0 +1,101 @@
+"""FP8 data of a weight, kept from one pass to the next together with a fingerprint of what it was made from.
+
+PyTorch has no reliable sign that a weight was written: torch's fused AdamW, writes through `.data`, numpy or a tensor
+of `inference_mode`, and a re-assigned parameter leave `_version` where it was or start another one. So the weight's
+bytes are hashed (XXH3, 64 bits) wherever the data are used, and quantised again when the hash differs. The hash reads
+a weight in about a fifth of the time that quantising takes (docs/log.md).
+
+Only on a CPU: on a GPU a check reads 4 bytes per element where quantising reads 4 and writes 1, and comparing the
+hashes would wait for the device. There a weight is quantised in each pass.
+
+One byte tensor holds all of it, so that a copy of the store is a whole store. Its layout, each part padded to 64 bytes:
+the hash and a flag that it is valid (8 bytes each), scale_inv (FP32), FP8 data.
+
+Legend: M output features  K input features.
+"""
+
+import math
+
+import torch
+import xxhash
+from torch import Tensor
+
+from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.float8.gemm.operands import quantize_weight, weight_tile
+
+_ALIGN = 64
+
+
+def new_store(weight_MK: Tensor, *, tensorwise: bool) -> Tensor | None:
+    """An empty store for a weight [M, K]: uint8, about M * K bytes; None where weights are quantised in each pass."""
+    if weight_MK.device.type != "cpu":
+        return None
+    # Of inference_mode's own tensors autograd could save none.
+    with torch.inference_mode(False):
+        return torch.zeros(store_bytes(weight_MK.shape, tensorwise=tensorwise), dtype=torch.uint8, device="cpu")
+
+
+def stored_weight(
+    store: Tensor, weight_MK: Tensor, kernels: Kernels, *, tensorwise: bool, power_of_two: bool
+) -> TiledTensor:
+    """The FP8 data of a weight as it is now: those in the store where they belong to it, else new ones, which go there.
+
+    Args:
+        store: of `new_store`; written where it holds the data of other values.
+        weight_MK: [M, K], any float dtype. One that has no place in the store (another size, not contiguous) is
+            quantised without it.
+        kernels: implementations.
+        tensorwise: one scale, not one per 128x128 block. A store belongs to one kind of scale for good.
+        power_of_two: scales are powers of two; likewise.
+
+    Returns:
+        [M, K] in E4M3. The data are the store's own memory, which the next call may write to.
+    """
+    how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
+    if store.numel() != store_bytes(weight_MK.shape, tensorwise=tensorwise) or not weight_MK.is_contiguous():
+        return quantize_weight(weight_MK, kernels, **how)
+    store = store.data  # a cache is no value of autograd's: writing to it must not look like a change of one
+    print_ = fingerprint(weight_MK)
+    header = store[:16].view(torch.int64)
+    tiled = contents(store, weight_MK.shape, tensorwise=tensorwise)
+    if header.tolist() != [print_, 1]:
+        header[1] = 0
+        fresh = quantize_weight(weight_MK, kernels, **how)
+        tiled.codes.copy_(fresh.codes)
+        tiled.scale_inv.copy_(fresh.scale_inv)
+        header[0], header[1] = print_, 1
+    return tiled
+
+
+def contents(store: Tensor, shape: tuple[int, ...], *, tensorwise: bool) -> TiledTensor:
+    """The FP8 data [M, K] and scales in a store, unchecked."""
+    tile = weight_tile(tensorwise)
+    grid = tile.grid((shape[0], shape[1]))
+    scale_inv = store[_ALIGN : _ALIGN + 4 * math.prod(grid)].view(torch.float32).view(grid)
+    start = store.numel() - _padded(math.prod(shape))
+    return TiledTensor(store[start : start + math.prod(shape)].view(shape), scale_inv, tile, E4M3)
+
+
+def fingerprint(x: Tensor) -> int:
+    """XXH3 of the bytes of a contiguous CPU tensor, with its first dimension as the seed: a signed 64-bit number.
+
+    Example:
+        >>> x = torch.ones(2, 8)
+        >>> fingerprint(x) == fingerprint(torch.ones(2, 8)), fingerprint(x) == fingerprint(x.view(4, 4))
+        (True, False)
+    """
+    data = x.detach().view(-1).view(torch.uint8).numpy()
+    digest = xxhash.xxh3_64_intdigest(data, seed=x.shape[0] if x.ndim else 0)
+    return digest - 2**64 if digest >= 2**63 else digest
+
+
+def store_bytes(shape: tuple[int, ...], *, tensorwise: bool) -> int:
+    """Bytes of a store for a weight of this shape."""
+    grid = weight_tile(tensorwise).grid((shape[0], shape[1]))
+    return _ALIGN + _padded(4 * math.prod(grid)) + _padded(math.prod(shape))
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

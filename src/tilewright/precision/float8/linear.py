@@ -1,0 +1,235 @@
+"""A linear layer whose three products have formats of their own, 8-bit tiles among them, changed without recompiling.
+
+What it keeps for backward is one byte an element, the column-wise copy of its input that the weight's gradient reads;
+or the input itself, where the weight's gradient is in 16 or 32 bit or may be moved there at run time.
+An input is quantised once for the layers that share it. A weight is quantised when it has changed where `weight_cache`
+manages it, else in each pass; the input's gradient reads the same FP8 data transposed.
+Read `TileLinear` first, then `gemm_ops`.
+
+See: DeepSeek-V3 report, section 3.3 (fine-grained quantisation; FP8 copies of inputs cached for backward).
+
+Legend: N tokens  K input features  M output features. TiledTensors carry their own shapes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.errors import ConfigError, HardwareError
+from tilewright.core.hardware import Machine, fp8_choice
+from tilewright.formats.spec import E4M3
+from tilewright.formats.tiled import TiledTensor, WithCopies
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.float8.gemm.derivatives import in_func_transform
+from tilewright.precision.float8.gemm.gemm_ops import Fixed, Switch, products
+from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
+from tilewright.precision.float8.gemm.operands import quantize_copies, quantize_weight
+from tilewright.precision.float8.gemm.weight_store import new_store, stored_weight
+from tilewright.precision.mixed.cast import Cast
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
+
+
+class TileLinear(Cast, nn.Linear):
+    """x W^T + b with the formats of `gemms`. x [..., K] any float dtype -> [..., M] `output_dtype`.
+
+    Made from an `nn.Linear` by `convert`, in place; parameters stay what they were. `convert` settles what compiled
+    code depends on (`settle`); `set_gemms` moves products between formats at run time and compiles nothing again.
+    """
+
+    gemms: Gemms = Gemms.all("bf16")
+    """Present formats. Written by `settle` and `set_gemms` alone, as `formats` says the same to the products."""
+    formats: Tensor
+    """int64 [3] on the host; see `gemm_ops.Switch`. No buffer: it does not move with the model."""
+    counts: Tensor
+    """int64 [3, formats] on the host: what has run."""
+    keep_value: bool = False
+    """Backward keeps the input itself, not its column-wise codes: the weight's gradient may have any format."""
+    row_copy: bool = True
+    """The input is quantised row-wise ahead of the forward product; else there, should it need that."""
+    tensorwise: bool = False
+    """8-bit operands have one scale, not one a tile."""
+    power_of_two: bool = True
+    strict: bool = False
+    """`set_gemms` refuses a format that this machine only emulates."""
+    kernels: Kernels | None = None
+    share: InputShare | None = None
+    """Where layers side by side find each other's copies of the input. Set by `convert`."""
+    keeps_weight: bool = False
+    """FP8 data of the weight are kept between passes, where that is worth it; see `keep_weight`."""
+    weight_store: Tensor | None
+    """A buffer with these data, see `weight_store.new_store`; None: the weight is quantised in each pass."""
+
+    def settle(self, gemms: Gemms, *, power_of_two: bool, keep: str = "codes", strict: bool = False) -> None:
+        """Set the formats, and for them what compiled code and producers of the input depend on.
+
+        Args:
+            gemms: formats of the products.
+            power_of_two: kind of scale.
+            keep: "codes" keeps the input in 8 bits where wgrad has them; "value" keeps the input itself.
+            strict: see `strict`.
+        """
+        settings = (gemms.tensorwise, power_of_two)
+        changed = settings != (self.tensorwise, self.power_of_two)
+        self.tensorwise, self.power_of_two = settings
+        if changed or "weight_store" not in self._buffers:
+            self.keep_weight(self.keeps_weight)  # a store belongs to one kind of scale
+        self.keep_value = keep == "value" or gemms.wgrad not in FP8_FORMATS
+        self.row_copy = keep == "value" or gemms.fprop in FP8_FORMATS
+        self.strict = strict
+        if "formats" not in vars(self):
+            switch = new_switch(gemms)
+            self.formats, self.counts = switch.formats, switch.counts
+        self._write(gemms)
+
+    def set_gemms(self, gemms: Gemms, *, power_of_two: bool | None = None) -> None:
+        """Move products to other formats, from their next call on. Compiled code stays valid.
+
+        Args:
+            gemms: formats of the products.
+            power_of_two: kind of scale; None, or the same as before: it is settled at conversion.
+
+        Raises:
+            ConfigError: the weight's gradient cannot leave 8 bits, because backward keeps 8-bit codes; or another
+                kind of scale.
+            HardwareError: the policy is strict, and this machine only emulates the format.
+        """
+        if not self.keep_value and gemms.wgrad not in FP8_FORMATS:
+            raise ConfigError(
+                "This layer's weight gradient cannot leave 8 bits while it runs.",
+                got=f"wgrad {gemms.wgrad}; backward keeps the input as 8-bit codes",
+                need=f"wgrad one of {', '.join(FP8_FORMATS)}",
+                try_='Policy(..., keep="value") at conversion, which keeps the input itself (2 bytes an element)',
+                where="precision",
+            )
+        powers = self.power_of_two if power_of_two is None else power_of_two
+        if powers != self.power_of_two or (gemms.any_fp8 and gemms.tensorwise != self.tensorwise):
+            kind = "one scale a tensor" if self.tensorwise else "tiles"
+            raise ConfigError(
+                "The kind of scale is settled at conversion.",
+                got=f"{gemms}, power_of_two {powers}",
+                need=f"{kind}, power_of_two {self.power_of_two}",
+                try_="tilewright.set_mode(model, policy), which prepares the layers' neighbours too",
+                where="precision",
+            )
+        if self.strict and self.kernels is not None:
+            _refuse_emulated(gemms, self.kernels.machine)
+        self._write(gemms)
+
+    def _write(self, gemms: Gemms) -> None:
+        self.gemms = gemms
+        self.formats.copy_(_indices(gemms))
+
+    def executed(self) -> dict[str, dict[str, int]]:
+        """Product -> format -> calls since `reset_executed`, for formats that ran."""
+        return {
+            name: {GEMM_FORMATS[i]: count for i, count in enumerate(row) if count}
+            for name, row in zip(GEMM_NAMES, self.counts.tolist(), strict=True)
+        }
+
+    def note_executed(self, *names: str) -> None:
+        """Count a call of these products, which ran elsewhere (see `experts`) in their present formats."""
+        for name in names:
+            self.counts[GEMM_NAMES.index(name), GEMM_FORMATS.index(getattr(self.gemms, name))] += 1
+
+    def reset_executed(self) -> None:
+        """Count from zero."""
+        self.counts.zero_()
+
+    def keep_weight(self, keep: bool) -> None:
+        """Keep FP8 data of the weight from one pass to the next, 1 byte per element, or forget them.
+
+        They are checked against the weight in each use (`weight_store`). A copy of the layer starts without.
+        """
+        self.keeps_weight = keep
+        store = new_store(self.weight, tensorwise=self.tensorwise) if keep else None
+        self.register_buffer("weight_store", store, persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which are other models and quantise their weights in each pass."""
+        return {**vars(self), "keeps_weight": False, "_buffers": {**self._buffers, "weight_store": None}}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        super()._apply(fn, recurse)
+        if self.keeps_weight:
+            self.keep_weight(True)  # the weight may be elsewhere now
+        return self
+
+    def forward(self, x: Tensor | WithCopies) -> Tensor:
+        if isinstance(x, WithCopies):
+            return self._no_autocast(self._run, x.value, InputCopies(x.row, x.column))
+        return self._no_autocast(self._run, x, None)
+
+    def _run(self, x: Tensor, copies: InputCopies | None) -> Tensor:
+        kernels = self._kernels()
+        x_NK = x.reshape(-1, x.shape[-1])
+        # Inside of a torch.func transform only the operators may read values: they quantise the input, which is kept.
+        transformed = in_func_transform()
+        keep_value = self.keep_value or transformed
+        column = not keep_value and self.weight.requires_grad and torch.is_grad_enabled()
+        kind = (self.tensorwise, self.power_of_two)
+
+        def make() -> InputCopies:
+            return input_copies(x_NK, kernels, *kind, row=self.row_copy, column=column)
+
+        if transformed:
+            copies = InputCopies(None, None)
+        elif copies is None:
+            key = (*kind, self.row_copy, column)
+            copies = make() if self.share is None else self.share.copies_of(x, key, make)
+        switch = Switch(self.formats, self.counts)
+        fixed = Fixed(keep_value, *kind, kernels.spec, self.output_dtype)
+        out_NM = products(x_NK, self.weight, self.bias, copies, self.weight_store, switch, fixed)
+        return out_NM.view(*x.shape[:-1], self.out_features)
+
+    def _kernels(self) -> Kernels:
+        if self.kernels is None:
+            raise AssertionError("convert gives each TileLinear its kernels")
+        return self.kernels
+
+    def quantized_weight(self, weight_MK: Tensor | None = None) -> TiledTensor:
+        """The weight (or another in its place, as a backward has saved it) as the GEMMs read it.
+
+        Where the layer keeps FP8 data, these, checked: the next call may write to them.
+        """
+        how = {"tensorwise": self.tensorwise, "power_of_two": self.power_of_two}
+        weight_MK, kernels = (self.weight if weight_MK is None else weight_MK).detach(), self._kernels()
+        if self.weight_store is None:
+            return quantize_weight(weight_MK, kernels, **how)
+        return stored_weight(self.weight_store, weight_MK, kernels, **how)
+
+    def extra_repr(self) -> str:
+        """nn.Linear's own text and the formats."""
+        return f"{nn.Linear.extra_repr(self)}, gemms={self.gemms}"
+
+
+def new_switch(gemms: Gemms) -> Switch:
+    """Formats as given and counts of zero: ordinary tensors on the host, whatever context they are made in."""
+    with torch.inference_mode(False):
+        return Switch(_indices(gemms), torch.zeros(len(GEMM_NAMES), len(GEMM_FORMATS), dtype=torch.int64, device="cpu"))
+
+
+def _indices(gemms: Gemms) -> Tensor:
+    return torch.tensor([GEMM_FORMATS.index(name) for name in gemms.formats], dtype=torch.int64, device="cpu")
+
+
+def _refuse_emulated(gemms: Gemms, machine: Machine) -> None:
+    choice = fp8_choice(machine)
+    lost = [name for name in gemms.formats if name in FP8_FORMATS and name not in choice.native]
+    if lost:
+        raise HardwareError(
+            f"A product in {lost[0]} would be emulated, and precision.strict is set.",
+            got=choice.reason,
+            need="a machine or a format in which it runs as it says",
+            try_="precision.strict = false, or another format",
+            where="precision",
+        )
+
+
+def input_copies(
+    x_NK: Tensor, kernels: Kernels, tensorwise: bool, power_of_two: bool, *, row: bool, column: bool
+) -> InputCopies:
+    """8-bit copies of an input [N, K], as asked for: `row` for fprop, `column` for wgrad."""
+    how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
+    return InputCopies(*quantize_copies(x_NK.detach(), E4M3, kernels, **how, row=row, column=column))

@@ -1,0 +1,166 @@
+"""The products with a weight that another class than torch's `nn.Linear` owns, each in a format of its own.
+
+A `TileWeight` holds what a `TileLinear` holds besides its parameters: formats, counts and the kind of scales. The
+module hands it the weight as a matrix [M, K], or as a stack of them with the rows of each: operands, products and
+gradients are those of a `TileLinear` with that matrix, bit for bit. `third_party` has the modules; `convert` sets the
+formats.
+
+Legend: N tokens  K input features  M output features  E experts  P rows of all experts, one expert after another.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewright.formats.spec import SPECS
+from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.float8.gemm.gemm_ops import Fixed, products
+from tilewright.precision.float8.gemm.input_cache import InputCopies
+from tilewright.precision.float8.linear import input_copies, new_switch
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
+
+ROWS = 128
+"""Rows of a tile of the column-wise copies."""
+
+
+class TileWeight:
+    """Formats and counts of the products with one weight."""
+
+    def __init__(self) -> None:
+        self.compute_dtype = torch.float32
+        """Dtype of the operands where `gemms` is None."""
+        self.output_dtype = torch.float32
+        self.gemms: Gemms | None = None
+        """Formats of the three products where 8-bit operands are among them or they differ; else None."""
+        self.power_of_two = True
+        self.kernels: Kernels | None = None
+        self.switch = new_switch(Gemms.all("bf16"))
+
+    def set_formats(self, compute: str, output: str) -> None:
+        """Set products of 16 or 32 bits.
+
+        Args:
+            compute: format of the operands, by name ("bf16").
+            output: format of the result.
+        """
+        self.gemms = None
+        self.compute_dtype, self.output_dtype = SPECS[compute].dtype, SPECS[output].dtype
+
+    def set_gemms(self, gemms: Gemms, output: str, *, power_of_two: bool) -> None:
+        """Set the format of each product; see `TileLinear.settle`."""
+        self.gemms, self.power_of_two, self.output_dtype = gemms, power_of_two, SPECS[output].dtype
+        self.switch.formats.copy_(new_switch(gemms).formats)
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [3, formats] on the host: products that ran, of stacked weights one for each expert."""
+        return self.switch.counts
+
+    def executed(self) -> dict[str, dict[str, int]]:
+        """Product -> format -> calls so far, for formats that ran."""
+        return {
+            name: {GEMM_FORMATS[i]: count for i, count in enumerate(row) if count}
+            for name, row in zip(GEMM_NAMES, self.counts.tolist(), strict=True)
+        }
+
+    # ---- one matrix ----
+
+    def linear(self, x: Tensor, weight_MK: Tensor, bias_M: Tensor | None) -> Tensor:
+        """x W^T + b. x [..., K] any float dtype -> [..., M] `output_dtype`."""
+        with torch.autocast(x.device.type, enabled=False):
+            out_NM = self._multiply(x.reshape(-1, x.shape[-1]), weight_MK, bias_M, None)
+        return out_NM.view(*x.shape[:-1], out_NM.shape[-1])
+
+    def _multiply(self, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, copies: InputCopies | None) -> Tensor:
+        if self.gemms is None:
+            dtype = self.compute_dtype
+            if self.kernels is not None:  # they cast the weight, and give its gradient in as many bits as they can
+                return self.kernels.linear(x_NK.to(dtype), weight_MK, bias_M).to(self.output_dtype)
+            bias = None if bias_M is None else bias_M.to(dtype)
+            return F.linear(x_NK.to(dtype), weight_MK.to(dtype), bias).to(self.output_dtype)
+        if copies is None:
+            copies = self._copies(x_NK, weight_MK.requires_grad)
+        kind = self.gemms.tensorwise, self.power_of_two
+        fixed = Fixed(self._keeps_value, *kind, self._kernels.spec, self.output_dtype)
+        return products(x_NK, weight_MK, bias_M, copies, None, self.switch, fixed)
+
+    def _copies(self, x_NK: Tensor, wants_dw: bool) -> InputCopies:
+        if self.gemms is None:
+            raise AssertionError("copies are for 8-bit products")
+        column = wants_dw and not self._keeps_value and torch.is_grad_enabled()
+        row = self.gemms.fprop in FP8_FORMATS
+        return input_copies(x_NK, self._kernels, self.gemms.tensorwise, self.power_of_two, row=row, column=column)
+
+    @property
+    def _keeps_value(self) -> bool:
+        """Backward keeps the input itself: the weight's gradient has no 8-bit operands."""
+        return self.gemms is not None and self.gemms.wgrad not in FP8_FORMATS
+
+    @property
+    def _kernels(self) -> Kernels:
+        if self.kernels is None:
+            raise AssertionError("convert gives each weight its kernels")
+        return self.kernels
+
+    # ---- a stack of matrices ----
+
+    def grouped(self, x_PK: Tensor, counts: Sequence[int], stack_EMK: Tensor, bias_EM: Tensor | None) -> Tensor:
+        """x W_e^T + b_e for each expert e on its rows. An expert without rows does nothing, and its gradient is zero.
+
+        Args:
+            x_PK: rows of expert 0, of expert 1, ...; any float dtype.
+            counts: rows of each expert.
+            stack_EMK: the weights, any float dtype and strides.
+            bias_EM: the biases or None.
+
+        Returns:
+            [P, M] `output_dtype`.
+        """
+        if sum(counts) != len(x_PK) or len(counts) != len(stack_EMK):
+            raise AssertionError(f"{len(x_PK)} rows and {sum(counts)} counted, for {len(counts)} experts")
+        # Not stack[e]: each such view writes a gradient of the whole stack.
+        weights, biases = stack_EMK.unbind(), bias_EM.unbind() if bias_EM is not None else [None] * len(counts)
+        with torch.autocast(x_PK.device.type, enabled=False):
+            copies = self._grouped_copies(x_PK.detach(), counts, stack_EMK.requires_grad)
+            outs = [
+                self._multiply(x, weight, bias, given)
+                for x, weight, bias, given in zip(x_PK.split(list(counts)), weights, biases, copies, strict=True)
+                if len(x)
+            ]
+        return torch.cat(outs) if outs else x_PK.new_zeros((0, stack_EMK.shape[1]), dtype=self.output_dtype)
+
+    def _grouped_copies(self, x_PK: Tensor, counts: Sequence[int], wants_dw: bool) -> list[InputCopies | None]:
+        """8-bit copies of each expert's rows, all quantised at once.
+
+        Each expert's rows begin at a multiple of 128 there, so that no tile of a column-wise copy holds two experts'.
+        With one scale a tensor each expert has its own, and quantises for itself.
+        """
+        if self.gemms is None or self.gemms.tensorwise or not self.gemms.any_fp8:
+            return [None] * len(counts)
+        parts = [F.pad(part, (0, 0, 0, -len(part) % ROWS)) for part in x_PK.split(list(counts))]
+        starts = [0, *accumulate(len(part) for part in parts)]
+        both = self._copies(torch.cat(parts), wants_dw)
+        return [
+            InputCopies(_rows(both.row, start, count), _columns(both.column, start, count))
+            for start, count in zip(starts, counts, strict=False)
+        ]
+
+
+def _rows(tiled: TiledTensor | None, start: int, count: int) -> TiledTensor | None:
+    """Rows of a matrix in row tiles."""
+    if tiled is None:
+        return None
+    rows = slice(start, start + count)
+    return TiledTensor(tiled.codes[rows], tiled.scale_inv[rows], tiled.tile, tiled.spec)
+
+
+def _columns(tiled: TiledTensor | None, start: int, count: int) -> TiledTensor | None:
+    """Columns of a matrix in row tiles, from the beginning of one."""
+    if tiled is None:
+        return None
+    scale_inv = tiled.scale_inv[:, start // ROWS : -(-(start + count) // ROWS)]
+    return TiledTensor(tiled.codes[:, start : start + count], scale_inv, tiled.tile, tiled.spec)

@@ -1,0 +1,64 @@
+"""Who shares the 8-bit copies of an input, and who makes them along with the input."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.precision.float8.experts import ExpertRunner, groupable
+from tilewright.precision.float8.frozen_linear import Fp8Linear
+from tilewright.precision.float8.fused import QuantizingNorm, QuantizingSwiGLU
+from tilewright.precision.float8.gemm.input_cache import InputShare
+from tilewright.precision.float8.linear import TileLinear
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Layers that read one input share its quantised copies.
+
+    Modules of our own models name the only readers of what they make (`quantized_readers`) and hand the copies over
+    with it; elsewhere layers side by side, such as query, key and value, find each other's copies.
+    """
+    for parent in model.modules():
+        known = hasattr(parent, "readers")
+        layers = [
+            child
+            for child in (parent.readers() if known else parent.children())
+            if isinstance(child, TileLinear | Fp8Linear)
+        ]
+        # Elsewhere not all of the layers side by side read one input.
+        share = InputShare(len(layers) if known else 0) if len(layers) > 1 else None
+        for layer in layers:
+            layer.share = share
+        if share is not None and not known and _end_sharing not in parent._forward_hooks.values():
+            parent.register_forward_hook(_end_sharing, always_call=True)
+    for module in model.modules():
+        for maker, fused, readers in module.quantized_readers() if hasattr(module, "quantized_readers") else ():
+            maker.quantizing = None
+            if all(isinstance(reader, TileLinear) and _reads_both(reader, readers[0]) for reader in readers):
+                kind = QuantizingNorm if fused == "norm" else QuantizingSwiGLU
+                maker.quantizing = kind(readers[0].kernels, readers[0].power_of_two)
+
+
+def _end_sharing(module: nn.Module, args: Any, output: Any) -> None:
+    """Drop the copies at the end of the parent's forward, whether or not all of its layers took them."""
+    if torch.compiler.is_compiling():
+        return
+    for child in module.children():
+        if isinstance(child, TileLinear | Fp8Linear) and child.share is not None:
+            child.share.forget()
+
+
+def _reads_both(reader: TileLinear, first: TileLinear) -> bool:
+    """True for a layer that takes both copies in tiles of E4M3, with the same kind of scales as the first.
+
+    A layer that keeps its input itself takes the row-wise copy alone, so it quantises that.
+    """
+    both = reader.row_copy and not reader.keep_value
+    return both and not reader.tensorwise and reader.power_of_two == first.power_of_two
+
+
+def group_experts(model: nn.Module) -> None:
+    """Experts whose layers agree run as one operation."""
+    for module in model.modules():
+        if "expert_runner" in vars(module):
+            module.expert_runner = ExpertRunner() if groupable(list(module.experts)) else None

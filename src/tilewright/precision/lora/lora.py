@@ -1,0 +1,257 @@
+"""LoRA: fine-tuning by small adapters on frozen linear layers, whose weights stay in FP8 where that is asked for.
+
+y = W x + (alpha / rank) B (A x). `add_lora` changes layers in place: parameters `lora_A` [R, K] and `lora_B` [M, R] in
+FP32 beside a frozen weight, added by a forward hook, so a model may be converted before or after. Adapters are saved
+in the layout of the package peft. Read `add_lora` first.
+
+See: Hu et al., "LoRA", 2021.
+
+Legend: K input features  M output features  R rank.
+"""
+
+import difflib
+import math
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewright.core.errors import ConfigError
+from tilewright.formats.tiled import WithCopies
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.decoder.hf_weights import load_weights, read_config
+from tilewright.models.decoder.init import name_seed
+from tilewright.models.folder.fp8_weights import copy_weight, find_weights
+from tilewright.models.folder.safetensors import scan_folder
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.assign.module_kinds import find_sites
+from tilewright.precision.convert import set_mode
+from tilewright.precision.float8.frozen_linear import Fp8Linear, freeze_in_fp8, thaw
+from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.wiring import share_inputs
+from tilewright.precision.mixed.cast import CastLinear
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int = 16,
+    alpha: float = 32.0,
+    targets: Sequence[str] = ("*",),
+    base: Literal["fp8", "keep"] = "fp8",
+    *,
+    kernels: Kernels | None = None,
+    seed: int = 0,
+) -> list[str]:
+    """Freeze a model and put adapters on its linear layers, in place. The first output is that of the base alone.
+
+    Args:
+        model: any model; heads, routers and embeddings get no adapter.
+        rank: width of the adapters.
+        alpha: adapters count alpha / rank.
+        targets: globs on the names of linear layers.
+        base: "fp8" keeps the layers' weights as FP8 codes with a scale for each 128x128 block and multiplies in FP8,
+            forward and backward; "keep" leaves weights and formats as they are.
+        kernels: implementations; None picks the best for this machine.
+        seed: of the first values of A. B begins at zero.
+
+    Returns:
+        Names of the layers that have adapters now. Their `lora_A` and `lora_B` are all that is left to train.
+
+    Raises:
+        ConfigError: a glob that matches no linear layer, a rank below 1, or adapters are there already.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        >>> add_lora(model, rank=2, targets=["0"])
+        ['0']
+        >>> [name for name, p in model.named_parameters() if p.requires_grad], model[0].weight.dtype
+        (['0.lora_A', '0.lora_B'], torch.float8_e4m3fn)
+    """
+    _check(model, rank, alpha, base)
+    linears = {
+        site.fqn: site.module
+        for site in find_sites(model)
+        if site.kind == "linear" and isinstance(site.module, nn.Linear)
+    }
+    names = _matched(list(linears), targets)
+    kernels = kernels or Kernels.default()
+    model.requires_grad_(False)
+    for name in names:
+        module = linears[name]
+        if base == "fp8" and not isinstance(module, Fp8Linear):
+            freeze_in_fp8(module, kernels)
+        _attach(module, rank, alpha)
+    share_inputs(model)
+    _convert_again(model)
+    init_lora(model, seed)
+    return names
+
+
+@torch.no_grad()
+def init_lora(model: nn.Module, seed: int) -> None:
+    """First values: A uniform as in peft, each layer from a generator seeded by its name; B zero."""
+    for name, module in adapted_layers(model).items():
+        if module.lora_A.device.type != "meta":
+            generator = torch.Generator().manual_seed(name_seed(seed, name))
+            bound = 1 / math.sqrt(module.in_features)
+            module.lora_A.copy_(torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator))
+            module.lora_B.zero_()
+
+
+def adapted_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers with adapters, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> list[str]:
+    """Add the adapters to the weights and take them off: layers as before `add_lora`, FP8 ones in FP32 and trainable.
+
+    The sum is made in FP32. To keep a merged model in FP8, save it with `save_hf(dtype=torch.float8_e4m3fn)`, which
+    rounds the sum: small adapters may vanish in it.
+
+    Returns:
+        Names of the merged layers.
+    """
+    layers = adapted_layers(model)
+    for module in layers.values():
+        delta_MK = (module.lora_B.float() @ module.lora_A.float()) * module.lora_scaling
+        if isinstance(module, Fp8Linear):
+            thaw(module, module.tiled_weight().dequantize() + delta_MK)
+        else:
+            module.weight.copy_(module.weight.float() + delta_MK)
+        module.lora_hook.remove()
+        del module.lora_A, module.lora_B, module.lora_scaling, module.lora_hook
+    model.requires_grad_(True)
+    _convert_again(model)
+    return list(layers)
+
+
+def _convert_again(model: nn.Module) -> None:
+    """Carry the policies of converted parts out once more: what fuses layers with their neighbours must know them."""
+    for module in model.modules():
+        if "precision_report" in vars(module):
+            set_mode(module, module.precision_report.policy)
+
+
+def load_lora_decoder(
+    folder: Path | str,
+    rank: int = 16,
+    alpha: float = 32.0,
+    targets: Sequence[str] = ("*",),
+    base: Literal["fp8", "keep"] = "fp8",
+    *,
+    kernels: Kernels | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Decoder:
+    """A decoder with adapters from a folder of Llama or DeepSeek-V3 layout; arguments as in `add_lora`.
+
+    FP8 weights of the folder become the layers' codes and scales as they are, without being decoded, so the model never
+    takes more than about a byte a weight. Weights in another format are encoded one by one.
+
+    Raises:
+        CheckpointError: the folder cannot be read; see `hf_weights.load_weights`.
+        ConfigError: see `add_lora`.
+    """
+    with torch.device("meta"):
+        model = Decoder(read_config(folder), kernels)
+        names = add_lora(model, rank, alpha, targets, base, kernels=kernels, seed=seed)
+    model.to_empty(device=device)
+    model.tie_weights()
+    init_lora(model, seed)
+    load_weights(model, folder, absent={f"{name}.{part}" for name in names for part in ("lora_A", "lora_B")})
+    return model
+
+
+@torch.no_grad()
+def load_codes(model: nn.Module, folder: Path | str) -> list[str]:
+    """Give FP8 layers the codes and scales of a folder as they are, for models that were loaded decoded.
+
+    Without it the weights were rounded twice where the folder's scales are no powers of two.
+
+    Args:
+        model: with layers in FP8; names as in the folder, as Hugging Face models have them (without a `net.` before).
+        folder: in the layout of DeepSeek-V3.
+
+    Returns:
+        The layers that were given their codes. Experts that a model holds in one tensor are none.
+
+    Raises:
+        CheckpointError: the folder's FP8 weights are broken.
+    """
+    coded = find_weights(folder, scan_folder(folder))
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Linear) and f"{name}.weight" in coded:
+            copy_weight(coded[f"{name}.weight"], module.weight, module.weight_scale_inv)
+            found.append(name)
+    return found
+
+
+def _attach(module: nn.Linear, rank: int, alpha: float) -> None:
+    options = {"device": module.weight.device, "dtype": torch.float32}
+    module.lora_A = nn.Parameter(torch.empty(rank, module.in_features, **options))
+    module.lora_B = nn.Parameter(torch.empty(module.out_features, rank, **options))
+    module.lora_scaling = alpha / rank
+    module.lora_hook = module.register_forward_hook(_add_adapter)
+
+
+def _add_adapter(module: nn.Linear, inputs: tuple[Tensor | WithCopies, ...], out: Tensor) -> Tensor:
+    """The layer's output plus the adapter's, computed in BF16, or in what the layer itself computes in."""
+    x = inputs[0].value if isinstance(inputs[0], WithCopies) else inputs[0]
+    if isinstance(module, CastLinear):
+        dtype = module.compute_dtype
+    elif isinstance(module, TileLinear):
+        dtype = torch.bfloat16
+    elif isinstance(module, Fp8Linear):
+        dtype = torch.float32 if module.fprop == "fp32" else torch.bfloat16
+    else:
+        dtype = x.dtype
+    with torch.autocast(x.device.type, enabled=False):
+        low = F.linear(x.to(dtype), module.lora_A.to(dtype))
+        return out + (F.linear(low, module.lora_B.to(dtype)) * module.lora_scaling).to(out.dtype)
+
+
+def _matched(names: Collection[str], targets: Sequence[str]) -> list[str]:
+    for pattern in targets:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise ConfigError(
+                "a target of the adapters matches no linear layer.",
+                got=repr(pattern),
+                need="a glob on the name of a linear layer; heads, routers and embeddings get no adapter",
+                try_="near names: " + ", ".join(close) if close else "model.named_modules() lists the names",
+                where="targets",
+            )
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in targets)]
+
+
+def _check(model: nn.Module, rank: int, alpha: float, base: str) -> None:
+    if rank < 1 or alpha <= 0:
+        raise ConfigError(
+            "no such adapters.",
+            got=f"rank {rank}, alpha {alpha}",
+            need="a rank of at least 1 and an alpha above 0",
+            try_="rank = 16, alpha = 32",
+            where="rank" if rank < 1 else "alpha",
+        )
+    if base not in ("fp8", "keep"):
+        raise ConfigError(
+            "no such storage of the frozen weights.",
+            got=repr(base),
+            need='"fp8" or "keep"',
+            try_='base = "fp8"',
+            where="base",
+        )
+    if adapted_layers(model):
+        raise ConfigError(
+            "the model has adapters already.",
+            got=f"{len(adapted_layers(model))} layers with adapters",
+            need="a model without",
+            try_="merge_lora(model) first",
+        )

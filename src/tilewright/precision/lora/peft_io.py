@@ -1,0 +1,155 @@
+"""Adapters in files: the layout of the package peft (adapter_config.json, adapter_model.safetensors).
+
+Names are those of the base model's layers, without our wrapper around Hugging Face models. What peft can say and
+`lora` cannot do (another rank for some layers, DoRA, trained biases) is an error. peft itself is not needed.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from tilewright.core.errors import CheckpointError
+from tilewright.models.decoder.hf_config import read_json, write_json
+from tilewright.models.folder.safetensors import mismatch_error, open_file
+from tilewright.models.hf.model import HFModel
+from tilewright.precision.lora.lora import adapted_layers, add_lora
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "target_parameters": (None, []),
+}
+
+
+def save_adapter(model: nn.Module, folder: Path | str, *, base_model: str = "") -> None:
+    """Write a model's adapters, in FP32.
+
+    Args:
+        model: with adapters.
+        folder: made where it does not exist.
+        base_model: where the base model lies, for readers that load it by themselves.
+
+    Raises:
+        CheckpointError: no adapters, or the folder cannot be written.
+    """
+    layers = adapted_layers(_root(model))
+    if not layers:
+        raise CheckpointError(
+            "there is no adapter to save.",
+            got="a model without adapters",
+            need="a model after add_lora and before merge_lora",
+            try_="save_hf for a whole model",
+            where=str(folder),
+        )
+    first = next(iter(layers.values()))
+    rank = first.lora_A.shape[0]
+    tensors = {
+        f"{_PREFIX}{name}.lora_{part}.weight": getattr(module, f"lora_{part}").detach().float().cpu().contiguous()
+        for name, module in layers.items()
+        for part in "AB"
+    }
+    config = {key: allowed[0] for key, allowed in _ONLY.items()} | {
+        "r": rank,
+        "lora_alpha": first.lora_scaling * rank,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(layers),
+        "base_model_name_or_path": base_model or None,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "task_type": "CAUSAL_LM",
+    }
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / (WEIGHTS + ".partial")
+        save_file(tensors, partial, metadata={"format": "pt"})
+        partial.replace(folder / WEIGHTS)
+        write_json(folder / CONFIG, config)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            "the adapter cannot be written.",
+            got=str(error),
+            need="space in a writable folder",
+            try_="free space or choose another folder",
+            where=str(folder),
+        ) from error
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "keep"] = "fp8") -> list[str]:
+    """Put saved adapters on a model; where it has some already, on the same layers and of the same rank.
+
+    Args:
+        model: the base model, with or without adapters.
+        folder: as `save_adapter` or peft wrote it.
+        base: see `lora.add_lora`, which is called for a model without adapters.
+
+    Returns:
+        Names of the layers with adapters.
+
+    Raises:
+        CheckpointError: the folder is incomplete, asks for what `lora` cannot do, or is of another model.
+    """
+    folder, root = Path(folder), _root(model)
+    config = read_json(folder, CONFIG)
+    _refuse_other_kinds(config, folder)
+    with open_file(folder / WEIGHTS) as reader:
+        stored = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 - not a mapping
+    suffix = ".lora_A.weight"
+    names = [key.removeprefix(_PREFIX).removesuffix(suffix) for key in stored if key.endswith(suffix)]
+    if not adapted_layers(root):
+        known = {name for name, module in root.named_modules() if isinstance(module, nn.Linear)}
+        if not set(names) <= known:
+            raise mismatch_error(folder, [], [name for name in names if name not in known], {})
+        add_lora(root, config["r"], config["lora_alpha"], names, base)
+    layers = adapted_layers(root)
+    own = {f"{_PREFIX}{n}.lora_{part}.weight": getattr(m, f"lora_{part}") for n, m in layers.items() for part in "AB"}
+    wrong = {
+        key: f"{list(stored[key].shape)} in the folder, {list(tensor.shape)} in the model"
+        for key, tensor in own.items()
+        if key in stored and stored[key].shape != tensor.shape
+    }
+    if own.keys() != stored.keys() or wrong:
+        raise mismatch_error(folder, own.keys() - stored.keys(), stored.keys() - own.keys(), wrong)
+    for key, tensor in own.items():
+        tensor.copy_(stored[key])
+    for module in layers.values():
+        module.lora_scaling = config["lora_alpha"] / config["r"]
+    return list(layers)
+
+
+def _refuse_other_kinds(config: dict[str, Any], folder: Path) -> None:
+    wrong = [
+        f"{key} = {config[key]!r}" for key, allowed in _ONLY.items() if key in config and config[key] not in allowed
+    ]
+    wrong += [f"{key} = {config.get(key)!r}" for key in ("r", "lora_alpha") if not _is_positive(config.get(key))]
+    if wrong:
+        raise CheckpointError(
+            "the adapter is of a kind that is not read.",
+            got=", ".join(wrong),
+            need="plain LoRA of one rank and alpha, without trained biases or whole modules",
+            try_="merge the adapter with peft, and load the merged model",
+            where=str(folder / CONFIG),
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _root(model: nn.Module) -> nn.Module:
+    """The model that names in files are relative to."""
+    return model.net if isinstance(model, HFModel) else model

@@ -1,0 +1,183 @@
+"""Formats of what is not a layer of torch's: functions that a forward calls, and modules of somebody else.
+
+A `Region` stands around one module's forward. It switches autocast for the functions called inside (attention, matmul
+on parameters), keeps chosen functions in FP32, and casts what goes in and comes out. tilewright's own decoder needs
+none of it: its operations follow their input's dtype.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from tilewright.core.errors import ConfigError
+
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+
+FUNCTIONS = {
+    "softmax": (torch.softmax, Tensor.softmax, F.softmax),
+    "log_softmax": (torch.log_softmax, Tensor.log_softmax, F.log_softmax),
+    "cross_entropy": (F.cross_entropy, F.nll_loss),
+    "silu": (F.silu,),
+    "gelu": (F.gelu,),
+    "matmul": (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm),
+    "sum": (torch.sum, Tensor.sum),
+    "mean": (torch.mean, Tensor.mean),
+    "attention": (F.scaled_dot_product_attention,),
+    "norm": (F.layer_norm, F.rms_norm, F.group_norm),
+    "batch_norm": (F.batch_norm,),
+}
+"""Entries of a policy's `fp32_ops`, and the functions they mean. `policy.KIND_OPS` gives the names of the norms."""
+
+
+class Fp32Functions(TorchFunctionMode):
+    """Runs the named functions on FP32 copies of their 16-bit tensors, autocast off; the result is 16-bit again.
+
+    Losses stay FP32, and so does a result whose dtype the caller asked for.
+    """
+
+    def __init__(self, names: frozenset[str]):
+        super().__init__()
+        self.names = names
+        self.functions = {function: name for name in names for function in FUNCTIONS[name]}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = self.functions.get(func)
+        low = next((t for t in _tensors((args, kwargs)) if t.dtype in LOW_DTYPES), None)
+        if name is None or low is None:
+            return func(*args, **kwargs)
+        with torch.autocast(low.device.type, enabled=False):
+            out = func(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+        return (
+            out if name == "cross_entropy" or kwargs.get("dtype") is not None else _cast(out, low.dtype, torch.float32)
+        )
+
+
+@dataclass
+class Region:
+    """Formats inside one module's forward.
+
+    Args:
+        device_type: of the tensors inside.
+        autocast: dtype that products called as functions run in; None switches autocast off inside.
+        functions: names in `FUNCTIONS` that run in FP32.
+        inputs: dtype that floating-point tensor arguments are cast to; None leaves them.
+        outputs: dtype that floating-point results are cast to, also in tuples and dicts; None leaves them; "input" is
+            that of the first floating-point argument.
+    """
+
+    device_type: str
+    autocast: torch.dtype | None = None
+    functions: frozenset[str] = frozenset()
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | str | None = None
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """forward(*args, **kwargs) in these formats."""
+        outputs = self.outputs
+        if outputs == "input":
+            outputs = next((t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()), None)
+        if self.inputs is not None:
+            args = tuple(_cast(arg, self.inputs) if isinstance(arg, Tensor) else arg for arg in args)
+            kwargs = {key: _cast(arg, self.inputs) if isinstance(arg, Tensor) else arg for key, arg in kwargs.items()}
+        with torch.autocast(self.device_type, dtype=self.autocast, enabled=self.autocast is not None):
+            if self.functions:
+                with Fp32Functions(self.functions):
+                    out = forward(*args, **kwargs)
+            else:
+                out = forward(*args, **kwargs)
+        return out if outputs is None else _cast(out, outputs)
+
+
+def region_of(module: nn.Module, device_type: str) -> Region:
+    """The region around a module, made at the first call. Its settings may be changed at any time.
+
+    The module's class becomes a subclass whose forward runs inside the region. (Hooks that open a region and close it
+    elsewhere would do as well, but torch.compile does not follow them.)
+
+    Raises:
+        ConfigError: the module's forward has been replaced on the object, so that its class has no say.
+    """
+    if "forward" in vars(module):
+        raise ConfigError(
+            "The forward of a module has been replaced by another tool.",
+            got=f"{type(module).__name__} with a forward of its own",
+            need="the module as its class defines it",
+            try_="convert the model before other tools wrap it (accelerator.prepare, dispatch hooks)",
+        )
+    if not isinstance(module, _Surrounded):
+        module.precision_region = Region(device_type)
+        module.__class__ = _surrounded(type(module))
+    return module.precision_region
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before a region was put around it."""
+    return module.plain if isinstance(module, _Surrounded) else type(module)
+
+
+class _Surrounded:
+    """Marks the classes made by `_surrounded`; copies and pickles by naming the plain class.
+
+    Calling such a class, as transformers' `type(model).from_pretrained` does, makes a module of the plain class: only
+    `region_of` gives a module its region.
+    """
+
+    plain: type[nn.Module]
+
+    def __new__(cls, *args, **kwargs):
+        return cls.plain(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: int):
+        return _rebuild, (self.plain,), self.__dict__
+
+
+@functools.cache
+def _surrounded(plain: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(plain.forward)
+    def forward(self, *args, **kwargs):
+        return self.precision_region.run(functools.partial(plain.forward, self), *args, **kwargs)
+
+    names = {"plain": plain, "forward": forward, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (_Surrounded, plain), names)
+
+
+def _rebuild(plain: type[nn.Module]) -> nn.Module:
+    cls = _surrounded(plain)
+    return plain.__new__(cls)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)
+
+
+def _cast(tree: Any, dtype: torch.dtype, only: torch.dtype | None = None) -> Any:
+    """`tree` with its floating-point tensors (those of dtype `only`) in `dtype`.
+
+    A dict keeps its class and identity, so that Hugging Face outputs stay what they are. FP64 is left alone.
+    """
+    if isinstance(tree, Tensor):
+        wanted = tree.dtype == only if only else tree.dtype in (*LOW_DTYPES, torch.float32)
+        return tree.to(dtype) if wanted else tree
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_cast(item, dtype, only) for item in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(_cast(item, dtype, only) for item in tree)
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            tree[key] = _cast(item, dtype, only)
+    return tree

@@ -1,0 +1,190 @@
+"""torch's own layers, computing in a format of their choice: FP32 parameters in, low-precision products out.
+
+Each class here is a subclass of the torch layer it stands in for and adds nothing but four settings, so `convert` can
+turn one into the other in place: the same module object, parameters, names, hooks and state_dict. The weight is cast
+where it is used, once a forward, and its gradient comes back in the parameter's own dtype.
+
+Why no copy is kept between forwards: torch's fused AdamW writes parameters without moving their `_version` (seen in
+torch 2.13), as do writes through `.data`, and a copy that missed one would train on stale weights without a sign.
+Casting in the graph is always right, also under torch.compile and recomputation. Its cost is in docs/precision.md.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewright.formats.spec import SPECS
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.mixed.tf32 import tf32_product
+
+
+class Cast:
+    """Settings of a converted layer. Plain attributes: compiled code is rebuilt when one changes."""
+
+    compute_dtype: torch.dtype = torch.float32
+    """Dtype of the operands."""
+    output_dtype: torch.dtype = torch.float32
+    """Dtype of the result, where the layer does not keep its input's."""
+    round_tf32: bool = False
+    """Round FP32 operands to TF32."""
+
+    def set_formats(self, compute: str, output: str, *, round_tf32: bool) -> None:
+        """Set what the layer computes in.
+
+        Args:
+            compute: format of the operands, by name ("bf16").
+            output: format of the result.
+            round_tf32: for compute "tf32": round here, because no TF32 unit does.
+        """
+        self.compute_dtype = SPECS[compute].dtype
+        self.output_dtype = SPECS[output].dtype
+        self.round_tf32 = round_tf32
+
+    def _no_autocast(self, run: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        """run(x, *args) outside of any autocast region: the format is this layer's own affair."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return run(x, *args)
+        with torch.autocast(x.device.type, enabled=False):
+            return run(x, *args)
+
+    def _product(self, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        """The product without bias, from TF32 operands, in `output_dtype`."""
+        return tf32_product(product, x.to(torch.float32), weight.to(torch.float32))
+
+    def extra_repr(self) -> str:
+        """The torch layer's own text and the formats."""
+        compute = "tf32" if self.round_tf32 else str(self.compute_dtype).removeprefix("torch.")
+        return f"{super().extra_repr()}, compute={compute}"
+
+
+class CastLinear(Cast, nn.Linear):
+    """x W^T + b in `compute_dtype` with FP32 accumulation. x [..., K] any float dtype -> [..., N] `output_dtype`."""
+
+    kernels: Kernels | None = None
+    """Implementations of the operations; None takes torch's own linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._no_autocast(self._run, x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        if self.round_tf32:
+            out = self._product(self._multiply, x, self.weight)
+            out = out if self.bias is None else out + self.bias
+        elif self.kernels is not None:  # they cast the weight, and give its gradient in as many bits as they can
+            out = self.kernels.linear(x.to(self.compute_dtype), self.weight, self.bias)
+        else:
+            bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+            out = F.linear(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias)
+        return out.to(self.output_dtype)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        linear = F.linear if self.kernels is None else self.kernels.linear
+        return linear(x, weight, bias)
+
+
+class CastEmbedding(Cast, nn.Embedding):
+    """Rows of the table, rounded to `compute_dtype`, in `output_dtype`. The table is not cast whole."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).to(self.compute_dtype).to(self.output_dtype)
+
+
+class _CastConv(Cast):
+    """A convolution in `compute_dtype`; x [B, C, ...] any float dtype -> `output_dtype`."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return self._no_autocast(self._run, input, output_size)
+
+    def _run(self, x: Tensor, output_size: list[int] | None) -> Tensor:
+        def convolve(x: Tensor, weight: Tensor) -> Tensor:
+            return self._convolve(x, weight, None, output_size)
+
+        if self.round_tf32:
+            out = self._product(convolve, x, self.weight)
+            out = out if self.bias is None else out + self.bias.view(-1, *[1] * len(self.kernel_size))
+        else:
+            bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+            weight = self.weight.to(self.compute_dtype)
+            out = self._convolve(x.to(self.compute_dtype), weight, bias, output_size)
+        return out.to(self.output_dtype)
+
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None) -> Tensor:
+        return self._conv_forward(x, weight, bias)
+
+
+class _CastConvTranspose(_CastConv):
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None) -> Tensor:
+        spatial = len(self.kernel_size)
+        function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
+        padding = self._output_padding(
+            x, output_size, self.stride, self.padding, self.kernel_size, spatial, self.dilation
+        )
+        return function(x, weight, bias, self.stride, self.padding, padding, self.groups, self.dilation)
+
+
+class CastConv1d(_CastConv, nn.Conv1d): ...
+
+
+class CastConv2d(_CastConv, nn.Conv2d): ...
+
+
+class CastConv3d(_CastConv, nn.Conv3d): ...
+
+
+class CastConvTranspose1d(_CastConvTranspose, nn.ConvTranspose1d): ...
+
+
+class CastConvTranspose2d(_CastConvTranspose, nn.ConvTranspose2d): ...
+
+
+class CastConvTranspose3d(_CastConvTranspose, nn.ConvTranspose3d): ...
+
+
+class _CastNorm(Cast):
+    """A norm in FP32 whatever comes in; the result takes the input's dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._no_autocast(self._run, input)
+
+    def _run(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.float32)).to(x.dtype)
+
+
+class CastLayerNorm(_CastNorm, nn.LayerNorm): ...
+
+
+class CastRMSNorm(_CastNorm, nn.RMSNorm): ...
+
+
+class CastGroupNorm(_CastNorm, nn.GroupNorm): ...
+
+
+class CastInstanceNorm1d(_CastNorm, nn.InstanceNorm1d): ...
+
+
+class CastInstanceNorm2d(_CastNorm, nn.InstanceNorm2d): ...
+
+
+class CastInstanceNorm3d(_CastNorm, nn.InstanceNorm3d): ...
+
+
+class CastBatchNorm1d(_CastNorm, nn.BatchNorm1d): ...
+
+
+class CastBatchNorm2d(_CastNorm, nn.BatchNorm2d): ...
+
+
+class CastBatchNorm3d(_CastNorm, nn.BatchNorm3d): ...
+
+
+_LAYERS = (
+    *(CastLinear, CastEmbedding),
+    *(CastConv1d, CastConv2d, CastConv3d, CastConvTranspose1d, CastConvTranspose2d, CastConvTranspose3d),
+    *(CastLayerNorm, CastRMSNorm, CastGroupNorm, CastInstanceNorm1d, CastInstanceNorm2d, CastInstanceNorm3d),
+    *(CastBatchNorm1d, CastBatchNorm2d, CastBatchNorm3d),
+)
+CASTS: dict[type[nn.Module], type[nn.Module]] = {layer.__bases__[-1]: layer for layer in _LAYERS}
+"""torch layer -> the class that stands in for it. Exact types: a subclass may mean something else by its forward."""

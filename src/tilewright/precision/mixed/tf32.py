@@ -1,0 +1,53 @@
+"""TF32 products where no TF32 unit is at hand: operands rounded to 10 mantissa bits, products and sums in FP32.
+
+A product of two such values is exact in FP32, so this has the operands of a TF32 unit in all three products of a
+layer: forward, input gradient and weight gradient. A unit may round its operands otherwise than to nearest even,
+and adds in its own order.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewright.formats.spec import TF32, round_to
+
+
+class _RoundValue(torch.autograd.Function):
+    """Rounds in forward; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return round_to(x, TF32)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _RoundGradient(torch.autograd.Function):
+    """Passes in forward; rounds the gradient, the operand that both backward products share."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return round_to(grad.contiguous(), TF32)
+
+
+def tf32_product(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    """`product(x, weight)`, linear in both, with TF32 operands forward and backward.
+
+    Args:
+        product: a linear layer or convolution without bias.
+        x: FP32 input.
+        weight: FP32 weight.
+
+    Example:
+        >>> x, w = torch.tensor([[1.0 + 2**-12]]), torch.tensor([[3.0]])
+        >>> tf32_product(torch.nn.functional.linear, x, w)
+        tensor([[3.]])
+    """
+    return _RoundGradient.apply(product(_RoundValue.apply(x), _RoundValue.apply(weight)))

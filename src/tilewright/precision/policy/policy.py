@@ -1,0 +1,280 @@
+"""Which number format each part of a model computes in, and why: a mode, then exceptions to it.
+
+Decisions only, in plain words and without torch; `convert` carries them out. A policy is a value: it can be compared,
+stored and printed. Later rules win over earlier ones, rules win over `fp32_ops`, and both win over the mode.
+"""
+
+import fnmatch
+from dataclasses import dataclass, replace
+
+from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.errors import ConfigError
+from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, Gemms, expected_gain
+from tilewright.precision.policy.rules import ALWAYS_FP32, FP8_KINDS, Rule, kinds_of, known_or_raise, rule_error
+
+MODES = ("fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", *FP8_FORMATS)
+KEEPS = ("codes", "value")
+DECOUPLED = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
+"""Names of attention output projections, whose gradients the FP8 modes compute in BF16 ("precision decoupling")."""
+KIND_OPS = {
+    "linear": ("linear",),
+    "conv": ("conv",),
+    "embedding": ("embedding",),
+    "attention": ("attention",),
+    "head": ("head",),
+    "experts": ("experts",),
+    "router": ("router",),
+    "norm": ("norm",),
+    "layer_norm": ("norm",),
+    "rms_norm": ("norm",),
+    "group_norm": ("norm",),
+    "batch_norm": ("batch_norm",),
+}
+"""Entries of `fp32_ops` that stand for modules, and the kinds they mean."""
+
+FUNCTION_OPS = ("softmax", "log_softmax", "cross_entropy", "silu", "gelu", "matmul", "sum", "mean")
+"""Entries of `fp32_ops` that stand for functions called inside a forward."""
+
+FP32_OPS = tuple(sorted({*KIND_OPS, *FUNCTION_OPS}))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one module does: the format it computes in, that of its parameters, that of its result, and why.
+
+    An `output` of "input" means the format that came in.
+    `rule` is the index of the rule that decided, None where none did.
+    `gemms` says it for each product of a linear layer, where they differ or have 8-bit operands; else None.
+    """
+
+    compute: str
+    storage: str
+    output: str
+    reason: str
+    rule: int | None = None
+    gemms: Gemms | None = None
+    fallback: bool = False
+    """True where the module does not do what the policy asked for."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A mode and its exceptions.
+
+    Args:
+        mode: fp32 | tf32 (FP32 with TF32 products) | bf16_mixed (BF16 products and residual stream) | hybrid (16-bit
+            products; FP32 residual stream, norms, softmax and loss) | pure_fp16 (FP16 parameters and activations) |
+            fp8_tile, fp8_hybrid, fp8_tensorwise (bf16_mixed with the products of linear layers in 8 bits, see
+            `gemm_formats.GEMM_FORMATS`; embedding, head, norms, router and softmax as in bf16_mixed).
+            Sums are accumulated in FP32 and masters are FP32 in all of them.
+        rules: exceptions by name and kind, later ones win.
+        fp32_ops: operations kept in FP32: `layer_norm`, `softmax`, ... (all names: `FP32_OPS`).
+        device_type: "cpu" or "cuda". Empty: that of the model at conversion.
+        parameters: format that parameters are kept in, for all but norms and routers. Empty: that of the mode (FP16
+            for pure_fp16, else FP32). "bf16" is for an optimizer that updates BF16 weights by stochastic rounding.
+        power_of_two: scales of 8-bit operands are powers of two, which keeps them exact in BF16; else FP32.
+        fp8_min_gain: on a GPU, linear layers whose `expected_gain` is below this stay in BF16 in the FP8 modes.
+        decouple: globs of linear layers whose gradients the FP8 modes compute in BF16.
+        strict: `convert` refuses what would run in another way than the policy says: emulated, or in another format.
+        keep: what layers with 8-bit products keep of their input for backward. "codes": its 8-bit copy, where the
+            weight's gradient is in 8 bits, which it then stays. "value": the input itself, so that all three products
+            may move between formats at run time.
+
+    Raises:
+        ConfigError: an unknown mode or operation, with the nearest known one.
+
+    Example:
+        >>> policy = Policy("bf16_mixed", rules=(Rule("*.down_proj", compute="fp32"),), device_type="cpu")
+        >>> policy.decide("layers.0.up_proj", "linear").compute, policy.decide("layers.0.down_proj", "linear").compute
+        ('bf16', 'fp32')
+    """
+
+    mode: str = "bf16_mixed"
+    rules: tuple[Rule, ...] = ()
+    fp32_ops: tuple[str, ...] = ()
+    device_type: str = ""
+    parameters: str = ""
+    power_of_two: bool = True
+    fp8_min_gain: float = 1.0
+    decouple: tuple[str, ...] = DECOUPLED
+    strict: bool = False
+    keep: str = "codes"
+
+    def __post_init__(self) -> None:
+        known_or_raise("precision.mode", self.mode, MODES)
+        known_or_raise("keep", self.keep, KEEPS)
+        for op in self.fp32_ops:
+            known_or_raise("precision.fp32_ops", op, FP32_OPS)
+        if self.parameters:
+            known_or_raise("parameters", self.parameters, ("fp32", "bf16", "fp16"))
+
+    @classmethod
+    def from_section(cls, section: PrecisionSection, device_type: str, *, parameters: str = "") -> "Policy":
+        """The policy of a recipe's `[precision]` section. `enabled = false` is FP32 everywhere, without rules.
+
+        Args:
+            section: of a recipe.
+            device_type: "cpu" or "cuda".
+            parameters: "bf16" where `optim.master` is not "fp32".
+        """
+        if not section.enabled:
+            return cls("fp32", device_type=device_type, parameters=parameters)
+        rules = tuple(Rule(**rule.model_dump()) for rule in section.rules)
+        return cls(
+            section.mode,
+            rules,
+            tuple(section.fp32_ops),
+            device_type,
+            parameters,
+            power_of_two=section.fp8_scale == "power_of_two",
+            fp8_min_gain=section.fp8_min_gain,
+            decouple=tuple(section.decouple),
+            strict=section.strict,
+            keep="value" if section.moves_products else "codes",
+        )
+
+    def on(self, device_type: str) -> "Policy":
+        """This policy for a device, unless it already names one."""
+        return self if self.device_type else replace(self, device_type=device_type)
+
+    def in_mode(self, mode: str) -> "Policy":
+        """The same exceptions in another mode."""
+        return replace(self, mode=mode)
+
+    @property
+    def product(self) -> str:
+        """Format of matrix products without exceptions, 8-bit ones apart."""
+        if self.mode == "hybrid":
+            return "fp16" if self.device_type == "cuda" else "bf16"
+        if self.is_fp8:
+            return "bf16"
+        return {"fp32": "fp32", "tf32": "tf32", "bf16_mixed": "bf16", "pure_fp16": "fp16"}[self.mode]
+
+    @property
+    def is_fp8(self) -> bool:
+        """True for the modes in which linear layers have 8-bit operands."""
+        return self.mode in FP8_FORMATS
+
+    @property
+    def stream(self) -> str:
+        """Format of the residual stream: what embeddings return and norms receive."""
+        if self.is_fp8:
+            return "bf16"
+        return {"bf16_mixed": "bf16", "pure_fp16": "fp16"}.get(self.mode, "fp32")
+
+    @property
+    def storage(self) -> str:
+        """Format of the parameters, but for norms and routers, which are FP32."""
+        return self.parameters or ("fp16" if self.mode == "pure_fp16" else "fp32")
+
+    @property
+    def activation(self) -> str:
+        """Format that products hand on."""
+        return self.product if self.product in ("bf16", "fp16") else "fp32"
+
+    def function_ops(self) -> tuple[str, ...]:
+        """Entries of `fp32_ops` that mean functions called in a forward, not modules."""
+        return tuple(op for op in self.fp32_ops if op in FUNCTION_OPS)
+
+    def decide(self, fqn: str, kind: str, features: tuple[int, int] | None = None) -> Decision:
+        """What the module `fqn` of kind `kind` (one of `KINDS`, or `other`) does.
+
+        Args:
+            fqn: the module's name.
+            kind: what it is.
+            features: in and out features of a linear layer; None where they are not known or there are none.
+
+        Raises:
+            ConfigError: the policy names no device yet (see `on`).
+        """
+        if not self.device_type:
+            raise ConfigError("The policy names no device.", need='Policy(..., device_type="cpu") or policy.on("cpu")')
+        kinds = kinds_of(kind)
+        if kind in ALWAYS_FP32:
+            return Decision("fp32", "fp32", "fp32" if kind == "router" else "input", ALWAYS_FP32[kind])
+        decision = self._by_mode(fqn, kind, features)
+        named = [op for op in self.fp32_ops if set(KIND_OPS.get(op, ())) & set(kinds)]
+        if named:
+            decision = replace(decision, compute="fp32", reason=f'fp32_ops names "{named[-1]}"', gemms=None)
+        for index, rule in enumerate(self.rules):
+            if rule.sets_formats and rule.matches(fqn, kinds):
+                decision = _follow(rule, index, decision, kind)
+        if kind == "head":
+            name = decision.gemms.fprop if decision.gemms else decision.compute
+            wide = {"tf32": "fp32"} | dict.fromkeys(FP8_FORMATS, "bf16")
+            decision = replace(decision, output=wide.get(name, name))
+        if decision.compute == "fp16" and self.device_type == "cpu" and kind != "embedding":
+            decision = replace(decision, reason=decision.reason + "; slow on CPUs: no matrix unit for FP16")
+        return decision
+
+    def _by_mode(self, fqn: str, kind: str, features: tuple[int, int] | None) -> Decision:
+        if kind == "embedding":
+            return Decision(self.stream, self.storage, self.stream, _EMBEDDING[self.stream])
+        if not self.is_fp8:
+            return Decision(self.product, self.storage, self.activation, self._product_reason())
+        if kind not in ("linear", "experts"):
+            reason = f"{self.mode}: linear layers only, without the head; the rest in BF16 with FP32 accumulation"
+            return Decision("bf16", self.storage, "bf16", reason)
+        gain = expected_gain(*features) if features else 0.0
+        if features and self.device_type == "cuda" and gain < self.fp8_min_gain:
+            reason = (
+                f"{self.mode}: too small, {features[0]} -> {features[1]} features are expected to run "
+                f"{gain:.2f}x as fast as in BF16, and fp8_min_gain is {self.fp8_min_gain:g}"
+            )
+            return Decision("bf16", self.storage, "bf16", reason)
+        gemms, reason = Gemms.all(self.mode), f"{self.mode}: {_FP8_REASONS[self.mode]}"
+        if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.decouple):
+            gemms = gemms.changed({"dgrad": "bf16", "wgrad": "bf16"})
+            reason += "; gradients in BF16: attention output projections are sensitive (precision.decouple)"
+        return Decision(str(gemms), self.storage, "bf16", reason, gemms=gemms)
+
+    def _product_reason(self) -> str:
+        if self.mode == "hybrid" and self.device_type == "cuda":
+            return "hybrid: product in FP16 with FP32 accumulation; gradients need loss scaling"
+        if self.mode == "hybrid":
+            return "hybrid: product in 16 bit with FP32 accumulation; BF16, as CPU matrix units (AMX) take no FP16"
+        return {
+            "fp32": "fp32: everything in FP32",
+            "tf32": "tf32: operands rounded to 10 mantissa bits, FP32 accumulation",
+            "bf16_mixed": "bf16_mixed: product in BF16 with FP32 accumulation, FP32 master weights",
+            "pure_fp16": "pure_fp16: FP16 parameters and activations; gradients need loss scaling",
+        }[self.mode]
+
+
+_FP8_REASONS = {
+    "fp8_tile": "E4M3 in 1x128 tiles, weights 128x128, FP32 accumulation and master weights",
+    "fp8_hybrid": "E4M3, gradients E5M2, in 1x128 tiles, weights 128x128, FP32 accumulation and master weights",
+    "fp8_tensorwise": "E4M3, gradients E5M2, one scale a tensor, FP32 accumulation and master weights",
+}
+
+_EMBEDDING = {
+    "fp32": "a look-up multiplies nothing: FP32 rows start an FP32 residual stream",
+    "bf16": "a look-up multiplies nothing: its rows are rounded to the BF16 residual stream",
+    "fp16": "a look-up multiplies nothing: its rows start the FP16 residual stream",
+}
+
+
+def _follow(rule: Rule, index: int, decision: Decision, kind: str) -> Decision:
+    """The decision after a rule that matches. 8-bit formats and single products mean linear layers only."""
+    if kind not in FP8_KINDS and (rule.compute in FP8_FORMATS or not rule.compute):
+        return decision
+    reason = f"rule {index + 1}: {rule}"
+    gemms = Gemms.all(rule.compute) if rule.compute in FP8_FORMATS else None if rule.compute else decision.gemms
+    if rule.gemms:
+        gemms = (gemms or _all_gemms(rule.compute or decision.compute, rule)).changed(rule.gemms)
+        gemms = None if gemms.uniform and not gemms.any_fp8 else gemms
+    compute = str(gemms) if gemms else (rule.gemms.get("fprop") or rule.compute or decision.compute)
+    return replace(decision, compute=compute, reason=reason, rule=index, gemms=gemms)
+
+
+def as_policy(policy: "Policy | str") -> Policy:
+    """A policy from itself or from the name of a mode."""
+    return Policy(policy) if isinstance(policy, str) else policy
+
+
+def _all_gemms(compute: str, rule: Rule) -> Gemms:
+    if compute not in GEMM_FORMATS:
+        raise rule_error(
+            f"Single products cannot be set in a layer that computes in {compute}.", rule, ", ".join(GEMM_FORMATS)
+        )
+    return Gemms.all(compute)

@@ -1,0 +1,207 @@
+"""The fastest policy inside an error budget: which products of which layers compute in FP8, solved exactly.
+
+A mixed-integer program, because quantisation is shared: an input is quantised once for all layers that read it, so the
+second of them is cheaper than the first (`core.mip`). Costs come from `loss_model`, seconds from `gemm_time`.
+Only fp8_tile and BF16 are chosen between. Read `SearchSpace`, then `fastest`.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright.core.errors import FitError
+from tilewright.core.mip import Column, Row, minimise
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
+from tilewright.precision.search.gemm_time import UnitTime
+from tilewright.precision.search.layer_stats import Unit
+from tilewright.precision.search.loss_model import LossModel, Prediction, Product, percent
+
+FORMATS = ("bf16", "fp8_tile")
+"""What the search chooses between. Tiles only: operands are shared by a layer's products, so their scaling is one."""
+CURVE_POINTS = 24
+GAP = 1e-6
+"""Relative distance from the optimum at which the solver stops."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy: its products in FP8, the loss change predicted, and the seconds of all its linear products."""
+
+    name: str
+    fp8: frozenset[Product]
+    predicted: Prediction
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What the solver knows.
+
+    Args:
+        units: of the model.
+        model: predicted loss changes.
+        times: seconds by unit name.
+        fixed: formats that the recipe's own rules set, by product.
+    """
+
+    units: tuple[Unit, ...]
+    model: LossModel
+    times: Mapping[str, UnitTime]
+    fixed: Mapping[Product, str]
+
+    def products(self) -> list[Product]:
+        """All products, in the model's order."""
+        return [(unit.name, gemm) for unit in self.units for gemm in GEMM_NAMES]
+
+    def may_be_fp8(self, product: Product) -> bool:
+        """False for products that a rule keeps out of FP8, or that gave infinities or NaN in it."""
+        wanted = self.fixed.get(product)
+        return wanted == "fp8_tile" or (wanted is None and math.isfinite(self.model.costs[product]))
+
+    def allowed(self) -> frozenset[Product]:
+        """All products that may be in FP8."""
+        return frozenset(product for product in self.products() if self.may_be_fp8(product))
+
+    def required(self) -> frozenset[Product]:
+        """Products that a rule puts into FP8."""
+        return frozenset(product for product, name in self.fixed.items() if name == "fp8_tile")
+
+    def candidate(self, name: str, fp8: frozenset[Product]) -> Candidate:
+        """A policy with its numbers, the recipe's rules followed."""
+        fp8 = (fp8 & self.allowed()) | self.required()
+        return Candidate(name, fp8, self.model.predict(fp8), self.seconds(fp8))
+
+    def seconds(self, fp8: frozenset[Product]) -> float:
+        """Time of all linear products of a micro-batch, quantisation included, each input quantised once."""
+        total, rows, columns = 0.0, set(), set()
+        for unit in self.units:
+            time = self.times[unit.name]
+            chosen = {gemm for gemm in GEMM_NAMES if (unit.name, gemm) in fp8}
+            total += sum(time.fp8[gemm] if gemm in chosen else time.bf16[gemm] for gemm in GEMM_NAMES)
+            if chosen & {"fprop", "wgrad"} and unit.reads not in rows:
+                rows.add(unit.reads)
+                total += time.input_row
+            if "wgrad" in chosen and unit.reads not in columns:
+                columns.add(unit.reads)
+                total += time.input_column
+            total += time.gradient_row * bool(chosen & {"dgrad", "wgrad"}) + time.gradient_column * ("wgrad" in chosen)
+            total += time.weight * bool(chosen & {"fprop", "dgrad"})
+        return total
+
+    def formats(self, fp8: frozenset[Product]) -> dict[str, Gemms]:
+        """Formats of each unit."""
+        return {
+            unit.name: Gemms(*("fp8_tile" if (unit.name, gemm) in fp8 else "bf16" for gemm in GEMM_NAMES))
+            for unit in self.units
+        }
+
+
+def fastest(space: SearchSpace, budget: float, name: str = "chosen") -> Candidate:
+    """The fastest policy whose predicted loss change is within the budget.
+
+    Args:
+        space: what may be chosen.
+        budget: relative loss change, 0.0025 for 0.25 %.
+        name: of the result.
+
+    Raises:
+        FitError: no policy is within the budget; the best possible is said.
+    """
+    least = space.candidate("best possible", frozenset())
+    if not least.predicted.change <= budget:
+        rules = len(space.required())
+        raise FitError(
+            "No policy stays within this budget.",
+            got=f"a budget of {percent(budget)}",
+            need=f"{percent(least.predicted.change)} or more: the best possible, "
+            + (f"with {rules} products in FP8 as the recipe's rules say" if rules else "all products in BF16"),
+            try_=_possible(least.predicted.change, bool(rules)),
+            where="--budget",
+        )
+    return space.candidate(name, _solve(space, budget))
+
+
+def _possible(change: float, rules: bool) -> str:
+    """What to type instead of an impossible budget."""
+    budget = f'--budget "{math.ceil(change * 1e6) / 1e4:g}%"' if math.isfinite(change) else ""
+    return ", or ".join(filter(None, (budget, "take rules out of precision.rules" if rules else "")))
+
+
+def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[Candidate]:
+    """The fastest policies over budgets from the least possible loss change to that of everything in FP8."""
+    low = space.candidate("", frozenset()).predicted.change
+    high = space.candidate("", space.allowed()).predicted.change
+    if not math.isfinite(high):
+        return []
+    found: dict[frozenset[Product], Candidate] = {}
+    for i in range(num):
+        share = (i / max(num - 1, 1)) ** 4  # few products cost most of it, so the bend lies at small budgets
+        candidate = fastest(space, low + share * (high - low) * (1 + 1e-9), "curve")
+        found.setdefault(candidate.fp8, candidate)
+    return list(found.values())
+
+
+def landmarks(space: SearchSpace) -> list[Candidate]:
+    """The policies that people choose without a search: all BF16, all FP8, and FP8 but for the first and last block."""
+    marks = [space.candidate("all BF16", frozenset()), space.candidate("all FP8", space.allowed())]
+    blocks = {unit.name: int(found[1]) for unit in space.units if (found := re.search(r"(?<![^.])(\d+)\.", unit.name))}
+    ends = {min(blocks.values()), max(blocks.values())} if blocks else set()
+    if len(set(blocks.values())) > 2:
+        inner = frozenset((name, gemm) for name, gemm in space.allowed() if blocks.get(name) not in ends)
+        marks.append(space.candidate("first and last block BF16", inner))
+    return marks
+
+
+def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
+    """Minimise seconds. A variable of 0 or 1 for each product in FP8, and one for each quantisation that they need."""
+    products = space.products()
+    index = {product: i for i, product in enumerate(products)}
+    gains, needs = _objective(space, index)
+    scale = max(map(abs, gains), default=0.0) or 1.0
+    costs = [cost if math.isfinite(cost := space.model.costs[product]) else 0.0 for product in products]
+    cost_scale = max(costs, default=0.0) or 1.0
+    required = space.required()
+    columns = [
+        Column(gains[i] / scale, float(product in required), float(space.may_be_fp8(product)), whole=True)
+        for product, i in index.items()
+    ]
+    columns += [Column(gain / scale, upper=1.0) for gain in gains[len(products) :]]
+    rows = [Row({quantisation: 1.0, product: -1.0}, lower=0.0) for product, quantisation in needs]
+    rows.append(Row({i: cost / cost_scale for i, cost in enumerate(costs)}, upper=budget / cost_scale + 1e-12))
+    found = minimise(columns, rows, gap=GAP, patience_s=math.inf)
+    if found is None:
+        raise AssertionError("the solver found nothing within a budget that is possible")
+    return frozenset(product for product, i in index.items() if found.values[i] > 0.5)
+
+
+def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[float], list[tuple[int, int]]]:
+    """Seconds that each variable adds, and pairs (product, quantisation that it needs) of variables."""
+    gains = [0.0] * len(index)
+    needs: list[tuple[int, int]] = []
+    inputs: dict[tuple[int, str], int] = {}
+
+    def variable(seconds: float) -> int:
+        gains.append(seconds)
+        return len(gains) - 1
+
+    for unit in space.units:
+        time = space.times[unit.name]
+        fprop, dgrad, wgrad = (index[unit.name, gemm] for gemm in GEMM_NAMES)
+        for gemm, i in zip(GEMM_NAMES, (fprop, dgrad, wgrad), strict=True):
+            gains[i] += time.fp8[gemm] - time.bf16[gemm]
+        gains[wgrad] += time.gradient_column
+        for part, seconds in (("row", time.input_row), ("column", time.input_column)):
+            if (unit.reads, part) not in inputs:
+                inputs[unit.reads, part] = variable(seconds)
+        row, column = inputs[unit.reads, "row"], inputs[unit.reads, "column"]
+        gradient, weight = variable(time.gradient_row), variable(time.weight)
+        needs += [(fprop, row), (wgrad, row), (wgrad, column), (dgrad, gradient), (wgrad, gradient)]
+        needs += [(fprop, weight), (dgrad, weight)]
+    return gains, needs
+
+
+def speed_up(candidates: Sequence[Candidate], of: Candidate) -> float:
+    """How many times as fast a policy's linear products are as those of "all BF16" among the candidates."""
+    base = next(candidate for candidate in candidates if candidate.name == "all BF16")
+    return base.seconds / of.seconds if of.seconds else 1.0

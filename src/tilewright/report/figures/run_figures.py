@@ -1,0 +1,272 @@
+"""The report's charts: which numbers of a run go into which picture, and how the picture is read.
+
+Each function gives a `Figure`, or None where its numbers were not recorded. Whether a curve is good or bad is said by
+the rules of `report.verdict`, never by the words here.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from tilewright.core.units import format_perplexity, perplexity
+from tilewright.report.run_data.clean import Row, number
+from tilewright.report.run_data.collect import RunData
+from tilewright.report.run_data.measured import (
+    domain_losses,
+    held_out_losses,
+    not_finite,
+    peak_memory_row,
+    planned_owners,
+    settled_norms,
+    skipped_steps,
+)
+from tilewright.report.run_data.stats import LogNormalFit, fit_log_normal, smooth
+from tilewright.report.svg.axes import format_number, format_percent, from_log
+from tilewright.report.svg.charts import Mark, Series, bar_chart, histogram, line_chart, stacked_area
+
+WIDE, LOW = (1080, 320), (1080, 210)
+WIDE_RANGE = 20.0
+"""Largest over smallest loss from which the axis is logarithmic."""
+LARGEST_EXPONENT = 100.0
+"""Held-out loss above which the loss is drawn in place of the perplexity, 3e43."""
+OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "allocator", "other")
+MARKED = {
+    "resume": 2,
+    "precision_switch": 4,
+    "precision_move": 1,
+    "precision_budget": 7,
+    "redo": 6,
+    "checkpoint_rejected": 3,
+    "save_failed": 3,
+    "fallback": 6,
+    "overflow": 5,
+    "skip": 5,
+    "stop": 3,
+}
+"""Kinds of events drawn on the loss chart, and their colours."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its words.
+
+    `legend`: (colour, name, latest value). `note`: what was measured besides. `reading`: how the picture is read.
+    """
+
+    title: str
+    svg: str
+    reading: str
+    legend: Sequence[tuple[int, str, str]] = ()
+    note: str = ""
+
+
+def loss_figure(run: RunData) -> Figure | None:
+    """Training loss, raw and smoothed, held-out loss, and the moments where something changed."""
+    steps, losses = run.column("loss")
+    if not steps:
+        return None
+    held = held_out_losses(run)
+    wide = _is_wide([*losses, *(loss for _, loss in held)])
+    smoothed = _smooth(steps, losses, wide)
+    series = [Series("loss", steps, losses, 0, "faint"), smoothed]
+    legend = [(0, f"training, smoothed over {_window(losses)} records", format_number(smoothed.ys[-1]))]
+    if held:
+        series.append(Series("held out", [step for step, _ in held], [loss for _, loss in held], 1, "dots"))
+        legend.append((1, "held out, all domains", format_number(held[-1][1])))
+    marks = [
+        Mark(step, f"step {step:g}: {e['kind']}: {e.get('message', '')}", MARKED[e["kind"]])
+        for e in run.kinds(*MARKED)
+        if (step := number(e.get("step"))) is not None
+    ]
+    kinds = sorted({e["kind"] for e in run.kinds(*MARKED)})
+    legend += [(MARKED[kind], kind.replace("_", " "), f"{len(run.kinds(kind))} x") for kind in kinds]
+    y_label = "nats per token, log scale" if wide else "nats per token"
+    svg = line_chart(series, label="loss over steps", y_label=y_label, log_y=wide, marks=marks, size=WIDE)
+    reading = (
+        "A loss usually falls steeply, then ever more slowly, with the held-out dots close to the line. A gap that "
+        "widens comes from memorising, a jump that does not come back within tens of steps from divergence."
+    )
+    return Figure("Loss", svg, reading, legend, _left_out(not_finite(run, "loss"), len(run.steps), "losses"))
+
+
+def perplexity_figure(run: RunData) -> Figure | None:
+    """Held-out perplexity of each domain."""
+    domains = {name: points for name, points in domain_losses(run).items() if points}
+    if not domains:
+        return None
+    drawable = max(loss for points in domains.values() for _, loss in points) <= LARGEST_EXPONENT
+    drawn = perplexity if drawable else float
+    series = [
+        Series(domain, [step for step, _ in points], [drawn(loss) for _, loss in points], i % 8)
+        for i, (domain, points) in enumerate(domains.items())
+    ]
+    legend = [(i % 8, domain, format_perplexity(points[-1][1])) for i, (domain, points) in enumerate(domains.items())]
+    y_label = "perplexity" if drawable else "nats per token (perplexity is e to their power)"
+    svg = line_chart(series, label="held-out perplexity by domain", y_label=y_label, log_y=True)
+    reading = "A domain that rises while the others fall is being forgotten: more of its text (data.weights) helps."
+    return Figure("Held-out perplexity by domain", svg, reading, legend)
+
+
+def norm_figure(run: RunData) -> Figure | None:
+    """Gradient norm over time, with the bound it is clipped to."""
+    steps, norms = run.column("grad_norm")
+    if not steps:
+        return None
+    series, legend = [Series("norm", steps, norms, 0, "faint")], []
+    positive = [(step, norm) for step, norm in zip(steps, norms, strict=True) if norm > 0]
+    if positive:
+        series.append(_smooth([step for step, _ in positive], [norm for _, norm in positive], log=True))
+        legend.append((0, "before clipping, smoothed", format_number(series[1].ys[-1])))
+    note = _left_out(not_finite(run, "grad_norm"), len(run.steps), "norms")
+    bound = run.number_setting("optim", "clip_norm")
+    if bound:
+        series.append(Series("clip_norm", [steps[0], steps[-1]], [bound, bound], 1, "rule"))
+        legend.append((1, "clip_norm", format_number(bound)))
+    svg = line_chart(series, label="gradient norm over steps", y_label="global norm", log_y=True)
+    reading = "After the warm-up a norm usually drifts slowly. Growth over hundreds of steps foretells divergence."
+    return Figure("Gradient norm", svg, reading, legend, note)
+
+
+def norm_distribution_figure(run: RunData) -> Figure | None:
+    """Histogram of the gradient norm against the log-normal law with the same log-moments."""
+    norms, which = settled_norms(run)
+    fit = fit_log_normal(norms)
+    if fit is None:
+        return None
+    svg = histogram(norms, fit.density, label="distribution of the gradient norm", x_label="global norm, log scale")
+    legend = [(0, which, str(fit.count)), (1, "log-normal fit", "")]
+    reading = (
+        "The articles expect log-normal norms: bars along the curve. A second hump or a heavy right tail "
+        "points to bad batches or instability; a loss that still falls fast drifts and widens it."
+    )
+    return Figure("Distribution of the gradient norm", svg, reading, legend, _fit_words(fit))
+
+
+def _fit_words(fit: LogNormalFit) -> str:
+    fits = "follow" if fit.follows else "do not follow"
+    return (
+        f"Median {format_number(fit.median)}, deviation of the logarithm {format_number(fit.sigma)}, its skewness "
+        f"{format_number(fit.skew)}. Kolmogorov-Smirnov distance {format_number(fit.distance)} against a 5 % bound of "
+        f"{format_number(fit.bound)}: the norms {fits} a log-normal law."
+    )
+
+
+def loss_scale_figure(run: RunData) -> Figure | None:
+    """Loss scale over time and the steps that were skipped; None where the scale never differs from 1."""
+    steps, scales = run.column("loss_scale")
+    skipped = skipped_steps(run)
+    if not steps or (set(scales) == {1.0} and not skipped):
+        return None
+    marks = [
+        Mark(float(row["step"]), f"step {row['step']}: {row['skipped']}", 5)
+        for row in run.steps
+        if row.get("skipped") is not None
+    ]
+    series = [Series("scale", steps, scales, 4, "step")]
+    svg = line_chart(
+        series, label="loss scale over steps", y_label="loss scale", log_y=True, binary=True, marks=marks, size=LOW
+    )
+    legend = [(4, "loss scale", format_number(scales[-1])), (5, "skipped steps", str(skipped))]
+    reading = "The scale doubles after each clean window and halves at an overflow. It is 1 where nothing needs it."
+    return Figure("Loss scale and skipped steps", svg, reading, legend)
+
+
+def rate_figure(run: RunData) -> Figure | None:
+    """Learning rate over time."""
+    steps, rates = run.column("lr")
+    if not steps:
+        return None
+    svg = line_chart(
+        [Series("lr", steps, rates, 2)], label="learning rate over steps", y_label="learning rate", zero=True
+    )
+    reading = "What the schedule asked for: it rises through the warm-up and falls at the end."
+    return Figure("Learning rate", svg, reading, [(2, "learning rate, last", format_number(rates[-1]))])
+
+
+def throughput_figure(run: RunData) -> Figure | None:
+    """Tokens a second, with the plan's prediction."""
+    steps, speeds = run.column("tokens_per_s")
+    if not steps:
+        return None
+    series = [Series("measured", steps, speeds, 0)]
+    legend = [(0, "measured, median", f"{format_number(median(speeds))} tokens/s")]
+    planned = run.planned("tokens_per_s")
+    if planned is not None:
+        series.append(Series("planned", [steps[0], steps[-1]], [planned, planned], 1, "rule"))
+        legend.append((1, "planned", f"{format_number(planned)} tokens/s"))
+    svg = line_chart(series, label="tokens a second", y_label="tokens/s", zero=True, y_format="count")
+    reading = "The first steps compile and are slow; dips are evaluations, checkpoints or other programs."
+    return Figure("Throughput", svg, reading, legend)
+
+
+def wait_figure(run: RunData) -> Figure | None:
+    """Share of the step time spent waiting for data."""
+    steps, shares = run.column("wait_share")
+    if not steps:
+        return None
+    svg = line_chart(
+        [Series("waiting", steps, shares, 3)],
+        label="share of time waiting for data",
+        y_label="of the step",
+        zero=True,
+        y_format="percent",
+    )
+    legend = [(3, "waiting for data, median", format_percent(median(shares)))]
+    reading = "The first step waits for the first batch. Waiting later means that the disk or the packing is too slow."
+    return Figure("Waiting for data", svg, reading, legend)
+
+
+def memory_figure(run: RunData) -> Figure | None:
+    """Measured bytes by owner over time."""
+    rows = [row for row in run.steps if "memory" in row]
+    if len(rows) < 2:
+        return None
+    xs = [float(row["step"]) for row in rows]
+    owners = [owner for owner in OWNERS if any(row["memory"].get(owner) for row in rows)]
+    if not owners:
+        return None
+    series = [Series(o, xs, [float(row["memory"].get(o) or 0) for row in rows], OWNERS.index(o)) for o in owners]
+    svg = stacked_area(series[::-1], label="memory by owner over steps", y_label="peak bytes")
+    legend = [(s.colour, s.name, "") for s in series]
+    reading = "After the first steps the peak is usually flat. A steady rise is a leak, or an allocator that fragments."
+    return Figure("Memory by owner over time", svg, reading, legend)
+
+
+def memory_bars_figure(run: RunData) -> Figure | None:
+    """Planned against measured bytes by owner, at the peak of each."""
+    planned = planned_owners(run)
+    measured: Row = peak_memory_row(run, with_owners=True) or peak_memory_row(run) or {}
+    owned: Mapping[str, float] = measured.get("memory") or {}
+    if not planned and not owned:
+        return None
+    rows: list[tuple[str, list[float | None]]] = [
+        (owner, [planned.get(owner, 0) if planned else None, owned.get(owner, 0) if owned else None])
+        for owner in OWNERS
+    ]
+    totals = [sum(planned.values()) if planned else None, number(measured.get("memory_bytes"))]
+    svg = bar_chart([*rows, ("peak", totals)], ("planned", "measured"), label="memory by owner", value_format="bytes")
+    reading = "The plan counts what an allocator keeps after a free under other."
+    return Figure("Memory at the peak", svg, reading, [(0, "planned", ""), (1, "measured", "")])
+
+
+def _smooth(steps: Sequence[float], values: Sequence[float], log: bool) -> Series:
+    """The curve through a tenth of the records at a time; by their logarithms where all are positive and `log`."""
+    xs, ys = smooth(steps, [math.log(value) for value in values] if log else values, _window(values))
+    ys = [from_log(y) for y in ys] if log else ys
+    low, high = min(values), max(values)  # a line through a jump goes beyond what was measured
+    return Series("smoothed", xs, [min(max(y, low), high) for y in ys])
+
+
+def _is_wide(values: Sequence[float]) -> bool:
+    """Whether a curve needs a logarithmic axis: a straight one would show its jump alone."""
+    return min(values) > 0 and max(values) / min(values) >= WIDE_RANGE
+
+
+def _left_out(count: int, of: int, what: str) -> str:
+    return f"{count:,} of {of:,} recorded {what} are not finite, and not drawn." if count else ""
+
+
+def _window(values: Sequence[object]) -> int:
+    """Records that one smoothed point rests on: a tenth of them, five at least."""
+    return max(5, len(values) // 10)

@@ -1,0 +1,43 @@
+"""The trade-off curve of a precision search as one SVG file: loss given up against speed gained.
+
+The style sheet of the report is put inside, so that the file opens by itself, in light and dark. Called by
+`cli.commands.precision`.
+"""
+
+from collections.abc import Sequence
+
+from tilewright.precision.search.gemm_time import TIMES
+from tilewright.precision.search.search import Candidate
+from tilewright.report.svg.charts import Series, line_chart, standalone
+from tilewright.training.precision_search import Found
+
+_SIZE = (760, 420)
+
+
+def tradeoff_svg(found: Found, title: str) -> str:
+    """The curve of fastest policies over budgets, with the chosen policy and the usual choices marked.
+
+    Args:
+        found: what a search found.
+        title: of the picture.
+    """
+    base = next(mark for mark in found.landmarks if mark.name == "all BF16")
+    points = sorted(found.curve, key=lambda point: (point.predicted.change, point.seconds))
+    series = [_series("fastest policy", points, base, 0, "step")]
+    named = [found.chosen, *found.landmarks]
+    series += [_series(point.name, [point], base, colour, "dots") for colour, point in enumerate(named, start=1)]
+    chart = line_chart(
+        [one for one in series if one.xs],
+        label=title,
+        y_label="linear products, times as fast as all BF16",
+        x_label="predicted loss change, per cent",
+        size=_SIZE,
+    )
+    legend = [f"fastest policy within a budget; speed: {TIMES[found.time]}"]
+    legend += [f"{point.name}: {point.predicted}, {base.seconds / point.seconds:.3g}x" for point in named]
+    return standalone(chart, title, legend, _SIZE)
+
+
+def _series(name: str, points: Sequence[Candidate], base: Candidate, colour: int, kind: str) -> Series:
+    xs = [100 * point.predicted.change for point in points]
+    return Series(name, xs, [base.seconds / point.seconds for point in points], colour, kind)

@@ -1,0 +1,78 @@
+"""The report's table of what a run decided about its memory while it went on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright.core.units import format_bytes, format_seconds
+from tilewright.report.run_data.collect import Row, RunData
+
+TRIGGERS = {
+    "calibration": "first measurement",
+    "prediction": "more than expected",
+    "budget": "memory there is",
+    "shape": "length of rows",
+    "out_of_memory": "out of memory",
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One of them, in words. `after` is empty where the placement stayed."""
+
+    step: str
+    trigger: str
+    number: str
+    threshold: str
+    before: str
+    after: str
+    expected: str
+    message: str
+
+
+def decisions(run: RunData) -> list[Decision]:
+    """All of a run, in order."""
+    return [_decision(event) for event in run.kinds("regroup")]
+
+
+def summary(found: Sequence[Decision]) -> str:
+    """How often, and how often something changed."""
+    changed = sum(bool(one.after) for one in found)
+    return f"{len(found)} {'decision' if len(found) == 1 else 'decisions'}, {changed} with another placement"
+
+
+def _decision(event: Row) -> Decision:
+    trigger = str(event.get("trigger", ""))
+    after = str(event.get("after", ""))
+    peak, step_s = event.get("peak_bytes"), event.get("step_s")
+    expected = [] if peak is None else [format_bytes(round(peak))]
+    expected += [] if step_s is None else [f"{format_seconds(step_s)} a step"]
+    return Decision(
+        str(event.get("step", "")),
+        TRIGGERS.get(trigger, trigger),
+        _number(event),
+        _share(event.get("threshold")),
+        str(event.get("before", "")),
+        after,
+        ", ".join(expected),
+        str(event.get("message", "")),
+    )
+
+
+def _number(event: Row) -> str:
+    """What crossed the threshold."""
+    if event.get("error") is not None:
+        sizes = [event.get("measured_bytes"), event.get("expected_bytes")]
+        beside = " of ".join(format_bytes(round(size)) for size in sizes if size is not None)
+        return f"{_share(event['error'])} ({beside})" if beside else _share(event["error"])
+    if event.get("change") is not None:
+        budget = event.get("budget_bytes")
+        return f"{_share(event['change'])} ({format_bytes(round(budget))})" if budget else _share(event["change"])
+    if event.get("tokens") is not None:
+        return f"{event['tokens']:,} tokens"
+    if event.get("limit_bytes") is not None:
+        return f"plans below {format_bytes(round(event['limit_bytes']))}"
+    return ""
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1%}"

@@ -1,0 +1,194 @@
+"""Everything the report needs, read from the run folder and from nowhere else.
+
+A part that is missing is None, or an empty list where a list is meant; a line of a .jsonl file that cannot be
+read is left out and counted. A number that is not finite is None (`clean`): a row that has a loss of None was a step
+whose loss was not finite. A run that was resumed may hold a step twice: the later row counts.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilewright.precision.controller.log import History, read_history
+from tilewright.report.run_data.clean import Row, clean, eval_row, number, plan_of, step_row
+
+MOST_STEPS = 2**53
+"""Steps that a double counts; a row of a higher one is no row of a run."""
+_VALUE_LINE = re.compile(r"^([A-Za-z_][\w-]*)\s*=\s*(.*?)(?:\s+#\s*(.*))?$")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the resolved recipe: `section.name`, its value as written, and where the value came from."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run folder as read. `trouble` lists what could not be read, in words."""
+
+    path: Path
+    name: str
+    steps: Sequence[Row] = ()
+    evals: Sequence[Row] = ()
+    events: Sequence[Row] = ()
+    samples: Sequence[Row] = ()
+    machine: Row | None = None
+    plan: Row | None = None
+    data: Row | None = None
+    precision: Sequence[Row] = ()
+    history: History | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    settings: Sequence[Setting] = ()
+    trouble: Sequence[str] = ()
+
+    def column(self, key: str) -> tuple[list[float], list[float]]:
+        """Steps and values of a metric, where it was recorded as a number."""
+        rows = [(float(row["step"]), value) for row in self.steps if (value := number(row.get(key))) is not None]
+        return [step for step, _ in rows], [value for _, value in rows]
+
+    def number_setting(self, section: str, name: str) -> float | None:
+        """A value of the resolved recipe as a number, None where it is not recorded or none."""
+        return number(self.setting(section, name))
+
+    def planned(self, key: str) -> float | None:
+        """A number of the plan, None where it is not recorded or not known."""
+        return number((self.plan or {}).get(key))
+
+    def setting(self, section: str, name: str) -> Any:
+        """A value of the resolved recipe, None where it is not recorded."""
+        values = self.recipe.get(section)
+        return values.get(name) if isinstance(values, Mapping) else None
+
+    def kinds(self, *kinds: str) -> list[Row]:
+        """Events of these kinds, in order."""
+        return [row for row in self.events if row.get("kind") in kinds]
+
+
+def collect(run_dir: Path) -> RunData:
+    """Read a run folder.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"no run folder {run_dir}")
+    trouble: list[str] = []
+    rows = _read_lines(run_dir / "metrics.jsonl", trouble)
+    text, recipe = _read_recipe(run_dir / "run.toml", trouble)
+    precision = _read_json(run_dir / "precision.json", trouble)
+    return RunData(
+        path=run_dir,
+        name=run_dir.resolve().name,
+        steps=_latest_by_step([step_row(row) for row in rows if "eval" not in row]),
+        evals=_latest_by_step([eval_row(row) for row in rows if "step" in row and isinstance(row.get("eval"), dict)]),
+        events=_read_lines(run_dir / "events.jsonl", trouble),
+        samples=[_sample(row) for row in _read_lines(run_dir / "samples.jsonl", trouble)],
+        machine=_as_dict(_read_json(run_dir / "machine.json", trouble)),
+        plan=plan_of(_as_dict(_read_json(run_dir / "plan.json", trouble))),
+        data=_as_dict(_read_json(run_dir / "data.json", trouble)),
+        precision=_as_rows(precision),
+        history=_read_history(run_dir, trouble),
+        recipe=recipe,
+        settings=_settings(text),
+        trouble=trouble,
+    )
+
+
+def _sample(row: Row) -> Row:
+    return {name: row.get(name, "") for name in ("step", "prompt", "text")}
+
+
+def _as_dict(value: object) -> Row | None:
+    return value if isinstance(value, dict) else None
+
+
+def _as_rows(value: object) -> list[Row]:
+    """Rows of a table that is a list, or stands under "rows"."""
+    if isinstance(value, dict):
+        value = value.get("rows")
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def _read_text(path: Path, trouble: list[str]) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        trouble.append(f"{path.name} cannot be read: {error.strerror}")
+        return None
+
+
+def _read_json(path: Path, trouble: list[str]) -> Any:
+    text = _read_text(path, trouble)
+    if text is None:
+        return None
+    try:
+        return clean(json.loads(text))
+    except ValueError as error:
+        trouble.append(f"{path.name} is not JSON: {error}")
+        return None
+
+
+def _read_lines(path: Path, trouble: list[str]) -> list[Row]:
+    """The objects of a .jsonl file; a torn last line is normal after a kill and counts like any other bad line."""
+    rows, bad = [], 0
+    for line in (_read_text(path, trouble) or "").splitlines():
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(clean(row))
+        else:
+            bad += 1
+    if bad:
+        trouble.append(f"{path.name}: {bad} {'line is' if bad == 1 else 'lines are'} not JSON objects and left out")
+    return rows
+
+
+def _latest_by_step(rows: Sequence[Row]) -> list[Row]:
+    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int) and abs(row["step"]) < MOST_STEPS}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_history(run_dir: Path, trouble: list[str]) -> History | None:
+    """What the precision controller saw and did; None where there was none."""
+    try:
+        history = read_history(run_dir)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        trouble.append(f"precision.jsonl cannot be read: {error}")
+        return None
+    return history if history.samples else None
+
+
+def _read_recipe(path: Path, trouble: list[str]) -> tuple[str, Row]:
+    text = _read_text(path, trouble) or ""
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        trouble.append(f"{path.name} is not TOML: {error}")
+        return text, {}
+
+
+def _settings(text: str) -> list[Setting]:
+    """The recipe's lines with the comment behind each value, which names its source."""
+    section, found = "", []
+    for line in text.splitlines():
+        line = line.strip()
+        if line.startswith("["):
+            section = line.strip("[] ")
+        elif match := _VALUE_LINE.match(line):
+            name = f"{section}.{match[1]}" if section else match[1]
+            found.append(Setting(name, match[2], match[3] or ""))
+    return found

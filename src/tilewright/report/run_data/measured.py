@@ -1,0 +1,129 @@
+"""What a run folder says about a run, as numbers: losses, norms, times and peaks that rules, figures and tiles share.
+
+Plain functions over `RunData`, without words and without HTML. A number that is not recorded is None.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from tilewright.report.run_data.clean import Row, number
+from tilewright.report.run_data.collect import RunData
+
+FEWEST_SETTLED = 8
+"""Norms after the warm-up below which all norms of the run are looked at instead."""
+
+
+@dataclass(frozen=True)
+class LossSpan:
+    """Training loss in nats per token: the first one recorded, and the mean over the last `count` records.
+
+    `end` is None where the loss of the last record was not finite.
+    """
+
+    start: float
+    end: float | None
+    count: int
+
+
+def loss_span(run: RunData) -> LossSpan | None:
+    """Where the training loss began and ended; the end is a mean over the last twentieth of the records."""
+    _, losses = run.column("loss")
+    if not losses:
+        return None
+    count = max(1, len(losses) // 20)
+    last = next((row for row in reversed(run.steps) if "loss" in row), {})
+    ended = number(last.get("loss")) is not None
+    return LossSpan(losses[0], fmean(losses[-count:]) if ended else None, count)
+
+
+def not_finite(run: RunData, name: str) -> int:
+    """Rows in which a metric was recorded and was not finite."""
+    return sum(1 for row in run.steps if name in row and row[name] is None)
+
+
+def held_out(row: Row) -> float | None:
+    """Loss in nats per token over all domains of an evaluation, weighted by tokens; None where one is not finite."""
+    results = list(row["eval"].values())
+    if not results or any(result["loss"] is None for result in results):
+        return None
+    tokens = sum(result["tokens"] for result in results)
+    return sum(result["loss"] * (result["tokens"] / tokens) for result in results)
+
+
+def held_out_losses(run: RunData) -> list[tuple[float, float]]:
+    """Steps and pooled losses of the evaluations whose loss was finite."""
+    return [(float(row["step"]), loss) for row in run.evals if (loss := held_out(row)) is not None]
+
+
+def domain_losses(run: RunData) -> dict[str, list[tuple[float, float]]]:
+    """Steps and finite held-out losses of each domain, in alphabetical order."""
+    domains = sorted({domain for row in run.evals for domain in row["eval"]})
+    return {domain: _of_domain(run, domain) for domain in domains}
+
+
+def _of_domain(run: RunData, domain: str) -> list[tuple[float, float]]:
+    found = [(float(row["step"]), row["eval"][domain]["loss"]) for row in run.evals if domain in row["eval"]]
+    return [(step, loss) for step, loss in found if loss is not None]
+
+
+def settled_norms(run: RunData) -> tuple[list[float], str]:
+    """Positive gradient norms of the recorded steps after the warm-up (all of them where that leaves fewer than
+    `FEWEST_SETTLED`), and which steps these are, in words."""
+    warmup = run.number_setting("optim", "warmup_steps") or 0
+    pairs = [(step, norm) for step, norm in zip(*run.column("grad_norm"), strict=True) if norm > 0]
+    late = [norm for step, norm in pairs if step > warmup]
+    if warmup and len(late) >= FEWEST_SETTLED:
+        return late, "recorded steps after warm-up"
+    return [norm for _, norm in pairs], "recorded steps"
+
+
+def total_tokens(run: RunData) -> float | None:
+    """Tokens trained on; the rows count from the start of the run."""
+    _, tokens = run.column("tokens")
+    return tokens[-1] if tokens else None
+
+
+def total_seconds(run: RunData) -> float | None:
+    """Seconds from start to the last row, time between a stop and a resume left out."""
+    times = [number(row.get("time_s")) for row in (*run.steps[-1:], *run.evals[-1:])]
+    return max((time for time in times if time is not None), default=None)
+
+
+def state(run: RunData) -> str:
+    """finished, stopped early, or not finished: read from the events."""
+    last = last_process_event(run)
+    return {"done": "finished", "stop": "stopped early"}.get(str(last.get("kind")), "not finished")
+
+
+def last_process_event(run: RunData) -> Row:
+    """The newest event that tells of the run's process: a start, a resume, a stop, or the end. Empty without one."""
+    return next(reversed(run.kinds("done", "stop", "start", "resume")), {})
+
+
+def skipped_steps(run: RunData) -> int:
+    """Steps whose update was not applied; a step that a resumed run repeats counts once."""
+    return sum(row.get("skipped") is not None for row in run.steps)
+
+
+def peak_memory_row(run: RunData, with_owners: bool = False) -> Row | None:
+    """The row with the largest peak, of those that split it by owner if asked; None where there is none."""
+    rows = [row for row in run.steps if "memory_bytes" in row and ("memory" in row or not with_owners)]
+    return max(rows, key=lambda row: row["memory_bytes"], default=None)
+
+
+def planned_owners(run: RunData) -> Mapping[str, float]:
+    """The plan's bytes by owner at the highest phase of a training step; empty where there is no plan."""
+    plan = run.plan or {}
+    return (plan.get("phases") or {}).get(plan.get("step_phase") or plan.get("peak_phase")) or {}
+
+
+def quarters(values: Sequence[float]) -> list[Sequence[float]]:
+    """Four stretches of as equal a length as can be, in order.
+
+    Example:
+        >>> quarters([1, 2, 3, 4, 5, 6])
+        [[1], [2, 3], [4], [5, 6]]
+    """
+    count = len(values)
+    return [values[count * i // 4 : count * (i + 1) // 4] for i in range(4)]

@@ -1,0 +1,62 @@
+"""The data of a recipe: which tokenizer makes its ids, whether its rows fit the model, and the prepared rows."""
+
+from tilewright.core.config.recipe import DataSection, ModelSection, Recipe
+from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.data.common.tokenizer_folder import folder_tokenizer
+from tilewright.data.prepare import prepare
+from tilewright.data.prepared import PreparedData
+from tilewright.data.prepared_images import PreparedImages
+from tilewright.models.build import check_data
+
+
+def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
+    """The data of a recipe, prepared or found prepared; see `data.prepare`.
+
+    Raises:
+        ConfigError: rows of this data would not fit the model; found before anything is prepared.
+        DataError: nothing usable in the source, or a tokenizer that cannot be read.
+    """
+    check_rows(recipe)
+    data = recipe.data
+    return prepare(
+        data.source,
+        task=recipe.model.task,
+        domains=data.domains,
+        max_bytes=data.max_bytes,
+        holdout=data.holdout,
+        seq_len=data.seq_len,
+        vocab_size=data.vocab_size,
+        tokenizer=tokenizer_path(recipe.model, data),
+        text_field=data.text_field,
+        image_size=data.image_size,
+        cache_dir=data.cache_dir,
+        own_process=True,
+    )
+
+
+def check_rows(recipe: Recipe) -> None:
+    """Raise where rows of the recipe's data would not fit its model; nothing is prepared and no weight is read.
+
+    Raises:
+        ConfigError: no tokenizer for loaded weights, an id beyond the embedding, rows beyond a table of positions, or
+            an architecture that does not do the task.
+        DataError: a tokenizer that cannot be read.
+    """
+    tokenizer = tokenizer_path(recipe.model, recipe.data)
+    check_data(recipe.model, recipe.data.seq_len, load_tokenizer(tokenizer).vocab_size if tokenizer else None)
+
+
+def tokenizer_path(model: ModelSection, data: DataSection) -> str:
+    """The tokenizer that makes the ids of a run: the given one, else the one that loaded weights learned with.
+
+    Returns:
+        A tokenizer.json or a folder that holds one; "" where one is trained on the data, or where there is no text.
+
+    Raises:
+        ConfigError: weights are loaded from a folder without a tokenizer.json, and no other is given.
+    """
+    if model.task == "image_classification":
+        return ""
+    if data.tokenizer or model.weights == "random":
+        return data.tokenizer
+    return folder_tokenizer(model.path)

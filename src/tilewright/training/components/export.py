@@ -1,0 +1,75 @@
+"""The Hugging Face folder that a run leaves at its end: the model and its tokenizer, or adapters alone.
+
+A foreign model keeps its own config.json. tilewright's own decoder has no such file, so the run fills in what belongs
+to the data: length of rows and ids of the tokenizer.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.units import format_bytes
+from tilewright.data.common.tokenizer import Tokenizer
+from tilewright.formats.fp8_layout import CODE_DTYPE
+from tilewright.models.base.protocols import Model
+from tilewright.models.decoder.hf_config import read_json
+from tilewright.models.folder.fp8_weights import fp8_bytes
+from tilewright.models.hf.fp8_names import plan_fp8
+from tilewright.models.hf.model import HFModel
+from tilewright.precision.lora.peft_io import save_adapter
+from tilewright.training.checkpoint.state import TrainState
+
+EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
+"""`save.export_format` -> what the weights are cast to."""
+
+
+def check_export(recipe: Recipe, model: Model) -> None:
+    """Raise before training where the export at the end would be refused.
+
+    Args:
+        recipe: of the run.
+        model: may be on the meta device.
+
+    Raises:
+        CheckpointError: nothing of the model can be stored in FP8, or transformers could not read the folder again.
+    """
+    if recipe.save.export_hf and recipe.save.export_format == "fp8" and isinstance(model, HFModel):
+        plan_fp8(model.net)
+
+
+def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer | None, target: Path) -> str:
+    """Write the folder; what was written, in words.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    if recipe.lora.rank:
+        save_adapter(model, target, base_model=recipe.model.path)
+        return f"adapter in {target}"
+    dtype = EXPORT_DTYPES[recipe.save.export_format]
+    with state.live() as visit:
+        live = None if visit is None else lambda name, tensor: visit.tensor(f"model.{name}", tensor)
+        model.save_hf(target, dtype=dtype, extra=_config_keys(recipe, tokenizer), live=live)
+    if tokenizer is not None:
+        tokenizer.save(target)
+    text = f"Hugging Face folder in {target}"
+    if dtype == CODE_DTYPE:
+        in_fp8, total = fp8_bytes(target)
+        text += f", {format_bytes(in_fp8)} of {format_bytes(total)} in FP8 ({in_fp8 / total:.1%})"
+    return text
+
+
+def _config_keys(recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What the run adds to config.json. Loaded weights keep the ids of their folder, and at least its length."""
+    if recipe.model.kind != "decoder" or tokenizer is None:
+        return {}
+    keys = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    length = recipe.data.seq_len
+    if recipe.model.weights == "load":
+        before = read_json(recipe.model.path)
+        keys |= {key: before[key] for key in keys if key in before}
+        length = max(length, before.get("max_position_embeddings") or 0)
+    return keys | {"max_position_embeddings": length}

@@ -1,0 +1,42 @@
+"""The model that a recipe trains: the base as `models.build` makes it, and the adapters of `[lora]` on it."""
+
+import torch
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.models.base.protocols import Model
+from tilewright.models.build import build_model, init_weights
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.lora.lora import add_lora, load_codes, load_lora_decoder
+
+
+def build_adapted(
+    recipe: Recipe, vocab_size: int, kernels: Kernels, device: torch.device | str, *, fresh: bool = False
+) -> Model:
+    """The recipe's model with its adapters, if it has any.
+
+    Args:
+        recipe: reads `[model]`, `[lora]` and the seed.
+        vocab_size: of the tokenizer; classes for image classification.
+        kernels: implementations of the operations.
+        device: where the model is made.
+        fresh: give random weights their first values, which freezing them needs to see. False where a checkpoint
+            overwrites them.
+
+    Raises:
+        ConfigError: the section's values do not fit together, or a target matches no layer.
+        CheckpointError: the folder cannot be read.
+    """
+    model, lora = recipe.model, recipe.lora
+    adapters = (lora.rank, lora.alpha, lora.targets, lora.base)
+    coded = lora.base == "fp8" and model.weights == "load"
+    if lora.rank and coded and model.kind == "decoder":  # never decoded: a byte a weight from the first moment on
+        build_model(model, vocab_size, kernels, "meta")  # raises where folder and tokenizer do not fit
+        return load_lora_decoder(model.path, *adapters, kernels=kernels, device=device, seed=recipe.run.seed)
+    built = build_model(model, vocab_size, kernels, device)
+    if fresh and model.weights == "random":
+        init_weights(built, recipe.run.seed)
+    if lora.rank:
+        add_lora(built, *adapters, kernels=kernels, seed=recipe.run.seed)
+        if coded:
+            load_codes(built.net, model.path)
+    return built

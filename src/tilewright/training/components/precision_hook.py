@@ -1,0 +1,93 @@
+"""What a run does around each step for its precision controller: formats, samples, the learning rate, the record.
+
+`precision.controller.runtime` does the work; here it meets batches of a run and its files.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.models.base.protocols import TrainableModel
+from tilewright.precision.controller.groups import Move
+from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.policy.schedule import lr_factor
+from tilewright.training.executor.standard import Batch, count_targets, to_device
+from tilewright.training.runlog.recorder import Recorder
+
+_SHOWN = 3
+"""Moves of one sample that an event spells out; precision.jsonl has all of them."""
+
+
+@dataclass
+class StepControl:
+    """The controller in a run.
+
+    Args:
+        control: of the run's model.
+        model: gives the loss of a batch.
+        device: where batches are moved.
+        lr_noise: strength of the learning rate's answer to noise, see `schedule.lr_factor`.
+    """
+
+    control: PrecisionController
+    model: TrainableModel
+    device: torch.device
+    lr_noise: float = 0.0
+
+    def before(self, step: int, microbatches: Sequence[Batch], recorder: Recorder) -> None:
+        """Formats of `step` (counted from 0), and a sample where one is due: one row, or all of them."""
+        floors = dict(self.control.schedule.floors(step))
+        if self.control.enter(step) and step and floors != self.control.schedule.floors(step - 1):
+            held = [name for name, floor in floors.items() if floor] or ["none"]
+            recorder.event(step + 1, "precision_switch", f"products kept in BF16 by schedule: {', '.join(held)}")
+        if self.control.due(step):
+            whole = self.control.recalibrates(step)
+            self._look(step, microbatches if whole else one_row(microbatches), recorder)
+
+    def lr(self, lr: float) -> float:
+        """The learning rate of a step, lowered by the noise that was measured."""
+        return lr * lr_factor(self.control.controller.noise, self.lr_noise)
+
+    def after(self, step: int, microbatches: Sequence[Batch], recorder: Recorder) -> None:
+        """A sample on the batch of a step that wider formats have mended."""
+        if self.control.controller.suspect is not None:
+            self._look(step, microbatches, recorder)
+
+    def _look(self, step: int, microbatches: Sequence[Batch], recorder: Recorder) -> None:
+        self.control.look(step, [self._pass(batch) for batch in microbatches])
+        rows = self.control.take_rows()
+        for row in rows:
+            recorder.log.precision(**row)
+        for kind, event, words in (
+            ("move", "precision_move", "moved"),
+            ("refused", "precision_budget", "wanted to move, but the budget does not allow it"),
+        ):
+            moves = [_move(row) for row in rows if row["kind"] == kind]
+            if kind == "refused":
+                moves = [move for move in moves if f"{move.layer} {move.gemm}" not in self.control.told]
+                self.control.told |= {f"{move.layer} {move.gemm}" for move in moves}  # said once
+            if moves:
+                share = self.control.controller.share_above_8bit
+                shown = "; ".join(map(str, moves[:_SHOWN]))
+                more = f"; and {len(moves) - _SHOWN} more" if len(moves) > _SHOWN else ""
+                text = f"{len(moves)} products {words}: {shown}{more}; {share:.1%} of the work is above 8 bits"
+                recorder.event(step + 1, event, text, count=len(moves), above_8bit=share)
+
+    def _pass(self, host_batch: Batch) -> Callable[[], None]:
+        """A pass over the batch's own mean loss, so that a sample is the same wherever its rows are computed."""
+
+        def run() -> None:
+            batch = to_device(host_batch, self.device)
+            (self.model.loss(batch).loss_sum / max(count_targets([host_batch]), 1)).backward()
+
+        return run
+
+
+def one_row(microbatches: Sequence[Batch]) -> list[Batch]:
+    """The first row of the first micro-batch."""
+    return [{name: tensor[:1] for name, tensor in batch.items()} for batch in microbatches[:1]]
+
+
+def _move(row: dict) -> Move:
+    return Move(**{name: value for name, value in row.items() if name != "kind"})

@@ -1,0 +1,45 @@
+"""The precision mode of a run, step by step: which one a step belongs to, and the switch to it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.models.base.protocols import Model
+from tilewright.precision.convert import set_mode
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.precision.policy.policy import Policy
+from tilewright.precision.policy.schedule import ModeSchedule
+
+
+@dataclass
+class Modes:
+    """The precision of the run, step by step: enters the mode that a step belongs to."""
+
+    model: Model
+    policy: Policy
+    schedule: ModeSchedule
+    mode: str
+    needs_loss_scaling: bool
+    """True where one of the run's modes passes gradients through FP16."""
+    weights: QuantizedWeights
+    """Codes of the weights of layers with 8-bit products, made once a step. Of weights that do not stay on the device
+    the codes are made in each pass."""
+    next_switch: float = 0
+    """Step (counted from 0) before which `enter` must be called next; infinite after the last switch."""
+
+    def enter(self, step: int) -> str | None:
+        """Switch to the mode of `step` (counted from 0) where it is another one; a sentence on the switch."""
+        mode, self.next_switch = self.schedule.at(step), self.schedule.next_switch(step)
+        if mode == self.mode:
+            return None
+        before, self.mode = self.mode, mode
+        set_mode(self.model, self.policy.in_mode(mode))
+        self.refresh()
+        return f"{before} -> {mode} from step {step + 1} on"
+
+    def refresh(self) -> None:
+        """Make the codes of the weights as they are now."""
+        self.weights.refresh()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The precision table of the present mode, for precision.json."""
+        return self.model.precision_report.rows.to_json()

@@ -1,0 +1,94 @@
+"""Stopping in good order and starting again: signals, and what changed in the recipe since.
+
+SIGTERM and Ctrl-C finish the step, save, and end with exit code 0; a second Ctrl-C breaks off at once.
+The checkpoint itself is found by `checkpoint` and read by `state`.
+"""
+
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from tilewright.core.log import say
+
+# Sections and fields that decide the numbers a step computes. The others (logging, saving, where things lie) do not.
+_NUMERICS_SECTIONS = ("model", "data", "precision", "optim", "ops")
+_NUMERICS_FIELDS = (
+    "run.seed", "run.device", "run.threads", "train.steps", "train.batch_size", "train.micro_batch",
+    "train.activation_checkpoint", "train.checkpoint_inputs", "train.compile",
+)  # fmt: skip
+_HARMLESS_FIELDS = ("data.cache_dir", "data.prefetch", "precision.eval_fp32")
+
+
+class StopRequest:
+    """Turns SIGTERM and the first SIGINT into a flag that the loop looks at between steps.
+
+    A context manager: the handlers that were there come back at the end. Outside the main thread Python
+    allows no handlers, so there the flag only follows `request`.
+
+    Example:
+        >>> with StopRequest() as stop:
+        ...     stop.request("the tutorial is over")
+        ...     stop.reason
+        'the tutorial is over'
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def request(self, reason: str) -> None:
+        """Ask for a stop after the current step."""
+        self.reason = self.reason or reason
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason is not None:
+            raise KeyboardInterrupt
+        name = signal.Signals(number).name
+        self.request(name)
+        say(f"{name}: finishing the step and saving; Ctrl-C again breaks off at once.", error=True)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A field whose value differs between the run folder's recipe and the present one."""
+
+    field: str
+    before: Any
+    now: Any
+    numerics: bool
+    """True where it changes the numbers that a step computes."""
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before!r} -> {self.now!r}" + (" (changes the numbers)" if self.numerics else "")
+
+
+def recipe_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[Change]:
+    """Fields that differ between two recipes, each given as {section: {field: value}}.
+
+    Example:
+        >>> [str(c) for c in recipe_changes({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}})]
+        ['optim.lr: 0.1 -> 0.2 (changes the numbers)']
+    """
+    changes = []
+    for section in now:
+        for field, value in now[section].items():
+            name, old = f"{section}.{field}", before.get(section, {}).get(field)
+            if old != value:
+                changes.append(Change(name, old, value, _is_numerics(section, name)))
+    return changes
+
+
+def _is_numerics(section: str, name: str) -> bool:
+    return name not in _HARMLESS_FIELDS and (section in _NUMERICS_SECTIONS or name in _NUMERICS_FIELDS)

@@ -1,0 +1,134 @@
+"""What a model does with each of its layers, as a `Placement` says; and from one to the next between two steps.
+
+    checkpoint_layers(model, placement)                     # before it is compiled
+    cut_layers(model, placement, compile=...)               # after `precision.convert`
+    places = ModelPlaces(model, placement)
+    places.change(another)
+
+For the standard executor, which keeps all bytes on the device; `memory.layer_major.apply_plan` is this for the
+layer-major one, which shares `cut_layers`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from tilewright.core.errors import ConfigError
+from tilewright.core.memory_plan import KIND_OF, Activations, Placement
+from tilewright.memory.layer_major.apply_plan import other_layers, refuse_other_numbers
+from tilewright.memory.tiled_mlp import tile_layers, tile_mlps
+from tilewright.models.base.protocols import Model
+from tilewright.models.decoder.decoder import Decoder
+
+_MODES: dict[Activations, Any] = {kind: mode for mode, kind in KIND_OF.items()}
+Item = TypeVar("Item")
+
+
+def checkpoint_layers(model: Model, placement: Placement) -> None:
+    """Let each layer keep for backward what the placement says.
+
+    Raises:
+        ConfigError: the placement is of other layers, or asks for what the model or the standard executor cannot do.
+    """
+    _refuse_tiers(placement)
+    modes = _for_layers(model, [_MODES[layer.activations] for layer in placement.layers], "activations")
+    model.checkpointing = modes
+
+
+def cut_layers(model: Model, placement: Placement, *, compile: bool) -> None:
+    """Cut MLPs and attention of each layer into the parts that the placement says. Once.
+
+    Args:
+        model: converted.
+        placement: of its layers.
+        compile: layers are compiled.
+
+    Raises:
+        ConfigError: the placement is of other layers, or asks for what the model cannot do.
+    """
+    tiles = _for_layers(model, [layer.mlp_tiles for layer in placement.layers], "mlp_tiles")
+    if len(set(tiles)) == 1:
+        if tiles[0] > 1:  # wherever they are: also in a model whose layers were not found
+            tile_mlps(model, tiles[0], model.notes.append, compile=compile)
+    else:
+        tile_layers(model.layers, tiles, model.notes.append, compile=compile)
+    blocks = _for_layers(model, [layer.attention_block for layer in placement.layers], "attention_block")
+    if set(blocks) != {model.kernels.attention_block}:
+        if not isinstance(model, Decoder):
+            raise ConfigError(
+                "Attention by blocks is asked of a model that has none.",
+                got=f"attention_block {max(blocks)} for layers of {type(model).__name__}",
+                need="0; tilewright's own decoder alone computes attention by blocks",
+                try_="a plan made for this model",
+            )
+        model.attention_blocks = blocks
+
+
+def _for_layers(model: Model, wanted: Sequence[Item], name: str) -> tuple[Item, ...]:
+    """What is wanted of each layer; of a model whose layers were not found, the one thing that is wanted of all.
+
+    Raises:
+        ConfigError: that is not the same for all, or there are more or fewer layers.
+    """
+    if model.layers:
+        if len(wanted) != len(model.layers):
+            raise other_layers(len(wanted), len(model.layers))
+        return tuple(wanted)
+    if len(set(wanted)) != 1:
+        raise ConfigError(
+            "The layers of this model cannot be treated each in its own way.",
+            got=f"{name} that differ by layer, for {type(model).__name__}, in which no list of layers was found",
+            need="the same for all layers",
+            try_='memory.plan = "" and the settings of [train] and [memory]',
+            where="memory.plan",
+        )
+    return (wanted[0],)
+
+
+def _refuse_tiers(placement: Placement) -> None:
+    away = {tier for layer in placement for tier in (layer.parameters, layer.states, layer.inputs)} - {"device"}
+    if away:
+        raise ConfigError(
+            "The standard executor keeps everything on the device.",
+            got=f"parameters, states or inputs on {' and '.join(sorted(away))}",
+            need='"device"',
+            try_='memory.executor = "layer_major", or a plan made for the standard executor',
+            where="memory.executor",
+        )
+
+
+class ModelPlaces:
+    """Reads and changes what the layers of a model keep.
+
+    Args:
+        model: treated as `placement` says.
+        placement: the first one.
+
+    Raises:
+        ConfigError: see `checkpoint_layers`.
+    """
+
+    def __init__(self, model: Model, placement: Placement) -> None:
+        self._model, self._asked = model, placement
+        checkpoint_layers(model, placement)
+
+    @property
+    def now(self) -> Placement:
+        """What is done with each layer now."""
+        modes = self._model.checkpointing
+        modes = modes if self._model.layers else modes * len(self._asked.layers)
+        rows = zip(self._asked.layers, modes, strict=True)
+        layers = tuple(replace(layer, activations=KIND_OF[mode]) for layer, mode in rows)
+        return replace(self._asked, layers=layers)
+
+    def change(self, placement: Placement) -> None:
+        """From the next step on, keep this. Between steps only.
+
+        Raises:
+            ConfigError: it cannot be done by this executor, or not while the run goes on; nothing has changed then.
+        """
+        if len(placement.layers) != len(self._asked.layers):
+            raise other_layers(len(placement.layers), len(self._asked.layers))
+        refuse_other_numbers(placement, self.now, exact=self._model.checkpoint_inputs == "exact")
+        checkpoint_layers(self._model, placement)
+        self._asked = placement

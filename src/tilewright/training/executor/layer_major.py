@@ -1,0 +1,385 @@
+"""One optimizer step by slices of layers: the `Executor` whose parameters are updated during the backward pass.
+
+The result is that of the standard executor, micro-batches of any size included. What differs is how a gradient is
+clipped and what becomes of a bad one, because no moment holds the whole gradient:
+
+exact   two backward passes: the first one knows the norm of the whole gradient and keeps nothing else of it, the second
+        one updates. A bad step is found in the first one, so it has changed nothing.
+lagged  one backward pass. What is known of this step is bounded by what is known of the one before
+        (`optim.delayed_clip`). A bad loss or layer output is found before the first update. A gradient that turns out
+        bad after some slices were updated is undone: by the journal that kept these slices' bytes, or, without one, by
+        `LostStep`, upon which the run goes back to its newest checkpoint. Nothing is left half applied.
+
+A step that finds no memory is taken back where nothing was updated, or where a journal keeps what was; else the pieces
+that are left are computed again with what is free made free, from what the pieces before them left (`transaction`).
+
+`memory.layer_major.passes` computes; this file decides.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewright.core.errors import NumericsError
+from tilewright.core.memory_plan import Placement
+from tilewright.memory.layer_major.apply_plan import Places
+from tilewright.memory.layer_major.passes import LayerMajor
+from tilewright.memory.layer_major.replay import Replay
+from tilewright.memory.layer_major.rollback import Journal
+from tilewright.memory.offload.activations import InputStore
+from tilewright.memory.offload.param_store import Tiers
+from tilewright.memory.tracking.tracker import Ledger
+from tilewright.models.base.protocols import TrainableModel
+from tilewright.models.layerwise.view import Layered, Slice, Slices
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.optim.delayed_clip import LaggedClip
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.training.executor.standard import (
+    MAX_BAD_STEPS,
+    Batch,
+    StepResult,
+    count_targets,
+    count_tokens,
+    to_device,
+)
+from tilewright.training.executor.transaction import WholeStep
+
+Result = TypeVar("Result")
+_NOT_FINITE = "the loss or its gradient is not finite"
+
+
+class LostStep(NumericsError):
+    """A bad gradient was met after some slices were updated, and nothing keeps what they were."""
+
+    step: int = -1
+    """Which one, counted from 0. Set by `run`, which counts."""
+
+
+def left_out(microbatches: Sequence[Batch]) -> StepResult:
+    """The result of a step that is not computed, because it was lost before."""
+    why = "its gradient turned bad half-way before, so it is left out"
+    return StepResult(math.nan, count_targets(microbatches), count_tokens(microbatches), math.nan, why, 1.0, 0.0)
+
+
+class _Bad(Exception):
+    """This step's numbers are bad; its text says how."""
+
+
+@dataclass
+class _Attempt:
+    """A step so far."""
+
+    factor: float
+    """Of the summed loss: one over the number of targets."""
+    loss_sum: float = math.nan
+    norms: dict[Tensor, Tensor] = field(default_factory=dict)
+    """Length of each parameter's gradient so far, on the device."""
+    skipped: str | None = None
+    updated: list[Slice] = field(default_factory=list)
+    aux: Mapping[str, float] = field(default_factory=dict)
+
+    def norm(self, order: Sequence[Tensor] | None = None) -> float:
+        """Norm of the gradient so far, summed up in this order of the parameters. Waits for the device."""
+        lengths = [self.norms[param] for param in order or self.norms if param in self.norms]
+        return float(torch.linalg.vector_norm(torch.stack(lengths))) if lengths else 0.0
+
+
+class LayerMajorExecutor:
+    """Runs optimizer steps slice by slice. See `standard.Executor`.
+
+    Args:
+        model: what `view` shows; `after_step` is called on it.
+        view: the model layer by layer.
+        slices: its parameters, as they are updated together.
+        optimizer: over the model's parameters. Gradients of 16-bit parameters are kept in FP32.
+        clip: bounds, and the threshold above which a step is skipped.
+        lagged: clip by what was known a step before, in one backward pass.
+        undo: keeps what a lagged step changes; None: a bad one raises `LostStep`.
+        device: where batches are moved.
+        inputs: keeps layer inputs; by default on the device.
+        residence: brings slices to the device; by default they live there.
+        weights: 8-bit codes to refresh after updates.
+        ledger: measures memory by phase, if given.
+        placement: what is done with each layer; `inputs` and `residence` are as it says. None: all is recomputed.
+
+    Raises:
+        ConfigError: the placement is of other layers, or asks for what is not offered; see
+        `memory.layer_major.apply_plan`.
+    """
+
+    def __init__(
+        self,
+        model: TrainableModel,
+        view: Layered,
+        slices: Slices,
+        optimizer: DeepSeekAdam,
+        *,
+        clip: GradClip,
+        lagged: bool = False,
+        undo: Journal | None = None,
+        device: torch.device | str = "cpu",
+        inputs: InputStore | None = None,
+        residence: Tiers | None = None,
+        weights: QuantizedWeights | None = None,
+        ledger: Ledger | None = None,
+        placement: Placement | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.clip = clip
+        self.device = torch.device(device)
+        self.ledger = ledger
+        self.weights = weights
+        self.undo = undo
+        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        self.lagged = LaggedClip(clip, self._params, self.device) if lagged else None
+        self.whole = WholeStep(model, self._params, self.device, [clip])
+        self.run = LayerMajor(
+            view,
+            slices,
+            inputs=inputs or InputStore("device", self.device),
+            residence=residence or Tiers(model, slices, optimizer, self.device),
+            replay=Replay(self.device),
+            phase=self._phase,
+            device=self.device,
+            retry=self.whole.finish,
+        )
+        self._places = Places(self.run, placement, weights)
+        self._bad_steps = 0
+        for param in self._params:
+            if param.dtype in (torch.float16, torch.bfloat16):
+                param.grad_dtype = torch.float32
+
+    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
+        """See `standard.Executor`.
+
+        Raises:
+            NumericsError: the third step in a row whose gradient is not finite. The weights are those of the last good
+                step.
+            LostStep: a bad gradient after the first update, and no `undo`. The weights are of no use.
+            HalfUpdated: no memory after the first update, again after some was made free, and no `undo`.
+        """
+        started = time.perf_counter()
+        num_targets, num_tokens = count_targets(microbatches), count_tokens(microbatches)
+        if not num_targets:
+            seconds = time.perf_counter() - started
+            return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, seconds)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        attempt = _Attempt(1.0 / num_targets)
+        lagged = self.lagged.now() if self.lagged is not None else None
+        try:
+            with self.whole.attempt(irrevocable=lambda: self._why_half(attempt)) as before:
+                batches = [to_device(batch, self.device) for batch in microbatches]
+                norm = self._lagged(batches, attempt) if self.lagged is not None else self._exact(batches, attempt)
+                self.run.end()
+                if attempt.skipped is not None:
+                    before.forget_pass(self.clip)
+                loss = attempt.loss_sum / num_targets
+                self._watch(loss, norm)
+                if attempt.skipped is None:
+                    self._finish(self.model.after_step)
+        except (RuntimeError, MemoryError):
+            if lagged is not None:
+                self.lagged.back_to(lagged)
+            raise
+        finally:
+            self.run.end()
+        if self.undo is not None:
+            self.undo.commit()
+        self.run.residence.flush()
+        seconds = time.perf_counter() - started
+        return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, attempt.aux)
+
+    @property
+    def placement(self) -> Placement:
+        """What is done with each layer now."""
+        return self._places.now
+
+    def place(self, placement: Placement) -> None:
+        """Between steps: do this with each layer from now on; see `memory.layer_major.apply_plan.Places.change`."""
+        self._places.change(placement)
+
+    def close(self) -> None:
+        """Give back threads, files and memory. What is at home off the device is lost."""
+        self.run.inputs.close()
+        self.run.residence.close()
+        if self.undo is not None:
+            self.undo.close()
+
+    # ---- exact: the norm first ----
+
+    def _exact(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
+        finite = self.run.forward(batches)
+        attempt.aux = self._told(len(batches))
+        attempt.loss_sum = self.run.backward(attempt.factor, lambda part: self._measure(part, attempt), last=not finite)
+        norm = attempt.norm(self._params)
+        result = self.clip.decide(norm)
+        good = finite and math.isfinite(norm) and math.isfinite(attempt.loss_sum)
+        attempt.skipped = result.skip if good else _NOT_FINITE
+        if attempt.skipped is None:
+            self.run.backward(attempt.factor, lambda part: self._apply(part, result.factor, attempt))
+        return norm
+
+    def _apply(self, part: Slice, factor: float, attempt: _Attempt) -> None:
+        params, grads = _gradients(part)
+        with self._phase("update"), torch.no_grad():
+            self._clamp(grads)
+            if factor != 1.0 and grads:
+                torch._foreach_mul_(grads, factor)
+            attempt.updated.append(part)
+            self._update(part, params, grads)
+
+    # ---- lagged: updates on the way ----
+
+    def _lagged(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
+        assert self.lagged is not None
+        before = self.lagged.now()
+        if self.undo is not None:
+            self.undo.begin()
+        try:
+            finite = self.run.forward(batches)
+            attempt.aux = self._told(len(batches))
+            if not finite:
+                raise _Bad(_NOT_FINITE)
+            attempt.loss_sum = self.run.backward(
+                attempt.factor, lambda part: self._apply_lagged(part, attempt), after_loss=_refuse_not_finite
+            )
+        except _Bad as bad:
+            self._take_back(attempt, str(bad))
+            self.lagged.back_to(before)
+        else:
+            self.lagged.end(self._finish(attempt.norm))
+        return self._finish(attempt.norm) if attempt.norms else math.nan
+
+    def _apply_lagged(self, part: Slice, attempt: _Attempt) -> None:
+        assert self.lagged is not None
+        with self._phase("update"), torch.no_grad():
+            params, grads = _gradients(part)
+            norms = self._finish(lambda: self._ready(part, attempt))
+            self._finish(lambda: self.lagged(params, grads, norms))
+            attempt.updated.append(part)
+            self._update(part, params, grads)
+
+    def _ready(self, part: Slice, attempt: _Attempt) -> Tensor:
+        """All that comes before the first change: is the gradient good, and are the slice's bytes kept."""
+        params, _ = _gradients(part)
+        norms = self._measure(part, attempt)
+        norm = attempt.norm()
+        if not math.isfinite(norm):
+            raise _Bad(_NOT_FINITE)
+        if norm > self.clip.threshold:
+            raise _Bad(f"gradient norm {norm:.3g} is above clip_threshold {self.clip.threshold:.3g}")
+        if self.undo is not None:
+            self.optimizer.init_states(params)
+            self.undo.keep(part, self._tensors(params))
+        return norms
+
+    def _take_back(self, attempt: _Attempt, why: str) -> None:
+        """Make the step not to have happened."""
+        attempt.skipped = why
+        if not attempt.updated:
+            return
+        if self.undo is None:
+            raise LostStep(
+                "A bad gradient was met in the middle of a step.",
+                got=f"{why}, after {len(attempt.updated)} of {sum(1 for _ in self.run.slices)} slices were updated",
+                need="a finite gradient, or a checkpoint to go back to",
+                try_='memory.undo = "journal", or optim.clip = "exact"',
+            )
+        self._roll_back(attempt)
+
+    def _roll_back(self, attempt: _Attempt) -> None:
+        undo = self.undo
+        assert undo is not None
+        self._finish(lambda: undo.rollback(self.run.residence))
+        for part in attempt.updated:
+            self._refresh(part)
+        attempt.updated.clear()
+
+    def _why_half(self, attempt: _Attempt) -> str | None:
+        """Why a step that found no memory cannot be taken back; None where nothing was updated, or it is undone."""
+        if not attempt.updated:
+            return None
+        if self.undo is None:
+            return f"{len(attempt.updated)} of {sum(1 for _ in self.run.slices)} slices were updated"
+        self._roll_back(attempt)
+        return None
+
+    # ---- both ----
+
+    def _finish(self, work: Callable[[], Result]) -> Result:
+        """`WholeStep.finish`; kept graphs are freed where memory runs out, since their slices can be recomputed."""
+        return self.whole.finish(work, self.run.let_go)
+
+    def _told(self, num_batches: int) -> dict[str, float]:
+        """What the model reports besides its loss, mean over the micro-batches."""
+        return {name: float(value) / num_batches for name, value in self.run.tell().items()}
+
+    @torch.no_grad()
+    def _measure(self, part: Slice, attempt: _Attempt) -> Tensor:
+        """Lengths of the gradients of a slice, one a tensor, elements clamped if the recipe says so."""
+        params, grads = _gradients(part)
+        if not grads:
+            return torch.zeros(0, device=self.device)
+        norms = torch.stack(torch._foreach_norm(grads))
+        if self.clip.elements and bool(norms.isfinite().all()):  # an overflow must stay one
+            self._clamp(grads)
+            norms = torch.stack(torch._foreach_norm(grads))
+        attempt.norms |= dict(zip(params, norms.unbind(), strict=True))
+        return norms
+
+    def _clamp(self, grads: list[Tensor]) -> None:
+        if self.clip.elements and grads:
+            torch._foreach_clamp_min_(grads, -self.clip.elements)
+            torch._foreach_clamp_max_(grads, self.clip.elements)
+
+    def _update(self, part: Slice, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Update a slice whose gradients are in `.grad`."""
+        self._finish(lambda: self.optimizer.step_params(*_gradients(part)))
+        self._refresh(part)
+
+    def _refresh(self, part: Slice) -> None:
+        weights = self.weights
+        if weights is not None:
+            self._finish(lambda: weights.refresh(part.modules))
+
+    def _tensors(self, params: list[Tensor]) -> list[Tensor]:
+        """All that an update of these parameters changes."""
+        return [tensor for param in params for tensor in (param, *self.optimizer.state[param].values())]
+
+    def _watch(self, loss: float, norm: float) -> None:
+        """Stop after several bad steps in a row."""
+        if math.isfinite(norm) and math.isfinite(loss):
+            self._bad_steps = 0
+            return
+        self._bad_steps += 1
+        if self._bad_steps >= MAX_BAD_STEPS:
+            raise NumericsError(
+                f"The gradient was not finite in {self._bad_steps} steps in a row.",
+                got=f"loss {loss:.6g}, gradient norm {norm:.6g}",
+                need="finite losses and gradients; the weights have not changed since the last good step",
+                try_='optim.lr lower, optim.warmup_steps higher, or precision.mode = "fp32";\n'
+                'memory.executor = "standard" names the module in which it begins',
+            )
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return self.ledger.phase(name) if self.ledger is not None else nullcontext()
+
+
+def _gradients(part: Slice) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters of a slice that have a gradient, and these."""
+    params = [param for param in part.trained if param.grad is not None]
+    return params, [param.grad for param in params]
+
+
+def _refuse_not_finite(loss_sum: float) -> None:
+    if not math.isfinite(loss_sum):
+        raise _Bad(_NOT_FINITE)

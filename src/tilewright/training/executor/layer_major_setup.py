@@ -1,0 +1,198 @@
+"""From a recipe, and a plan where there is one, to the layer-major executor: slices, where their bytes are at home,
+what undoes a step.
+
+What is done with each layer comes as a `Placement`: a plan's, or the one that `[memory]` gives for all layers alike
+(`core.memory_plan.placement_of`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tilewright.core.config.recipe import Recipe, Tier
+from tilewright.core.errors import ConfigError
+from tilewright.core.memory_plan import Placement, placement_of
+from tilewright.memory.layer_major.apply_plan import by_slice, input_tiers
+from tilewright.memory.layer_major.passes import LayerMajor
+from tilewright.memory.layer_major.rollback import Journal
+from tilewright.memory.offload.activations import InputStore
+from tilewright.memory.offload.lazy_params import lent_values
+from tilewright.memory.offload.param_store import Tiers
+from tilewright.memory.tracking.tracker import Ledger
+from tilewright.models.base.protocols import FirstValues, Model
+from tilewright.models.layerwise.hf_view import layered
+from tilewright.models.layerwise.lazy_init import random_values, stored_values
+from tilewright.models.layerwise.view import Layered, Slices, find_slices
+from tilewright.ops.kernels import Kernels
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.training.executor.layer_major import LayerMajorExecutor
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A model in slices."""
+
+    view: Layered
+    slices: Slices
+    home: Tiers
+
+    @property
+    def travels(self) -> bool:
+        """Whether parameters or states are at home off the device."""
+        return self.home.travels
+
+    @property
+    def away(self) -> set[nn.Module]:
+        """Modules whose parameters are at home off the device."""
+        parts = (part for part in self.slices if self.home.homes(part)[0] != "device")
+        return {module for part in parts for module in part.modules}
+
+
+def comes_in_slices(recipe: Recipe) -> bool:
+    """Whether parameters get their first bytes slice by slice, each in its tier."""
+    return recipe.memory.executor == "layer_major"
+
+
+def first_values(recipe: Recipe, model: Model) -> FirstValues | None:
+    """What fills the slices of a model on the meta device; None where the model has its values."""
+    if not comes_in_slices(recipe):
+        return None
+    if recipe.model.weights == "load":
+        return stored_values(model, recipe.model.path)
+    return random_values(model, recipe.run.seed)
+
+
+def slice_up(
+    recipe: Recipe,
+    model: Model,
+    optimizer: DeepSeekAdam,
+    device: torch.device,
+    *,
+    folder: Path,
+    values: FirstValues | None,
+    placement: Placement | None = None,
+) -> Sliced:
+    """Cut a model and give its parameters and states their homes.
+
+    Args:
+        recipe: reads `[memory]`.
+        placement: what is done with each layer; None: what the recipe says.
+        model: converted; its parameters vacant where there are `values`.
+        optimizer: over them.
+        device: where the model computes.
+        folder: of the disk tier.
+        values: first values.
+
+    Raises:
+        FitError: a tier has not so much room.
+        ConfigError: the folder cannot be written, or the placement is of other layers.
+    """
+    memory = recipe.memory
+    with lent_values(model):  # a foreign model has to be run before it can be cut
+        view = layered(model)
+    slices = find_slices(model, view, memory.group)
+    wanted = by_slice(placement or placement_of(recipe, len(view.blocks)), slices)
+    home = Tiers(
+        model,
+        slices,
+        optimizer,
+        device,
+        parameters={name: layer.parameters for name, layer in wanted.items()},
+        states={name: layer.states for name, layer in wanted.items()},
+        folder=folder,
+        prefetch=memory.prefetch,
+        values=values,
+    )
+    return Sliced(view, slices, home)
+
+
+def make_executor(
+    recipe: Recipe,
+    model: Model,
+    sliced: Sliced,
+    optimizer: DeepSeekAdam,
+    *,
+    clip: GradClip,
+    ledger: Ledger,
+    kernels: Kernels,
+    weights: QuantizedWeights | None,
+    folder: Path,
+    placement: Placement | None = None,
+) -> LayerMajorExecutor:
+    """The executor of a sliced model.
+
+    Args:
+        placement: as for `slice_up`.
+
+    Raises:
+        ConfigError: the disk tier's folder cannot be written.
+    """
+    placement = placement or placement_of(recipe, len(sliced.view.blocks))
+    tiers = input_tiers(placement, sliced.slices)
+    inputs = InputStore(tiers, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
+    executor = LayerMajorExecutor(
+        model,
+        sliced.view,
+        sliced.slices,
+        optimizer,
+        clip=clip,
+        lagged=recipe.optim.clip == "lagged",
+        undo=_journal(recipe, placement, ledger.device, folder),
+        device=ledger.device,
+        inputs=inputs,
+        residence=sliced.home,
+        weights=weights,
+        ledger=ledger,
+        placement=placement,
+    )
+    _tell(ledger, sliced, executor.run)
+    return executor
+
+
+def _tell(ledger: Ledger, sliced: Sliced, run: LayerMajor) -> None:
+    """Let the ledger know whose bytes are where, while some are off the device; else it finds out by itself."""
+
+    def parameters() -> Mapping[Tier, int]:
+        return sliced.home.parameters.num_bytes if sliced.travels else {}
+
+    def states() -> Mapping[Tier, int]:
+        return sliced.home.states.num_bytes if sliced.travels else {}
+
+    def activations() -> Mapping[Tier, int]:
+        held = run.inputs.num_bytes
+        if run.keeps:  # of graphs the ledger alone knows
+            return {"disk": held["disk"]} if "disk" in held else {}
+        return held if set(held) != {"device"} else {}
+
+    for owner, num_bytes in (("parameters", parameters), ("optimizer", states), ("activations", activations)):
+        ledger.own(owner, num_bytes)
+
+
+def _journal(recipe: Recipe, placement: Placement, device: torch.device, folder: Path) -> Journal | None:
+    """What keeps the bytes that a lagged step changes: on disk, where some of them are at home there."""
+    memory = recipe.memory
+    if recipe.optim.clip != "lagged" or memory.undo != "journal":
+        return None
+    on_disk = any("disk" in (layer.parameters, layer.states) for layer in placement)
+    return Journal("disk" if on_disk else "host", device, folder=folder)
+
+
+def refuse_loss_scaling(scaled: bool) -> None:
+    """Slices are updated before the whole gradient is seen, so an overflow could not be told in time.
+
+    Raises:
+        ConfigError: some gradient passes through FP16.
+    """
+    if scaled:
+        raise ConfigError(
+            "The layer-major executor does not scale the loss.",
+            got="a precision with gradients in FP16",
+            need="formats with the range of FP32",
+            try_='precision.mode = "bf16_mixed" or "fp8_tile", or memory.executor = "standard"',
+            where="memory.executor",
+        )

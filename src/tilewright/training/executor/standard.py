@@ -1,0 +1,391 @@
+"""One optimizer step: the `Executor` interface, and the standard one (autograd over micro-batches).
+
+The loss of a step is the mean over all its targets, whatever the micro-batches hold: targets are counted on the
+host before the first forward pass, each micro-batch adds `loss_sum / total`, so uneven micro-batches give the gradient
+of the whole batch. A step whose gradient is not finite or too large changes nothing but the loss scale (and generators,
+which draw other numbers next time), and says so: buffers and notes of the model are as before.
+A step that finds no memory changes nothing at all, and can be called again (`transaction`).
+Which data comes, which learning rate, and what is written down is the matter of `loop`, which calls this.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tilewright.core.errors import HardwareError, NumericsError
+from tilewright.core.memory_plan import Placement
+from tilewright.memory.tracking.tracker import Ledger
+from tilewright.models.base.protocols import TrainableModel
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.clip import GradClip
+from tilewright.precision.controller.runtime import PrecisionController
+from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
+from tilewright.training.executor.activation_policy import ModelPlaces
+from tilewright.training.executor.transaction import WholeStep
+
+IGNORED_LABEL = -100
+MAX_BAD_STEPS = 3
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, over all ranks."""
+
+    loss: float
+    """Mean loss a target, in nats, before the update."""
+    num_targets: int
+    """Targets that the loss is the mean of."""
+    num_tokens: int
+    """Tokens read, padding left out (images: rows)."""
+    grad_norm: float
+    """Global norm of the true gradient, before clipping."""
+    skipped: str | None
+    """Why the update was not applied; None where it was."""
+    loss_scale: float
+    """Loss scale that this step used, 1 without scaling."""
+    seconds: float
+    aux: Mapping[str, float] = field(default_factory=dict)
+    """What the model reports besides its loss, mean over the micro-batches of this rank."""
+    redone: str | None = None
+    """Why the step was computed a second time, in wider formats; None where it was not."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A step as computed, its gradients in the parameters and not yet applied."""
+
+    loss: float
+    norm: float
+    skipped: str | None
+    aux: Mapping[str, Tensor]
+
+
+@dataclass
+class _Progress:
+    """How far a step has got."""
+
+    gradients: int | None = None
+    """Parameters with a gradient when the update began. An update takes it away from each that it has changed where
+    it cannot go on."""
+    updated: bool = False
+    """All weights are new."""
+
+
+class Executor(Protocol):
+    """Runs optimizer steps. Implementations differ in what is in memory when, never in the result."""
+
+    whole: WholeStep
+    """What makes a step happen whole or not at all."""
+
+    @property
+    def placement(self) -> Placement:
+        """What is done with each layer now."""
+        ...
+
+    def place(self, placement: Placement) -> None:
+        """Between steps: do this with each layer from now on. No number changes. All of it or, on an error, nothing.
+
+        Raises:
+            ConfigError: this executor cannot do it, or not while the run goes on.
+            FitError: a tier has not so much room.
+            HardwareError: the disk fails.
+            RuntimeError: the device has not so much memory.
+        """
+        ...
+
+    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
+        """Forward, backward and update over the micro-batches of this rank, at learning rate `lr`.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError, MemoryError: an allocator found no memory. Nothing has changed: the
+                same call may be made again.
+            HalfUpdated: the same in the middle of the update, which could not be brought to its end.
+        """
+        ...
+
+
+class StandardExecutor:
+    """The plain PyTorch way: one backward pass a micro-batch, gradients accumulated, one update.
+
+    With `torch.distributed` initialised the model is taken as replicated: counts and gradients are summed over
+    the ranks, and each rank passes its own micro-batches.
+
+    Args:
+        model: a module with `loss` and `after_step`.
+        optimizer: over the model's parameters; its groups' rates are set at each step. Gradients of 16-bit parameters
+            are kept in FP32: they are summed over micro-batches, divided by the loss scale and clipped there.
+        scaler: dynamic loss scale, None for no scaling.
+        clip: clipping, and the threshold above which a step is skipped.
+        device: where batches are moved.
+        ledger: measures memory by phase, if given.
+        control: redoes bad steps in wider formats, if given.
+        places: what the model's layers keep for backward, if that is to be read and changed.
+
+    Raises:
+        HardwareError: several ranks, and parameters that are sharded: their gradients would not be summed right.
+    """
+
+    def __init__(
+        self,
+        model: TrainableModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scaler: DynamicScaler | None = None,
+        clip: GradClip,
+        device: torch.device | str = "cpu",
+        ledger: Ledger | None = None,
+        control: PrecisionController | None = None,
+        places: ModelPlaces | None = None,
+    ) -> None:
+        self.control = control
+        self._places = places
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.clip = clip
+        self.device = torch.device(device)
+        self.ledger = ledger
+        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._bad_steps = 0
+        self.whole = WholeStep(
+            model, self._params, self.device, [part for part in (clip, scaler, control) if part is not None]
+        )
+        self._refuse_sharded()
+        for param in self._params:
+            if param.dtype in (torch.float16, torch.bfloat16):
+                param.grad_dtype = torch.float32
+
+    @property
+    def placement(self) -> Placement:
+        """What is done with each layer now. Of an executor that was made with `places`."""
+        assert self._places is not None, "made without places"
+        return self._places.now
+
+    def place(self, placement: Placement) -> None:
+        """Between steps: do this with each layer from now on; see `placing.ModelPlaces.change`."""
+        assert self._places is not None, "made without places"
+        self._places.change(placement)
+
+    def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
+        """See `Executor.step`.
+
+        Raises:
+            NumericsError: without loss scaling, the third step in a row whose gradient is not finite. The weights
+                are those of the last good step.
+        """
+        started = time.perf_counter()
+        progress = _Progress()
+        with self.whole.attempt(irrevocable=lambda: self._why_half(progress)) as before:
+            totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)])
+            self._sum_over_ranks([totals])
+            num_targets, num_tokens = totals.tolist()
+            scale = self.scaler.scale_value if self.scaler is not None else 1.0
+            if self.control is None or not num_targets:
+                attempt, redone = self._attempt(microbatches, num_targets, scale), None
+            else:
+                attempt, redone = self._guarded(self.control, microbatches, num_targets, scale)
+            told = {name: float(value) / len(microbatches) for name, value in attempt.aux.items()}
+            with self._phase("update"):
+                if attempt.skipped is not None:
+                    before.forget_pass(self.clip)
+                self._watch(attempt.loss, attempt.norm)
+                if attempt.skipped is None:
+                    self._apply(lr, progress)
+                self.optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - started
+        return StepResult(
+            attempt.loss, num_targets, num_tokens, attempt.norm, attempt.skipped, scale, seconds, told, redone
+        )
+
+    def _guarded(
+        self, control: PrecisionController, microbatches: Sequence[Batch], num_targets: int, scale: float
+    ) -> tuple[_Attempt, str | None]:
+        """The step, and why it was computed again in wider formats, if it was: where `precision_hook` finds it bad."""
+        before = [(part, part.state_dict()) for part in (self.clip, self.scaler) if part is not None]
+        attempts: list[_Attempt] = []
+
+        def compute() -> tuple[float, float]:
+            for part, state in before if attempts else ():
+                part.load_state_dict(state)
+            attempts.append(self._attempt(microbatches, num_targets, scale))
+            return attempts[-1].loss, attempts[-1].norm
+
+        redone, skipped = control.guard(compute)
+        return replace(attempts[-1], skipped=attempts[-1].skipped or skipped), redone
+
+    def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> _Attempt:
+        """Forward and backward over all micro-batches; the gradient of the mean loss is left in `param.grad`, summed
+        over the ranks and clipped."""
+        factor = scale / max(num_targets, 1)
+        aux: dict[str, Tensor] = {}
+        loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
+        loss_sum = loss_sum.to(self.device)
+        for host_batch in microbatches:
+            batch = to_device(host_batch, self.device)
+            with self._phase("forward"):
+                output = self.model.loss(batch)
+            with self._phase("backward"):
+                (output.loss_sum * factor).backward()
+            loss_sum += output.loss_sum.detach()
+            for name, value in output.aux.items():
+                aux[name] = aux[name] + value if name in aux else value
+        self._sum_over_ranks([loss_sum])
+        with self._phase("update"):
+            self._share_gradients()
+            loss = float(loss_sum) / max(num_targets, 1)
+            norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
+        return _Attempt(loss, norm, skipped, aux)
+
+    def _judge(self, loss: float, inv_scale: float) -> tuple[float, str | None]:
+        """Unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason not to apply it."""
+        result = self.clip(self._params, inv_scale)
+        overflow = not (math.isfinite(result.norm) and math.isfinite(loss))
+        if self.scaler is not None:
+            self.scaler.update(overflow)
+        if overflow:
+            return result.norm, "overflow" if self.scaler is not None else "the loss or its gradient is not finite"
+        return result.norm, result.skip
+
+    def _apply(self, lr: float, progress: _Progress) -> None:
+        """Update the weights, and what follows from them."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        progress.gradients = self._num_gradients()
+        self._update()
+        progress.updated = True
+        self.whole.finish(self.model.after_step)
+
+    def _update(self) -> None:
+        optimizer = self.optimizer
+        if not isinstance(optimizer, DeepSeekAdam):  # nothing is known of what it does half-way
+            optimizer.step()
+            return
+        before = optimizer.num_updates
+
+        def go_on() -> None:
+            if optimizer.num_updates > before:  # weights are new already, a hook has failed
+                optimizer.zero_grad(set_to_none=True)
+            optimizer.step()
+
+        self.whole.finish(go_on)
+
+    def _num_gradients(self) -> int:
+        return sum(param.grad is not None for param in self._params)
+
+    def _why_half(self, progress: _Progress) -> str | None:
+        """Why a step that got so far cannot be taken back; None where it can."""
+        if self._world > 1:
+            return "the other ranks have gone on"
+        if progress.updated:
+            return "the weights are new, and what follows from them is missing"
+        if progress.gradients is None:
+            return None
+        done = progress.gradients - self._num_gradients()
+        if not done and isinstance(self.optimizer, DeepSeekAdam):
+            return None
+        return f"some of {progress.gradients} parameters were updated"
+
+    def _watch(self, loss: float, norm: float) -> None:
+        """Stop after several bad steps in a row that no loss scale can mend."""
+        if self.scaler is not None or (math.isfinite(norm) and math.isfinite(loss)):
+            self._bad_steps = 0
+            return
+        self._bad_steps += 1
+        if self._bad_steps >= MAX_BAD_STEPS:
+            raise not_finite_error(self.model, loss, self._bad_steps)
+
+    # ---- several ranks, one replica each ----
+
+    def _refuse_sharded(self) -> None:
+        if self._world > 1 and any(isinstance(param, DTensor) for param in self._params):
+            raise HardwareError(
+                "The standard executor cannot train a sharded model on several ranks.",
+                got=f"{self._world} ranks and DTensor parameters",
+                need="a replica of the whole model on each rank",
+                try_="leave the model unsharded",
+            )
+
+    def _sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
+        if self._world > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def _share_gradients(self) -> None:
+        if self._world > 1:
+            for param in self._params:
+                if param.grad is None:  # a parameter unused here may be used on another rank
+                    param.grad = torch.zeros_like(param)
+            self._sum_over_ranks([param.grad for param in self._params if param.grad is not None])
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return self.ledger.phase(name) if self.ledger is not None else nullcontext()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch where the model computes."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def count_targets(microbatches: Sequence[Batch]) -> int:
+    """Labels that are not -100, over all micro-batches.
+
+    Example:
+        >>> count_targets([{"labels": torch.tensor([[5, -100]])}, {"labels": torch.tensor([[7, 8]])}])
+        3
+    """
+    return sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in microbatches)
+
+
+def count_tokens(microbatches: Sequence[Batch]) -> int:
+    """Tokens that are not padding; of image batches the rows."""
+    return sum(_tokens_in(batch) for batch in microbatches)
+
+
+def _tokens_in(batch: Batch) -> int:
+    if "segments" in batch:
+        return int((batch["segments"] >= 0).sum())
+    return batch["input_ids"].numel() if "input_ids" in batch else batch["labels"].numel()
+
+
+def row_length(microbatches: Sequence[Batch]) -> int | None:
+    """Tokens of the longest row; None of images."""
+    return max((batch["input_ids"].shape[1] for batch in microbatches if "input_ids" in batch), default=None)
+
+
+def not_finite_error(model: nn.Module, loss: float, steps: int) -> NumericsError:
+    """The error of a run whose gradient stays non-finite, naming where that shows first."""
+    bad_weights = list(_not_finite((name, param) for name, param in model.named_parameters()))
+    named = [(name, param.grad) for name, param in model.named_parameters() if param.grad is not None]
+    bad = list(_not_finite(reversed(named)))  # the backward pass runs from the last module to the first
+    got = [f"loss {loss:.6g}; {len(bad)} of {len(named)} gradients are not finite"]
+    if bad:
+        got.append(f"first in backward order: {bad[0].rpartition('.')[0] or bad[0]} ({bad[0]})")
+    if bad_weights:
+        got.append(f"{len(bad_weights)} parameters are not finite themselves, the first is {bad_weights[0]}")
+    return NumericsError(
+        f"The gradient was not finite in {steps} steps in a row.",
+        got="\n".join(got),
+        need="finite losses and gradients; the weights have not changed since the last good step",
+        try_="optim.lr lower, optim.warmup_steps higher, or that module in FP32:\n"
+        '[[precision.rules]] match = "NAME" compute = "fp32"',
+    )
+
+
+def all_finite(named: Iterable[tuple[str, Tensor]]) -> bool:
+    """True where every floating-point tensor is finite."""
+    return not any(True for _ in _not_finite((name, t) for name, t in named if t.is_floating_point()))
+
+
+@torch.no_grad()
+def _not_finite(named: Iterator[tuple[str, Tensor | None]]) -> Iterator[str]:
+    return (name for name, tensor in named if tensor is not None and not bool(torch.isfinite(tensor).all()))

@@ -1,0 +1,110 @@
+"""Using a model whose slices are at home off the device, otherwise than by a step: one slice is there at a time.
+
+    with Visit(sliced) as visit:             # checkpoints: any tensor, with its bytes
+        tensor = visit.tensor("model.layers.3.mlp.up_proj.weight")
+    with passing(sliced):                    # forward passes: evaluation, samples
+        model.loss(batch)
+
+Tensors asked for slice by slice (`Visit.sorted`) are fetched once.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.memory.offload.param_store import Tiers
+from tilewright.models.layerwise.view import Layered, Slice, Slices
+
+
+class Visit:
+    """Tensors of a model and its optimizer, live one slice at a time.
+
+    Args:
+        model: whose parameters are visited.
+        optimizer: whose states are, None for none.
+        slices: of the model.
+        home: where they are.
+        changes: what is live may be written to, and is written back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        slices: Slices,
+        home: Tiers,
+        *,
+        changes: bool = False,
+    ) -> None:
+        self._home, self._changes, self._states = home, changes, optimizer is not None
+        self._open: Slice | None = None
+        self._found: dict[str, tuple[int, Slice, nn.Parameter, str]] = {}
+        self._optimizer = optimizer
+        names = {param: name for name, param in model.named_parameters()}
+        for number, part in enumerate(slices):
+            for param in part.params:
+                self._found[f"model.{names[param]}"] = number, part, param, ""
+                for key in optimizer.state.get(param, {}) if optimizer is not None else ():
+                    self._found[f"optimizer.{names[param]}.{key}"] = number, part, param, key
+
+    def __enter__(self) -> "Visit":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open(None)
+        if self._changes:
+            self._home.flush()
+
+    def open(self, part: Slice | None) -> None:
+        """Have this slice live, and no other."""
+        if part is self._open:
+            return
+        if self._open is not None:
+            self._home.release(self._open, changed=self._changes)
+        if part is not None:
+            self._home.fetch(part, states=self._states)
+        self._open = part
+
+    def sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same, those of one slice together."""
+        first = (-1,)
+        return dict(sorted(tensors.items(), key=lambda item: self._found.get(item[0], first)[0]))
+
+    def tensor(self, name: str, other: Tensor) -> Tensor:
+        """The tensor of this name with its bytes, until one of another slice is asked for; `other` where the name is
+        of nothing that has a home."""
+        if name not in self._found:
+            return other
+        _, part, param, key = self._found[name]
+        self.open(part)
+        return self._optimizer.state[param][key] if key and self._optimizer is not None else param.detach()
+
+
+@contextmanager
+def passing(model: nn.Module, view: Layered, slices: Slices, home: Tiers) -> Iterator[None]:
+    """Forward passes of the model inside find each slice on the device when they come to it.
+
+    Nothing is compiled inside: the layers' hooks are not part of what was.
+    """
+    visit = Visit(model, None, slices, home)
+
+    def enter(part: Slice) -> Any:
+        return lambda *_: visit.open(part)
+
+    handles = []
+    for part in (slices.prologue, slices.epilogue):
+        handles += [module.register_forward_pre_hook(enter(part)) for module in part.modules]
+    for place, part in enumerate(slices.groups):
+        following = slices.groups[place + 1] if place + 1 < len(slices.groups) else slices.epilogue
+        handles.append(view.blocks[part.layers[0]].register_forward_pre_hook(enter(part)))
+        # The head may be read without being called, so what follows the last layer comes at its end.
+        handles.append(view.blocks[part.layers[-1]].register_forward_hook(enter(following)))
+    try:
+        with visit, torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,206 @@
+"""The transaction of a step: it happens whole or not at all, also where an allocator finds no memory in its middle.
+
+    whole = WholeStep(model, params, device, parts=(clip, scaler))
+    with whole.attempt():          # inside the step. Forward, backward: out of memory restores what was, and is raised
+        ...
+        whole.finish(update)       # what has begun to change weights continues where it stood
+
+    retried(step, tighten)         # around the step: computes it again after `tighten` has made the plan smaller
+
+Up to the update, what a step changes is little: generators, the state of clipping and loss scale, buffers, what modules
+note. It is copied before the step and put back. The update itself cannot be undone without a copy of weights and
+states, so it is made of pieces that can be called again, and is brought to its end. Only where that fails is a step
+half done: `HalfUpdated`, and the run stops.
+
+The executors use `WholeStep`, the training loop `retried`; which plan is tighter, `replan` knows.
+"""
+
+import gc
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.errors import FitError
+from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.process_memory import give_back_free_pages
+from tilewright.precision.snapshot import Slots, Snapshot
+
+Result = TypeVar("Result")
+TRIES = 3
+"""Calls of a piece that finds no memory, what is free made free before each."""
+
+
+class HalfUpdated(FitError):
+    """Memory ran out in the middle of an update, and freeing some did not help. The weights are of no use."""
+
+
+class Stateful(Protocol):
+    """A component with a small state of JSON types that a step changes: scaler, clipping, data stream, progress."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Before:
+    """What a step changes before its update, as it was.
+
+    Args:
+        slots: of the model.
+        device: whose generator the model draws from, besides those of the host.
+        parts: what else has a state.
+    """
+
+    def __init__(self, slots: Slots, device: torch.device, parts: Sequence[Stateful]):
+        self._parts = [(part, part.state_dict()) for part in parts]
+        self._snapshot = Snapshot(slots, device)
+
+    def forget_pass(self, *parts: Stateful) -> None:
+        """For a step that is skipped: what forward and backward left in the model is as it was, and in these parts.
+
+        Generators stay where they are, as data does: the next step draws other numbers.
+        """
+        self._snapshot.notes.restore()
+        for part, state in self._parts:
+            if part in parts:
+                part.load_state_dict(state)
+
+    def restore(self) -> None:
+        """For a step that is taken back, and computed again."""
+        self._snapshot.restore()
+        for part, state in self._parts:
+            part.load_state_dict(state)
+
+
+class WholeStep:
+    """What the steps of one executor share.
+
+    Args:
+        model: its buffers and notes are put back.
+        params: their gradients are let go of; a step begins without any.
+        device: whose generator the model draws from, besides those of the host.
+        parts: what else has a state that a step changes before the update.
+    """
+
+    def __init__(
+        self, model: nn.Module, params: Sequence[Tensor], device: torch.device, parts: Sequence[Stateful] = ()
+    ) -> None:
+        self._model = model
+        self._slots: Slots | None = None
+        self._params = params
+        self._device = device
+        self._parts = parts
+        self.relieved: list[str] = []
+        """What the allocator said where a piece was called again, since the caller last emptied this list."""
+
+    @contextmanager
+    def attempt(self, *, irrevocable: Callable[[], str | None] = lambda: None) -> Iterator[Before]:
+        """Where an allocator finds no memory inside, everything is put back, and its error is raised.
+
+        Gives what was before, for a step that turns out to be skipped.
+
+        Args:
+            irrevocable: why it cannot be put back, asked then; None where it can. It may do its own part of it.
+
+        Raises:
+            HalfUpdated: it cannot be put back.
+        """
+        if self._slots is None:
+            self._slots = Slots(self._model)
+        before = Before(self._slots, self._device, self._parts)
+        try:
+            yield before
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._let_go(error)
+            why = irrevocable()
+            if why is not None:
+                raise half_updated(error, why) from error
+            for param in self._params:
+                param.grad = None
+            before.restore()
+            raise
+
+    def finish(self, work: Callable[[], Result], relief: Callable[[], None] | None = None) -> Result:
+        """work(); called again where an allocator finds no memory, until it is through.
+
+        Args:
+            work: continues where it stood when it is called again, or starts over.
+            relief: frees what can be computed again; called before `work` is called again.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError, MemoryError: the allocator's error of the last try.
+        """
+        for left in reversed(range(TRIES)):
+            try:
+                return work()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or not left:
+                    raise
+                self.relieved.append(first_line(error))
+                self._let_go(error)
+            if relief is not None:
+                relief()
+            free_memory(self._device)
+        raise AssertionError("the last try returns or raises")
+
+    def free_memory(self) -> None:
+        """Let go of all that nothing reads any more."""
+        free_memory(self._device)
+
+    def _let_go(self, error: BaseException) -> None:
+        """The error's frames hold what was computed up to it."""
+        traceback.clear_frames(error.__traceback__)
+        free_memory(self._device)
+
+
+def retried(work: Callable[[], Result], tighten: Callable[[str], bool]) -> Result:
+    """work(); called again where an allocator finds no memory, each time after `tighten`.
+
+    Args:
+        work: changes nothing where it does not come to its end, as a step in its transaction.
+        tighten: makes `work` take less memory, given what the allocator said. False where it cannot: then `work` is
+            called once more, because what the failure has freed may be enough.
+
+    Raises:
+        torch.OutOfMemoryError, RuntimeError, MemoryError: the allocator's error of the last call. Nothing has changed.
+    """
+    tighter = True
+    while True:
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            if not tighter or not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold what was computed up to it
+            said = first_line(error)
+        tighter = tighten(said)
+
+
+def free_memory(device: torch.device) -> None:
+    """Let go of what nothing reads any more, and of the allocators' free blocks."""
+    gc.collect()
+    give_back_free_pages()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def half_updated(error: BaseException, why: str) -> HalfUpdated:
+    """The error of a step that can be neither finished nor taken back."""
+    return HalfUpdated(
+        "Memory ran out in the middle of an update, and making some free did not help.",
+        got=f"{first_line(error)}; {why}",
+        need="memory for the rest of the update: the weights in memory are half new, so nothing of them is saved",
+        try_="the same command goes on from the newest checkpoint; give it more memory, or\n"
+        'memory.undo = "journal" with optim.clip = "lagged" (layer_major), which can take such a step back',
+    )

@@ -1,0 +1,64 @@
+"""Placements in words, and the next tighter ones where no planner knows a model."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from tilewright.core.memory_plan import Activations, LayerPlacement, Placement
+
+_TIGHTER: dict[Activations, tuple[Activations, ...]] = {
+    "keep": ("selective", "attention", "recompute"),
+    "selective": ("attention", "recompute"),
+    "products": ("attention", "recompute"),  # not a step of its own: little less than `selective`
+    "attention": ("recompute",),
+    "recompute": (),
+}
+
+
+def words(placement: Placement) -> str:
+    """How many layers are treated how.
+
+    Example:
+        >>> words(Placement.uniform(3))
+        '3 keep'
+        >>> words(Placement.uniform(2, activations="recompute", inputs="disk", states="host"))
+        '2 recompute (inputs disk, states host)'
+    """
+    counts = Counter(_layer(layer) for layer in placement.layers)
+    return ", ".join(f"{count} {text}" for text, count in counts.items())
+
+
+def _layer(layer: LayerPlacement) -> str:
+    away = [(name, getattr(layer, name)) for name in ("inputs", "parameters", "states")]
+    told = ", ".join(f"{name} {tier}" for name, tier in away if tier != "device")
+    return f"{layer.activations} ({told})" if told else layer.activations
+
+
+def loosest(placement: Placement) -> bool:
+    """Whether everything is kept, and all of it on the device.
+
+    Example:
+        >>> loosest(Placement.uniform(2)), loosest(Placement.uniform(2, states="disk"))
+        (True, False)
+    """
+    home = all((one.parameters, one.states, one.inputs) == ("device",) * 3 for one in placement)
+    return home and all(layer.activations == "keep" for layer in placement.layers)
+
+
+def tighter(placement: Placement, modes: Collection[str] = tuple(_TIGHTER)) -> Iterator[Placement]:
+    """Placements that keep less for the backward pass, one step after the other, with these modes.
+
+    Example:
+        >>> [words(found) for found in tighter(Placement.uniform(2))]
+        ['2 selective', '2 attention', '2 recompute']
+    """
+    present = {layer.activations for layer in placement.layers}
+    loosest = next((mode for mode in _TIGHTER if mode in present), "recompute")
+    for mode in (mode for mode in _TIGHTER[loosest] if mode in modes):
+        layers = [replace(layer, activations=_tightest(layer.activations, mode)) for layer in placement.layers]
+        yield replace(placement, layers=tuple(layers))
+
+
+def _tightest(one: Activations, other: Activations) -> Activations:
+    order = list(_TIGHTER)
+    return max(one, other, key=order.index)

@@ -1,0 +1,164 @@
+"""What is planned for: the machine at hand or a published one, and budgets as typed."""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tilewright.core.config.load import Loaded
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError
+from tilewright.core.hardware import Machine, detect_machine
+from tilewright.core.log import say
+from tilewright.core.units import format_bytes, parse_bytes
+from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.planner.advice.changes import cheapest_changes, replan_with
+from tilewright.planner.advice.sweep import largest
+from tilewright.planner.auto import planner_of
+from tilewright.planner.cost.choices import Links
+from tilewright.planner.cost.links import GUESSED_DISK, as_links, disk_speed, existing, host_speed
+from tilewright.planner.describe import no_plan
+from tilewright.planner.machine import ceilings
+from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, find_published
+from tilewright.planner.plan import Budget, Plan
+from tilewright.planner.planner import Planner
+from tilewright.training.components.dataset import check_rows, tokenizer_path
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Budgets as typed, empty where nothing was; the name of a published machine; the deepest model that fits."""
+
+    device_memory: str = ""
+    host_memory: str = ""
+    disk_memory: str = ""
+    on: str = ""
+    largest: bool = False
+
+    @property
+    def decides(self) -> bool:
+        """Whether the planner may choose; else the recipe is priced as it stands."""
+        return bool(self.device_memory or self.host_memory or self.disk_memory or self.on or self.largest)
+
+
+def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[Planner, Budget]:
+    """The planner of a command, and its budget.
+
+    Raises:
+        ConfigError: a size that is none, or more than the machine has; a machine that nobody published.
+    """
+    recipe = loaded.recipe
+    if recipe.model.path:
+        check_rows(recipe)
+    vocab_size = _vocab_size(recipe)
+    disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
+    memory = recipe.memory
+    if memory.executor == "layer_major" and "disk" in (memory.parameters, memory.states, memory.inputs):
+        disk = disk or _free_space(recipe)  # what the recipe says lies there already
+    if options.on:
+        row = find_published(options.on)
+        host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES
+        machine = row.machine(detect_machine("cpu"), host)
+        there = int(row.memory)
+        device = (
+            _size(options.device_memory, "--device-memory", there, machine.device_name)
+            if options.device_memory
+            else recipe.plan.device_budget or there
+        )
+        guessed = f"guessed: {GUESSED_DISK / 1e9:.0f} GB/s of the disk" if disk else ""
+        links = Links(LINK_SHARE * row.link, GUESSED_DISK if disk else None, guessed)
+        notes = (f"published, not measured: {row.full_name} ({row.source})", GUESSES)
+        budget = Budget(device, host, links, disk)
+        return planner_of(loaded, vocab_size, machine, row.ceilings(), notes), budget
+    machine = detect_machine(recipe.run.device)
+    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
+    rates = ceilings.measure(machine, progress=None if quiet else say)
+    device, host = _budgets_here(options, machine, recipe.plan.device_budget)
+    progress = None if quiet else say
+    folder = _tier_folder(recipe)
+    links = as_links(
+        host_speed(machine, progress=progress), disk_speed(folder, machine, progress=progress) if disk else None
+    )
+    return planner_of(loaded, vocab_size, machine, rates), Budget(device, host, links, disk)
+
+
+def plan_for(planner: Planner, budget: Budget, request: PlanRequest) -> Plan:
+    """The plan that was asked for: the recipe as it stands, or the fastest within a budget.
+
+    Raises:
+        FitError: the planner may decide, and nothing fits.
+        UnknownFitError: it may decide, and the model cannot be traced.
+    """
+    if not request.decides:
+        return planner.as_it_stands(budget)
+    found = largest(planner, budget) if request.largest else planner.plan(budget)
+    if found is None:
+        changes = cheapest_changes(planner.recipe, budget, None, replan_with(planner))
+        raise no_plan(planner, budget, [str(change) for change in changes])
+    return found
+
+
+def _tier_folder(recipe: Recipe) -> str:
+    return recipe.memory.tier_dir or recipe.run.dir
+
+
+def _free_space(recipe: Recipe) -> int:
+    """Of the disk that the recipe's tier is on."""
+    return shutil.disk_usage(existing(_tier_folder(recipe))).free
+
+
+def _budgets_here(options: PlanRequest, machine: Machine, wanted: int) -> tuple[int, int]:
+    """Device and host budget on the machine at hand."""
+    if options.host_memory and machine.device == "cpu":
+        raise ConfigError(
+            "On a CPU the device's memory is the host's.",
+            got=f"--host-memory {options.host_memory}",
+            need="--device-memory alone",
+            try_="--device-memory, or --on for a machine that is not at hand",
+            where="--host-memory",
+        )
+    device, host = wanted or machine.device_memory_bytes, machine.host_memory_bytes
+    if options.device_memory:
+        device = _size(options.device_memory, "--device-memory", machine.device_memory_bytes, "this machine")
+    if options.host_memory:
+        host = _size(options.host_memory, "--host-memory", machine.host_memory_bytes, "this machine")
+    return device, host
+
+
+def _size(text: str, option: str, most: int | None, owner: str) -> int:
+    """Bytes from text, with the units as they are written: Gib and Gb are bits to many."""
+    unit = re.sub(r"[^A-Za-z]", "", text)
+    try:
+        size = parse_bytes(text)
+        if unit != unit.lower() and unit.endswith("b"):
+            raise ValueError(f"{unit} may mean bits")
+        if size <= 0:
+            raise ValueError("no memory at all")
+    except ValueError as error:
+        raise ConfigError(
+            "This is not a size of memory.",
+            got=f"{option} {text!r}: {error}",
+            need="a number above 0 with GiB, GB, MiB or MB",
+            try_=f"{option} 24GiB",
+            where=option,
+        ) from error
+    if most is not None and size > most:
+        raise ConfigError(
+            "This is more memory than the machine has.",
+            got=f"{option} {text}, {owner} has {format_bytes(most)}",
+            need=f"at most {format_bytes(most)}",
+            try_=f"{option} {most // 2**30}GiB, or --on for a machine that is not at hand",
+            where=option,
+        )
+    return size
+
+
+def _vocab_size(recipe: Recipe) -> int:
+    """Tokens of the tokenizer that the run would use; classes of an image folder."""
+    if recipe.model.task == "image_classification":
+        source = Path(recipe.data.source).expanduser()
+        return max(1, sum(path.is_dir() for path in source.iterdir())) if source.is_dir() else 1
+    path = tokenizer_path(recipe.model, recipe.data)
+    return load_tokenizer(path).vocab_size if path else recipe.data.vocab_size

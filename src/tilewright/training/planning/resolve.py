@@ -1,0 +1,305 @@
+"""What `memory.plan` decides before a run: the recipe with the plan's settings, and what is done with each layer.
+
+    memory.plan = ""      nothing is decided: the run is as its recipe says
+    memory.plan = "auto"  under the plan in the run's folder (`plan.toml`), if it has one that still holds;
+                          else as the recipe says, where that fits with plan.margin to spare;
+                          else as `planner.auto` decides, which changes nothing that the user has set
+    memory.plan = FILE    as the plan says that `tilewright plan --out` wrote
+
+A run keeps its plan in its folder and resumes under it, so that it continues with the same numbers. Read `plan_run`
+first: each case is a function below it. Nothing here builds a model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.atomic_io import write_whole
+from tilewright.core.config.edit import value_of, with_settings
+from tilewright.core.config.load import CLI, DEFAULT, Loaded
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError, FitError
+from tilewright.core.log import say
+from tilewright.core.memory_plan import Placement, placement_of
+from tilewright.core.units import format_bytes, format_seconds
+from tilewright.planner.auto import Decision, decide, written
+from tilewright.planner.cost.choices import Setting
+from tilewright.planner.describe import verdict
+from tilewright.planner.model.constraints import fuses
+from tilewright.planner.plan import Plan
+from tilewright.planner.plan_file import PlanFile, read_plan, to_toml
+from tilewright.planner.replan import Replanner
+from tilewright.planner.summary import PlanSummary, summarize
+from tilewright.training.planning.describe import words
+from tilewright.training.planning.refused import fixes_of, nothing_fits, refused
+from tilewright.training.planning.site import Site
+
+AUTO, NONE = "auto", ""
+FILE = "plan.toml"
+"""In a run folder: the plan that the run executes."""
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """What a run executes, and what that is expected to take."""
+
+    loaded: Loaded
+    """The recipe with the plan's settings, whose source is the plan."""
+    plan: PlanSummary
+    """What the run is expected to take."""
+    site: Site
+    user_settings: frozenset[str]
+    """Names of the settings that the user has set in a file, in the environment or on the command line: they stay."""
+    decided: Plan | None = None
+    """What was decided layer by layer; None where the run is as the recipe says."""
+    events: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    """(text, numbers) of what is worth reporting."""
+    note: str = ""
+    """Why the planner decides nothing here, and cannot plan again."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """What is done with each layer; None: the same with all, as the recipe's settings say."""
+        return self.decided.placement if self.decided is not None and self.decided.shape.classes else None
+
+    def write(self, folder: Path) -> None:
+        """Keep the plan in the run's folder, or take an old one away."""
+        if self.decided is not None:
+            write_whole(folder / FILE, to_toml(self.decided))
+        else:
+            (folder / FILE).unlink(missing_ok=True)
+
+    @cached_property
+    def replanner(self) -> Replanner | None:
+        """Plans the run again while it runs; None where there is no plan, or the planner does not know the model."""
+        if self.note or self.loaded.recipe.memory.plan == NONE:
+            return None
+        recipe = self.loaded.recipe
+        disk = "disk" in _tiers(self.placement) | {recipe.memory.parameters, recipe.memory.states, recipe.memory.inputs}
+        fixed = written(recipe, self.user_settings)
+        if self.decided is None and recipe.memory.executor == "layer_major":
+            fixed = replace(fixed, activations=frozenset(["recompute"]))  # as it stands it fits, and does not grow
+        planner = self.site.planner(recipe, fixed)
+        num_layers = planner.shape(recipe).num_layers
+        if not num_layers:
+            say("note: no re-planning in this run: the layers of this model cannot be recomputed one by one")
+            return None
+        placement = self.placement or placement_of(recipe, num_layers)
+        budget = self.site.budget(recipe, disk=disk and recipe.memory.executor == "layer_major")
+        return Replanner(planner, Setting.of(recipe), placement, budget)
+
+
+def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, resuming: bool = False) -> ResolvedPlan:
+    """Decide what a run executes: one of the cases in this file's first lines.
+
+    Args:
+        loaded: the recipe; of a run that resumes, from `load_run_plan`.
+        site: machine, rates, folder.
+        run_plan: the plan in the folder of a run that resumes.
+        resuming: only what changes no number may be decided.
+
+    Raises:
+        ConfigError: a plan file that cannot be read, is for another model or machine, or contradicts the command line.
+        FitError: nothing fits, and `plan.enforce` is set.
+        UnknownFitError: nothing is known, `plan.device_budget` and `plan.enforce` are set.
+    """
+    recipe = loaded.recipe
+    if recipe.memory.plan not in (AUTO, NONE):
+        return _from_file(loaded, read_plan(Path(recipe.memory.plan).expanduser()), site)
+    user_settings = _user_settings(loaded)
+    run_plan = run_plan or _plan_beside(loaded)
+    if recipe.memory.plan == AUTO and run_plan is not None:
+        resumed = _under_run_plan(loaded, run_plan, site, user_settings)
+        if resumed is not None:
+            return resumed
+    disk = recipe.memory.executor == "layer_major" and "disk" in _tiers(placement_of(recipe, 1))
+    plan = summarize(site.planner(recipe).as_it_stands(site.budget(recipe, disk=disk)))
+    unmodified = ResolvedPlan(loaded, plan, site, user_settings)
+    if plan.state == "not known":
+        return _not_known(unmodified)
+    if recipe.memory.plan == NONE or plan.fits_with(recipe.plan.margin):
+        return _checked(unmodified)
+    return _decided(unmodified, resuming)
+
+
+def load_run_plan(loaded: Loaded, folder: Path) -> tuple[Loaded, PlanFile | None]:
+    """The plan in the folder of a run that resumes, and the recipe with its settings; a setting that the user sets now
+    stays.
+
+    Raises:
+        ConfigError: the folder's plan cannot be read.
+    """
+    path = folder / FILE
+    if loaded.recipe.memory.plan != AUTO or not path.exists():
+        return loaded, None
+    file = read_plan(path)
+    left_open = {name: value for name, value in file.settings.items() if loaded.sources.get(name, DEFAULT) == DEFAULT}
+    return with_settings(loaded, left_open, FILE), file
+
+
+def _user_settings(loaded: Loaded) -> frozenset[str]:
+    """Names of the settings that come neither from defaults nor from the run's own plan."""
+    return frozenset(name for name, source in loaded.sources.items() if source not in (DEFAULT, f"plan {FILE}"))
+
+
+def _tiers(placement: Placement | None) -> set[str]:
+    """Where parameters, states or inputs of some layer are."""
+    return {tier for layer in placement or () for tier in (layer.parameters, layer.states, layer.inputs)}
+
+
+# ---- under the plan of the run's folder ----
+
+
+def _plan_beside(loaded: Loaded) -> PlanFile | None:
+    """The plan of the run whose run.toml is the recipe: what differs by layer is only there."""
+    if loaded.path is None or loaded.path.name != "run.toml" or not (loaded.path.parent / FILE).exists():
+        return None
+    return read_plan(loaded.path.parent / FILE)
+
+
+def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, user_settings: frozenset[str]) -> ResolvedPlan | None:
+    """A run that resumes as its folder's plan says; None where that fits no more, or the user has set something else.
+
+    The same settings with other layers are then looked for: that changes no number.
+    """
+    if any(value_of(loaded.recipe, name) != value for name, value in file.settings.items() if name in user_settings):
+        return None
+    try:
+        found = _priced(loaded.recipe, file, site)
+        file.check_fit(found)
+    except (ConfigError, FitError) as error:
+        say(f"note: the plan of this run is not used: {str(error).splitlines()[0]}")
+        return None
+    return ResolvedPlan(loaded, summarize(found), site, user_settings, found)
+
+
+def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
+    """What a plan file takes here.
+
+    Raises:
+        ConfigError: it is for another model or machine.
+    """
+    file.check_machine(site.machine)
+    planner = site.planner(recipe)
+    file.check(planner.shape(recipe))
+    budget = site.budget(recipe, disk="disk" in _tiers(file.placement))
+    return planner.priced(Setting.of(recipe), file.placement, budget)
+
+
+# ---- as the recipe says ----
+
+
+def _checked(unmodified: ResolvedPlan) -> ResolvedPlan:
+    """A run as its recipe says, where that fits, or is allowed not to.
+
+    Raises:
+        FitError: it does not.
+    """
+    if unmodified.plan.fits or not unmodified.loaded.recipe.plan.enforce:
+        return unmodified
+    raise refused(unmodified.plan, fixes_of(unmodified.loaded.recipe, unmodified.site))
+
+
+def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
+    """A run as its recipe says, of which the plan does not know whether it fits.
+
+    Raises:
+        UnknownFitError: the recipe has a memory budget that is to be kept.
+    """
+    plan, section = unmodified.plan, unmodified.loaded.recipe.plan
+    if section.device_budget and section.enforce:
+        raise refused(plan, ())
+    text = f"{plan.verdict} It runs as the recipe says."
+    return replace(unmodified, note=plan.unknown, events=((text, {"least_bytes": plan.peak_bytes}),))
+
+
+# ---- as plan.auto decides ----
+
+
+def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
+    """What `planner.auto` finds for a recipe that does not fit as it is."""
+    recipe, site, user_settings = unmodified.loaded.recipe, unmodified.site, unmodified.user_settings
+    planner = site.planner(recipe)
+    fault = "layers come in groups (memory.group)" if recipe.memory.group > 1 else ""
+    shape = planner.shape(recipe)
+    if fault:
+        text = f"the recipe runs as it stands: {fault}"
+        return _checked(replace(unmodified, note=fault, events=((text, {}),)))
+    budget = site.budget(recipe)
+    found = decide(
+        planner,
+        user_settings,
+        budget,
+        lambda: site.budget(recipe, disk=True),
+        fused=fuses(shape.compiled, site.machine),
+        same_numbers=resuming,
+    )
+    if found is not None:
+        return _with_decision(unmodified, found)
+    plan = unmodified.plan
+    if plan.fits:
+        peak, whole = format_bytes(plan.peak_bytes), format_bytes(plan.budget_bytes)
+        text = f"{peak} of {whole} are planned, which leaves less than plan.margin free; no other plan fits better"
+        return replace(unmodified, events=((text, {"peak_bytes": plan.peak_bytes}),))
+    if recipe.plan.enforce:
+        raise nothing_fits(recipe, site, user_settings, same_numbers=resuming)
+    return replace(unmodified, events=((f"nothing fits, and plan.enforce = false: {plan.verdict}", {}),))
+
+
+def _with_decision(unmodified: ResolvedPlan, found: Decision) -> ResolvedPlan:
+    plan = found.plan
+    numbers = {"peak_bytes": int(plan.peak_bytes), "budget_bytes": int(plan.budget.device), "step_s": plan.step_s}
+    events: list[tuple[str, Mapping[str, Any]]] = [(f"{verdict(plan)} {words(plan.placement)}", numbers)]
+    for change in found.departures:
+        text = f"{change.name} {change.before} -> {change.after}: {found.reason}"
+        least = {} if found.least_bytes is None else {"least_bytes": int(found.least_bytes)}
+        events.append((text, {"setting": change.name, "before": change.before, "after": change.after} | least))
+    loaded = with_settings(unmodified.loaded, plan.settings(), AUTO)
+    return replace(unmodified, loaded=loaded, plan=summarize(plan), decided=plan, events=tuple(events))
+
+
+# ---- as a plan file says ----
+
+
+def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> ResolvedPlan:
+    """A run as a plan file says, which leaves nothing to the recipe."""
+    _refuse_contradiction(loaded, file)
+    before = loaded.recipe
+    loaded = with_settings(loaded, file.settings, file.path.name)
+    found = _priced(loaded.recipe, file, site)
+    if loaded.recipe.plan.enforce:
+        file.check_fit(found)
+    numbers = {"peak_bytes": int(found.peak_bytes), "budget_bytes": int(found.budget.device), "step_s": found.step_s}
+    text = f"{file.path}: {format_bytes(found.peak_bytes)}, {format_seconds(found.step_s)} a step expected here; "
+    events: list[tuple[str, Mapping[str, Any]]] = [(text + words(found.placement), numbers)]
+    for name, value in file.settings.items():
+        old = value_of(before, name)
+        if old != value:
+            text = f"{name} {old} -> {value}: set by the plan"
+            events.append((text, {"setting": name, "before": old, "after": value}))
+    return ResolvedPlan(loaded, summarize(found), site, frozenset(), found, tuple(events))
+
+
+def _refuse_contradiction(loaded: Loaded, file: PlanFile) -> None:
+    """Raise ConfigError where something was typed that the plan says otherwise."""
+    said = {
+        name: loaded.sources[name]
+        for name, value in file.settings.items()
+        if loaded.sources[name].startswith((CLI, "env")) and value_of(loaded.recipe, name) != value
+    }
+    if said:
+        again = " ".join(f"--{name} {value_of(loaded.recipe, name)}" for name in said)
+        values = [f"{name} = {value_of(loaded.recipe, name)} ({source})" for name, source in said.items()]
+        raise ConfigError(
+            "The plan and what was typed contradict each other.",
+            got=f"{', '.join(values)}; the plan has " + ", ".join(f"{name} = {file.settings[name]}" for name in said),
+            need="one of them",
+            try_=f"leave {', '.join(f'--{name}' for name in said)} out, or make a plan with it: "
+            f"tilewright plan RECIPE {again} --out FILE",
+            where="memory.plan",
+        )
+
+
+# ---- errors ----

@@ -1,0 +1,37 @@
+"""Where a run would be: machine, rates and budgets, as planners ask for them."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.hardware import Machine
+from tilewright.core.log import say
+from tilewright.planner.cost.links import as_links, disk_speed, existing, host_speed
+from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.model.constraints import Fixed
+from tilewright.planner.plan import Budget
+from tilewright.planner.planner import Planner
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run would be: what a planner asks besides the recipe."""
+
+    vocab_size: int
+    machine: Machine
+    rates: Ceilings
+    tier_dir: Path
+    """Of the disk tier."""
+
+    def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
+        """What the run may use; with `disk`, of the free space of the tier's disk too, whose speed is measured."""
+        device = recipe.plan.device_budget or self.machine.device_memory_bytes
+        speed = disk_speed(self.tier_dir, self.machine, progress=say) if disk else None
+        room = shutil.disk_usage(existing(self.tier_dir)).free if speed is not None else 0
+        links = as_links(host_speed(self.machine, progress=say), speed)
+        return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
+
+    def planner(self, recipe: Recipe, fixed: Fixed = Fixed()) -> Planner:  # noqa: B008 (frozen)
+        """A planner of a recipe here."""
+        return Planner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed)

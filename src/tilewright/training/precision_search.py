@@ -1,0 +1,266 @@
+"""From a recipe to the fastest precision policy inside an error budget: weights, batches, measurements, solver.
+
+    set up -> weights (of a run, or a few BF16 steps) -> sensitivity -> times -> search -> check on fresh batches
+
+What is measured and how it is reckoned stands in `precision.search.sensitivity`, `precision.search.loss_model` and
+`precision.search.gemm_time`. Nothing is kept but the result.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from tilewright.core.config.load import Loaded
+from tilewright.core.config.precision import PrecisionSection
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError
+from tilewright.core.hardware import Machine, fp8_choice
+from tilewright.data.common.progress import Progress
+from tilewright.models.base.protocols import Model
+from tilewright.precision.convert import set_mode
+from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
+from tilewright.precision.policy.policy import Policy
+from tilewright.precision.search.gemm_time import UnitTime, estimate, measure_times
+from tilewright.precision.search.layer_stats import Unit, group_layers, tile_layers
+from tilewright.precision.search.loss_model import LossModel, Prediction, Product, loss_slope
+from tilewright.precision.search.search import Candidate, SearchSpace, curve, fastest, landmarks
+from tilewright.precision.search.sensitivity import Sensitivity, measure, measure_policy, measuring_policy, num_passes
+from tilewright.training.assemble import Parts, Setup, build, set_up
+from tilewright.training.executor.standard import Batch
+
+Weights = Callable[[Model], tuple[Sequence[float], Sequence[float]]]
+"""Puts weights into a model; returns steps and losses of the run that they come from."""
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """How to search.
+
+    Args:
+        budget: relative loss change that a policy may cost, 0.0025 for 0.25 %.
+        batches: that the choice rests on, two at least; as many more check it.
+        rows: of each batch; None: a micro-batch of the recipe.
+        warmup: BF16 steps before measuring, where no weights are given.
+        time: a key of `gemm_time.TIMES`; None: measured where this machine has a unit for 8-bit tiles, else h200.
+    """
+
+    budget: float
+    batches: int = 4
+    rows: int | None = None
+    warmup: int = 50
+    time: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found. `checked` are loss changes of whole policies, measured on batches that did not choose."""
+
+    sensitivity: Sensitivity
+    space: SearchSpace
+    time: str
+    chosen: Candidate
+    landmarks: tuple[Candidate, ...]
+    curve: tuple[Candidate, ...]
+    checked: Mapping[str, Prediction]
+    policy: Policy
+    """The recipe's own: its rules were followed."""
+
+    @property
+    def formats(self) -> dict[str, Gemms]:
+        """Chosen formats by unit."""
+        return self.space.formats(self.chosen.fp8)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every measurement, plainly."""
+        costs, formats = self.space.model.costs, self.formats
+        units = []
+        for unit in self.sensitivity.units:
+            switches = [switch for switch in self.sensitivity.switches if switch.unit == unit.name]
+            products = {
+                s.gemm: {
+                    "format": getattr(formats[unit.name], s.gemm),
+                    "predicted_loss_change": costs[s.unit, s.gemm],
+                    "loss_change": list(s.loss_change),
+                    "gradient": [asdict(change) for change in s.gradients],
+                    "step_lost": list(s.lost),
+                    "own_gradient": [asdict(change) for change in s.own],
+                }
+                for s in switches
+            }
+            units.append(asdict(unit) | {"seconds": asdict(self.space.times[unit.name]), "products": products})
+        return {
+            "losses": list(self.sensitivity.losses),
+            "loss_slope": self.space.model.slope,
+            "time": self.time,
+            "chosen": _candidate_json(self.chosen, self.checked),
+            "landmarks": [_candidate_json(mark, self.checked) for mark in self.landmarks],
+            "curve": [_candidate_json(point, {}) for point in self.curve],
+            "units": units,
+        }
+
+
+def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = None) -> Found:
+    """The fastest policy for a recipe's model inside a budget.
+
+    Args:
+        loaded: the recipe. Its rules are followed, its mode is not.
+        settings: how to search.
+        weights: where they come from; None: trained for `settings.warmup` steps in BF16.
+
+    Raises:
+        FitError: no policy is within the budget.
+        ConfigError: the recipe leaves nothing to search.
+        NumericsError: the loss in FP32 is not finite at these weights.
+    """
+    _refuse(loaded.recipe)
+    setup = set_up(replace(loaded, recipe=_searchable(loaded.recipe)))
+    with Progress("precision search") as progress:
+        parts = build(setup, fresh=weights is None)
+        try:
+            steps, losses = weights(parts.model) if weights else _warm_up(parts, settings.warmup, progress)
+            batches = _batches(setup, parts, 2 * settings.batches, settings.rows)
+        finally:
+            parts.stream.close()
+            parts.ledger.close()
+        policy = recipe_policy(loaded.recipe, setup.machine)
+        set_mode(parts.model, measuring_policy(policy))
+        _refuse_nothing(parts.model)
+        fixed = fixed_products(policy, group_layers(parts.model))
+        seen, fresh = batches[: settings.batches], batches[settings.batches :]
+        sensitivity = _measure(parts.model, seen, progress)
+        time = settings.time or ("measured" if "fp8_tile" in fp8_choice(setup.machine).native else "h200")
+        progress.phase("time of each product", len(sensitivity.units))
+        micro_batches = -(-loaded.recipe.train.batch_size // loaded.recipe.train.micro_batch)
+        times = _times(sensitivity.units, time, micro_batches, setup, progress)
+        model = LossModel(sensitivity, loss_slope(steps, losses))
+        space = SearchSpace(sensitivity.units, model, times, fixed)
+        chosen = fastest(space, settings.budget)
+        marks = tuple(landmarks(space))
+        points = tuple(curve(space))
+        progress.phase("check on fresh batches", 1 + len(marks))
+        checked = {}
+        for candidate in (chosen, *marks):
+            formats = by_layer(sensitivity.units, space.formats(candidate.fp8))
+            checked[candidate.name] = model.of(measure_policy(parts.model, fresh, formats))
+            progress.advance(1)
+    return Found(sensitivity, space, time, chosen, marks, points, checked, policy)
+
+
+def recipe_policy(recipe: Recipe, machine: Machine) -> Policy:
+    """The recipe's own policy."""
+    parameters = "" if recipe.optim.master == "fp32" else "bf16"
+    return Policy.from_section(recipe.precision, machine.device, parameters=parameters)
+
+
+def fixed_products(policy: Policy, units: Sequence[Unit]) -> dict[Product, str]:
+    """Formats that the policy's rules set, by unit and product.
+
+    Raises:
+        ConfigError: a rule asks for an 8-bit format that the search does not know.
+    """
+    fixed: dict[Product, str] = {}
+    for unit in units:
+        for rule in policy.rules:
+            if not any(rule.matches(name, ("linear",)) for name in unit.layers):
+                continue
+            named = dict.fromkeys(GEMM_NAMES, rule.compute) if rule.compute else {}
+            for gemm, name in (named | rule.gemms).items():
+                if name not in ("fp8_tile", "bf16"):
+                    raise ConfigError(
+                        "The search chooses between fp8_tile and bf16 only.",
+                        got=f"{rule}, which {unit.name} follows",
+                        need="fp8_tile or bf16 in rules on layers with 8-bit products",
+                        try_="take the rule out for the search, and put it into the policy file",
+                        where="precision.rules",
+                    )
+                fixed[unit.name, gemm] = name
+    return fixed
+
+
+def by_layer(units: Sequence[Unit], formats: Mapping[str, Gemms]) -> dict[str, Gemms]:
+    """Formats of units as formats of their layers."""
+    return {name: formats[unit.name] for unit in units for name in unit.layers}
+
+
+def _searchable(recipe: Recipe) -> Recipe:
+    """The recipe as its warm-up runs: plain BF16, and eager, as layers are switched one by one afterwards."""
+    precision = PrecisionSection(mode="bf16_mixed")
+    train = recipe.train.model_copy(update={"compile": "off"})
+    return recipe.model_copy(update={"precision": precision, "train": train})
+
+
+def _refuse(recipe: Recipe) -> None:
+    if not recipe.precision.enabled:
+        raise ConfigError(
+            "There is no precision to search.",
+            got="precision.enabled = false: everything in FP32",
+            need="precision.enabled = true",
+            try_="--precision.enabled true",
+            where="precision.enabled",
+        )
+
+
+def _refuse_nothing(model: Model) -> None:
+    if not tile_layers(model):
+        raise ConfigError(
+            "The model has no linear layer that could compute in FP8.",
+            got="rules or fp32_ops that keep all of them out, or a model without such layers",
+            need="at least one linear layer left free",
+            try_="fewer precision.rules",
+            where="precision.rules",
+        )
+
+
+def _warm_up(parts: Parts, steps: int, progress: Progress) -> tuple[list[float], list[float]]:
+    progress.phase("BF16 steps before measuring", steps)
+    losses = []
+    for step in range(steps):
+        losses.append(parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step)).loss)
+        progress.advance(1)
+    return [float(step + 1) for step in range(steps)], losses
+
+
+def _batches(setup: Setup, parts: Parts, num: int, rows: int | None) -> list[Batch]:
+    """First micro-batches of so many further steps, on the device."""
+    found = (parts.stream.next_step()[0] for _ in range(num))
+    return [{name: tensor[:rows].to(setup.device) for name, tensor in batch.items()} for batch in found]
+
+
+def _measure(model: Model, batches: Sequence[Batch], progress: Progress) -> Sensitivity:
+    total, done = num_passes(model, len(batches)), 0
+    progress.phase(f"{total} forward and backward passes", total)
+
+    def advance(now: int) -> None:
+        nonlocal done
+        progress.advance(now - done)
+        done = now
+
+    return measure(model, batches, advance=advance)
+
+
+def _times(units: Sequence[Unit], time: str, micro_batches: int, setup: Setup, progress: Progress):
+    found: dict[str, UnitTime] = {}
+    known: dict[tuple[int, ...], UnitTime] = {}
+    for unit in units:
+        shape = (len(unit.layers), unit.tokens, unit.in_features, unit.out_features)
+        if shape not in known:
+            known[shape] = (
+                measure_times(unit, micro_batches, setup.kernels, torch.device(setup.device))
+                if time == "measured"
+                else estimate(unit, micro_batches, ideal=time == "ideal")
+            )
+        found[unit.name] = known[shape]
+        progress.advance(1)
+    return found
+
+
+def _candidate_json(candidate: Candidate, checked: Mapping[str, Prediction]) -> dict[str, Any]:
+    return {
+        "name": candidate.name,
+        "fp8": sorted(".".join(product) for product in candidate.fp8),
+        "seconds": candidate.seconds,
+        "predicted": asdict(candidate.predicted),
+        "measured": asdict(checked[candidate.name]) if candidate.name in checked else None,
+    }

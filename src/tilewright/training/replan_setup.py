@@ -1,0 +1,133 @@
+"""A run's `Regroup`: what it may use, what it measures, whom it asks, whom it tells."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from tilewright.core.config.edit import changed
+from tilewright.core.errors import TilewrightError
+from tilewright.core.memory_plan import Placement
+from tilewright.memory.tracking.process_memory import give_back_free_pages
+from tilewright.planner.model.constraints import fuses, same_bits
+from tilewright.training.assemble import Parts, Setup
+from tilewright.training.planning.refused import fixes_of
+from tilewright.training.planning.replan import Regroup
+from tilewright.training.runlog.recorder import Recorder
+
+LOOK_S = 1.0
+"""Seconds between two looks at the machine's free memory."""
+LESS = 0.95
+"""Of the planned peak of a run that found no memory, what proposals are to stay below."""
+
+
+def regroup_for(
+    setup: Setup, parts: Parts, recorder: Recorder, *, budget: Callable[[], float] | None = None
+) -> Regroup:
+    """What watches the steps of this run. With `memory.plan = ""` all placements stay, but for a step without memory.
+
+    Args:
+        setup: machine and plan.
+        parts: what a step needs.
+        recorder: told every decision.
+        budget: bytes that the run may use now; by default its limit, and what the machine has free.
+    """
+    reserve = setup.plan.reserve_bytes  # what the device holds of this process outside of its allocator
+
+    planned = bool(setup.recipe.memory.plan)
+
+    def tell(step: int, text: str, *, shown: bool, **numbers: object) -> None:
+        recorder.event(step, "regroup", text, shown=shown, **numbers)
+
+    def peaks() -> dict[str, int]:
+        return {name: size + reserve for name, size in parts.ledger.take_peaks().items()}
+
+    return Regroup(
+        parts.executor,
+        setup.replanner,
+        budget=budget or MemoryWatch(setup.memory_limit, setup.device, reserve),
+        peaks=peaks,
+        tell=tell,
+        state_bytes=lambda: state_bytes(parts.optimizer, setup.device),
+        steps=setup.recipe.train.steps,
+        ladder=_ladder(setup, parts.executor.placement),
+        give_back=give_back_free_pages if setup.device.type == "cpu" else None,
+        watch=planned,
+        known=None if setup.plan.unknown else _Known.of(setup, parts),
+    )
+
+
+def _ladder(setup: Setup, placement: Placement) -> frozenset[str]:
+    """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
+    if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.user_settings:
+        return frozenset()
+    fused = fuses(setup.compiles, setup.machine)
+    kinds = [same_bits(setup.recipe, fused, layer.activations) for layer in placement.layers]
+    return frozenset.intersection(*map(frozenset, kinds))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the run's first plan says of the placement that it begins with."""
+
+    placement: Placement
+    phases: Mapping[str, Mapping[str, float]]
+    step_s: float
+
+    @classmethod
+    def of(cls, setup: Setup, parts: Parts) -> "_Known":
+        outside = {"process": float(setup.plan.reserve_bytes)}
+        phases = {name: {**owners, **outside} for name, owners in setup.plan.phases.items()}
+        return cls(parts.executor.placement, phases, setup.plan.step_s)
+
+
+class MemoryWatch:
+    """Bytes that this process may use on its device now: its limit, or what it holds and what is free, if that is less.
+
+    Args:
+        limit: of the run.
+        device: where it trains. On `cpu` the host's memory.
+        reserve: bytes that this process holds of the device outside of its allocator.
+        clock: seconds; the machine is asked once a second at most.
+    """
+
+    def __init__(
+        self, limit: int, device: torch.device, reserve: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limit = limit
+        self._device = device
+        self._reserve = reserve
+        self._clock = clock
+        self._looked = -LOOK_S
+        self._there = 0
+
+    def __call__(self) -> float:
+        """Asked before each step."""
+        if (now := self._clock()) - self._looked >= LOOK_S:
+            self._looked, self._there = now, there_bytes(self._device) + self._reserve
+        return float(min(self.limit, self._there))
+
+
+def there_bytes(device: torch.device) -> int:
+    """What is free on a device, and what this process holds of it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of the optimizer's states on a device, those that stand for others elsewhere included."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.device.type == device.type)
+
+
+def cheapest_fixes(setup: Setup) -> list[str]:
+    """The three cheapest changes with which this run takes less than it does; none where it cannot be planned."""
+    budget = int(LESS * min(setup.memory_limit, setup.plan.peak_bytes))
+    recipe = changed(setup.recipe, {"plan.device_budget": budget})
+    try:
+        return [str(fix) for fix in fixes_of(recipe, setup.planned.site)]
+    except TilewrightError:  # what stands in the error then are settings without numbers
+        return []

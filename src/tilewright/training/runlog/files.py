@@ -1,0 +1,219 @@
+"""What a run counts, and its record in append-only files: metrics.jsonl, events.jsonl, samples.jsonl and, where
+precision is controlled, precision.jsonl.
+
+One JSON object a line, written at once, so a killed process loses at most the line it was writing. On resume that
+torn line is cut, and so are rows past the step resumed from, which will be written again: curves never double.
+Events of the process (start, stop, a rejected checkpoint) stay. Numbers that are not finite are null.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.atomic_io import write_whole
+from tilewright.core.json_text import to_json
+from tilewright.training.executor.standard import StepResult
+
+# Events that a resumed run brings about again; the others tell of the process and stay.
+REPLAYED_EVENTS = frozenset(
+    {
+        "overflow",
+        "skip",
+        "eval",
+        "precision_switch",
+        "precision_move",
+        "precision_budget",
+        "redo",
+        "save",
+        "done",
+        "report",
+    }
+)
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Counters:
+    """Totals of a run up to and including `step`; skipped steps count as steps. Part of every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    targets: int = 0
+    num_skips: int = 0
+    elapsed_s: float = 0.0
+    """Seconds of training, those before a resume included; set when a checkpoint is taken."""
+
+    def add(self, result: StepResult) -> None:
+        """Count a step."""
+        self.step += 1
+        self.tokens += result.num_tokens
+        self.targets += result.num_targets
+        self.num_skips += result.skipped is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals, in JSON types."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@dataclass
+class Interval:
+    """Sums over the steps since the last progress line."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+
+
+class JsonLines:
+    """One append-only file of JSON rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (held until close)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write a row; it is with the operating system when this returns."""
+        try:
+            text = json.dumps(row, default=float, allow_nan=False)
+        except ValueError:  # a number that is not finite, which is rare
+            text = to_json(row, default=float)
+        self._file.write(text + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def repair(path: Path, keep: Callable[[Row], bool]) -> None:
+    """Cut lines that are not whole JSON objects and rows that `keep` refuses; the file is replaced whole."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if (row := _parse(line)) is not None and keep(row)]
+    if len(kept) < len(lines):
+        write_whole(path, b"".join(kept).decode("utf-8"))
+
+
+class RunLog:
+    """Writes metrics, events and samples of one run, with the run's own clock.
+
+    Args:
+        folder: the run folder.
+        resumed_step: rows after this step are cut, None for a new run (nothing is cut, whatever is there).
+        elapsed_s: seconds the run had been training at that step; `time_s` goes on from there.
+    """
+
+    def __init__(self, folder: Path, *, resumed_step: int | None = None, elapsed_s: float = 0.0) -> None:
+        if resumed_step is not None:
+            for name in ("metrics.jsonl", "samples.jsonl", "precision.jsonl"):
+                repair(folder / name, lambda row: row["step"] <= resumed_step)
+            repair(
+                folder / "events.jsonl",
+                lambda row: row["step"] <= resumed_step or row["kind"] not in REPLAYED_EVENTS,
+            )
+        self._started = time.perf_counter() - elapsed_s
+        self._metrics = JsonLines(folder / "metrics.jsonl")
+        self._events = JsonLines(folder / "events.jsonl")
+        self._samples = JsonLines(folder / "samples.jsonl")
+        self._precision_path = folder / "precision.jsonl"
+        self._precision: JsonLines | None = None
+        self._interval = Interval()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds this run has been going, those before the resume included."""
+        return time.perf_counter() - self._started
+
+    def step(
+        self,
+        counters: Counters,
+        result: StepResult,
+        lr: float,
+        wait_s: float,
+        memory: Mapping[str, Any] | None = None,
+    ) -> Row:
+        """Append the row of metrics of a step that was just counted, and return it.
+
+        Args:
+            counters: with this step.
+            result: of the step.
+            lr: learning rate that it used.
+            wait_s: seconds that it waited for data.
+            memory: a ledger's snapshot, at steps that have one.
+        """
+        seconds = result.seconds + wait_s
+        row = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "loss_scale": result.loss_scale,
+            "skipped": result.skipped,
+            "tokens": counters.tokens,
+            "tokens_per_s": result.num_tokens / seconds,
+            "step_s": result.seconds,
+            "wait_s": wait_s,
+            "wait_share": wait_s / seconds,
+            **result.aux,
+        }
+        if result.redone is not None:
+            row["redone"] = result.redone
+        if memory is not None:
+            row |= {"memory_bytes": memory["peak_bytes"], "memory": memory["owners"]}
+            row |= {"memory_phases": memory["phase_owners"], "memory_tiers": memory["tiers"]}
+        self._interval.steps += 1
+        self._interval.tokens += result.num_tokens
+        self._interval.seconds += seconds
+        self._interval.wait_s += wait_s
+        return self.metrics(counters.step, **row)
+
+    def take_interval(self) -> Interval:
+        """The sums since the last call."""
+        taken, self._interval = self._interval, Interval()
+        return taken
+
+    def metrics(self, step: int, **values: Any) -> Row:
+        """Append a row of metrics and return it."""
+        row = {"step": step, "time_s": round(self.elapsed_s, 4), **values}
+        self._metrics.append(row)
+        return row
+
+    def event(self, step: int, kind: str, message: str, **numbers: Any) -> None:
+        """Append an event: one automatic decision or happening, with the numbers behind it."""
+        self._events.append(
+            {"step": step, "time_s": round(self.elapsed_s, 4), "kind": kind, "message": message, **numbers}
+        )
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Append a text that the model wrote."""
+        self._samples.append({"step": step, "time_s": round(self.elapsed_s, 4), "prompt": prompt, "text": text})
+
+    def precision(self, *, step: int, **values: Any) -> None:
+        """Append a sample, a move or a refused move of the precision controller (`precision.controller.log` reads
+        them)."""
+        self._precision = self._precision or JsonLines(self._precision_path)
+        self._precision.append({"step": step, **values})
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._metrics, self._events, self._samples, self._precision):
+            if file is not None:
+                file.close()
+
+
+def _parse(line: bytes) -> Row | None:
+    """The row in a line, None where it is torn."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None

@@ -1,0 +1,111 @@
+"""One place that reports: events, progress lines and evaluations, to the run's files, the screen and the sinks.
+
+`files` writes the row of every step; `progress` and `sinks` know how to show one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.core.units import format_loss, format_perplexity
+from tilewright.training.executor.evaluate import DomainLoss, pooled
+from tilewright.training.executor.standard import StepResult
+from tilewright.training.runlog.files import Counters, RunLog
+from tilewright.training.runlog.progress import Progress, step_line
+from tilewright.training.runlog.sinks import Sink, scalars_of
+
+
+class Recorder:
+    """Writes down what happens in a run and shows it.
+
+    Args:
+        log: the run's files.
+        progress: the screen.
+        sinks: optional further homes of the metrics.
+        steps: steps of the whole run.
+        memory_limit: bytes the run may use, for the progress line.
+        scaled: the run has a loss scale.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        progress: Progress,
+        sinks: Sequence[Sink],
+        *,
+        steps: int,
+        memory_limit: int,
+        scaled: bool,
+    ) -> None:
+        self.log = log
+        self._progress = progress
+        self._sinks = sinks
+        self._steps = steps
+        self._memory_limit = memory_limit
+        self._scaled = scaled
+
+    def step(self, row: Mapping[str, Any], counters: Counters, result: StepResult) -> None:
+        """What a step's row (`RunLog.step`) asks for besides: a progress line where it has the memory, and an event
+        where the step was skipped or computed again."""
+        if result.redone is not None:
+            text = f"step {counters.step} computed again in wider formats: {result.redone}"
+            self.event(counters.step, "redo", text, grad_norm=result.grad_norm, loss=result.loss)
+        if result.skipped is not None:
+            self._skipped(counters.step, result)
+        if "memory" in row:
+            self._show(row, counters)
+
+    def evaluation(self, step: int, results: Mapping[str, DomainLoss], seconds: float) -> None:
+        """A row of evaluation, an event and a line on the screen."""
+        row = self.log.metrics(step, eval={domain: result.to_json() for domain, result in results.items()})
+        whole = pooled(results)
+        text = "no held-out targets" if whole is None else _held_out_words(whole)
+        self.log.event(step, "eval", f"held-out {text}", seconds=seconds)
+        domains = ", ".join(f"{domain} {format_perplexity(result.loss)}" for domain, result in results.items())
+        self._progress.note(f"eval {step}/{self._steps} | {text} | by domain: {domains}")
+        for sink in self._sinks:
+            sink.log(step, scalars_of(row))
+
+    def event(self, step: int, kind: str, message: str, *, shown: bool = True, **numbers: Any) -> None:
+        """An event in the file and, unless `shown` is false, on the screen."""
+        self.log.event(step, kind, message, **numbers)
+        if shown:
+            self._progress.note(f"{kind.replace('_', ' ')}: {message}")
+
+    def close(self) -> None:
+        """Close files, screen and sinks."""
+        self._progress.close()
+        for sink in self._sinks:
+            sink.close()
+        self.log.close()
+
+    def _skipped(self, step: int, result: StepResult) -> None:
+        kind = "overflow" if result.skipped == "overflow" else "skip"
+        text = f"step {step} skipped: {result.skipped} (gradient norm {result.grad_norm:.3g})"
+        self.event(step, kind, text, grad_norm=result.grad_norm, loss_scale=result.loss_scale)
+
+    def _show(self, row: Mapping[str, Any], counters: Counters) -> None:
+        """Rates are means since the last line, the rest is this step's."""
+        interval = self.log.take_interval()
+        shown = {
+            **row,
+            "tokens_per_s": interval.tokens / interval.seconds,
+            "wait_share": interval.wait_s / interval.seconds,
+        }
+        steps_left = self._steps - counters.step
+        # The first step compiles: no estimate from it alone. The last one leaves nothing to estimate.
+        seconds_left = interval.seconds / interval.steps * steps_left if interval.steps > 1 and steps_left else None
+        line = step_line(
+            shown,
+            steps=self._steps,
+            memory_limit=self._memory_limit,
+            num_skips=counters.num_skips,
+            seconds_left=seconds_left,
+            scaled=self._scaled,
+        )
+        self._progress.line(line)
+        for sink in self._sinks:
+            sink.log(counters.step, scalars_of(shown))
+
+
+def _held_out_words(result: DomainLoss) -> str:
+    return f"loss {format_loss(result.loss)}, perplexity {format_perplexity(result.loss)}"

@@ -1,0 +1,98 @@
+"""Optional second homes of the metrics: TensorBoard, trackio, wandb. Thin: they are told scalars and nothing else.
+
+metrics.jsonl stays the source of truth. The packages are imported when a run starts, so that a missing one
+stops it at once and not at its first log line.
+"""
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from tilewright.core.errors import ConfigError
+
+_PACKAGES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
+
+
+class Sink(Protocol):
+    """Receives the scalars of a metrics row."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files in the run folder, under `tensorboard/`."""
+
+    def __init__(self, module: ModuleType, run_dir: Path) -> None:
+        self._writer = module.SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """wandb, and trackio, whose interface is the same."""
+
+    def __init__(self, module: ModuleType, run_dir: Path, config: Mapping[str, Any]) -> None:
+        self._module = module
+        module.init(project="tilewright", name=run_dir.name, config=dict(config))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._module.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+def open_sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> list[Sink]:
+    """The sinks a recipe asks for, ready.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    modules = [(name, _import(name)) for name in names]
+    return [
+        TensorBoardSink(module, run_dir) if name == "tensorboard" else WandbSink(module, run_dir, config)
+        for name, module in modules
+    ]
+
+
+def scalars_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The finite numbers of a metrics row, nested ones under `outer/inner`; `step` left out.
+
+    Example:
+        >>> scalars_of({"step": 3, "loss": 2.5, "skipped": None, "eval": {"code": {"ppl": 9.0}}})
+        {'loss': 2.5, 'eval/code/ppl': 9.0}
+    """
+    flat: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= scalars_of(value, f"{prefix}{name}/")
+        elif _is_number(value) and f"{prefix}{name}" != "step":
+            flat[prefix + name] = float(value)
+    return flat
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(_PACKAGES[name])
+    except ImportError as error:
+        raise ConfigError(
+            f"The metrics sink {name} is not installed.",
+            got=str(error),
+            need=f"the package {name}",
+            try_=f'pip install "tilewright[{"track" if name == "trackio" else name}]"',
+            where="log.sinks",
+        ) from error

@@ -1,0 +1,291 @@
+"""Advice holds: what a plan prints as a change is accepted by the same command, and does what was said of it.
+
+Over shipped recipes, typed settings, budgets and two machines with made-up rates: every row with
+`--section.field value` is typed as well, every budget that is named is given, every plan that is written is executed.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from tests.planner.rates import GIB, make_machine, make_rates
+from tests.planner.test_cost import HF
+from tilewright.core.config.load import Loaded, load_recipe
+from tilewright.core.errors import FitError
+from tilewright.core.units import parse_bytes
+from tilewright.planner.advice.changes import candidates, cheapest_changes, idle_memory, replan_with
+from tilewright.planner.auto import planner_of
+from tilewright.planner.cost.choices import Links
+from tilewright.planner.describe import no_plan
+from tilewright.planner.plan import Budget
+from tilewright.planner.plan_file import to_toml
+from tilewright.planner.summary import make_plan
+from tilewright.training.planning.refused import fixes_of
+from tilewright.training.planning.resolve import plan_run
+from tilewright.training.planning.site import Site
+
+SAME = 1 + 1e-3
+"""Seconds that are equal: the solver's answers are a ten-thousandth apart (`planner.GAP`)."""
+FAST = {fmt: {256: 5e13, 2048: 5e14} for fmt in ("fp32", "tf32", "bf16", "fp16")} | {"fp8": {256: 6e13, 2048: 1e15}}
+MACHINES = {
+    "cpu": (make_machine(64 * GIB, compiler="g++"), make_rates(), Links(None, None)),
+    "card": (
+        make_machine(80 * GIB, "cuda"),
+        make_rates(matmul=FAST, attention=dict.fromkeys(FAST, 1e14), bandwidth=2e12, exp=1e12),
+        Links(25e9, None),
+    ),
+}
+HOST = 96 * GIB
+COMMANDS = {
+    "default": ("default",),
+    "default, slices": ("default", "--memory.executor", "layer_major"),
+    "cpu_50m, full": ("cpu_50m", "--train.activation_checkpoint", "full"),
+    "default, many rows": ("default", "--train.batch_size", "128", "--train.micro_batch", "128"),
+    "tiny_moe": ("tiny_moe",),
+    "slice_cpu": ("slice_cpu",),
+    "slice_cpu, exact": ("slice_cpu", "--optim.clip", "exact"),
+}
+CASES = pytest.mark.parametrize(
+    "share", [pytest.param(0.4, marks=pytest.mark.slow), 0.7, 1.0, pytest.param(4.0, marks=pytest.mark.slow)]
+)
+EACH = pytest.mark.parametrize("command", COMMANDS)
+ON = pytest.mark.parametrize("where", MACHINES)
+
+
+@dataclass(frozen=True)
+class FixedSite(Site):
+    """A place whose disk and link nobody has to measure."""
+
+    links: Links
+
+    def budget(self, recipe, *, disk=False):
+        device = recipe.plan.device_budget or self.machine.device_memory_bytes
+        links = Links(self.links.host, 1e9 if disk else None)
+        return Budget(float(device), float(self.machine.host_memory_bytes), links, 1e12 if disk else 0.0)
+
+
+def load(command: tuple[str, ...], *more: str, device_budget: float = 0) -> Loaded:
+    """The recipe as typed, on the machine that is planned for."""
+    arguments = [*command[1:], "--run.device", "auto", *more]
+    arguments += ["--plan.device_budget", str(int(device_budget))] if device_budget else []
+    return load_recipe(command[0], arguments, environ={})
+
+
+def planner_for(loaded: Loaded, where: str):
+    machine, rates, _ = MACHINES[where]
+    return planner_of(loaded, loaded.recipe.data.vocab_size, machine, rates)
+
+
+def site_of(loaded: Loaded, where: str, folder) -> FixedSite:
+    machine, rates, links = MACHINES[where]
+    return FixedSite(loaded.recipe.data.vocab_size, machine, rates, folder, links)
+
+
+def plain_plan(loaded: Loaded, where: str):
+    machine, rates, _ = MACHINES[where]
+    return make_plan(loaded.recipe, loaded.recipe.data.vocab_size, machine, rates)
+
+
+@cache
+def whole(command: tuple[str, ...], where: str) -> int:
+    """What a recipe takes as it stands, where there is little more."""
+    peak = plain_plan(load(command), where).peak_bytes
+    return peak + plain_plan(load(command, device_budget=peak), where).reserve_bytes  # some of it a share of the budget
+
+
+def budget_of(command: tuple[str, ...], where: str, share: float) -> Budget:
+    return Budget(share * whole(command, where), HOST, MACHINES[where][2])
+
+
+def pasted(text: str) -> list[str]:
+    """The settings of a printed row."""
+    found = re.findall(r"--[a-z_]+\.[a-z0-9_]+ [^\s:;,]+", text)
+    return " ".join(found).split()
+
+
+def named(text: str, place: str) -> float:
+    """A budget that a text names."""
+    return float(parse_bytes(re.findall(rf"([\d.]+[GM]iB) on the {place}", text)[0]))
+
+
+@CASES
+@EACH
+@ON
+def test_changes_of_a_plan_are_accepted_and_as_fast_as_they_say(where, command, share):
+    loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, share)
+    planner = planner_for(loaded, where)
+    found = planner.plan(budget)
+    for change in cheapest_changes(loaded.recipe, budget, found, replan_with(planner)):
+        typed = pasted(str(change))
+        assert bool(typed) == bool(change.settings)
+        again = planner_for(load(COMMANDS[command], *typed), where).plan(change.budget)
+        assert again is not None, str(change)
+        assert again.step_s <= SAME * change.step_s, str(change)
+        assert again.least_device <= change.budget.device
+        if found is not None:
+            assert again.tokens_per_s > found.tokens_per_s
+
+
+@pytest.mark.parametrize("share", [1.1, 4.0])
+@EACH
+@ON
+def test_the_fastest_plan_is_no_slower_than_the_recipe_as_it_stands(where, command, share):
+    loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, share)
+    stands = plain_plan(load(COMMANDS[command], device_budget=budget.device), where)
+    found = planner_for(loaded, where).plan(budget)
+    assert stands.fits_with(loaded.recipe.plan.margin)
+    assert found is not None
+    assert found.step_s <= 1.005 * stands.step_s, (found.setting, found.seconds, stands.seconds)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@EACH
+@ON
+def test_the_smallest_budget_is_one(where, command, disk):
+    loaded = load(COMMANDS[command])
+    planner = planner_for(loaded, where)
+    links = Links(MACHINES[where][2].host, 1e9 if disk else None)
+    small = Budget(1.0, HOST, links, 1e12 if disk else 0.0)
+    assert planner.plan(small) is None
+    (problem,) = no_plan(planner, small, []).problems
+    for line in problem.need.splitlines():
+        given = Budget(named(line, "device"), HOST, links, 1e12 if disk else 0.0)
+        if "on the host" in line:
+            given = Budget(given.device, named(line, "host"), links, given.disk)
+        if "on the disk" in line:
+            given = Budget(given.device, given.host, links, named(line, "disk"))
+        found = planner.plan(given)
+        assert found is not None, line
+    first = named(problem.need, "device")
+    assert planner.plan(Budget(0.98 * first, HOST, links, small.disk)) is None
+
+
+@pytest.mark.parametrize("share", [0.4, 0.8])
+@EACH
+@ON
+def test_fixes_of_a_recipe_as_it_stands_make_it_fit(where, command, share, tmp_path):
+    budget = share * whole(COMMANDS[command], where)
+    plan = plain_plan(load(COMMANDS[command], device_budget=budget), where)
+    assert not plan.fits
+    loaded = load(COMMANDS[command], device_budget=budget)
+    for fix in fixes_of(loaded.recipe, site_of(loaded, where, tmp_path)):
+        typed = pasted(str(fix))
+        assert typed
+        loaded = load(COMMANDS[command], *typed, device_budget=budget)
+        again = plain_plan(loaded, where)
+        assert again.peak_bytes <= fix.peak_bytes
+        assert again.step_s <= SAME * fix.step_s
+        if fix.fits:
+            run = plan_run(loaded, site_of(loaded, where, tmp_path))
+            assert run.decided is None
+            assert run.plan.step_s <= SAME * fix.step_s
+
+
+@pytest.mark.parametrize("share", [pytest.param(0.05, marks=pytest.mark.slow), 0.45])
+@pytest.mark.parametrize("command", ["default", "cpu_50m, full", "slice_cpu"])
+@ON
+def test_what_train_says_of_a_run_that_does_not_fit(where, command, share, tmp_path):
+    arguments, budget = COMMANDS[command], share * whole(COMMANDS[command], where)
+    loaded = load(arguments, device_budget=budget)
+    try:
+        run = plan_run(loaded, site_of(loaded, where, tmp_path))
+    except FitError as error:
+        (problem,) = error.problems
+    else:
+        assert run.plan.peak_bytes + run.plan.reserve_bytes <= budget
+        return
+    given = load(arguments, device_budget=named(problem.need, "device"))
+    assert plan_run(given, site_of(given, where, tmp_path)).plan.fits
+    for line in problem.try_.splitlines():
+        typed = pasted(line)
+        if typed:
+            other = load(arguments, *typed, device_budget=budget)
+            run = plan_run(other, site_of(other, where, tmp_path))
+            assert run.plan.fits, line
+            assert run.plan.step_s <= SAME * seconds(line), line
+
+
+def seconds(line: str) -> float:
+    """The step time that a row names, as far as its digits tell."""
+    value, unit = re.findall(r"([\d.]+) (µs|ms|s) a step", line)[0]
+    return 1.006 * float(value) * {"µs": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+
+
+@CASES
+@EACH
+@ON
+def test_train_executes_the_plan_that_was_written(where, command, share, tmp_path):
+    budget = budget_of(COMMANDS[command], where, share)
+    found = planner_for(load(COMMANDS[command]), where).plan(budget)
+    if found is None:
+        return
+    path = tmp_path / "plan.toml"
+    path.write_text(to_toml(found))
+    loaded = load(COMMANDS[command], "--memory.plan", str(path), device_budget=budget.device)
+    run = plan_run(loaded, site_of(loaded, where, tmp_path))
+    assert run.decided is not None
+    assert run.decided.step_s == pytest.approx(found.step_s, rel=1e-6)
+    assert run.decided.least_device <= budget.device
+
+
+@EACH
+@ON
+def test_idle_memory_is_explained(where, command):
+    loaded, budget = load(COMMANDS[command]), budget_of(COMMANDS[command], where, 4.0)
+    planner = planner_for(loaded, where)
+    found = planner.plan(budget)
+    assert found is not None
+    said = idle_memory(planner, found)
+    if found.peak_bytes < 0.8 * budget.device:
+        assert said
+    if "is given" in said:
+        (name,) = re.findall(r"([a-z_]+\.[a-z_]+) is given", said)
+        assert f"--{name}" in COMMANDS[command]
+    elif said:
+        more = planner.plan(Budget(2 * budget.device, budget.host, budget.links))
+        assert more is not None
+        assert more.step_s >= found.step_s / SAME
+
+
+@ON
+@pytest.mark.parametrize("name", ["default", "cpu_50m"])
+def test_a_mode_is_offered_as_faster_where_planning_it_says_so(where, name):
+    loaded, budget = load((name,)), budget_of((name,), where, 4.0)
+    planner = planner_for(loaded, where)
+    found = planner.plan(budget)
+    offered = [str(change) for change in cheapest_changes(loaded.recipe, budget, found, replan_with(planner))]
+    modes = (load((name,), "--precision.mode", mode) for mode in ("bf16_mixed", "fp8_tile"))
+    bf16, fp8 = (plain_plan(one, where).step_s for one in modes)
+    assert where == "card" or fp8 > bf16
+    if fp8 > bf16:
+        assert not any("fp8_tile" in text for text in offered)
+
+
+@ON
+def test_an_executor_that_is_typed_says_nothing_of_what_layers_keep(where):
+    command = COMMANDS["default, slices"]
+    found = planner_for(load(command), where).plan(budget_of(command, where, 4.0))
+    assert found.setting.executor == "layer_major"
+    assert {row.choice.activations for row in found.rows if row.indices} == {"keep"}
+
+
+def test_compiling_the_layers_of_a_foreign_model_is_offered(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    command = ("default", "--model.kind", "hf", "--model.path", str(tmp_path), "--data.vocab_size", "512")
+    loaded, budget = load(command), Budget(float(64 * GIB), HOST, Links(None, None))
+    planner = planner_for(loaded, "cpu")
+    found = planner.plan(budget)
+    assert found is not None
+    settings = {"train.compile": "on"}
+    assert (settings, True) in list(candidates(loaded.recipe, found))
+    changed = replan_with(planner)(settings, budget)
+    again = planner_for(load(command, "--train.compile", "on"), "cpu").plan(budget)
+    assert changed is not None
+    assert again is not None
+    assert again.step_s == pytest.approx(changed.step_s)
+    assert again.step_s < found.step_s
+    assert "compiled ones keep less" in " ".join(again.notes)
