@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "tilewright").rglob("*.py"))
-MAX_LINES = 500
+MAX_LINES, MAX_TEST_LINES, MAX_ENTRIES = 400, 500, 13
 
 
 def name(path: Path) -> str:
@@ -35,9 +35,21 @@ def test_arrows_go_down_only():
 
 
 def test_no_file_is_too_long():
-    files = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    long = {name(path): count for path in files if (count := len(path.read_text().splitlines())) > MAX_LINES}
-    assert not long, f"files over {MAX_LINES} lines: {long}"
+    limits = dict.fromkeys(SOURCES, MAX_LINES)
+    limits |= {path: MAX_TEST_LINES for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    counts = {path: len(path.read_text().splitlines()) for path in limits}
+    long = {name(path): count for path, count in counts.items() if count > limits[path]}
+    assert not long, f"files over their limit: {long}"
+
+
+def test_no_folder_is_too_full():
+    """The package's own folder is left out: it has one entry per layer of the design."""
+    package = ROOT / "src" / "tilewright"
+    folders = sorted({path.parent for path in SOURCES} - {package})
+    counts = {name(folder): sum(path.name != "__pycache__" for path in folder.iterdir()) for folder in folders}
+    assert len(folders) > 40
+    full = {folder: count for folder, count in counts.items() if count > MAX_ENTRIES}
+    assert not full, f"folders with over {MAX_ENTRIES} entries: {full}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)

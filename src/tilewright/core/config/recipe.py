@@ -14,6 +14,10 @@ from tilewright.core.config.section import Section
 from tilewright.core.units import parse_bytes
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
+ActivationCheckpoint = Literal["none", "selective", "products", "attention", "full"]
+CheckpointInputs = Literal["exact", "fp8"]
+"""none: keep all activations; selective: keep outputs of products and attention; products, attention: of one of
+them; full: recompute each layer."""
 LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
 AttentionBackend = Literal["auto", "amx", "native", "ref"]
 NormBackend = Literal["auto", "native", "ref"]
@@ -184,10 +188,10 @@ class TrainSection(Section):
     """Rows (sequences or images) in one optimizer step, over all ranks."""
     micro_batch: int = Field(default=8, ge=1)
     """Rows in one forward pass; the rest is gradient accumulation."""
-    activation_checkpoint: Literal["none", "selective", "products", "attention", "full"] = "none"
+    activation_checkpoint: ActivationCheckpoint = "none"
     """What a layer keeps for backward: all activations; results of products and of attention, so that only the cheap
     rest is recomputed; of products alone; of attention alone; or only its input, so that it is recomputed whole."""
-    checkpoint_inputs: Literal["exact", "fp8"] = "exact"
+    checkpoint_inputs: CheckpointInputs = "exact"
     """With `activation_checkpoint = "full"`: keep each layer's input as it is, or in E4M3 with a scale for each 1x128
     tile, one byte an element. The loss stays exact; the layer is then recomputed from the rounded input, so gradients
     are approximate (about 3 % noise)."""

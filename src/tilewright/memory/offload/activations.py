@@ -21,12 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewright.core.config.recipe import Tier
+from tilewright.core.config.recipe import CheckpointInputs, Tier
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
 from tilewright.memory.offload.activation_stores import DeviceTier, DiskTier, HostTier, Key
-from tilewright.models.decoder.config import CheckpointInputs
 from tilewright.ops.kernels import Kernels
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tilewright.core.config.recipe import ActivationCheckpoint
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.models.decoder.config import ActivationCheckpoint
 from tilewright.ops.base.compile import layer_options
 from tilewright.ops.kernels import Kernels
 

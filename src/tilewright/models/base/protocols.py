@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.decoder.config import ActivationCheckpoint, CheckpointInputs
+from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
 from tilewright.ops.kernels import Kernels
 
 

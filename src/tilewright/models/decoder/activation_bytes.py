@@ -15,7 +15,8 @@ Legend in names: dim D, hidden F, heads H, experts a token K.
 
 from dataclasses import dataclass
 
-from tilewright.models.decoder.config import ActivationCheckpoint, CheckpointInputs, DecoderConfig
+from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
+from tilewright.models.decoder.config import DecoderConfig
 
 FP32 = 4
 _INT64 = 8

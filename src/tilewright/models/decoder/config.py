@@ -10,11 +10,6 @@ from typing import Any, Literal
 from tilewright.core.config.recipe import ModelSection
 from tilewright.core.errors import ConfigError, Problem
 
-ActivationCheckpoint = Literal["none", "selective", "products", "attention", "full"]
-CheckpointInputs = Literal["exact", "fp8"]
-"""none: keep all activations; selective: keep outputs of products and attention; products, attention: of one of
-them; full: recompute each layer."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
 from tilewright.models.base.checkpointing import (
     CONTEXTS,
     EXACT_INPUTS,
@@ -31,7 +32,7 @@ from tilewright.models.base.checkpointing import (
 from tilewright.models.base.head import head_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
-from tilewright.models.decoder.config import ActivationCheckpoint, CheckpointInputs, DecoderConfig
+from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
 from tilewright.models.decoder.moe import MoE

@@ -22,7 +22,7 @@ from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 from tilewright.formats.fp8_layout import CODE_DTYPE, SCALE_SUFFIX, layout_settings, to_stored
 from tilewright.models.base.protocols import FirstValues
-from tilewright.models.decoder.hf_config import read_config, read_json, to_hf_config, write_json
+from tilewright.models.decoder.hf_config import read_config, to_hf_config
 from tilewright.models.folder.fp8_weights import (
     StoredWeight,
     copy_weight,
@@ -32,6 +32,7 @@ from tilewright.models.folder.fp8_weights import (
     stored_bytes,
     warn_of_ragged,
 )
+from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.safetensors import (
     INDEX,
     SINGLE,

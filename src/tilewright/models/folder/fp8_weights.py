@@ -31,7 +31,7 @@ from tilewright.formats.fp8_layout import (
 )
 from tilewright.formats.scaling import BLOCK_TILE, Tile
 from tilewright.formats.tiled import TiledTensor
-from tilewright.models.decoder.hf_config import read_json, write_json
+from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.safetensors import INDEX, SINGLE, StoredTensor, open_file, scan_folder, summary
 
 _log = logging.getLogger(__name__)

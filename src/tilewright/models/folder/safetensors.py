@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tilewright.core.errors import CheckpointError
-from tilewright.models.decoder.hf_config import read_json
+from tilewright.models.folder.json_file import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

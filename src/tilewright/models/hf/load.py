@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from tilewright.core.errors import CheckpointError, ConfigError, HardwareError
-from tilewright.models.decoder.hf_config import read_json
 from tilewright.models.decoder.init import name_seed
 from tilewright.models.folder.fp8_weights import LazyWeight, StoredWeight, find_weights
+from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.safetensors import INDEX, SINGLE, StoredTensor, mismatch_error, open_file, scan_folder
 from tilewright.models.hf.model import HFModel, Task
 from tilewright.models.hf.rows import real_integers

@@ -20,15 +20,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats.fp8_layout import CODE_DTYPE, layout_settings
 from tilewright.models.base.checkpointing import CONTEXTS, EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode
 from tilewright.models.base.head import IGNORED_LABEL, head_loss, logits_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.base.routers import find_routers
-from tilewright.models.decoder.config import ActivationCheckpoint, CheckpointInputs
-from tilewright.models.decoder.hf_config import read_json, write_json
 from tilewright.models.folder.fp8_weights import encode_folder
+from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.safetensors import refuse_adapters
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs, Recipe
 from tilewright.core.hardware import Machine
 from tilewright.models.decoder.activation_bytes import FP32, Storage, layer_bytes, role, tile_bytes, weight_copy_bytes
-from tilewright.models.decoder.config import ActivationCheckpoint, CheckpointInputs, DecoderConfig
+from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_flops, mlp_weights
 from tilewright.ops.base.compile import compiles_layers

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tilewright.core.errors import CheckpointError
-from tilewright.models.decoder.hf_config import read_json, write_json
+from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.safetensors import mismatch_error, open_file
 from tilewright.models.hf.model import HFModel
 from tilewright.precision.lora.lora import adapted_layers, add_lora

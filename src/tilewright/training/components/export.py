@@ -15,8 +15,8 @@ from tilewright.core.units import format_bytes
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.protocols import Model
-from tilewright.models.decoder.hf_config import read_json
 from tilewright.models.folder.fp8_weights import fp8_bytes
+from tilewright.models.folder.json_file import read_json
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.model import HFModel
 from tilewright.precision.lora.peft_io import save_adapter
