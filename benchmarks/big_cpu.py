@@ -17,7 +17,7 @@ from benchmarks.common import spread, write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_parameters
-from tilewright.training.assemble import Parts, build, set_up
+from tilewright.training.assemble import Components, build, set_up
 from tilewright.training.executor.evaluate import evaluate, pooled
 
 CLAIM = (
@@ -33,7 +33,7 @@ TINY = {
 CLASSIC_BYTES = 16
 
 
-def traffic(parts: Parts) -> tuple[int, int, float]:
+def traffic(parts: Components) -> tuple[int, int, float]:
     """Bytes read from and written to the disk tier so far, and seconds that the computation stood still for it."""
     assert parts.sliced is not None
     told = [arena.traffic for arena in (parts.sliced.home.parameters, parts.sliced.home.states)]
@@ -44,7 +44,7 @@ def traffic(parts: Parts) -> tuple[int, int, float]:
     )
 
 
-def held_out(parts: Parts) -> float:
+def held_out(parts: Components) -> float:
     """Loss on the same rows of two domains."""
     some = {domain: parts.eval_batches[domain] for domain in sorted(parts.eval_batches)[:2]}
     with parts.passing():

@@ -99,7 +99,7 @@ def watched_step(regroup: Any, number: int, microbatches: Sequence[Any], lr: flo
     """A step as `training.run.Run` takes it where it watches every one, free blocks given back every ten steps.
 
     Args:
-        regroup: watches the executor, see `training.planning.replan.Regroup`.
+        regroup: watches the executor, see `training.planning.replan.AdaptiveReplanner`.
         number: of the step, counted from 1.
         microbatches: as `training.executor.standard.Executor.step` takes them.
         lr: learning rate.

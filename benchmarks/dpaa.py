@@ -19,7 +19,7 @@ from benchmarks.common import RESULTS, write_result
 from benchmarks.outliers import plant_everywhere
 from tilewright.core.config.load import load_recipe
 from tilewright.precision.controller.runtime import PrecisionController
-from tilewright.training.assemble import Parts, build, prepare_data, set_up
+from tilewright.training.assemble import Components, build, prepare_data, set_up
 from tilewright.training.executor.evaluate import evaluate, pooled
 from tilewright.training.executor.standard import count_targets
 
@@ -82,7 +82,7 @@ def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
     return found | ({"share_8bit": statistics.fmean(shares), "share_8bit_end": shares[-1]} if shares else {})
 
 
-def look(parts: Parts, control: PrecisionController, step: int, microbatches) -> None:
+def look(parts: Components, control: PrecisionController, step: int, microbatches) -> None:
     """A sample of one row, as runs from a recipe take it."""
     batch = {name: tensor[:1].to(parts.setup.device) for name, tensor in microbatches[0].items()}
     control.look(step, [lambda: (parts.model.loss(batch).loss_sum / max(count_targets([batch]), 1)).backward()])

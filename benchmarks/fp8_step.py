@@ -18,7 +18,7 @@ from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.config.recipe import ModelSection
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
-from tilewright.memory.tracking.tracker import Ledger
+from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
@@ -32,7 +32,7 @@ CLAIM = "an fp8_tile step takes at most 1.35x a bf16_mixed step on a CPU, and ke
 ROWS, SEQ, VOCAB, LAYERS = 8, 512, 8192, 4
 
 
-def make_executor(mode: str, dim: int, *, compiled: bool) -> tuple[StandardExecutor, Ledger]:
+def make_executor(mode: str, dim: int, *, compiled: bool) -> tuple[StandardExecutor, MemoryTracker]:
     """Model, precision, optimizer and executor, as a run builds them."""
     machine = detect_machine()
     kernels = Kernels(machine)
@@ -44,7 +44,7 @@ def make_executor(mode: str, dim: int, *, compiled: bool) -> tuple[StandardExecu
         model.compile_blocks()
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), lr=3e-4, kernels=kernels)
     QuantizedWeights(model, optimizer)
-    ledger = Ledger(machine.device)
+    ledger = MemoryTracker(machine.device)
     ledger.watch(model)
     return StandardExecutor(model, optimizer, clip=GradClip(1.0), device=machine.device, ledger=ledger), ledger
 

@@ -101,7 +101,7 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     """Our decoder under the recipe's formats, optimizer and executor."""
     from tilewright.core.hardware import detect_machine
     from tilewright.memory.offload.lazy_params import fill_buffers, vacate
-    from tilewright.memory.tracking.tracker import Ledger
+    from tilewright.memory.tracking.tracker import MemoryTracker
     from tilewright.models.build import build_model, init_weights
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
@@ -139,7 +139,7 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
         cut = layer_major_setup.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
         executor = layer_major_setup.make_executor(
             recipe, model, cut, optimizer,
-            clip=clip, ledger=Ledger("cpu"), kernels=kernels, weights=None, folder=folder,
+            clip=clip, ledger=MemoryTracker("cpu"), kernels=kernels, weights=None, folder=folder,
         )  # fmt: skip
         executor.ledger = None  # its phases reset the mark of the largest resident set, which the benchmark reads
     else:

@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import write_result
 from benchmarks.dpaa import look
 from tilewright.core.config.load import load_recipe
-from tilewright.training.assemble import Parts, build, set_up
+from tilewright.training.assemble import Components, build, set_up
 from tilewright.training.executor.evaluate import evaluate, pooled
 
 CLAIM = "fp8_tile with the controller: held-out loss within 0.25 % of bf16_mixed's after the same steps"
@@ -38,13 +38,13 @@ BF16_SHARE = 0.5
 """Of the time, building and compiling left out."""
 
 
-def start(mode: str, tiny: bool) -> Parts:
+def start(mode: str, tiny: bool) -> Components:
     """A run before its first step."""
     settings = SHAPE | (TINY if tiny else {}) | MODES[mode]
     return build(set_up(load_recipe("default", settings, environ={})), fresh=True)
 
 
-def one_step(parts: Parts, step: int) -> dict[str, float]:
+def one_step(parts: Components, step: int) -> dict[str, float]:
     """Train one step; what it gave."""
     microbatches = parts.stream.next_step()
     control = parts.control.control if parts.control is not None else None
@@ -91,7 +91,7 @@ def main() -> None:
     write_result("loss", CLAIM, results)
 
 
-def finish(parts: Parts, record: dict[str, Any]) -> None:
+def finish(parts: Components, record: dict[str, Any]) -> None:
     """Held-out loss in FP32, and what the controller did; the model's memory is free afterwards."""
     whole = pooled(evaluate(parts.model, parts.eval_batches, fp32=True))
     record["held_out"] = whole.loss if whole is not None else math.nan

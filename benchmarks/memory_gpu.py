@@ -27,7 +27,7 @@ from benchmarks.common import spread, write_result
 from tilewright.core.config.load import load_recipe
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_parameters
-from tilewright.training.assemble import Setup, build, set_up
+from tilewright.training.assemble import RunContext, build, set_up
 from tilewright.training.executor.standard import Batch, StepResult, count_targets, count_tokens
 
 CLAIMS = {
@@ -55,7 +55,7 @@ TINY = {
 }  # fmt: skip
 
 
-def setup_of(recipe: str, settings: dict[str, str], tiny: bool) -> Setup:
+def setup_of(recipe: str, settings: dict[str, str], tiny: bool) -> RunContext:
     """Machine, data and plan; a plan that says "does not fit" is told and not obeyed."""
     settings = {**settings, "plan.enforce": "false", "optim.warmup_steps": "2"} | (TINY if tiny else {})
     return set_up(load_recipe(recipe, settings, environ={}))

@@ -40,7 +40,7 @@ import torch
 
 from benchmarks.common import RESULTS, machine_kind, spread, watched_step, write_result
 from tilewright.core.env import tune_cpu_runtime
-from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 
 CLAIM = (
     "at equal peak the planned step is never slower than torch's memory budget, full checkpointing and every k-th "
@@ -93,9 +93,9 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
     parts = build(ready, fresh=True)
     if "every" in setting:
         number = int(given["model.num_layers"])
-        recomputed = LayerPlacement(activations="recompute")
-        layers = [recomputed if i % setting["every"] == 0 else LayerPlacement() for i in range(number)]
-        parts.executor.place(Placement(layers=tuple(layers)))
+        recomputed = LayerMemory(activations="recompute")
+        layers = [recomputed if i % setting["every"] == 0 else LayerMemory() for i in range(number)]
+        parts.executor.place(MemoryPlan(layers=tuple(layers)))
     regroup = regroup_for(ready, parts, Telling()) if given["memory.plan"] else None
     if regroup is None:
         parts.executor.ledger = None  # its phases reset the system's mark of the largest resident set

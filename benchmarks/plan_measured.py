@@ -49,10 +49,10 @@ from benchmarks.plan_accuracy import LLAMA
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.hardware import detect_machine
-from tilewright.core.memory_plan import Placement
-from tilewright.planner.cost.choices import Setting
+from tilewright.core.memory_plan import MemoryPlan
+from tilewright.planner.cost.choices import GlobalConfig
 from tilewright.planner.machine import ceilings
-from tilewright.training.assemble import Parts, Setup, build, set_up
+from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.planning.resolve import plan_run
@@ -136,14 +136,14 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
     answer(found)
 
 
-def step_s(setup: Setup, placement: Placement | None, rates: ceilings.Ceilings) -> float:
+def step_s(setup: RunContext, placement: MemoryPlan | None, rates: ceilings.Ceilings) -> float:
     """Seconds of a step that the planner says, with these rates; of another placement than the run began with."""
     site = replace(setup.planned.site, rates=rates)
     if setup.planned.decided is None and placement is None:
         return plan_run(setup.planned.loaded, site).plan.step_s
     where = placement or setup.planned.placement
     assert where is not None
-    return site.planner(setup.recipe).priced(Setting.of(setup.recipe), where, site.budget(setup.recipe)).step_s
+    return site.planner(setup.recipe).priced(GlobalConfig.of(setup.recipe), where, site.budget(setup.recipe)).step_s
 
 
 def answer(found: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def answer(found: dict[str, Any]) -> None:
     print(json.dumps(found), flush=True)
 
 
-def beyond_steps(setup: Setup, parts: Parts) -> dict[str, dict[str, int]]:
+def beyond_steps(setup: RunContext, parts: Components) -> dict[str, dict[str, int]]:
     """Bytes by owner while a run evaluates, and while it writes a checkpoint and goes on."""
     recipe, found = setup.recipe, {}
     with parts.passing():

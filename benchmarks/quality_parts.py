@@ -18,7 +18,7 @@ from benchmarks.common import RESULTS, machine_kind
 from tilewright.core.config.load import load_recipe
 from tilewright.precision.convert import evaluating, set_mode
 from tilewright.precision.policy.policy import Policy, Rule
-from tilewright.training.assemble import Parts, build, prepare_data, set_up
+from tilewright.training.assemble import Components, build, prepare_data, set_up
 
 STEPS = 300
 RUNS = RESULTS / "quality_parts.jsonl"
@@ -59,7 +59,7 @@ def run(part: str, seed: int) -> dict[str, float | str]:
 
 
 @torch.no_grad()
-def _held_out(parts: Parts) -> float:
+def _held_out(parts: Components) -> float:
     batches = [batch for of_domain in parts.eval_batches.values() for batch in of_domain]
     with evaluating(parts.model):
         total = sum(float(parts.model.loss(batch).loss_sum) for batch in batches)

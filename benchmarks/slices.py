@@ -87,7 +87,7 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     from tilewright.core.hardware import detect_machine
     from tilewright.memory.offload.lazy_params import fill_buffers, vacate
     from tilewright.memory.tiled_mlp import tile_mlps
-    from tilewright.memory.tracking.tracker import Ledger
+    from tilewright.memory.tracking.tracker import MemoryTracker
     from tilewright.models.build import build_model
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
@@ -117,7 +117,7 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     )  # fmt: skip
     cut = layer_major_setup.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
     return layer_major_setup.make_executor(
-        recipe, model, cut, optimizer, clip=GradClip(optim.clip_norm), ledger=Ledger("cpu"), kernels=kernels,
+        recipe, model, cut, optimizer, clip=GradClip(optim.clip_norm), ledger=MemoryTracker("cpu"), kernels=kernels,
         weights=None, folder=folder,
     )  # fmt: skip
 

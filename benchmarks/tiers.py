@@ -21,7 +21,7 @@ from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.hardware import detect_machine
 from tilewright.memory.offload.bandwidth import measure_link
 from tilewright.memory.offload.layout import vacant
-from tilewright.memory.offload.pool import Arena
+from tilewright.memory.offload.pool import OffloadPool
 
 CLAIM = "Slices come and go beside the computation: what a tier costs is what its link cannot do in that time."
 ROUNDS = 3
@@ -57,7 +57,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run_pass(arena: Arena | None, num_slices: int, work: Work, ahead: bool) -> tuple[float, float]:
+def run_pass(arena: OffloadPool | None, num_slices: int, work: Work, ahead: bool) -> tuple[float, float]:
     """Wall time, and the part of it spent waiting, of computing on each slice there and back, as a step does."""
     order = [*range(num_slices), *reversed(range(num_slices))]
     waited = arena.traffic.wait_s if arena is not None else 0.0
@@ -88,7 +88,7 @@ def measure_tier(tier: str, device: torch.device, folder: Path, args: argparse.N
     work = Work(device, args.compute_s)
     found["compute_s_a_slice"] = work.seconds()
     # Double buffering itself is the same in both, so that only the order of calls differs.
-    with Arena(tier, device, folder=folder, prefetch=1) as arena:
+    with OffloadPool(tier, device, folder=folder, prefetch=1) as arena:
         for index in range(args.slices):
             tensors = {"w": vacant((slice_bytes,), torch.uint8, device)}
             arena.add(index, tensors, fill=lambda given: given["w"].zero_())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.core.errors import FitError
-from tilewright.core.mip import Column, Row, minimise
+from tilewright.core.mip import Column, LinearRow, minimise
 
 SMALL = st.integers(-5, 5)
 
@@ -24,7 +24,7 @@ def programs(draw):
     for _ in range(draw(st.integers(0, 3))):
         entries = dict(enumerate(draw(st.lists(SMALL, min_size=len(columns), max_size=len(columns)))))
         lower = draw(st.one_of(st.just(-math.inf), st.integers(-10, 10)))
-        rows.append(Row(entries, lower, draw(st.one_of(st.just(math.inf), st.integers(-10, 10)))))
+        rows.append(LinearRow(entries, lower, draw(st.one_of(st.just(math.inf), st.integers(-10, 10)))))
     return columns, rows
 
 
@@ -49,7 +49,7 @@ def market_split(size):
     """Few equations over many zeros and ones: known to be out of a solver's reach at 40 and more."""
     draw = random.Random(0)
     values = [[draw.randrange(100) for _ in range(size)] for _ in range(5)]
-    rows = [Row(dict(enumerate(row)), sum(row) // 2, sum(row) // 2) for row in values]
+    rows = [LinearRow(dict(enumerate(row)), sum(row) // 2, sum(row) // 2) for row in values]
     return [Column(whole=True, upper=1) for _ in range(size)], rows
 
 
@@ -62,7 +62,7 @@ def test_an_answer_in_time_says_how_far_it_may_be_from_the_best():
     size = 60
     weights = [(i * 7919) % 997 + 1000 for i in range(size)]
     columns = [Column(-(weight + i * 31 % 17), upper=1, whole=True) for i, weight in enumerate(weights)]
-    knapsacks = [Row({i: weights[(i * k) % size] for i in range(size)}, upper=20000) for k in (1, 7, 11, 13)]
+    knapsacks = [LinearRow({i: weights[(i * k) % size] for i in range(size)}, upper=20000) for k in (1, 7, 11, 13)]
     found = minimise(columns, knapsacks, gap=0.0, patience_s=0.3)
     assert found is not None
     assert found.gap > 0

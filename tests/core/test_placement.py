@@ -2,14 +2,14 @@
 
 import pytest
 
-from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 
 
 def test_uniform_says_the_same_of_all_layers():
-    placement = Placement.uniform(
+    placement = MemoryPlan.uniform(
         4, parameters="host", states="disk", inputs="host", activations="recompute", mlp_tiles=2, attention_block=8
     )
-    layer = LayerPlacement(
+    layer = LayerMemory(
         parameters="host", states="disk", inputs="host", activations="recompute", mlp_tiles=2, attention_block=8
     )
     assert placement.layers == (layer,) * 4
@@ -19,7 +19,7 @@ def test_uniform_says_the_same_of_all_layers():
 
 
 def test_uniform_without_words_is_the_default():
-    assert Placement.uniform(2) == Placement(layers=(LayerPlacement(), LayerPlacement()))
+    assert MemoryPlan.uniform(2) == MemoryPlan(layers=(LayerMemory(), LayerMemory()))
 
 
 WRONG = [
@@ -35,4 +35,4 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG)
 def test_words_that_mean_nothing(wrong):
     with pytest.raises(ValueError, match=r"a tier is|activations are|need mlp_tiles"):
-        LayerPlacement(**wrong)
+        LayerMemory(**wrong)

@@ -5,17 +5,17 @@ import torch
 
 from tests.training.test_regroup import looked_at
 from tilewright.core.hardware import detect_machine
-from tilewright.core.memory_plan import Placement
+from tilewright.core.memory_plan import MemoryPlan
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.training.executor.activation_policy import ModelPlaces
+from tilewright.training.executor.activation_policy import ActivationPolicy
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.planning.describe import words
-from tilewright.training.planning.replan import Regroup
+from tilewright.training.planning.replan import AdaptiveReplanner
 
 pytestmark = pytest.mark.gpu
 SHAPE = DecoderConfig.of(vocab_size=512, dim=512, num_heads=8, num_layers=8, ffn_dim=1536)
@@ -35,7 +35,7 @@ def make():
     model = Decoder(SHAPE, Kernels(detect_machine("cuda"), compile=False))
     init_weights(model, 0)
     model.to("cuda").train()
-    places = ModelPlaces(model, Placement.uniform(SHAPE.num_layers))
+    places = ActivationPolicy(model, MemoryPlan.uniform(SHAPE.num_layers))
     return StandardExecutor(model, DeepSeekAdam(model.parameters()), clip=GradClip(1.0), device="cuda", places=places)
 
 
@@ -53,7 +53,7 @@ def test_the_step_is_computed_again_with_less_kept():
     del plain
     torch.cuda.empty_cache()
     executor, events = make(), []
-    regroup = Regroup(
+    regroup = AdaptiveReplanner(
         executor, lambda: None, budget=lambda: float("inf"), peaks=dict,
         tell=lambda step, text, **numbers: events.append((step, numbers["trigger"])),
     )  # fmt: skip
@@ -64,5 +64,5 @@ def test_the_step_is_computed_again_with_less_kept():
     losses += [looked_at(regroup, 2 + seed, batch(1 + seed), 1e-3).loss for seed in range(2)]
     assert events
     assert {trigger for _, trigger in events} == {"out_of_memory"}
-    assert words(executor.placement) != words(Placement.uniform(SHAPE.num_layers))
+    assert words(executor.placement) != words(MemoryPlan.uniform(SHAPE.num_layers))
     assert losses == pytest.approx(expected, rel=1e-4)

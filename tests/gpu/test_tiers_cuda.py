@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tilewright.memory.layer_major.rollback import Journal
+from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.pinned import pinned_empty, unpin
-from tilewright.memory.offload.pool import Arena
-from tilewright.models.layerwise.view import Slice
+from tilewright.memory.offload.pool import OffloadPool
+from tilewright.models.layerwise.view import LayerGroup
 
 pytestmark = pytest.mark.gpu
 SIZE = 4 * 2**20
@@ -26,7 +26,7 @@ def _cuda():
 
 
 def make_arena(tier, folder, prefetch=1, num_slices=6):
-    arena = Arena(tier, "cuda", folder=folder, prefetch=prefetch)
+    arena = OffloadPool(tier, "cuda", folder=folder, prefetch=prefetch)
     slices = {i: {"w": nn.Parameter(torch.full((SIZE + i,), float(i), device="cuda"))} for i in range(num_slices)}
     for key, tensors in slices.items():
         arena.add(key, tensors)
@@ -97,7 +97,7 @@ class TestArena:
             for tensor in tensors.values():
                 tensor.fill_(7)
 
-        arena = Arena(tier, "cuda", folder=tmp_path)
+        arena = OffloadPool(tier, "cuda", folder=tmp_path)
         tensors = {name: nn.Parameter(vacant((1000, 3), torch.bfloat16, "cuda")) for name in ("here", "away")}
         arena.add("resident", {"here": tensors["here"]}, fill=fill, resident=True)
         arena.add("moving", {"away": tensors["away"]}, fill=fill)
@@ -112,7 +112,7 @@ class TestArena:
 def test_slices_move_between_all_tiers_while_the_device_computes(tmp_path):
     """Right after a change that the device is still at, a slice goes to another tier; its bytes are those changed."""
     draw, tiers = random.Random(0), ("device", "host", "disk")
-    arena = Arena("device", "cuda", folder=tmp_path, prefetch=1)
+    arena = OffloadPool("device", "cuda", folder=tmp_path, prefetch=1)
     slices = {i: {"w": nn.Parameter(torch.full((SIZE + i,), float(i), device="cuda"))} for i in range(5)}
     expected = [float(key) for key in slices]
     for key, tensors in slices.items():
@@ -162,13 +162,13 @@ def test_journal_takes_a_step_back(kept_in, tmp_path):
         def fetch(self, part, *, states=False): ...
         def release(self, part, *, changed): ...
 
-    journal = Journal(kept_in, "cuda", folder=tmp_path)
+    journal = RollbackBuffer(kept_in, "cuda", folder=tmp_path)
     params = [nn.Parameter(torch.full((SIZE + i,), float(i), device="cuda")) for i in range(5)]
     for _ in range(2):
         journal.begin()
         for index, param in enumerate(params):
             keep_busy()
-            journal.keep(Slice(f"layers.{index}", range(0), (param,), ()), [param])
+            journal.keep(LayerGroup(f"layers.{index}", range(0), (param,), ()), [param])
             with torch.no_grad():
                 param.add_(100)
         journal.rollback(Here())

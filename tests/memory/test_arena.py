@@ -15,7 +15,7 @@ from torch import nn
 
 from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.memory.offload.layout import Layout, vacant
-from tilewright.memory.offload.pool import Arena
+from tilewright.memory.offload.pool import OffloadPool
 
 TIERS = ("device", "host", "disk")
 MIB = 2**20
@@ -41,7 +41,7 @@ def copies(slices):
 
 
 def make_arena(tier, tmp_path, slices, prefetch=1):
-    arena = Arena(tier, "cpu", folder=tmp_path / "tier", prefetch=prefetch)
+    arena = OffloadPool(tier, "cpu", folder=tmp_path / "tier", prefetch=prefetch)
     for key, tensors in slices.items():
         arena.add(key, tensors)
     arena.seal()
@@ -129,11 +129,11 @@ class TestValues:
         """A head tied to the embedding: neither may take it away from the other."""
         tied = nn.Parameter(torch.randn(6, 4))
         value = tied.detach().clone()
-        with Arena(tier, "cpu", folder=tmp_path) as arena:
+        with OffloadPool(tier, "cpu", folder=tmp_path) as arena:
             arena.add("embed", {"embed.weight": tied})
             with pytest.raises(AssertionError, match="in slices 'embed' and 'head'"):
                 arena.add("head", {"head.weight": tied, "norm": torch.ones(3)})
-        with Arena(tier, "cpu", folder=tmp_path) as arena:
+        with OffloadPool(tier, "cpu", folder=tmp_path) as arena:
             arena.add("shared", {"embed.weight": tied}, resident=True)
             arena.add("head", {"norm": torch.ones(3)})
             arena.seal()
@@ -240,7 +240,7 @@ class TestAwayFromTheDevice:
                 assert tensor.device.type == "cpu"
                 tensor.fill_(len(name) + len(calls))
 
-        with Arena(tier, "cpu", folder=tmp_path) as arena:
+        with OffloadPool(tier, "cpu", folder=tmp_path) as arena:
             for key, tensors in slices.items():
                 arena.add(key, tensors, fill=fill, resident=key == 1)
             arena.seal()
@@ -258,11 +258,11 @@ def test_slices_without_tensors_and_arenas_without_slices(tmp_path):
 
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="folder"):
-        Arena("disk", "cpu")
+        OffloadPool("disk", "cpu")
     with pytest.raises(ValueError, match="prefetch"):
-        Arena("host", "cpu", prefetch=-1)
+        OffloadPool("host", "cpu", prefetch=-1)
     with pytest.raises(AssertionError, match="contiguous"):
-        Arena("host", "cpu").add(0, {"w": torch.ones(3, 4).T})
+        OffloadPool("host", "cpu").add(0, {"w": torch.ones(3, 4).T})
 
 
 @contextmanager
@@ -346,8 +346,8 @@ class TestDisk:
     def test_kill_leaves_nothing(self, tmp_path):
         code = f"""
 import os, signal, torch
-from tilewright.memory.offload.pool import Arena
-arena = Arena("disk", "cpu", folder={str(tmp_path)!r})
+from tilewright.memory.offload.pool import OffloadPool
+arena = OffloadPool("disk", "cpu", folder={str(tmp_path)!r})
 arena.add(0, {{"w": torch.ones({MIB})}})
 arena.seal()
 arena.fetch(0)

@@ -12,14 +12,14 @@ import torch
 from tests.memory.test_arena import assert_equal, copies, file_of, largest_file, make_slices
 from tilewright.core.errors import FitError, HardwareError
 from tilewright.memory.offload.layout import Layout
-from tilewright.memory.offload.pool import Arena
+from tilewright.memory.offload.pool import OffloadPool
 
 TIERS = ("device", "host", "disk")
 MIB = 2**20
 
 
 def mixed(tmp_path, slices, tiers, prefetch=1):
-    arena = Arena("device", "cpu", folder=tmp_path / "tier", prefetch=prefetch)
+    arena = OffloadPool("device", "cpu", folder=tmp_path / "tier", prefetch=prefetch)
     for (key, tensors), tier in zip(slices.items(), tiers, strict=True):
         arena.add(key, tensors, tier=tier)
     arena.seal()
@@ -147,7 +147,7 @@ def test_a_device_without_memory_leaves_the_slice_where_it_is(tmp_path, monkeypa
 
 def test_misuse_is_a_bug(tmp_path):
     slices = make_slices(3)
-    with Arena("host", "cpu") as arena:
+    with OffloadPool("host", "cpu") as arena:
         with pytest.raises(ValueError, match="folder"):
             arena.add(0, slices[0], tier="disk")
         arena.add(0, slices[0])

@@ -12,15 +12,15 @@ from tilewright.core.errors import ConfigError, FitError, HardwareError
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.memory.offload.activation_stores import HostTier
-from tilewright.memory.offload.activations import InputStore
+from tilewright.memory.offload.activation_stores import HostActivations
+from tilewright.memory.offload.activations import ActivationStore
 from tilewright.ops.kernels import Kernels
 
 TIERS = ("device", "host", "disk")
 
 
 def make_store(tier, tmp_path, kind="exact"):
-    return InputStore(tier, "cpu", kind, kernels=Kernels.default(), folder=tmp_path)
+    return ActivationStore(tier, "cpu", kind, kernels=Kernels.default(), folder=tmp_path)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -142,12 +142,12 @@ class TestBadDisk:
     def test_a_folder_that_cannot_be_made(self, tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError) as caught:
-            InputStore("disk", "cpu", folder=tmp_path / "file")
+            ActivationStore("disk", "cpu", folder=tmp_path / "file")
         assert str(tmp_path / "file") in str(caught.value)
 
 
 def test_each_layer_in_its_own_tier_and_another_one_later(tmp_path):
-    store = InputStore({0: "disk", 2: "host"}, "cpu", folder=tmp_path)
+    store = ActivationStore({0: "disk", 2: "host"}, "cpu", folder=tmp_path)
     x = torch.arange(6.0)
     first, later = ["disk", "device", "host"], ["device", "host", "disk"]
     for tiers in (first, later, first):
@@ -171,14 +171,14 @@ def test_each_layer_in_its_own_tier_and_another_one_later(tmp_path):
 
 def test_a_folder_that_cannot_be_written_leaves_the_tiers_as_they_were(tmp_path):
     (tmp_path / "file").write_text("")
-    store = InputStore("host", "cpu", folder=tmp_path / "file")
+    store = ActivationStore("host", "cpu", folder=tmp_path / "file")
     with pytest.raises(ConfigError):
         store.place({0: "disk"})
     assert store.tier_of(0) == "host"
     store.put(0, 0, torch.ones(3))
     assert store.num_bytes == {"host": 12}
     with pytest.raises(ValueError, match="folder"):
-        InputStore("host", "cpu").place("disk")
+        ActivationStore("host", "cpu").place("disk")
 
 
 def test_what_could_not_be_put_is_not_there(tmp_path, monkeypatch):
@@ -197,7 +197,7 @@ def test_what_could_not_be_put_is_not_there(tmp_path, monkeypatch):
 
 
 def test_layers_that_leave_the_disk_give_their_room_back(tmp_path):
-    store = InputStore("disk", "cpu", folder=tmp_path)
+    store = ActivationStore("disk", "cpu", folder=tmp_path)
     for layer in range(3):
         store.put(layer, 0, torch.zeros(100))
     file = store._keepers["disk"].store
@@ -221,7 +221,7 @@ def test_host_memory_of_a_gpu(monkeypatch):
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    tier = HostTier(torch.device("cpu"))
+    tier = HostActivations(torch.device("cpu"))
     for size in (300, 200, 500):
         for key in ((0, 0), (0, 1), (1, 0)):
             codes, scales = torch.full((size, 3), sum(key) + size).to(torch.uint8), torch.randn(size)

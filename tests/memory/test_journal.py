@@ -6,9 +6,9 @@ from torch import nn
 
 from tests.memory.test_arena import largest_file
 from tilewright.core.errors import FitError, HardwareError
-from tilewright.memory.layer_major.rollback import Journal
-from tilewright.memory.offload.pool import Arena
-from tilewright.models.layerwise.view import Slice
+from tilewright.memory.layer_major.rollback import RollbackBuffer
+from tilewright.memory.offload.pool import OffloadPool
+from tilewright.models.layerwise.view import LayerGroup
 
 MIB = 2**20
 
@@ -31,10 +31,10 @@ class ArenaResidence:
 
 def make(tier, tmp_path, num_slices=4, size=1000):
     """Slices of uneven size with a state each, in an arena, and their first values."""
-    parts, states, arena = [], [], Arena(tier, "cpu", folder=tmp_path)
+    parts, states, arena = [], [], OffloadPool(tier, "cpu", folder=tmp_path)
     for i in range(num_slices):
         param = nn.Parameter(torch.randn(size + 10 * i, generator=torch.Generator().manual_seed(i)).bfloat16())
-        parts.append(Slice(f"layers.{i}", range(i, i + 1), (param,), ()))
+        parts.append(LayerGroup(f"layers.{i}", range(i, i + 1), (param,), ()))
         states.append(torch.randint(0, 255, (5 + i,), dtype=torch.uint8))
         arena.add(parts[i].name, {"w": param, "state": states[i]})
     arena.seal()
@@ -62,7 +62,7 @@ def assert_values(residence, parts, expected):
 @pytest.mark.parametrize("kept_in", ["host", "disk"])
 def test_steps_committed_and_taken_back(kept_in, tier, tmp_path):
     parts, states, residence, expected = make(tier, tmp_path)
-    journal = Journal(kept_in, "cpu", folder=tmp_path)
+    journal = RollbackBuffer(kept_in, "cpu", folder=tmp_path)
     for step, (good, reached) in enumerate([(True, 4), (False, 3), (False, 0), (True, 4), (False, 1), (False, 4)]):
         journal.begin()
         for part, state in list(zip(parts, states, strict=True))[:reached]:
@@ -83,7 +83,7 @@ def test_steps_committed_and_taken_back(kept_in, tier, tmp_path):
 
 def test_a_slice_is_kept_once_a_step(tmp_path):
     parts, states, residence, _ = make("device", tmp_path)
-    journal = Journal("host", "cpu")
+    journal = RollbackBuffer("host", "cpu")
     journal.begin()
     change(journal, residence, parts[0], states[0], 1)
     with pytest.raises(AssertionError, match=r"layers\.0 is kept already"):
@@ -95,12 +95,12 @@ def test_a_slice_is_kept_once_a_step(tmp_path):
 
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="folder"):
-        Journal("disk", "cpu")
+        RollbackBuffer("disk", "cpu")
 
 
 def test_disk_is_full(tmp_path):
     parts, states, residence, expected = make("device", tmp_path, size=4 * MIB)
-    journal = Journal("disk", "cpu", folder=tmp_path)
+    journal = RollbackBuffer("disk", "cpu", folder=tmp_path)
     journal.begin()
     with largest_file(MIB), pytest.raises(FitError, match="disk tier is full"):
         change(journal, residence, parts[0], states[0], 1)
@@ -110,7 +110,7 @@ def test_disk_is_full(tmp_path):
 
 def test_disk_fails_in_a_later_step(tmp_path):
     parts, states, residence, _ = make("device", tmp_path, size=MIB)
-    journal = Journal("disk", "cpu", folder=tmp_path)
+    journal = RollbackBuffer("disk", "cpu", folder=tmp_path)
     for limit in (16 * MIB, MIB):
         journal.begin()
         with largest_file(limit):
@@ -127,7 +127,7 @@ def test_disk_fails_in_a_later_step(tmp_path):
 
 def test_large_slices_share_two_buffers(tmp_path):
     parts, states, residence, expected = make("disk", tmp_path, num_slices=6, size=MIB)
-    journal = Journal("disk", "cpu", folder=tmp_path)
+    journal = RollbackBuffer("disk", "cpu", folder=tmp_path)
     journal.begin()
     for part, state in zip(parts, states, strict=True):
         change(journal, residence, part, state, 3)

@@ -10,7 +10,7 @@ from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.errors import CheckpointError
 from tilewright.memory.offload.layout import vacant
 from tilewright.memory.offload.lazy_params import fill_buffers, lent_values, vacate
-from tilewright.memory.offload.pool import Arena
+from tilewright.memory.offload.pool import OffloadPool
 from tilewright.memory.tracking.process_memory import Sampler
 from tilewright.models.build import init_weights
 from tilewright.models.decoder import init
@@ -54,7 +54,7 @@ def fill_lazily(model, values, tier, folder, num_slices=4):
     fill_buffers(model, values)
     named = list(model.named_parameters())
     params = dict(named)
-    with Arena(tier, "cpu", folder=folder) as arena:
+    with OffloadPool(tier, "cpu", folder=folder) as arena:
         for index in range(num_slices):
             arena.add(index, dict(named[index::num_slices]), fill=values)
         arena.seal()
@@ -271,7 +271,7 @@ def test_model_is_never_in_memory_twice(tier, tmp_path):
 
     vacate(model, "cpu")
     start = sampler.live_and_kept()[0]
-    with Arena(tier, "cpu", folder=tmp_path) as arena:
+    with OffloadPool(tier, "cpu", folder=tmp_path) as arena:
         for index, block in enumerate(model.blocks):
             arena.add(index, {f"model.layers.{index}.{n}": p for n, p in block.named_parameters()}, fill=watched)
         arena.seal()

@@ -11,7 +11,7 @@ from torch import nn
 
 from tilewright.memory.tracking.process_memory import HighWaterMark, Sampler
 from tilewright.memory.tracking.tensor_bytes import owner_bytes
-from tilewright.memory.tracking.tracker import OWNERS, Ledger
+from tilewright.memory.tracking.tracker import OWNERS, MemoryTracker
 
 MIB = 2**20
 
@@ -66,7 +66,7 @@ def ledger(request, monkeypatch):
         monkeypatch.setattr(HighWaterMark, "why_not", staticmethod(lambda: "test"))
     elif (reason := HighWaterMark.why_not()) is not None:
         pytest.skip(reason)
-    ledger = Ledger("cpu")
+    ledger = MemoryTracker("cpu")
     assert ledger.method == request.param
     yield ledger
     ledger.close()
@@ -218,8 +218,8 @@ class TestLedger:
 
 PHASE_COST = """
 import time
-from tilewright.memory.tracking.tracker import Ledger
-ledger, times = Ledger("cpu"), []
+from tilewright.memory.tracking.tracker import MemoryTracker
+ledger, times = MemoryTracker("cpu"), []
 for _ in range(200):
     start = time.thread_time()
     with ledger.phase("forward"):
@@ -248,7 +248,7 @@ def test_sampler_sees_a_peak_between_two_readings():
 
 
 def test_peaks_are_taken_step_by_step_and_the_window_goes_on():
-    ledger = Ledger("cpu")
+    ledger = MemoryTracker("cpu")
     with ledger.phase("forward"):
         big = torch.ones(64 * 2**20, dtype=torch.uint8)
     first = ledger.take_peaks()

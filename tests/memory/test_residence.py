@@ -5,7 +5,7 @@ import torch
 
 from tests.models.shapes import KERNELS
 from tilewright.memory.offload.lazy_params import fill_buffers, vacate
-from tilewright.memory.offload.param_store import Tiers
+from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
@@ -65,7 +65,7 @@ def test_updates_equal_those_in_memory(parameters, states, tied, moments, master
     fill_buffers(model, values)
     optimizer = DeepSeekAdam(model.parameters(), lr=0.01, moments=moments, master=master, kernels=KERNELS)
     slices = find_slices(model, model, group=2)
-    home = Tiers(
+    home = ParamOffloader(
         model, slices, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path, values=values
     )  # fmt: skip
     assert len(slices.shared.params) == tied
@@ -99,7 +99,7 @@ def test_forward_passes_bring_no_states(tmp_path):
     init_weights(model, 0)
     optimizer = DeepSeekAdam(model.parameters(), kernels=KERNELS)
     slices = find_slices(model, model)
-    home = Tiers(model, slices, optimizer, "cpu", parameters="host", states="disk", folder=tmp_path)
+    home = ParamOffloader(model, slices, optimizer, "cpu", parameters="host", states="disk", folder=tmp_path)
     for part in slices:
         home.fetch(part)
         home.prefetch(part)
@@ -116,7 +116,7 @@ def test_frozen_parameters_have_no_states_and_are_not_written_back(tmp_path):
         param.requires_grad_(False)
     optimizer = DeepSeekAdam([p for p in model.parameters() if p.requires_grad], kernels=KERNELS)
     slices = find_slices(model, model)
-    home = Tiers(model, slices, optimizer, "cpu", parameters="disk", states="disk", folder=tmp_path)
+    home = ParamOffloader(model, slices, optimizer, "cpu", parameters="disk", states="disk", folder=tmp_path)
     part = slices.groups[0]
     home.fetch(part, states=True)
     home.release(part, changed=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewright.memory.offload import pool as arena_module
-from tilewright.memory.offload.pool import Arena
+from tilewright.memory.offload.pool import OffloadPool
 from tilewright.memory.offload.transfer import CudaTransfer
 
 
@@ -47,7 +47,7 @@ def log(monkeypatch):
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_bytes_go_both_ways(tier, log, tmp_path):
     draw, expected = random.Random(0), [float(i) for i in range(4)]
-    with Arena(tier, "cpu", folder=tmp_path) as arena:
+    with OffloadPool(tier, "cpu", folder=tmp_path) as arena:
         for i in range(4):
             arena.add(i, {"w": torch.full((100 + i,), float(i))})
         arena.seal()
@@ -68,7 +68,7 @@ def test_bytes_go_both_ways(tier, log, tmp_path):
 
 
 def test_copies_wait_for_the_computation(log, tmp_path):
-    with Arena("host", "cpu", prefetch=0) as arena:
+    with OffloadPool("host", "cpu", prefetch=0) as arena:
         for i in range(2):
             arena.add(i, {"w": torch.zeros(10)})
         arena.seal()

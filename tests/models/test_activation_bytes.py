@@ -25,7 +25,7 @@ from tilewright.ops.backends.cpu import attention as amx_attention
 from tilewright.ops.backends.native.wide import widens
 from tilewright.ops.base.dispatch import Case
 from tilewright.precision.convert import convert
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 from tilewright.precision.policy.policy import Policy, Rule
@@ -88,7 +88,7 @@ def unpadded_experts(monkeypatch):
 
 def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bool) -> int:
     config = SHAPES[name]
-    layers = {role(fqn): module for fqn, module in block.named_modules() if isinstance(module, TileLinear)}
+    layers = {role(fqn): module for fqn, module in block.named_modules() if isinstance(module, Float8Linear)}
     tiled = {name: layer.gemms for name, layer in layers.items()}
     experts = {name for name in layers if name.startswith("experts.")}  # run as one operation, which keeps codes
     codes = {name for name in tiled if tiled[name].wgrad in FP8_FORMATS and (policy != "fp8_value" or name in experts)}
@@ -132,7 +132,7 @@ def test_compiled_layer(name, mode, policy):
     model, block, layer, args = make_block(name, mode, policy)
     model.compile_blocks()
     keep: dict[int, tuple[int, torch.Tensor]] = {}
-    switches = [t for m in block.modules() if isinstance(m, TileLinear) for t in (m.formats, m.counts)]
+    switches = [t for m in block.modules() if isinstance(m, Float8Linear) for t in (m.formats, m.counts)]
     foreign = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *args[1:3], *switches)}
 
     def pack(tensor):

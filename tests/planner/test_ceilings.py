@@ -114,13 +114,13 @@ def test_cache_that_cannot_be_written_is_said_and_does_not_stop(machine, tmp_pat
 
 
 def test_a_busy_machine_is_told(machine, tmp_path, monkeypatch):
-    monkeypatch.setattr(microbench.Probe, "busy", lambda self: 2.5)
+    monkeypatch.setattr(microbench.RateProbe, "busy", lambda self: 2.5)
     timed = microbench.Timed(width=512, few=1, few_s=1.0, many=2, many_s=1.5)
-    monkeypatch.setattr(microbench.Probe, "matmul", lambda self, dtype: {512: timed})
+    monkeypatch.setattr(microbench.RateProbe, "matmul", lambda self, dtype: {512: timed})
     for name in ("attention", "loss", "elementwise", "adam"):
-        monkeypatch.setattr(microbench.Probe, name, lambda self, *a: 1.0)
+        monkeypatch.setattr(microbench.RateProbe, name, lambda self, *a: 1.0)
     for name in ("bandwidth", "exp", "low_bit_adam"):
-        monkeypatch.setattr(microbench.Probe, name, lambda self: 1.0)
+        monkeypatch.setattr(microbench.RateProbe, name, lambda self: 1.0)
     lines = []
     measure(machine, tmp_path, progress=lines.append)
     assert "2.5x" in lines[-1]

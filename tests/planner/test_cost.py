@@ -12,7 +12,7 @@ import torch
 from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
 from tilewright.core.config.edit import changed
 from tilewright.memory.tracking.tensor_bytes import owner_bytes
-from tilewright.memory.tracking.tracker import Ledger
+from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
@@ -109,7 +109,7 @@ def test_adapters_alone_have_gradients_and_states():
 def measured_activations(recipe, vocab_size=512) -> int:
     """Live bytes that a second forward pass leaves."""
     gc.collect()  # garbage of other tests must not go while bytes are counted
-    model, batch, ledger = real_model(recipe, vocab_size), make_batch(recipe, vocab_size), Ledger("cpu")
+    model, batch, ledger = real_model(recipe, vocab_size), make_batch(recipe, vocab_size), MemoryTracker("cpu")
     QuantizedWeights(model, torch.optim.SGD(model.parameters()))
     for _ in range(2):
         with ledger.phase("forward"):

@@ -8,9 +8,9 @@ from tests.planner.test_cost import MACHINE, fixes_of, make_batch, plan_of, real
 from tilewright.core.config.load import load_recipe
 from tilewright.memory.layer_major.passes import LayerMajor
 from tilewright.memory.layer_major.replay import Replay
-from tilewright.memory.offload.activations import InputStore
-from tilewright.memory.offload.param_store import Tiers
-from tilewright.memory.tracking.tracker import Ledger
+from tilewright.memory.offload.activations import ActivationStore
+from tilewright.memory.offload.param_store import ParamOffloader
+from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.layerwise.hf_view import layered
 from tilewright.models.layerwise.view import find_slices
 from tilewright.ops.kernels import Kernels
@@ -46,7 +46,7 @@ def test_bytes_on_the_device_are_those_of_real_tiers(parameters, states, group, 
     memory = {"parameters": parameters, "states": states, "group": group}
     recipe = layer_major_recipe(tied, memory=memory)
     model, optimizer, _, slices = parts_of(recipe)
-    home = Tiers(model, slices, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path)
+    home = ParamOffloader(model, slices, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path)
     update = plan_of(recipe).phases["update"]
     for owner, arena in (("parameters", home.parameters), ("optimizer", home.states)):
         found = arena.num_bytes
@@ -64,9 +64,9 @@ def test_layer_inputs_are_those_of_a_real_forward_pass(inputs, group):
     train = {"micro_batch": 2, "batch_size": 6, "checkpoint_inputs": inputs}
     recipe = layer_major_recipe(memory={"group": group}, train=train)
     model, optimizer, view, slices = parts_of(recipe)
-    store, ledger = InputStore("device", "cpu", inputs, kernels=Kernels(MACHINE)), Ledger("cpu")
+    store, ledger = ActivationStore("device", "cpu", inputs, kernels=Kernels(MACHINE)), MemoryTracker("cpu")
     run = LayerMajor(
-        view, slices, inputs=store, residence=Tiers(model, slices, optimizer, "cpu"), replay=Replay("cpu"),
+        view, slices, inputs=store, residence=ParamOffloader(model, slices, optimizer, "cpu"), replay=Replay("cpu"),
         phase=ledger.phase, device=torch.device("cpu"), retry=lambda piece, relief: piece(),
     )  # fmt: skip
     run.forward([make_batch(recipe)] * 3)

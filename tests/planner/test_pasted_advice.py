@@ -25,7 +25,7 @@ from tilewright.planner.plan_file import to_toml
 from tilewright.planner.summary import make_plan
 from tilewright.training.planning.refused import fixes_of
 from tilewright.training.planning.resolve import plan_run
-from tilewright.training.planning.site import Site
+from tilewright.training.planning.site import PlanContext
 
 SAME = 1 + 1e-3
 """Seconds that are equal: the solver's answers are a ten-thousandth apart (`planner.GAP`)."""
@@ -56,7 +56,7 @@ ON = pytest.mark.parametrize("where", MACHINES)
 
 
 @dataclass(frozen=True)
-class FixedSite(Site):
+class FixedSite(PlanContext):
     """A place whose disk and link nobody has to measure."""
 
     links: Links

@@ -8,18 +8,18 @@ from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
 from tests.planner.shapes import DENSE_42B
 from tests.planner.test_cost import MOE
 from tilewright.core.errors import ConfigError
-from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.core.mip import OutOfTime
 from tilewright.planner.advice.changes import cheapest_changes, replan_with
 from tilewright.planner.advice.sweep import largest
-from tilewright.planner.cost.choices import Links, Setting, choices
+from tilewright.planner.cost.choices import GlobalConfig, Links, choices
 from tilewright.planner.cost.layer_cost import layer_cost, layer_seconds
 from tilewright.planner.cost.phases import FRAGMENTS, stages
 from tilewright.planner.cost.solve import solve
 from tilewright.planner.describe import timeline, verdict, why
 from tilewright.planner.machine.gpu_specs import find_published
 from tilewright.planner.machine.overhead import KIND_BYTES
-from tilewright.planner.model.constraints import Fixed
+from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import Budget
 from tilewright.planner.plan_file import is_plan_file, read_plan, to_toml
 from tilewright.planner.planner import Planner
@@ -116,8 +116,8 @@ def test_a_layer_by_hand():
     planner = Planner(deep_recipe(), 4096, make_machine(64 * GIB, "cuda"), make_rates(adam={"8bit": 1e9}))
     shape = planner.shape(planner.recipe)
     (found,) = shape.classes
-    setting = Setting("layer_major", 2, 4, "8bit", "fp32", 2**26, passes=1)
-    choice = LayerPlacement(states="host", activations="recompute")
+    setting = GlobalConfig("layer_major", 2, 4, "8bit", "fp32", 2**26, passes=1)
+    choice = LayerMemory(states="host", activations="recompute")
     weights = 512 * 512 * 4 + 3 * 512 * 2048
     assert found.num_parameters == weights + 2 * 512
     slow, fast = (
@@ -187,11 +187,11 @@ def test_a_plan_on_a_cpu_uses_no_host_tier():
 def test_each_way_of_treating_compiled_layers_costs_its_code():
     budget, machine = Budget(8 * GIB, 0, Links(None, None)), make_machine(8 * GIB, compiler="g++")
     planner = Planner(deep_recipe(), 4096, machine, make_rates())
-    setting, num_layers = Setting.of(planner.recipe), DEEP["num_layers"]
+    setting, num_layers = GlobalConfig.of(planner.recipe), DEEP["num_layers"]
 
     def process(*kinds):
-        layers = tuple(LayerPlacement(activations=kinds[i % len(kinds)]) for i in range(num_layers))
-        found = planner.priced(setting, Placement(layers=layers), budget)
+        layers = tuple(LayerMemory(activations=kinds[i % len(kinds)]) for i in range(num_layers))
+        found = planner.priced(setting, MemoryPlan(layers=layers), budget)
         assert found.phase_bytes("forward") == pytest.approx(sum(found.phases["forward"].values()))
         return {owners["process"] for owners in found.phases.values()}
 
@@ -287,11 +287,9 @@ def test_backward_makes_again_what_a_layer_did_not_keep():
     So it was measured, compiled and eager (docs/log.md, 2026-11-21)."""
     recipe = make_recipe()
     finder = Planner(recipe, 8192, make_machine(64 * GIB), make_rates())
-    shape, setting = finder.shape(recipe), Setting.of(recipe)
+    shape, setting = finder.shape(recipe), GlobalConfig.of(recipe)
     costs = {
-        kind: layer_cost(
-            shape.classes[0], LayerPlacement(activations=kind), setting, shape, recipe, make_rates(), LINKS
-        )
+        kind: layer_cost(shape.classes[0], LayerMemory(activations=kind), setting, shape, recipe, make_rates(), LINKS)
         for kind in ("keep", "selective", "products", "attention", "recompute")
     }
     lines = {"keep": shape.classes[0].kept, "selective": shape.classes[0].kept_selective}
@@ -307,21 +305,21 @@ def test_compiled_layers_with_experts_keep_nothing_selected_unless_somebody_says
     """Nobody sees into their pieces, so they would be recomputed whole."""
     recipe = make_recipe(model={"num_experts": 4, "num_experts_per_token": 2, "expert_dim": 32, "num_dense_layers": 0})
     planner = Planner(recipe, 512, make_machine(64 * GIB, compiler="g++"), make_rates())
-    shape, setting = planner.shape(recipe), Setting.of(recipe)
+    shape, setting = planner.shape(recipe), GlobalConfig.of(recipe)
     (found,) = shape.classes
     assert shape.compiled
 
     def kinds(fixed):
         return {choice.activations for choice in choices(found, setting, shape, recipe, LINKS, fixed)}
 
-    assert kinds(Fixed()) == {"keep", "recompute"}
-    assert kinds(Fixed(activations=frozenset(["selective"]))) == {"selective"}
-    planner = planner.with_fixed(Fixed(activations=frozenset(["selective"])))  # which layer_major cannot do
+    assert kinds(Constraints()) == {"keep", "recompute"}
+    assert kinds(Constraints(activations=frozenset(["selective"]))) == {"selective"}
+    planner = planner.with_fixed(Constraints(activations=frozenset(["selective"])))  # which layer_major cannot do
     budget = Budget(64 * GIB, 64 * GIB, LINKS)
     assert planner.plan(budget).setting.executor == planner.smallest(budget).setting.executor == "standard"
     kinds_of_all = ("keep", "selective", "products", "attention", "recompute")
     seconds = {
-        kind: layer_cost(found, LayerPlacement(activations=kind), setting, shape, recipe, make_rates(), LINKS).seconds
+        kind: layer_cost(found, LayerMemory(activations=kind), setting, shape, recipe, make_rates(), LINKS).seconds
         for kind in kinds_of_all
     }
     assert seconds["keep"] < seconds["recompute"] <= seconds["selective"] == seconds["attention"]

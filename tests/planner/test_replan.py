@@ -7,10 +7,10 @@ import pytest
 from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
 from tests.planner.test_planner import LINKS, deep_recipe, on_h200
 from tilewright.core.config.edit import changed
-from tilewright.core.memory_plan import KIND_OF, LayerPlacement, Placement
-from tilewright.planner.cost.choices import Links, Setting
+from tilewright.core.memory_plan import KIND_OF, LayerMemory, MemoryPlan
+from tilewright.planner.cost.choices import GlobalConfig, Links
 from tilewright.planner.cost.phases import FRAGMENTS
-from tilewright.planner.model.constraints import Fixed, fuses, same_bits
+from tilewright.planner.model.constraints import Constraints, fuses, same_bits
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 from tilewright.planner.replan import Replanner
@@ -38,7 +38,7 @@ def on_a_cpu():
 
 def tight(planner, share=0.5):
     """A budget between the least that the recipe's own setting needs and what it takes with everything kept."""
-    fixed = planner.with_fixed(Fixed(executor="standard", micro_batch=8))
+    fixed = planner.with_fixed(Constraints(executor="standard", micro_batch=8))
     wide = fixed.plan(cpu_budget(64 * GIB)).peak_bytes
     least = fixed.smallest(cpu_budget(64 * GIB)).peak_bytes
     assert least < 0.9 * wide
@@ -59,16 +59,20 @@ def test_the_margin_stays_free(deep):
 @pytest.mark.parametrize(
     ("fixed", "executor", "words"),
     [
-        (Fixed(executor="layer_major"), "layer_major", {}),
-        (Fixed(micro_batch=2), "standard", {}),
-        (Fixed(loss_tile=12345), "standard", {}),
-        (Fixed(activations=frozenset(["recompute"])), "standard", {"activations": {"recompute"}}),
+        (Constraints(executor="layer_major"), "layer_major", {}),
+        (Constraints(micro_batch=2), "standard", {}),
+        (Constraints(loss_tile=12345), "standard", {}),
+        (Constraints(activations=frozenset(["recompute"])), "standard", {"activations": {"recompute"}}),
         (
-            Fixed(executor="layer_major", parameters="host", states="host", inputs="host"),
+            Constraints(executor="layer_major", parameters="host", states="host", inputs="host"),
             "layer_major",
             {"parameters": {"host"}, "states": {"host"}, "activations": {"recompute"}, "inputs": {"host"}},
         ),
-        (Fixed(executor="layer_major", mlp_tiles=4, activations=frozenset(["recompute"])), None, {"mlp_tiles": {4}}),
+        (
+            Constraints(executor="layer_major", mlp_tiles=4, activations=frozenset(["recompute"])),
+            None,
+            {"mlp_tiles": {4}},
+        ),
     ],
 )
 def test_what_is_fixed_is_not_chosen(deep, fixed, executor, words):
@@ -96,14 +100,14 @@ def test_a_placement_has_the_price_of_the_plan_that_made_it(deep, on_a_cpu):
         assert again.placement == plan.placement
         assert again.host == pytest.approx(plan.host)
     with pytest.raises(ValueError, match="3 layers"):
-        deep.priced(plan.setting, Placement.uniform(3), budget)
+        deep.priced(plan.setting, MemoryPlan.uniform(3), budget)
 
 
 def test_on_a_cpu_the_host_tier_is_the_device(on_a_cpu):
-    setting = on_a_cpu.with_fixed(Fixed(executor="layer_major", micro_batch=2)).plan(cpu_budget(64 * GIB)).setting
+    setting = on_a_cpu.with_fixed(Constraints(executor="layer_major", micro_batch=2)).plan(cpu_budget(64 * GIB)).setting
     budget = cpu_budget(64 * GIB)
-    here = Placement.uniform(16, activations="recompute")
-    there = Placement.uniform(16, activations="recompute", parameters="host", states="host", inputs="host")
+    here = MemoryPlan.uniform(16, activations="recompute")
+    there = MemoryPlan.uniform(16, activations="recompute", parameters="host", states="host", inputs="host")
     here, there = (on_a_cpu.priced(setting, one, budget) for one in (here, there))
     for owner in ("parameters", "optimizer"):
         assert there.phases["load"][owner] == pytest.approx(here.phases["load"][owner])
@@ -145,26 +149,26 @@ def test_a_run_that_goes_on_changes_no_number(on_a_cpu):
 def test_longer_rows_keep_less(on_a_cpu):
     planner, device = tight(on_a_cpu, share=1.0)
     setting = planner.plan(cpu_budget(device * 1.1)).setting
-    again = Replanner(planner, setting, Placement.uniform(16), cpu_budget(1.1 * device))
+    again = Replanner(planner, setting, MemoryPlan.uniform(16), cpu_budget(1.1 * device))
     short, long = again.plan(1.1 * device, 512), again.plan(1.1 * device, 2048)
     assert {layer.activations for layer in short.placement.layers} == {"keep"}
     assert {layer.activations for layer in long.placement.layers} != {"keep"}
-    now = again.predict(Placement.uniform(16), 512)
-    assert now.placement == Placement.uniform(16)
+    now = again.predict(MemoryPlan.uniform(16), 512)
+    assert now.placement == MemoryPlan.uniform(16)
     assert now.peak_bytes == pytest.approx(short.peak_bytes)
-    assert again.predict(Placement.uniform(16), 2048).peak_bytes > 1.5 * now.peak_bytes
+    assert again.predict(MemoryPlan.uniform(16), 2048).peak_bytes > 1.5 * now.peak_bytes
 
 
 def test_layers_cut_differently_keep_their_cuts_when_planned_again(deep):
     """Whatever the budget: tiles and blocks of each layer stay, since they change last bits, and the rest may move."""
     cuts = [(4, 0), (1, 0), (16, 0)]
     layers = tuple(
-        LayerPlacement(activations="recompute", mlp_tiles=cuts[i % 3][0], attention_block=cuts[i % 3][1])
+        LayerMemory(activations="recompute", mlp_tiles=cuts[i % 3][0], attention_block=cuts[i % 3][1])
         for i in range(16)
     )
-    placement = Placement(layers=layers)
+    placement = MemoryPlan(layers=layers)
     wide = Budget(64 * GIB, 64 * GIB, LINKS)
-    setting = deep.with_fixed(Fixed(executor="layer_major", micro_batch=8)).plan(wide).setting
+    setting = deep.with_fixed(Constraints(executor="layer_major", micro_batch=8)).plan(wide).setting
     again = Replanner(deep, setting, placement, wide)
     whole, least = again.plan(64 * GIB), again.smallest()
     middle = again.plan((whole.peak_bytes + least.peak_bytes) / 2)
@@ -187,8 +191,8 @@ def test_layers_that_may_keep_different_things_when_fused(deep):
     machine = replace(make_machine(64 * GIB), device="cuda")
     planner = Planner(recipe, 512, machine, make_rates())
     kinds = ("selective", "keep", "attention", "recompute")
-    placement = Placement(layers=tuple(LayerPlacement(activations=kind) for kind in kinds))
-    again = Replanner(planner, Setting.of(recipe), placement, Budget(64 * GIB, 64 * GIB, LINKS))
+    placement = MemoryPlan(layers=tuple(LayerMemory(activations=kind) for kind in kinds))
+    again = Replanner(planner, GlobalConfig.of(recipe), placement, Budget(64 * GIB, 64 * GIB, LINKS))
     for found, other in ((again.plan(64 * GIB), "keep"), (again.smallest(), "recompute")):
         expected = [kind if kind in ("selective", "products", "attention") else other for kind in kinds]
         assert [layer.activations for layer in found.placement.layers] == expected
@@ -201,7 +205,7 @@ def test_formats_that_scale_the_loss_stay_with_the_standard_executor():
         {"mode": "bf16_mixed", "start_mode": "hybrid"},
     ):
         planner = on_cpu(make_recipe(precision=precision), 512)
-        assert planner.with_fixed(Fixed(executor="layer_major")).plan(cpu_budget(64 * GIB)) is None
+        assert planner.with_fixed(Constraints(executor="layer_major")).plan(cpu_budget(64 * GIB)) is None
 
 
 @pytest.mark.parametrize(
@@ -222,6 +226,6 @@ def test_what_a_layer_keeps_moves_only_where_that_changes_no_bit(sections, fused
     machine = replace(make_machine(64 * GIB), device="cuda") if fused else make_machine(64 * GIB)
     assert fuses(True, machine) == fused
     planner = Planner(recipe, 512, machine, make_rates())
-    setting, budget = Setting.of(recipe), Budget(64 * GIB, 64 * GIB, LINKS)
-    again = Replanner(planner, setting, Placement.uniform(3, activations=kind), budget)
+    setting, budget = GlobalConfig.of(recipe), Budget(64 * GIB, 64 * GIB, LINKS)
+    again = Replanner(planner, setting, MemoryPlan.uniform(3, activations=kind), budget)
     assert {layer.activations for layer in again.plan(64 * GIB).placement.layers} <= same

@@ -7,7 +7,7 @@ from dataclasses import astuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.planner.cost.solve import Cost, Group, Phase, Problem, host_bytes, phase_bytes, seconds, solve
+from tilewright.planner.cost.solve import ChoiceGroup, Cost, Phase, PlanProblem, host_bytes, phase_bytes, seconds, solve
 
 NUMBERS = st.integers(0, 20)
 COST = st.builds(Cost, st.integers(1, 50), *[NUMBERS] * 8)
@@ -17,14 +17,15 @@ COST = st.builds(Cost, st.integers(1, 50), *[NUMBERS] * 8)
 def problems(draw):
     names = ["a", "b"][: draw(st.integers(1, 2))]
     groups = tuple(
-        Group(name, draw(st.integers(1, 4)), tuple(draw(st.lists(COST, min_size=1, max_size=4)))) for name in names
+        ChoiceGroup(name, draw(st.integers(1, 4)), tuple(draw(st.lists(COST, min_size=1, max_size=4))))
+        for name in names
     )
     some = st.frozensets(st.sampled_from(names))
     running = st.sampled_from(["none", "forward", "backward"])
     phase = st.builds(Phase, st.just("phase"), st.fixed_dictionaries({"work": NUMBERS}), some, some, running)
     phases = tuple(draw(st.lists(phase, min_size=1, max_size=3)))
     host = draw(st.one_of(st.integers(0, 80), st.just(math.inf)))
-    return Problem(
+    return PlanProblem(
         groups,
         phases,
         draw(st.integers(1, 200)),
@@ -108,13 +109,13 @@ def test_a_peak_that_moves_between_phases_is_caught():
     everything = frozenset("a")
     phases = (Phase("forward", {}, everything), Phase("backward", {}, everything, transient="backward"))
     for budget, want in ((13, None), (14, ((0, 2),)), (22, ((0, 2),)), (23, ((1, 1),)), (25, ((2, 0),))):
-        answer = solve(Problem((Group("a", 2, (keep, again)),), phases, budget + 1e-3, math.inf))
+        answer = solve(PlanProblem((ChoiceGroup("a", 2, (keep, again)),), phases, budget + 1e-3, math.inf))
         assert (answer and answer.counts) == want
 
 
 def test_options_of_no_use_do_not_change_the_answer():
     good = Cost(1, held=2)
-    answer = solve(Problem((Group("a", 3, (Cost(2, held=3), good, good)),), (Phase("x", {}),), 7, 0))
+    answer = solve(PlanProblem((ChoiceGroup("a", 3, (Cost(2, held=3), good, good)),), (Phase("x", {}),), 7, 0))
     assert answer is not None
     assert answer.counts == ((0, 3, 0),)
     assert all(value >= 0 for value in astuple(good))

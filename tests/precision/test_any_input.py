@@ -12,8 +12,8 @@ from torch import nn
 
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
-from tilewright.precision.float8.frozen_linear import Fp8Linear
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.lora.lora import add_lora
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
@@ -41,10 +41,10 @@ def converted(kind):
     if kind == "lora":
         add_lora(model, 2, base="fp8", kernels=KERNELS)
         convert(model, "fp8_tile", kernels=KERNELS)
-        assert all(isinstance(layer, Fp8Linear) for layer in model.children())
+        assert all(isinstance(layer, FrozenFloat8Linear) for layer in model.children())
     else:
         convert(model, kind, kernels=KERNELS)
-        assert all(isinstance(layer, TileLinear) for layer in model.children())
+        assert all(isinstance(layer, Float8Linear) for layer in model.children())
     return model
 
 

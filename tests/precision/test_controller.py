@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from tilewright.core.errors import EXIT_DOES_NOT_FIT, ConfigError, FitError
 from tilewright.precision.controller.controller import APPLY, REDO, SKIP, Controller
-from tilewright.precision.controller.groups import LEVELS, Site, units_of
+from tilewright.precision.controller.groups import LEVELS, GemmSite, units_of
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.controller.spikes import SpikeDetector
-from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
-from tilewright.precision.controller.thresholds import LIMITS, Limit, excess, find
+from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
+from tilewright.precision.controller.thresholds import LIMITS, Threshold, excess, find
 
 LAYERS = ("blocks.0.attn.q_proj", "blocks.0.mlp.up_proj", "blocks.1.mlp.up_proj")
 GEMMS = ("fprop", "dgrad", "wgrad")
-SITES = [Site(layer, gemm, 0, 1.0 + i) for i, layer in enumerate(LAYERS) for gemm in GEMMS]
+SITES = [GemmSite(layer, gemm, 0, 1.0 + i) for i, layer in enumerate(LAYERS) for gemm in GEMMS]
 
-GOOD = ProductEvidence(0.999, 1.001, 0.9995, 29.0)
-MIDDLING = ProductEvidence(0.985, 1.0, 0.985, 16.0)  # between the limits for leaving and for coming back
-BAD = ProductEvidence(0.95, 1.0, 0.9, 8.0)
-BROKEN = ProductEvidence(math.nan, math.nan, math.nan, math.nan)
+GOOD = GemmStats(0.999, 1.001, 0.9995, 29.0)
+MIDDLING = GemmStats(0.985, 1.0, 0.985, 16.0)  # between the limits for leaving and for coming back
+BAD = GemmStats(0.95, 1.0, 0.9, 8.0)
+BROKEN = GemmStats(math.nan, math.nan, math.nan, math.nan)
 PRODUCTS = (GOOD, MIDDLING, BAD, BROKEN)
 
 
@@ -34,8 +34,8 @@ def evidence(fp8, bf16=GOOD, layers=LAYERS):
         products = {f"{gemm}.bf16": bf16 for gemm in GEMMS}
         for gemm in GEMMS:
             products[f"{gemm}.fp8_tile"] = fp8.get((layer, gemm), GOOD) if isinstance(fp8, dict) else fp8
-        found[layer] = LayerEvidence(products=products)
-    return Evidence(found)
+        found[layer] = LayerStats(products=products)
+    return QuantStats(found)
 
 
 def settings(**changes):
@@ -90,10 +90,10 @@ def test_recalibration_does_not_wait_for_quiet():
 
 def test_what_was_not_measured_is_not_judged():
     controller = Controller(SITES, settings(cooldown=1))
-    assert controller.judge(0, Evidence({})) == []
+    assert controller.judge(0, QuantStats({})) == []
     controller.judge(1, evidence(BAD))
     for step in range(2, 20):
-        assert controller.judge(step, Evidence({}), recalibrate=True) == []
+        assert controller.judge(step, QuantStats({}), recalibrate=True) == []
 
 
 BROKEN_NUMBERS = [
@@ -106,7 +106,7 @@ BROKEN_NUMBERS = [
 
 @pytest.mark.parametrize(("signal", "value"), BROKEN_NUMBERS)
 def test_evidence_that_is_not_finite_is_the_worst(signal, value):
-    broken = ProductEvidence(**{**vars(GOOD), signal: value})
+    broken = GemmStats(**{**vars(GOOD), signal: value})
     controller = Controller(SITES, settings(budget=0.06))  # room for one product of the first layer
     (move,) = controller.judge(0, evidence({(LAYERS[0], "dgrad"): broken, (LAYERS[0], "fprop"): BAD}))
     assert move.gemm == "dgrad"
@@ -114,9 +114,9 @@ def test_evidence_that_is_not_finite_is_the_worst(signal, value):
 
 
 def test_tensors_count_for_8_bits_by_the_worse_of_both_operands():
-    healthy = TensorEvidence(1.0, 0.001, 0.0, 0.0, 20.0, 31.0)
-    flushed = TensorEvidence(1.0, 0.3, 0.0, 0.0, 20.0, 31.0)
-    layer = LayerEvidence(
+    healthy = TensorStats(1.0, 0.001, 0.0, 0.0, 20.0, 31.0)
+    flushed = TensorStats(1.0, 0.3, 0.0, 0.0, 20.0, 31.0)
+    layer = LayerStats(
         {"input": healthy, "weight": healthy, "input_column": healthy, "gradient_column": flushed},
         {"fprop.fp8_tile": GOOD, "wgrad.fp8_tile": GOOD, "wgrad.bf16": GOOD},
     )
@@ -139,7 +139,7 @@ def test_excess_is_a_ratio_of_errors():
 
 
 def test_the_worst_come_first_where_the_budget_is_small_and_the_others_are_told():
-    bad = {(LAYERS[0], "fprop"): BAD, (LAYERS[0], "dgrad"): ProductEvidence(0.5, 1.0, 0.5, 0.0)}
+    bad = {(LAYERS[0], "fprop"): BAD, (LAYERS[0], "dgrad"): GemmStats(0.5, 1.0, 0.5, 0.0)}
     controller = Controller(SITES, settings(budget=1.5 / 18))
     moves = controller.judge(0, evidence(bad))
     assert [move.gemm for move in moves] == ["dgrad"]
@@ -148,7 +148,7 @@ def test_the_worst_come_first_where_the_budget_is_small_and_the_others_are_told(
 
 
 def test_an_impossible_budget_names_the_best_possible():
-    sites = [Site("o_proj", gemm, int(gemm != "fprop"), 1.0) for gemm in GEMMS] + SITES
+    sites = [GemmSite("o_proj", gemm, int(gemm != "fprop"), 1.0) for gemm in GEMMS] + SITES
     with pytest.raises(FitError) as caught:
         Controller(sites, settings(budget=0.05))
     assert caught.value.exit_code == EXIT_DOES_NOT_FIT
@@ -181,7 +181,7 @@ def test_units_hold_every_site_once():
 
 
 def test_never_below_policy_or_schedule():
-    sites = [Site("a", "fprop", 0, 1.0), Site("a", "dgrad", 1, 1.0)]
+    sites = [GemmSite("a", "fprop", 0, 1.0), GemmSite("a", "dgrad", 1, 1.0)]
     controller = Controller(sites, settings())
     assert controller.formats() == {("a", "fprop"): "fp8_tile", ("a", "dgrad"): "bf16"}
     controller.set_floors({"fprop": 1})
@@ -192,7 +192,7 @@ def test_never_below_policy_or_schedule():
 
 
 def test_a_product_that_the_policy_keeps_in_bf16_may_go_up_from_there():
-    controller = Controller([Site(LAYERS[0], "dgrad", 1, 1.0)], settings(cooldown=1))
+    controller = Controller([GemmSite(LAYERS[0], "dgrad", 1, 1.0)], settings(cooldown=1))
     (move,) = controller.judge(0, evidence(BAD, bf16=BAD))
     assert (move.before, move.after) == ("bf16", "fp32")
     moves = [controller.judge(step, evidence(BAD, bf16=GOOD)) for step in range(1, 6)]
@@ -336,18 +336,18 @@ def test_a_controller_from_a_checkpoint_goes_on_as_if_it_had_not_stopped(chosen,
 NUMBERS = st.floats(0, 1e6) | st.sampled_from([math.inf, math.nan])
 
 
-@given(st.lists(st.builds(ProductEvidence, NUMBERS, NUMBERS, NUMBERS, NUMBERS), min_size=2, max_size=5))
+@given(st.lists(st.builds(GemmStats, NUMBERS, NUMBERS, NUMBERS, NUMBERS), min_size=2, max_size=5))
 def test_merging_does_not_depend_on_the_order_or_on_how_samples_are_grouped(products):
-    samples = [Evidence({"up": LayerEvidence(products={"fprop.fp8_tile": product})}) for product in products]
-    whole = Evidence.worst(samples)
-    assert Evidence.worst(samples[::-1]) == whole
-    assert Evidence.worst([Evidence.worst(samples[:1]), Evidence.worst(samples[1:])]) == whole
-    assert Evidence.from_vector(["up"], whole.vector(["up"])) == whole
-    assert Evidence.from_json(json.loads(json.dumps(whole.to_json(), allow_nan=False))) == whole
+    samples = [QuantStats({"up": LayerStats(products={"fprop.fp8_tile": product})}) for product in products]
+    whole = QuantStats.worst(samples)
+    assert QuantStats.worst(samples[::-1]) == whole
+    assert QuantStats.worst([QuantStats.worst(samples[:1]), QuantStats.worst(samples[1:])]) == whole
+    assert QuantStats.from_vector(["up"], whole.vector(["up"])) == whole
+    assert QuantStats.from_json(json.loads(json.dumps(whole.to_json(), allow_nan=False))) == whole
 
 
 def test_limits_are_stricter_for_coming_back():
     for name, limit in LIMITS.items():
-        assert isinstance(limit, Limit)
+        assert isinstance(limit, Threshold)
         if name != "not_finite":
             assert excess(name, limit.relax, limit.escalate) < 1

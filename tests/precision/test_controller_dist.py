@@ -106,14 +106,14 @@ def test_ranks_decide_alike_and_as_one_process_does(world, alone, tmp_path):
 
 def _reduce(rank: int, folder: str) -> None:
     from tilewright.precision.controller.monitor import agree
-    from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence
+    from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    good, broken = ProductEvidence(1.0, 1.0, 1.0, 30.0), ProductEvidence(math.nan, 1.0, 0.9, 40.0)
-    mine = {"a": LayerEvidence(products={"fprop.fp8_tile": (good, broken)[rank]})}
+    good, broken = GemmStats(1.0, 1.0, 1.0, 30.0), GemmStats(math.nan, 1.0, 0.9, 40.0)
+    mine = {"a": LayerStats(products={"fprop.fp8_tile": (good, broken)[rank]})}
     if rank == 1:  # an expert that saw rows on this rank alone
-        mine["b"] = LayerEvidence(products={"dgrad.fp8_tile": good})
-    found = agree(Evidence(mine), ["a", "b", "c"])
+        mine["b"] = LayerStats(products={"dgrad.fp8_tile": good})
+    found = agree(QuantStats(mine), ["a", "b", "c"])
     Path(folder, f"{rank}.json").write_text(json.dumps(found.to_json()))
     dist.destroy_process_group()
 

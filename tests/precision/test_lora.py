@@ -22,9 +22,9 @@ from tilewright.formats.tiled import TiledTensor
 from tilewright.models.hf.load import load_hf
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
-from tilewright.precision.float8.frozen_linear import Fp8Linear, freeze_in_fp8
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8
 from tilewright.precision.float8.gemm.operands import gradient_spec
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.lora.lora import adapted_layers, add_lora, load_codes, load_lora_decoder, merge_lora
 from tilewright.precision.lora.peft_io import load_adapter, save_adapter
 from tilewright.precision.policy.gemm_formats import Gemms
@@ -250,7 +250,7 @@ def test_converted_layers_are_converted_again_after_merging(base):
     if base == "fp8":  # the weights are rounded now; once more, by the layers, changes nothing
         with torch.no_grad():
             for module in plain.modules():
-                if isinstance(module, TileLinear):
+                if isinstance(module, Float8Linear):
                     module.weight.copy_(quantize(module.weight, E4M3, BLOCK_TILE).dequantize())
     batch = make_batch()
     for net in (model, plain):
@@ -411,7 +411,7 @@ def test_the_576_wide_layer_trains(tmp_path):
     model = load_lora_decoder(tmp_path, rank=4, targets=["*.kv_a_proj_with_mqa"], kernels=KERNELS)
     model.loss(make_batch()).loss_sum.backward()
     layer = model.model.layers[0].self_attn.kv_a_proj_with_mqa
-    assert isinstance(layer, Fp8Linear)
+    assert isinstance(layer, FrozenFloat8Linear)
     assert layer.out_features == 576
     assert layer.lora_B.grad.abs().sum() > 0
 

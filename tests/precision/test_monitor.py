@@ -12,7 +12,7 @@ from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.precision.controller.monitor import Monitor, compare, measure_layer, picked_rows, tile_layers
-from tilewright.precision.controller.stats import COMPARED, TENSORS, LayerEvidence
+from tilewright.precision.controller.stats import COMPARED, TENSORS, LayerStats
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 from tilewright.precision.policy.policy import Policy, Rule
@@ -186,7 +186,7 @@ def test_a_sample_leaves_the_model_as_it_was(kind):
     assert [len(layer._forward_hooks) for _, layer in layers] == hooks
     assert set(evidence.layers) == {name for name, _ in layers}
     for name, layer in evidence.layers.items():
-        assert layer == LayerEvidence() or {f"{gemm}.fp8_tile" for gemm in GEMM_NAMES} <= set(layer.products), name
+        assert layer == LayerStats() or {f"{gemm}.fp8_tile" for gemm in GEMM_NAMES} <= set(layer.products), name
         assert all(key.partition(".")[2] in COMPARED for key in layer.products)
 
 

@@ -1,4 +1,4 @@
-"""Weights that other classes than nn.Linear own: the products of a TileLinear with the same matrix.
+"""Weights that other classes than nn.Linear own: the products of a Float8Linear with the same matrix.
 
 Operands are equal bit for bit. Sums may differ in their order where a matrix has other strides; another operand would
 show: one code more or less moves a result a thousand times further than the bounds here.
@@ -12,9 +12,9 @@ from tilewright.core.hardware import detect_machine
 from tilewright.formats.spec import E4M3
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.operands import gradient_spec, input_tile, weight_tile
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import give_over
-from tilewright.precision.float8.weight import TileWeight
+from tilewright.precision.float8.weight import Float8Weight
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 
 KERNELS = Kernels.default()
@@ -31,13 +31,13 @@ def set_all(module, gemms, power_of_two=True, output="fp32"):
 
 
 def twin(weight_MK, bias_M, gemms, power_of_two=True, output=torch.float32):
-    """A TileLinear with this matrix."""
+    """A Float8Linear with this matrix."""
     layer = nn.Linear(weight_MK.shape[1], weight_MK.shape[0], bias=bias_M is not None)
     with torch.no_grad():
         layer.weight.copy_(weight_MK)
         if bias_M is not None:
             layer.bias.copy_(bias_M)
-    layer.__class__ = TileLinear
+    layer.__class__ = Float8Linear
     layer.kernels, layer.output_dtype = KERNELS, output
     layer.settle(gemms, power_of_two=power_of_two)
     return layer
@@ -84,7 +84,7 @@ def test_each_expert_is_a_tile_linear(counts, gemms, transposed, power_of_two):
     stack = torch.randn(4, 200, 72) if transposed else torch.randn(4, 72, 200)
     stack_EMK = stack.requires_grad_().transpose(1, 2) if transposed else stack.requires_grad_()
     bias = torch.randn(4, 72, requires_grad=True)
-    weight = TileWeight()
+    weight = Float8Weight()
     weight.kernels = KERNELS
     weight.set_gemms(gemms, "fp32", power_of_two=power_of_two)
     x = torch.randn(sum(counts), 200, requires_grad=True)
@@ -122,7 +122,7 @@ def test_products_are_those_of_the_quantised_operands_in_fp64(mode, power_of_two
     torch.manual_seed(0)
     counts, stack = (130, 0, 70), torch.randn(3, 72, 200, requires_grad=True)
     x, up = torch.randn(200, 200, requires_grad=True), torch.randn(200, 72)
-    weight = TileWeight()
+    weight = Float8Weight()
     weight.kernels = EXACT
     weight.set_gemms(Gemms.all(mode), "fp32", power_of_two=power_of_two)
     out = weight.grouped(x, counts, stack, None)

@@ -15,7 +15,7 @@ from torch import nn
 from tests.optim.test_citizen import assert_in_words
 from tilewright.core.errors import ConfigError, NumericsError
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.precision.snapshot import Notes
+from tilewright.precision.snapshot import ModuleSnapshot
 
 BOUNDS = {"min": 2.0**-80, "max": 2.0**80}
 
@@ -432,7 +432,7 @@ def test_two_models_and_a_step_that_the_loop_skips_by_itself():
 def test_without_a_scaler():
     model, _ = batch_norm()
     before = copy.deepcopy(model.state_dict())
-    notes = Notes(model)
+    notes = ModuleSnapshot(model)
     model(rows(0) * torch.nan)
     notes.restore()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

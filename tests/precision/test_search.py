@@ -20,14 +20,14 @@ from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms, expected
 from tilewright.precision.policy.policy import Policy, Rule
 from tilewright.precision.search.gemm_time import UnitTime, estimate, measure_times
 from tilewright.precision.search.gradient_error import Compared, GradientChange, GradientTally, lost_by_batch
-from tilewright.precision.search.layer_stats import Unit, tile_layers
+from tilewright.precision.search.layer_stats import SearchUnit, tile_layers
 from tilewright.precision.search.loss_model import LossModel, drawn_together, loss_slope, parse_budget
 from tilewright.precision.search.policy_file import PolicyFile, fold
 from tilewright.precision.search.search import SearchSpace, curve, fastest, landmarks
 from tilewright.precision.search.sensitivity import (
     BASE,
+    FormatSwitch,
     Sensitivity,
-    Switch,
     measure,
     measure_policy,
     measuring_policy,
@@ -44,13 +44,15 @@ BF16, TILES = Gemms.all("bf16"), Gemms.all("fp8_tile")
 def space_of(seed: int, num_units: int = 3, fixed=None, broken=()) -> SearchSpace:
     """A made-up space: random times and changes; units 0 and 1 read one input."""
     draw = random.Random(seed)
-    units = tuple(Unit(f"layers.{i}.up", (f"layers.{i}.up",), 8, 8, 4, reads=max(i - 1, 0)) for i in range(num_units))
+    units = tuple(
+        SearchUnit(f"layers.{i}.up", (f"layers.{i}.up",), 8, 8, 4, reads=max(i - 1, 0)) for i in range(num_units)
+    )
     switches = []
     for unit, gemm in itertools.product(units, GEMM_NAMES):
         lost = math.nan if (unit.name, gemm) in broken else draw.uniform(0, 1e-3)
         change = GradientChange(1.0, 1.0, lost)
         loss = (draw.uniform(0, 2e-3),) * 2 if gemm == "fprop" else (0.0, 0.0)
-        switches.append(Switch(unit.name, gemm, loss, (change,) * 2, (change,) * 2, (lost,) * 2))
+        switches.append(FormatSwitch(unit.name, gemm, loss, (change,) * 2, (change,) * 2, (lost,) * 2))
 
     def time() -> UnitTime:
         bf16 = {gemm: draw.uniform(1, 2) for gemm in GEMM_NAMES}
@@ -164,8 +166,8 @@ def test_noisy_changes_are_drawn_together_and_sharp_ones_are_not():
 
 def test_a_lucky_switch_is_no_credit():
     change = GradientChange(1.0, 1.0, 0.0)
-    unit = Unit("up", ("up",), 8, 8, 4)
-    lucky = Switch("up", "fprop", (-0.01, -0.01), (change,) * 2, (change,) * 2, (0.0, 0.0))
+    unit = SearchUnit("up", ("up",), 8, 8, 4)
+    lucky = FormatSwitch("up", "fprop", (-0.01, -0.01), (change,) * 2, (change,) * 2, (0.0, 0.0))
     assert LossModel(Sensitivity((unit,), (lucky,), (5.0, 5.0)), 0.2).costs == {("up", "fprop"): 0.0}
 
 
@@ -395,13 +397,13 @@ def test_a_gradient_that_vanished_loses_the_whole_step():
 
 @pytest.mark.parametrize(("k", "m"), [(256, 256), (4096, 16384), (320, 864)])
 def test_the_estimate_is_expected_gain_for_many_tokens(k, m):
-    time = estimate(Unit("up", ("up",), k, m, tokens=10_000_000), micro_batches=8)
+    time = estimate(SearchUnit("up", ("up",), k, m, tokens=10_000_000), micro_batches=8)
     quantise = time.input_row + time.input_column + time.gradient_row + time.gradient_column + time.weight
     gain = sum(time.bf16.values()) / (sum(time.fp8.values()) + quantise)
     assert gain == pytest.approx(expected_gain(k, m), rel=1e-3)
 
 
 def test_measured_times_are_positive():
-    time = measure_times(Unit("up", ("up",), 128, 256, tokens=64), 2, Kernels.default(), torch.device("cpu"))
+    time = measure_times(SearchUnit("up", ("up",), 128, 256, tokens=64), 2, Kernels.default(), torch.device("cpu"))
     assert all(value > 0 for value in (*time.bf16.values(), *time.fp8.values(), time.input_row, time.weight))
     assert min(time.input_column, time.gradient_column) >= 0

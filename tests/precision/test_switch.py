@@ -18,7 +18,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.gemm.input_cache import InputShare
 from tilewright.precision.float8.gemm.weight_store import new_store
-from tilewright.precision.float8.linear import TileLinear, new_switch
+from tilewright.precision.float8.linear import Float8Linear, new_switch
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.gemm_formats import GEMM_FORMATS, GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import Policy, Rule
@@ -29,7 +29,7 @@ EVERY = [Gemms(*names) for names in itertools.product(FORMATS, repeat=3)]
 
 
 def layers_of(model):
-    return [module for module in model.modules() if isinstance(module, TileLinear)]
+    return [module for module in model.modules() if isinstance(module, Float8Linear)]
 
 
 def one_layer(gemms, keep="value"):
@@ -133,7 +133,7 @@ def test_the_kind_of_scale_is_settled_at_conversion():
 
 
 def test_a_strict_layer_refuses_to_be_moved_to_what_is_emulated():
-    layer = TileLinear(8, 8)
+    layer = Float8Linear(8, 8)
     layer.kernels = KERNELS
     layer.settle(Gemms.all("bf16"), power_of_two=True, keep="value", strict=True)
     layer.set_gemms(Gemms.all("fp32"))
@@ -147,7 +147,7 @@ def test_evaluation_gives_moved_layers_their_formats_back():
     layer, formats = model[0], model[0].formats
     layer.set_gemms(Gemms("bf16", "fp32", "fp8_tile"))
     with evaluating(model):
-        assert not isinstance(model[0], TileLinear)
+        assert not isinstance(model[0], Float8Linear)
     assert layer.gemms == Gemms("bf16", "fp32", "fp8_tile")
     assert layer.formats is formats
 

@@ -16,10 +16,10 @@ from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, set_mode
-from tilewright.precision.float8.gemm.gemm_ops import Fixed, products
+from tilewright.precision.float8.gemm.gemm_ops import StaticConfig, products
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.weight_store import contents
-from tilewright.precision.float8.linear import TileLinear, input_copies, new_switch
+from tilewright.precision.float8.linear import Float8Linear, input_copies, new_switch
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 from tilewright.precision.policy.policy import Policy, Rule
@@ -33,7 +33,7 @@ def tile_linear(x, weight, bias, gemms, kernels):
     keep_value, kind = gemms.wgrad not in FP8_FORMATS, (gemms.tensorwise, True)
     column = not keep_value and weight.requires_grad and torch.is_grad_enabled()
     copies = input_copies(x, kernels, *kind, row=gemms.fprop in FP8_FORMATS, column=column)
-    fixed = Fixed(keep_value, *kind, kernels.spec, torch.bfloat16)
+    fixed = StaticConfig(keep_value, *kind, kernels.spec, torch.bfloat16)
     return products(x, weight, bias, copies, None, new_switch(gemms), fixed)
 
 
@@ -317,9 +317,9 @@ def test_gradients_add_up_over_micro_batches():
 def test_switching_modes_keeps_parameters_and_optimizer():
     model = converted()
     parameters = list(model.parameters())
-    assert isinstance(model.down, TileLinear)
+    assert isinstance(model.down, Float8Linear)
     set_mode(model, "bf16_mixed")
-    assert not isinstance(model.down, TileLinear)
+    assert not isinstance(model.down, Float8Linear)
     set_mode(model, "fp8_hybrid")
     assert model.q_proj.gemms == Gemms.all("fp8_hybrid")
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
@@ -328,7 +328,7 @@ def test_switching_modes_keeps_parameters_and_optimizer():
 def test_rules_name_single_products():
     model = converted(rules=(Rule("down", wgrad="bf16"), Rule("q_proj", compute="bf16")))
     assert str(model.down.gemms) == "fp8_tile/fp8_tile/bf16"
-    assert not isinstance(model.q_proj, TileLinear)
+    assert not isinstance(model.q_proj, Float8Linear)
     assert [row.compute for row in model.precision_report.rows if row.fqn == "down"] == ["fp8_tile/fp8_tile/bf16"]
 
 

@@ -14,7 +14,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.formats.quant_error import sqnr_db
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy
@@ -55,7 +55,7 @@ def losses_and_weights(model, batch, steps=3):
 
 def move(model, step):
     """Layers that may move change formats before each step but the first."""
-    layers = [module for module in model.modules() if isinstance(module, TileLinear) and module.keep_value]
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear) and module.keep_value]
     for number, layer in enumerate(layers if step else ()):
         names = ("fp8_tile", "bf16", "fp32")
         layer.set_gemms(Gemms(*[names[(step + number + product) % 3] for product in range(3)]))
@@ -77,7 +77,7 @@ def _rank(rank: int, folder: str, keep: str) -> None:
         refused = True
     losses = losses_and_weights(model, data()[rank])
     weights = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()}
-    executed = [module.executed() for module in model.modules() if isinstance(module, TileLinear)]
+    executed = [module.executed() for module in model.modules() if isinstance(module, Float8Linear)]
     torch.save((losses, weights, refused, executed), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -91,7 +91,7 @@ def test_two_sharded_ranks_train_as_one_process(tmp_path, keep):
     losses = losses_and_weights(model, data().flatten(0, 1))
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert all(part[2] for part in parts)
-    ran = [module.executed() for module in model.modules() if isinstance(module, TileLinear)]
+    ran = [module.executed() for module in model.modules() if isinstance(module, Float8Linear)]
     assert all(part[3] == ran for part in parts)
     assert ("bf16" in ran[0]["wgrad"]) == (keep == "value")
     for step, loss in enumerate(losses):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.conftest import write_run
 from tilewright.precision.controller.groups import Move
-from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
+from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 from tilewright.report.figures.precision_figures import (
     map_figure,
@@ -27,12 +27,12 @@ MOVE = Move(200, LAYERS[1], "wgrad", "fp8_tile", "bf16", "underflow", 0.25, 0.01
 REFUSED = Move(200, LAYERS[2], "fprop", "fp8_tile", "bf16", "gain", 0.11, 0.02)
 
 
-def evidence(underflow: float, sqnr: float) -> Evidence:
-    tensor = TensorEvidence(1.0, 0.0, 0.0, 0.0, 3.0, 30.0)
-    tensors = {"input": tensor, "weight": tensor, "gradient": TensorEvidence(1.0, underflow, 0.0, 0.0, 3.0, 30.0)}
-    good = ProductEvidence(1.0, 1.0, 0.9999, 30.0)
-    products = {"fprop.fp8_tile": good, "wgrad.fp8_tile": ProductEvidence(0.9, 0.9, 0.9, sqnr), "wgrad.bf16": good}
-    return Evidence({name: LayerEvidence(tensors, products) for name in LAYERS})
+def evidence(underflow: float, sqnr: float) -> QuantStats:
+    tensor = TensorStats(1.0, 0.0, 0.0, 0.0, 3.0, 30.0)
+    tensors = {"input": tensor, "weight": tensor, "gradient": TensorStats(1.0, underflow, 0.0, 0.0, 3.0, 30.0)}
+    good = GemmStats(1.0, 1.0, 0.9999, 30.0)
+    products = {"fprop.fp8_tile": good, "wgrad.fp8_tile": GemmStats(0.9, 0.9, 0.9, sqnr), "wgrad.bf16": good}
+    return QuantStats({name: LayerStats(tensors, products) for name in LAYERS})
 
 
 @pytest.fixture

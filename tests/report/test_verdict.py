@@ -13,7 +13,7 @@ from tilewright.report.page import FIGURES, render
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.summary import learned
 from tilewright.report.verdict.judge import RULES, Judgement, judge
-from tilewright.report.verdict.rule import MIN_RECORDS, Rule, State, Verdict
+from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule, VerdictState
 
 BY_NAME = {rule.name: rule for rule in RULES}
 ALL = [(name, what, case, state) for name, cases in CASES.items() for what, case, state in cases]
@@ -36,7 +36,7 @@ def test_rule(tmp_path, name, what, case, state):
 def test_every_rule_is_shown_in_every_state():
     assert CASES.keys() == BY_NAME.keys()
     for name, cases in CASES.items():
-        assert {state for _, _, state in cases} == set(State), name
+        assert {state for _, _, state in cases} == set(VerdictState), name
 
 
 def test_rules_are_whole_and_belong_to_charts():
@@ -48,7 +48,7 @@ def test_rules_are_whole_and_belong_to_charts():
 
 
 @given(st.sampled_from(list(RULES)), st.floats(0, 1e6))
-def test_states_rise_with_the_number_and_thresholds_belong_to_the_graver_one(rule: Rule, value: float):
+def test_states_rise_with_the_number_and_thresholds_belong_to_the_graver_one(rule: VerdictRule, value: float):
     order = [GOOD, LOOK, BAD]
     assert rule.state(rule.look) is LOOK
     assert rule.state(rule.bad) is BAD

@@ -8,9 +8,9 @@ from typing import Any
 
 from tests.report.synthetic import RECIPE, eval_rows, read, step_rows
 from tilewright.report.run_data.collect import RunData
-from tilewright.report.verdict.rule import State
+from tilewright.report.verdict.rule import VerdictState
 
-GOOD, LOOK, BAD, NOT_MEASURED = State.GOOD, State.LOOK, State.BAD, State.NOT_MEASURED
+GOOD, LOOK, BAD, NOT_MEASURED = VerdictState.GOOD, VerdictState.LOOK, VerdictState.BAD, VerdictState.NOT_MEASURED
 COUNT = 400
 
 
@@ -88,7 +88,7 @@ def memory(planned: float) -> dict[str, Any]:
 
 
 # rule -> (what is wrong, the run, its state)
-CASES: dict[str, list[tuple[str, Case, State]]] = {
+CASES: dict[str, list[tuple[str, Case, VerdictState]]] = {
     "divergence": [
         ("6 to 80", Case([6.0, 5.5] + [80.0 + 0.1 * (i % 7) for i in range(COUNT)]), BAD),
         ("345,341 at the end", Case(falling(380) + [345_341.0] * 20), BAD),

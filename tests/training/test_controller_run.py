@@ -12,7 +12,7 @@ from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.precision.controller.log import read_history
 from tilewright.precision.controller.monitor import Monitor
-from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence
+from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats
 from tilewright.training.assemble import build, set_up
 from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
@@ -215,8 +215,8 @@ def _distort(monkeypatch, samples):
             return evidence
         layers = dict(evidence.layers)
         name = next(name for name in layers if name.endswith("up_proj"))
-        bad = {**layers[name].products, "fprop.fp8_tile": ProductEvidence(0.5, 0.5, 0.9, 3.0)}
-        layers[name] = LayerEvidence(layers[name].tensors, bad)
-        return Evidence(layers)
+        bad = {**layers[name].products, "fprop.fp8_tile": GemmStats(0.5, 0.5, 0.9, 3.0)}
+        layers[name] = LayerStats(layers[name].tensors, bad)
+        return QuantStats(layers)
 
     monkeypatch.setattr(Monitor, "sample", distorted)

@@ -12,7 +12,7 @@ from tests.models.test_hf_models import make, make_inputs
 from tests.training.test_layer_major_step import LR, executor, reference, worst
 from tilewright.core.hardware import detect_machine
 from tilewright.models.layerwise.hf_view import HFLayers, layered
-from tilewright.models.layerwise.view import Whole, find_slices
+from tilewright.models.layerwise.view import SingleBlock, find_slices
 from tilewright.ops.backends.native import loss
 from tilewright.ops.backends.native.loss import ChunkStep, masked_softmax_, row_lse
 from tilewright.ops.kernels import Kernels
@@ -100,7 +100,7 @@ def test_a_model_with_batch_norms_is_kept_whole_and_right():
     theirs = copy.deepcopy(ours)
     made = steps(ours, 2)
     view = layered(ours)
-    assert isinstance(view, Whole)
+    assert isinstance(view, SingleBlock)
     assert "whole, as one slice" in ours.notes[0]
     run = executor(ours, view)
     plain = StandardExecutor(theirs, type(run.optimizer)(theirs.parameters()), clip=GradClip(0.0))
@@ -128,7 +128,7 @@ class Leaky(nn.Module):
 def test_a_block_that_is_not_re_entrant_is_said_and_kept_whole():
     model = make("llama")
     model.net.model.layers[0] = Leaky(model.net.model.layers[0])
-    assert isinstance(layered(model), Whole)
+    assert isinstance(layered(model), SingleBlock)
     assert "changes net.model.layers.0.mean" in model.notes[-1]
     assert model.net.model.layers[0].mean == 0, "trying it leaves the buffer as it was"
 
@@ -138,7 +138,7 @@ def test_a_model_that_reads_its_layers_elsewhere_is_kept_whole():
     first = []
     model.net.model.layers[0].register_forward_hook(lambda *args: first.append(args[-1]))
     model.net.model.norm.register_forward_pre_hook(lambda _, args: (args[0] + first[-1],))
-    assert isinstance(layered(model), Whole)
+    assert isinstance(layered(model), SingleBlock)
     assert "not the same model" in model.notes[-1]
 
 
@@ -176,7 +176,7 @@ def test_precision_regions_hold_around_single_layers(name, mode):
         convert(model, mode)
     made = steps(ours, 2)
     run = executor(ours, layered(ours))
-    plain = StandardExecutor(theirs, executor(theirs, Whole(theirs)).optimizer, clip=GradClip(0.0))
+    plain = StandardExecutor(theirs, executor(theirs, SingleBlock(theirs)).optimizer, clip=GradClip(0.0))
     assert run.step(made[0], LR).loss == plain.step(made[0], LR).loss
     assert run.step(made[1], LR).loss == pytest.approx(plain.step(made[1], LR).loss, rel=1e-4)
     assert math.isfinite(worst(ours, theirs)[0])

@@ -9,7 +9,7 @@ from tests.training.tiny import assert_same_run, last_state, rows, settings, tin
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError
 from tilewright.training import assemble
-from tilewright.training.executor.layer_major import LostStep
+from tilewright.training.executor.layer_major import UnrecoverableStepError
 from tilewright.training.loop import train
 
 LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32"}
@@ -96,7 +96,7 @@ def test_undo_by_journal_goes_on_at_once(data, tmp_path, monkeypatch):
 def test_steps_that_are_lost_again_and_again_end_the_run(data, tmp_path, monkeypatch):
     lose(monkeypatch, set(range(5, 100)))
     options = {"optim__clip": "lagged", "memory__undo": "checkpoint", "train__steps": 12, "train__eval_every": 0}
-    with pytest.raises(LostStep, match="middle of a step"):
+    with pytest.raises(UnrecoverableStepError, match="middle of a step"):
         train(tiny(data, tmp_path, **options, **LAYERS))
 
 

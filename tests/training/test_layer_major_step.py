@@ -9,8 +9,8 @@ import torch
 from tests.models.shapes import KERNELS, make_batch, make_decoder
 from tilewright.core.errors import NumericsError
 from tilewright.memory.layer_major.replay import Replay
-from tilewright.memory.layer_major.rollback import Journal
-from tilewright.memory.offload.activations import InputStore
+from tilewright.memory.layer_major.rollback import RollbackBuffer
+from tilewright.memory.offload.activations import ActivationStore
 from tilewright.models.layerwise.view import find_slices
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -18,7 +18,7 @@ from tilewright.optim.delayed_clip import SURGE
 from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
 from tilewright.precision.float8.weight_cache import QuantizedWeights
-from tilewright.training.executor.layer_major import LayerMajorExecutor, LostStep
+from tilewright.training.executor.layer_major import LayerMajorExecutor, UnrecoverableStepError
 from tilewright.training.executor.standard import StandardExecutor
 
 SIZES = (3, 1, 2, 1)
@@ -173,7 +173,7 @@ def snapshot(model, optimizer):
 def test_a_bad_gradient_in_the_middle_changes_nothing(how, factor):
     model, factors = make_decoder("gqa").train(), [1.0]
     poison(model, 1, factors)
-    options = {} if how == "exact" else {"lagged": True, "undo": Journal("host", "cpu")}
+    options = {} if how == "exact" else {"lagged": True, "undo": RollbackBuffer("host", "cpu")}
     run = executor(model, clip=GradClip(1.0), **options)
     first, second, third = steps(3)
     assert run.step(first, 1e-2).skipped is None
@@ -194,7 +194,7 @@ def test_without_a_journal_a_lost_step_is_an_error_of_its_own():
     model = make_decoder("gqa").train()
     poison(model, 1, [math.nan])
     run = executor(model, lagged=True)
-    with pytest.raises(LostStep, match="middle of a step"):
+    with pytest.raises(UnrecoverableStepError, match="middle of a step"):
         run.step(steps(1)[0], 1e-2)
 
 
@@ -323,7 +323,7 @@ def test_experts_are_those_of_the_forward_pass():
         afresh.append(router._choose(router.kernels.linear(args[0].float(), router.weight).sigmoid()))
 
     gate.register_forward_hook(look)
-    run = executor(model, inputs=InputStore("device", "cpu", "fp8", kernels=KERNELS), lagged=True)
+    run = executor(model, inputs=ActivationStore("device", "cpu", "fp8", kernels=KERNELS), lagged=True)
     run.step(steps(1)[0], LR)
     forward, backward = chosen[: len(SIZES)], chosen[len(SIZES) :]
     assert len(forward) == len(backward) == len(SIZES)

@@ -19,11 +19,11 @@ from tests.training.test_layer_major_step import Dropped, steps
 from tests.training.test_placing import saved_bytes
 from tests.training.tiny import tiny, write_text
 from tilewright.core.errors import ConfigError
-from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.memory.layer_major.apply_plan import by_slice, input_tiers
-from tilewright.memory.layer_major.rollback import Journal
-from tilewright.memory.offload.activations import InputStore
-from tilewright.memory.offload.param_store import Tiers
+from tilewright.memory.layer_major.rollback import RollbackBuffer
+from tilewright.memory.offload.activations import ActivationStore
+from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.layerwise.hf_view import layered
 from tilewright.models.layerwise.view import find_slices
 from tilewright.optim.adam import DeepSeekAdam
@@ -46,34 +46,34 @@ def layer_major(model, placement, folder, *, group=1, lagged=False, codes=False)
     slices = find_slices(model, view, group)
     wanted = by_slice(placement, slices)
     homes = [{name: getattr(layer, kind) for name, layer in wanted.items()} for kind in ("parameters", "states")]
-    residence = Tiers(model, slices, optimizer, "cpu", parameters=homes[0], states=homes[1], folder=folder)
+    residence = ParamOffloader(model, slices, optimizer, "cpu", parameters=homes[0], states=homes[1], folder=folder)
     weights = None
     if codes:
         away = [m for part in slices for m in part.modules if residence.homes(part)[0] != "device"]
         weights = QuantizedWeights(model, optimizer, without=away)
     return LayerMajorExecutor(
         model, view, slices, optimizer, clip=GradClip(0.5), lagged=lagged,
-        undo=Journal("host", "cpu") if lagged else None, residence=residence, weights=weights,
-        inputs=InputStore(input_tiers(placement, slices), "cpu", folder=folder), placement=placement,
+        undo=RollbackBuffer("host", "cpu") if lagged else None, residence=residence, weights=weights,
+        inputs=ActivationStore(input_tiers(placement, slices), "cpu", folder=folder), placement=placement,
     )  # fmt: skip
 
 
 def drawn(draw, num_layers=2, group=1):
     """A placement at random, the same for the layers of a slice."""
-    ends = [LayerPlacement(parameters=draw.choice(TIERS), states=draw.choice(TIERS), inputs=draw.choice(TIERS))
+    ends = [LayerMemory(parameters=draw.choice(TIERS), states=draw.choice(TIERS), inputs=draw.choice(TIERS))
             for _ in range(2)]  # fmt: skip
     layers = []
     for _ in range(0, num_layers, group):
-        layer = LayerPlacement(
+        layer = LayerMemory(
             parameters=draw.choice(TIERS), states=draw.choice(TIERS), inputs=draw.choice(TIERS),
             activations=draw.choice(["keep", "recompute"]),
         )  # fmt: skip
         layers += [layer] * group
-    return Placement(layers=tuple(layers[:num_layers]), embedding=ends[0], head=ends[1])
+    return MemoryPlan(layers=tuple(layers[:num_layers]), embedding=ends[0], head=ends[1])
 
 
 def plain(num_layers=2):
-    return Placement.uniform(num_layers, activations="recompute")
+    return MemoryPlan.uniform(num_layers, activations="recompute")
 
 
 def outcome(executor, made, changes=()):
@@ -165,8 +165,8 @@ def test_a_kept_layer_is_not_computed_again(tmp_path):
     calls = {}
     for lagged in (False, True):
         model = make_decoder("gqa").train()
-        layers = (LayerPlacement(activations="recompute"), LayerPlacement(activations="keep"))
-        executor = layer_major(model, Placement(layers=layers), tmp_path, lagged=lagged)
+        layers = (LayerMemory(activations="recompute"), LayerMemory(activations="keep"))
+        executor = layer_major(model, MemoryPlan(layers=layers), tmp_path, lagged=lagged)
         calls[lagged] = [0, 0]
         for index, block in enumerate(model.blocks):
             block.register_forward_hook(lambda *_, i=index, told=calls[lagged]: told.__setitem__(i, told[i] + 1))
@@ -178,7 +178,7 @@ def test_a_kept_layer_is_not_computed_again(tmp_path):
 def test_kept_graphs_hold_no_memory_of_slices_that_leave(tmp_path):
     """Between the passes a layer that is at home elsewhere is NaN, and so are the buffers that its bytes were in."""
     made = steps(2)
-    keep = Placement.uniform(2, parameters="disk", states="host", activations="keep")
+    keep = MemoryPlan.uniform(2, parameters="disk", states="host", activations="keep")
     want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
     executor = layer_major(make_decoder("gqa").train(), keep, tmp_path)
     forward = executor.run.forward
@@ -202,8 +202,8 @@ def test_a_kept_graph_weighs_what_the_standard_executor_keeps(tmp_path):
     for kept in ((), (1,), (0, 1)):
         model = make_decoder("gqa").train()
         kinds = ["keep" if index in kept else "recompute" for index in range(2)]
-        layers = tuple(LayerPlacement(activations=kind) for kind in kinds)
-        executor = layer_major(model, Placement(layers=layers), tmp_path)
+        layers = tuple(LayerMemory(activations=kind) for kind in kinds)
+        executor = layer_major(model, MemoryPlan(layers=layers), tmp_path)
         with AliveStorages() as storages:
             executor.run.forward(batches)
         alive[kept] = storages.alive_bytes()
@@ -272,7 +272,7 @@ def test_pieces_of_the_backward_pass_that_fail_are_done_again(name, lagged, tmp_
 def test_kept_graphs_can_be_let_go_in_mid_step(tmp_path):
     made = steps(2)
     want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
-    executor = layer_major(make_decoder("gqa").train(), Placement.uniform(2, activations="keep"), tmp_path)
+    executor = layer_major(make_decoder("gqa").train(), MemoryPlan.uniform(2, activations="keep"), tmp_path)
     forward = executor.run.forward
 
     def then_let_go(batches):
@@ -289,7 +289,7 @@ def test_a_checkpoint_is_the_same_wherever_slices_have_moved_to(tmp_path):
     """What a checkpoint refers to was made before the first move."""
     write_text(tmp_path / "text")
     found = []
-    changes = [plain(), Placement.uniform(2, parameters="disk", states="host", inputs="disk", activations="keep")]
+    changes = [plain(), MemoryPlan.uniform(2, parameters="disk", states="host", inputs="disk", activations="keep")]
     for number, change in enumerate(changes):
         loaded = tiny(tmp_path, tmp_path, precision__mode="fp32", memory__executor="layer_major")
         parts = assemble.build(assemble.set_up(loaded), fresh=True)
@@ -324,10 +324,10 @@ def test_what_cannot_be_changed_changes_nothing(tmp_path):
     executor = layer_major(make_decoder("gqa").train(), drawn(random.Random(1)), tmp_path)
     before = executor.placement
     refused = [
-        (Placement.uniform(3), "another model"),
-        (Placement.uniform(2, activations="selective"), "selected activations"),
-        (Placement.uniform(2, mlp_tiles=2), "cannot change while a run goes on"),
-        (Placement.uniform(2, attention_block=8), "cannot change while a run goes on"),
+        (MemoryPlan.uniform(3), "another model"),
+        (MemoryPlan.uniform(2, activations="selective"), "selected activations"),
+        (MemoryPlan.uniform(2, mlp_tiles=2), "cannot change while a run goes on"),
+        (MemoryPlan.uniform(2, attention_block=8), "cannot change while a run goes on"),
     ]
     for placement, says in refused:
         with pytest.raises(ConfigError, match=says):
@@ -337,7 +337,7 @@ def test_what_cannot_be_changed_changes_nothing(tmp_path):
 
 
 def test_layers_of_one_slice_stay_together(tmp_path):
-    mixed = Placement(layers=(LayerPlacement(states="disk"), LayerPlacement()))
+    mixed = MemoryPlan(layers=(LayerMemory(states="disk"), LayerMemory()))
     with pytest.raises(ConfigError, match="several places") as caught:
         layer_major(make_decoder("gqa"), mixed, tmp_path, group=2)
     assert "memory.group = 1" in caught.value.problems[0].try_
@@ -347,7 +347,7 @@ def test_a_tier_without_room_leaves_all_where_it_was(tmp_path, monkeypatch):
     """The third slice that moves finds no room: the two before it go back."""
     made = steps(3)
     want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
-    first = Placement.uniform(2, parameters="host", inputs="host", activations="recompute")
+    first = MemoryPlan.uniform(2, parameters="host", inputs="host", activations="recompute")
     executor = layer_major(make_decoder("gqa").train(), first, tmp_path)
     home, moved = executor.run.residence, []
     move = home.parameters.move
@@ -361,7 +361,7 @@ def test_a_tier_without_room_leaves_all_where_it_was(tmp_path, monkeypatch):
     before = executor.placement
     monkeypatch.setattr(home.parameters, "move", full)
     with pytest.raises(torch.OutOfMemoryError):
-        executor.place(Placement.uniform(2, parameters="disk", states="disk", inputs="disk"))
+        executor.place(MemoryPlan.uniform(2, parameters="disk", states="disk", inputs="disk"))
     assert len(moved) > 2
     monkeypatch.undo()
     assert executor.placement == before
@@ -375,7 +375,7 @@ def test_without_a_residence_all_begins_on_the_device(tmp_path):
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
     executor = LayerMajorExecutor(model, model, find_slices(model, model), optimizer, clip=GradClip(0.5))
     assert executor.placement == plain()
-    moved = Placement.uniform(2, states="host", activations="keep")
+    moved = MemoryPlan.uniform(2, states="host", activations="keep")
     executor.place(moved)
     assert executor.placement == moved
     assert_same(outcome(executor, made), want)

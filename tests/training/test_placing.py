@@ -14,7 +14,7 @@ from tests.training.test_layer_major_hf import steps as hf_steps
 from tests.training.test_layer_major_step import steps
 from tests.training.tiny import tiny, write_text
 from tilewright.core.errors import ConfigError
-from tilewright.core.memory_plan import LayerPlacement, Placement, placement_of
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan, memory_plan_of
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
@@ -24,7 +24,7 @@ from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
 from tilewright.precision.convert import convert
 from tilewright.training import assemble
-from tilewright.training.executor.activation_policy import ModelPlaces, checkpoint_layers, cut_layers
+from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.standard import StandardExecutor
 
 KINDS = ("keep", "selective", "products", "attention", "recompute")
@@ -32,12 +32,12 @@ LR = 1e-3
 
 
 def placement(*kinds, **options):
-    return Placement(layers=tuple(LayerPlacement(activations=kind, **options) for kind in kinds))
+    return MemoryPlan(layers=tuple(LayerMemory(activations=kind, **options) for kind in kinds))
 
 
 def standard(model, given):
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
-    return StandardExecutor(model, optimizer, clip=GradClip(0.5), places=ModelPlaces(model, given))
+    return StandardExecutor(model, optimizer, clip=GradClip(0.5), places=ActivationPolicy(model, given))
 
 
 def outcome(model, made, given, changes=()):
@@ -169,8 +169,8 @@ def test_each_layer_is_cut_as_it_says(monkeypatch):
     batch, rows, tokens = steps(1)[0][0], [], []
     model, attention, swiglu = make_decoder("gqa").double(), type(KERNELS).attention, ref.swiglu
     whole = model.loss(batch).loss_sum.item()
-    layers = (LayerPlacement(mlp_tiles=3, attention_block=5), LayerPlacement())
-    cut_layers(model, Placement(layers=layers), compile=False)
+    layers = (LayerMemory(mlp_tiles=3, attention_block=5), LayerMemory())
+    cut_layers(model, MemoryPlan(layers=layers), compile=False)
     assert model.attention_blocks == (5, 0)
     monkeypatch.setattr(type(KERNELS), "attention", lambda *a, **k: (rows.append(k["block"]), attention(*a, **k))[1])
     monkeypatch.setattr(ref, "swiglu", lambda g, u: (tokens.append(g[..., 0].numel()), swiglu(g, u))[1])
@@ -183,7 +183,7 @@ def test_each_layer_is_cut_as_it_says(monkeypatch):
 def test_parts_of_foreign_layers():
     whole = make_hf("llama").train()
     model = copy.deepcopy(whole)
-    cut_layers(model, Placement(layers=(LayerPlacement(), LayerPlacement(mlp_tiles=2))), compile=False)
+    cut_layers(model, MemoryPlan(layers=(LayerMemory(), LayerMemory(mlp_tiles=2))), compile=False)
     assert type(model.layers[0].mlp) is type(whole.layers[0].mlp)
     assert type(model.layers[1].mlp) is not type(whole.layers[1].mlp)
     batch = hf_steps(whole, 1)[0][0]
@@ -192,7 +192,7 @@ def test_parts_of_foreign_layers():
     for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match="Attention by blocks"):
-        cut_layers(model, Placement.uniform(2, attention_block=8), compile=False)
+        cut_layers(model, MemoryPlan.uniform(2, attention_block=8), compile=False)
 
 
 # ---- what cannot be done ----
@@ -209,7 +209,7 @@ def test_what_cannot_be_changed():
     executor = standard(make_decoder("gqa"), placement("keep", "recompute"))
     refused(executor, placement("keep"), "another model")
     refused(executor, placement("keep", "keep", states="host"), "keeps everything on the device")
-    refused(executor, replace(placement("keep", "keep"), head=LayerPlacement(parameters="disk")), "everything on the")
+    refused(executor, replace(placement("keep", "keep"), head=LayerMemory(parameters="disk")), "everything on the")
     refused(executor, placement("keep", "keep", mlp_tiles=2), "cannot change while a run goes on")
     model = make_decoder("gqa")
     model.checkpoint_inputs = "fp8"
@@ -253,7 +253,7 @@ def test_a_run_is_built_as_its_placement_says(executor, tmp_path):
         if number and executor == "layer_major":
             given = replace(given, layers=(replace(given.layers[0], states="disk", inputs="disk"), given.layers[1]))
         parts = assemble.build(setup, fresh=True, placement=given)
-        assert parts.executor.placement == (given or placement_of(loaded.recipe, 2))
+        assert parts.executor.placement == (given or memory_plan_of(loaded.recipe, 2))
         made = made or [parts.stream.next_step() for _ in range(3)]
         losses = [parts.executor.step(microbatches, LR).loss for microbatches in made]
         parts.close()
@@ -267,9 +267,9 @@ def test_a_recipe_without_a_plan_is_a_uniform_placement(tmp_path):
     kinds["full"] = "recompute"
     for mode, kind in kinds.items():
         recipe = tiny(tmp_path, tmp_path, train__activation_checkpoint=mode, memory__mlp_tiles=2).recipe
-        assert placement_of(recipe, 3) == Placement.uniform(3, activations=kind, mlp_tiles=2)
+        assert memory_plan_of(recipe, 3) == MemoryPlan.uniform(3, activations=kind, mlp_tiles=2)
     options = {"memory__executor": "layer_major", "memory__states": "disk", "memory__inputs": "host"}
     recipe = tiny(tmp_path, tmp_path, **options, memory__attention_block=8).recipe
-    assert placement_of(recipe, 2) == Placement.uniform(
+    assert memory_plan_of(recipe, 2) == MemoryPlan.uniform(
         2, states="disk", inputs="host", activations="recompute", attention_block=8
     )

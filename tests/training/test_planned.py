@@ -12,16 +12,16 @@ from tilewright.core.config.edit import changed
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import FitError
 from tilewright.core.hardware import detect_machine
-from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.planner.auto import stages
-from tilewright.planner.cost.choices import Setting
-from tilewright.planner.model.constraints import Fixed
+from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan_file import read_plan, to_toml
 from tilewright.planner.summary import make_plan
 from tilewright.training.components.signals import StopRequest
 from tilewright.training.loop import train
 from tilewright.training.planning.resolve import plan_run
-from tilewright.training.planning.site import Site
+from tilewright.training.planning.site import PlanContext
 from tilewright.training.run import Run
 
 # Big enough that activations show beside the process, small enough that a step takes a tenth of a second.
@@ -45,13 +45,13 @@ def load(data, runs, *left_open, **changes):
 
 
 def site(loaded, folder):
-    return Site(300, detect_machine("cpu"), fixed_ceilings(), folder)
+    return PlanContext(300, detect_machine("cpu"), fixed_ceilings(), folder)
 
 
 def budgets(loaded, folder):
     """(least with other layers alone, whole) bytes of the recipe as it stands."""
     where = site(loaded, folder)
-    fixed = Fixed(
+    fixed = Constraints(
         executor="standard", micro_batch=loaded.recipe.train.micro_batch, loss_tile=loaded.recipe.memory.loss_tile
     )
     planner = where.planner(loaded.recipe, fixed)
@@ -217,9 +217,9 @@ def test_a_run_whose_layers_are_cut_differently_is_planned_again(data, tmp_path,
     sliced = {"memory__executor": "layer_major", "optim__clip_norm": 0}
     loaded = load(data, tmp_path, **sliced)
     where, recipe = site(loaded, tmp_path), loaded.recipe
-    kinds = [LayerPlacement(activations=kind, mlp_tiles=n) for kind, n in (("recompute", 2), ("keep", 1)) * 2]
+    kinds = [LayerMemory(activations=kind, mlp_tiles=n) for kind, n in (("recompute", 2), ("keep", 1)) * 2]
     planner = where.planner(recipe)
-    mixed = planner.priced(Setting.of(recipe), Placement(layers=tuple(kinds)), where.budget(recipe))
+    mixed = planner.priced(GlobalConfig.of(recipe), MemoryPlan(layers=tuple(kinds)), where.budget(recipe))
     (tmp_path / "mixed.toml").write_text(to_toml(mixed))
     for name in ("plain", "failed"):
         with monkeypatch.context() as patch:
@@ -366,7 +366,7 @@ def below_standard(data, runs, **changes):
     planner = where.planner(loaded.recipe)
     budget = where.budget(loaded.recipe)
     least = {
-        name: planner.with_fixed(Fixed(executor=name, micro_batch=1)).smallest(budget).peak_bytes
+        name: planner.with_fixed(Constraints(executor=name, micro_batch=1)).smallest(budget).peak_bytes
         for name in ("standard", "layer_major")
     }
     assert least["layer_major"] < least["standard"]
@@ -381,7 +381,7 @@ def test_checkpoints_are_written_in_the_foreground_before_a_number_changes(data,
     wide = load(data, tmp_path, "save.background", **changes, run__name="wide")
     tighter = changed(wide.recipe, {"save.background": False})
     where = site(wide, tmp_path)
-    fixed = Fixed(executor="standard", micro_batch=2, loss_tile=wide.recipe.memory.loss_tile)
+    fixed = Constraints(executor="standard", micro_batch=2, loss_tile=wide.recipe.memory.loss_tile)
     budget = where.budget(wide.recipe)
     most, least = (where.planner(recipe, fixed).smallest(budget).peak_bytes for recipe in (wide.recipe, tighter))
     assert least < 0.99 * most
@@ -405,7 +405,7 @@ def test_evaluations_in_the_format_of_training_make_room(data, tmp_path):
     changes = {"model__dim": 256, "data__seq_len": 2048, "train__micro_batch": 4, **low}
     loaded = load(data, tmp_path, "ops.cross_entropy", **changes)
     where = site(loaded, tmp_path)
-    fixed = Fixed(executor="standard", micro_batch=4, loss_tile=loaded.recipe.memory.loss_tile)
+    fixed = Constraints(executor="standard", micro_batch=4, loss_tile=loaded.recipe.memory.loss_tile)
     narrow = changed(loaded.recipe, {"precision.eval_fp32": False})
     budget = where.budget(loaded.recipe)
     most, least = (where.planner(recipe, fixed).smallest(budget) for recipe in (loaded.recipe, narrow))
@@ -438,7 +438,7 @@ def test_states_go_to_disk_before_formats_are_narrowed(data, tmp_path):
     sizes = WIDE | {"model__dim": 256, "train__micro_batch": 1}
     loaded = load(data, tmp_path, **sizes)
     where = site(loaded, tmp_path / "runs")
-    planner = where.planner(loaded.recipe).with_fixed(Fixed(executor="layer_major", micro_batch=1))
+    planner = where.planner(loaded.recipe).with_fixed(Constraints(executor="layer_major", micro_batch=1))
     here, disk = (where.budget(loaded.recipe, disk=disk) for disk in (False, True))
     least, on_disk = planner.smallest(here).peak_bytes, planner.smallest(disk).peak_bytes
     assert on_disk < 0.97 * least

@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from tilewright.core.errors import ConfigError
-from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.training.executor.standard import StepResult, row_length
-from tilewright.training.executor.transaction import HalfUpdated, half_updated, retried
+from tilewright.training.executor.transaction import PartialUpdateError, half_updated, retried
 from tilewright.training.planning.describe import tighter, words
 from tilewright.training.planning.forecast import peak_of
-from tilewright.training.planning.replan import Regroup
+from tilewright.training.planning.replan import AdaptiveReplanner
 
 LAYERS = 4
 KEPT = {"keep": 100.0, "selective": 60.0, "attention": 30.0, "recompute": 20.0}
 SECONDS = {"keep": 1.0, "selective": 1.1, "attention": 1.3, "recompute": 1.4}
 BASE = 200.0
-KEEP = Placement.uniform(LAYERS)
-KINDS = tuple(LayerPlacement(activations=kind) for kind in KEPT if kind != "attention")
+KEEP = MemoryPlan.uniform(LAYERS)
+KINDS = tuple(LayerMemory(activations=kind) for kind in KEPT if kind != "attention")
 
 
 @dataclass(frozen=True)
 class Expected:
-    placement: Placement
+    placement: MemoryPlan
     phases: dict
     step_s: float
 
@@ -50,7 +50,7 @@ class PlayedPlanner:
 
     def _all(self, seq_len, factors):
         for layers in combinations_with_replacement(self.kinds, self.num_layers):
-            yield self.predict(Placement(layers=layers), seq_len, **factors)
+            yield self.predict(MemoryPlan(layers=layers), seq_len, **factors)
 
     def plan(self, device_bytes, seq_len=None, **factors):
         self.asked.append((device_bytes, seq_len))
@@ -117,7 +117,7 @@ class Play:
     give_back: Callable | None = None
 
     def __post_init__(self):
-        self.regroup = Regroup(
+        self.regroup = AdaptiveReplanner(
             self.executor,
             lambda: self.planner,
             budget=lambda: self.budget,
@@ -274,7 +274,7 @@ def test_a_change_of_placement_is_always_shown_and_watched():
 
 
 def test_less_than_planned_makes_room_where_it_pays():
-    tight = Placement.uniform(LAYERS, activations="recompute")
+    tight = MemoryPlan.uniform(LAYERS, activations="recompute")
     play = Play(PlayedExecutor(tight, factor=0.5), budget=300.0)
     play.step()
     assert play.executor.placement == tight, "the first step's allocator may have had more free blocks than later ones"
@@ -364,7 +364,7 @@ def test_the_same_step_again_under_a_tighter_plan(error):
 
 
 def test_no_tighter_plan():
-    tight = Placement.uniform(LAYERS, activations="recompute")
+    tight = MemoryPlan.uniform(LAYERS, activations="recompute")
     play = Play(PlayedExecutor(tight))
     play.executor.trouble = [no_memory()]
     play.step()  # once more, with what the failure has made free
@@ -382,7 +382,7 @@ def test_other_errors_go_through():
             play.step()
     assert play.events == []
     assert "3 of 4 slices" in str(half_updated(no_memory(), "3 of 4 slices were updated"))
-    assert HalfUpdated.exit_code == 3
+    assert PartialUpdateError.exit_code == 3
 
 
 def test_a_placement_that_is_refused_leaves_the_old_one():
@@ -472,8 +472,8 @@ def test_nothing_fits_into_a_smaller_budget():
 def test_words_of_a_mixed_placement():
     layers = list(KEEP.layers)
     layers[1] = replace(layers[1], activations="recompute", inputs="disk", parameters="host", states="disk")
-    assert words(Placement(layers=tuple(layers))) == "3 keep, 1 recompute (inputs disk, parameters host, states disk)"
-    less, least = tighter(Placement(layers=(LayerPlacement(activations="selective"), layers[1])))
+    assert words(MemoryPlan(layers=tuple(layers))) == "3 keep, 1 recompute (inputs disk, parameters host, states disk)"
+    less, least = tighter(MemoryPlan(layers=(LayerMemory(activations="selective"), layers[1])))
     assert words(less).startswith("1 attention, 1 recompute (")
     assert words(least) == "1 recompute, 1 recompute (inputs disk, parameters host, states disk)"
     assert row_length([{"pixels": torch.zeros(1)}]) is None

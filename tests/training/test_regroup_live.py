@@ -12,22 +12,22 @@ from tests.models.shapes import make_batch, make_decoder
 from tests.training.out_of_memory import Allocator
 from tests.training.test_placement import layer_major
 from tests.training.test_regroup import PlayedPlanner, looked_at, peak_of
-from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
-from tilewright.training.executor.activation_policy import ModelPlaces
+from tilewright.training.executor.activation_policy import ActivationPolicy
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.planning.replan import Regroup
+from tilewright.training.planning.replan import AdaptiveReplanner
 
 LR = 1e-3
 NUM_LAYERS = 2
 KINDS = {
-    "standard": [LayerPlacement(activations=kind) for kind in ("keep", "selective", "attention", "recompute")],
+    "standard": [LayerMemory(activations=kind) for kind in ("keep", "selective", "attention", "recompute")],
     "layer_major": [
-        LayerPlacement(activations="keep"),
-        LayerPlacement(activations="recompute"),
-        LayerPlacement(activations="recompute", inputs="disk", states="host", parameters="disk"),
+        LayerMemory(activations="keep"),
+        LayerMemory(activations="recompute"),
+        LayerMemory(activations="recompute", inputs="disk", states="host", parameters="disk"),
     ],
 }
 LENGTHS = (512, 512, 2048, 512, 512)
@@ -35,10 +35,10 @@ LENGTHS = (512, 512, 2048, 512, 512)
 
 def make(which, folder, shape="gqa"):
     model = make_decoder(shape).train()
-    placement = Placement(layers=(KINDS[which][0],) * NUM_LAYERS)
+    placement = MemoryPlan(layers=(KINDS[which][0],) * NUM_LAYERS)
     if which == "layer_major":
         return layer_major(model, placement, folder)
-    optimizer, places = DeepSeekAdam(decay_groups(model, 0.1)), ModelPlaces(model, placement)
+    optimizer, places = DeepSeekAdam(decay_groups(model, 0.1)), ActivationPolicy(model, placement)
     return StandardExecutor(model, optimizer, clip=GradClip(0.5), places=places)
 
 
@@ -71,7 +71,7 @@ class Run:
             return {"backward": int(peak_of(planner.predict(self.executor.placement, self.length)))}
 
         self.length = 512
-        self.regroup = Regroup(
+        self.regroup = AdaptiveReplanner(
             self.executor, lambda: planner, budget=lambda: self.budget, peaks=peaks,
             tell=lambda step, text, **numbers: self.events.append(numbers["trigger"]),
         )  # fmt: skip

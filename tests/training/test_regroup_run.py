@@ -18,7 +18,7 @@ from tilewright.planner.replan import Replanner
 from tilewright.report.page import write_report
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.executor.transaction import HalfUpdated
+from tilewright.training.executor.transaction import PartialUpdateError
 from tilewright.training.loop import train
 from tilewright.training.replan_setup import LOOK_S, MemoryWatch, there_bytes
 
@@ -80,7 +80,7 @@ def test_a_step_that_could_not_be_finished_stops_the_run(data, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(DeepSeekAdam, "step_params", step_params)
-        with pytest.raises(HalfUpdated, match="in the middle of an update"):
+        with pytest.raises(PartialUpdateError, match="in the middle of an update"):
             train(tiny(data, tmp_path / "failed", **case))
     run = tmp_path / "failed" / "tiny"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000003"]
@@ -156,13 +156,13 @@ class Cut(regroup_run.MemoryWatch):
     def __call__(self):
         return self.limit * (0.7 if self.step >= 3 else 1.0)
 
-class Watching(regroup_run.Regroup):
+class Watching(regroup_run.AdaptiveReplanner):
     def before(self, number, row_length):
         Cut.step = number
         super().before(number, row_length)
 
 if sys.argv[3] == "cut":
-    regroup_run.MemoryWatch, regroup_run.Regroup = Cut, Watching
+    regroup_run.MemoryWatch, regroup_run.AdaptiveReplanner = Cut, Watching
 train(tiny(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[4])))
 """
 """In a process of its own, because what a process holds besides counts on a CPU."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tilewright.core.errors import CheckpointError
-from tilewright.memory.tracking.tracker import Ledger
+from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.training.checkpoint.state import TrainState, model_fingerprint
@@ -104,7 +104,7 @@ def test_restoring_holds_one_tensor_beside_the_model(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(1, state.tensors(), state.meta(), now=True)
     state.restore(store.path_of(1))  # code and caches
-    ledger = Ledger("cpu")
+    ledger = MemoryTracker("cpu")
     with ledger.phase("restore"):
         before = ledger.baseline_bytes
         state.restore(store.path_of(1))

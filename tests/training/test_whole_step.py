@@ -12,7 +12,7 @@ import torch
 from tests.models.shapes import KERNELS, make_decoder
 from tests.training.out_of_memory import Allocator
 from tests.training.test_layer_major_step import Dropped, steps
-from tilewright.memory.layer_major.rollback import Journal
+from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.models.layerwise.view import find_slices
 from tilewright.optim.adam import DeepSeekAdam
@@ -26,7 +26,7 @@ from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.standard import StandardExecutor
-from tilewright.training.executor.transaction import TRIES, HalfUpdated
+from tilewright.training.executor.transaction import TRIES, PartialUpdateError
 
 DRAWS = 2
 LR = 1e-3
@@ -79,7 +79,7 @@ def make(
     torch.manual_seed(7)
     clip = GradClip(0.5, adaptive=1.1)
     if layer_major:
-        undo = Journal("host", "cpu") if layer_major == "journal" else None
+        undo = RollbackBuffer("host", "cpu") if layer_major == "journal" else None
         slices = find_slices(model, model, group)
         lagged = layer_major != "exact"
         return LayerMajorExecutor(model, model, slices, optimizer, clip=clip, lagged=lagged, undo=undo, weights=weights)
@@ -175,7 +175,7 @@ def test_what_cannot_be_brought_to_its_end_is_said_or_undone(case):
     middle = _middle_of_updates(executor)
     executor = started(case)
     with Allocator(range(middle, middle + 10_000)) as allocator:
-        expected = torch.OutOfMemoryError if case == "journal" else HalfUpdated
+        expected = torch.OutOfMemoryError if case == "journal" else PartialUpdateError
         with pytest.raises(expected) as caught:
             executor.step(MICROBATCHES, LR)
     assert len(allocator.failed) >= TRIES

@@ -11,7 +11,7 @@ from torch import nn
 from tests.contracts.observe import write_texts
 from tests.training.tiny import last_state
 from tests.zoo.families import IMAGE, VOCAB, Family
-from tilewright.cli.app import State, cli
+from tilewright.cli.app import CliState, cli
 from tilewright.data.common.tokenizer import train_tokenizer
 
 SETTINGS = {
@@ -57,7 +57,7 @@ def train(family: Family, data: Path, **changes: str) -> None:
     """`tilewright train` on a family in the present folder; an error is raised, not printed."""
     family.config().save_pretrained("model")
     arguments = typed(settings(family, data, **changes))
-    cli.main(["train", *arguments], prog_name="tilewright", standalone_mode=False, obj=State())
+    cli.main(["train", *arguments], prog_name="tilewright", standalone_mode=False, obj=CliState())
 
 
 def trained(family: Family) -> nn.Module:

@@ -8,7 +8,7 @@ from tests.training.test_layer_major_step import LR, executor
 from tests.zoo.cases import cases
 from tests.zoo.families import TRAINED
 from tilewright.models.layerwise.hf_view import layered
-from tilewright.models.layerwise.view import Whole
+from tilewright.models.layerwise.view import SingleBlock
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
@@ -46,7 +46,7 @@ def steps(family):
 def test_layer_major_is_standard(case, remark):
     ours, theirs = (deterministic(case.family.model()) for _ in range(2))
     view = layered(ours)
-    if isinstance(view, Whole):
+    if isinstance(view, SingleBlock):
         remark("as one slice")
     run = executor(ours, view)
     plain = StandardExecutor(theirs, DeepSeekAdam(decay_groups(theirs, 0.1), betas=(0.9, 0.95)), clip=GradClip(0.0))

@@ -43,7 +43,7 @@ COMMANDS = {
 
 
 @dataclass
-class State:
+class CliState:
     """What `main` must know about the command when it fails."""
 
     verbosity: int = 0
@@ -104,7 +104,7 @@ def main(args: list[str] | None = None) -> None:
 
 def run(args: list[str]) -> int:
     """Runs one command and returns the exit code; a bug of ours leaves with its traceback."""
-    state = State()
+    state = CliState()
     env.tune_cpu_runtime()
     try:
         result = cli.main(args, prog_name="tilewright", standalone_mode=False, obj=state)

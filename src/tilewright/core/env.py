@@ -1,6 +1,6 @@
 """The only reader of environment variables, and the table that documents them.
 
-Variables that stand for a setting become `Setting`s, which `core.config.load` types and checks like an
+Variables that stand for a setting become `EnvSetting`s, which `core.config.load` types and checks like an
 override from the command line. The few that are not settings (colour, compiler, rank) have a
 function each. Nothing is read at import; every function takes the environment as an argument.
 """
@@ -77,7 +77,7 @@ VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class EnvSetting:
     """A value for one field. `value` is text still to be typed by the schema, or already a bool or list."""
 
     field: str
@@ -85,7 +85,7 @@ class Setting:
     name: str
 
 
-def settings(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], list[Problem]]:
+def settings(environ: Mapping[str, str] | None = None) -> tuple[list[EnvSetting], list[Problem]]:
     """Settings given by the environment, and what is wrong with them.
 
     An empty variable counts as not set. A `DEEPSEEK_*` alias and the `TILEWRIGHT_*` variable of the same field
@@ -96,7 +96,7 @@ def settings(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], l
         ['layer_norm', 'softmax']
     """
     environ = os.environ if environ is None else environ
-    found: dict[str, Setting] = {}
+    found: dict[str, EnvSetting] = {}
     problems: list[Problem] = []
     for name in sorted(environ):
         text = environ[name].strip()
@@ -121,7 +121,7 @@ def settings(environ: Mapping[str, str] | None = None) -> tuple[list[Setting], l
     return list(found.values()), problems
 
 
-def _alias(name: str, text: str, problems: list[Problem]) -> Setting | None:
+def _alias(name: str, text: str, problems: list[Problem]) -> EnvSetting | None:
     row = next((row for row in VARIABLES if row.name == name and row.sets), None)
     if row is None:
         if name.startswith("DEEPSEEK_"):
@@ -142,18 +142,18 @@ def _alias(name: str, text: str, problems: list[Problem]) -> Setting | None:
                 )
             )
             return None
-        return Setting(row.sets, text.lower() in _TRUE, name)
+        return EnvSetting(row.sets, text.lower() in _TRUE, name)
     if name == "DEEPSEEK_FP32_OPS":
-        return Setting(row.sets, [part.strip() for part in text.split(",") if part.strip()], name)
-    return Setting(row.sets, text, name)
+        return EnvSetting(row.sets, [part.strip() for part in text.split(",") if part.strip()], name)
+    return EnvSetting(row.sets, text, name)
 
 
-def _generic(name: str, text: str) -> Setting | None:
+def _generic(name: str, text: str) -> EnvSetting | None:
     """`TILEWRIGHT_TRAIN_BATCH_SIZE` -> `train.batch_size`. Section names hold no underscore."""
     if not name.startswith(PREFIX):
         return None
     section, _, field = name.removeprefix(PREFIX).lower().partition("_")
-    return Setting(f"{section}.{field}" if field else section, text, name)
+    return EnvSetting(f"{section}.{field}" if field else section, text, name)
 
 
 def no_color(environ: Mapping[str, str] | None = None) -> bool:

@@ -1,6 +1,6 @@
 """What a run does with each layer: where its bytes are at home, and what it keeps for the backward pass.
 
-A plan decides it, the executors do it. `Placement.uniform` is what the settings of a recipe say without a plan: the
+A plan decides it, the executors do it. `MemoryPlan.uniform` is what the settings of a recipe say without a plan: the
 same for all layers. Nothing here knows tensors; `plan` makes placements, `training` and `memory` read them.
 """
 
@@ -24,7 +24,7 @@ KIND_OF: dict[str, Activations] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerPlacement:
+class LayerMemory:
     """One layer, or what stands before or after the layers.
 
     Raises:
@@ -53,19 +53,19 @@ class LayerPlacement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class MemoryPlan:
     """All layers of a model in order, and the two ends.
 
     Example:
-        >>> placement = Placement.uniform(3, states="disk", activations="recompute")
+        >>> placement = MemoryPlan.uniform(3, states="disk", activations="recompute")
         >>> placement.layers[2].states, placement.head.states, placement.head.activations
         ('disk', 'disk', 'keep')
     """
 
-    layers: tuple[LayerPlacement, ...]
-    embedding: LayerPlacement = LayerPlacement()
+    layers: tuple[LayerMemory, ...]
+    embedding: LayerMemory = LayerMemory()
     """What is read before the first layer. Its `parameters` and `states` mean something, the rest does not."""
-    head: LayerPlacement = LayerPlacement()
+    head: LayerMemory = LayerMemory()
     """What is read after the last layer; as `embedding`, and `inputs` is where its input waits."""
 
     @classmethod
@@ -79,9 +79,9 @@ class Placement:
         activations: Activations = "keep",
         mlp_tiles: int = 1,
         attention_block: int = 0,
-    ) -> "Placement":
+    ) -> "MemoryPlan":
         """The same for all layers; both ends are at home where the layers are."""
-        layer = LayerPlacement(
+        layer = LayerMemory(
             parameters=parameters,
             states=states,
             inputs=inputs,
@@ -89,18 +89,18 @@ class Placement:
             mlp_tiles=mlp_tiles,
             attention_block=attention_block,
         )
-        end = LayerPlacement(parameters=parameters, states=states, inputs=inputs)
+        end = LayerMemory(parameters=parameters, states=states, inputs=inputs)
         return cls(layers=(layer,) * num_layers, embedding=end, head=end)
 
-    def __iter__(self) -> Iterator[LayerPlacement]:
+    def __iter__(self) -> Iterator[LayerMemory]:
         yield from (self.embedding, *self.layers, self.head)
 
 
-def placement_of(recipe: Recipe, num_layers: int) -> Placement:
+def memory_plan_of(recipe: Recipe, num_layers: int) -> MemoryPlan:
     """What a recipe's settings say without a plan: the same for all layers."""
     memory = recipe.memory
     sliced = memory.executor == "layer_major"
-    return Placement.uniform(
+    return MemoryPlan.uniform(
         num_layers,
         parameters=memory.parameters if sliced else "device",
         states=memory.states if sliced else "device",

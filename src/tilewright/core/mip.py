@@ -29,7 +29,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class LinearRow:
     """A constraint: `lower` <= sum of the entries' values times their columns <= `upper`."""
 
     entries: Mapping[int, float]
@@ -46,7 +46,7 @@ class Solution:
 
 
 def minimise(
-    columns: Sequence[Column], rows: Sequence[Row], *, gap: float, patience_s: float = PATIENCE_S
+    columns: Sequence[Column], rows: Sequence[LinearRow], *, gap: float, patience_s: float = PATIENCE_S
 ) -> Solution | None:
     """The cheapest values that hold all constraints; None where there are none.
 
@@ -61,7 +61,7 @@ def minimise(
 
     Example:
         >>> coins = [Column(1, whole=True), Column(1, whole=True)]  # of 5 and of 3, as few as possible
-        >>> minimise(coins, [Row({0: 5, 1: 3}, 11, 11)], gap=0).values
+        >>> minimise(coins, [LinearRow({0: 5, 1: 3}, 11, 11)], gap=0).values
         (1.0, 2.0)
     """
     import highspy  # here: most commands need no solver

@@ -15,7 +15,7 @@ from tilewright.precision.convert import convert
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.report import ConversionReport
-from tilewright.precision.snapshot import Notes
+from tilewright.precision.snapshot import ModuleSnapshot
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,7 +36,7 @@ class AcceleratorScaler:
     def __init__(self, scaler: DynamicScaler, model: nn.Module):
         self.scaler = scaler
         self._found_inf: Tensor | None = None
-        self._before: Notes | None = None
+        self._before: ModuleSnapshot | None = None
         model.register_forward_pre_hook(self._note)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -48,7 +48,7 @@ class AcceleratorScaler:
     def _note(self, model: nn.Module, inputs: Any) -> None:
         """The first pass of a step begins."""
         if model.training and self._before is None:
-            self._before = Notes(model)
+            self._before = ModuleSnapshot(model)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale."""

@@ -16,9 +16,9 @@ from transformers.trainer_callback import ExportableState
 from tilewright.core.json_text import to_json
 from tilewright.precision.controller.runtime import PrecisionController, grad_norm
 from tilewright.precision.controller.settings import ControllerSettings
-from tilewright.precision.controller.stats import Evidence
-from tilewright.precision.controller.thresholds import Limit
-from tilewright.precision.snapshot import Notes
+from tilewright.precision.controller.stats import QuantStats
+from tilewright.precision.controller.thresholds import Threshold
+from tilewright.precision.snapshot import ModuleSnapshot
 
 
 class ControllerCallback(TrainerCallback, ExportableState):
@@ -39,12 +39,12 @@ class ControllerCallback(TrainerCallback, ExportableState):
         self.dropped = 0
         """Steps whose gradients were not used."""
         self._watching = ExitStack()
-        self._evidence: Callable[[], Evidence] | None = None
-        self._before: Notes | None = None
+        self._evidence: Callable[[], QuantStats] | None = None
+        self._before: ModuleSnapshot | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """The model is there now."""
-        limits = {name: Limit(**limit) for name, limit in self.settings["limits"].items()}
+        limits = {name: Threshold(**limit) for name, limit in self.settings["limits"].items()}
         self.control = PrecisionController(kwargs["model"], ControllerSettings(**{**self.settings, "limits": limits}))
         if self.saved is not None:
             self.control.load_state_dict(self.saved)
@@ -55,7 +55,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Formats of this step; hooks where it is looked at."""
         ours = self._control()
-        self._before = Notes(ours.model)
+        self._before = ModuleSnapshot(ours.model)
         ours.enter(state.global_step)
         if ours.due(state.global_step) or ours.controller.suspect is not None:
             self._evidence = self._watching.enter_context(ours.monitor.watching())

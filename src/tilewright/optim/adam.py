@@ -81,7 +81,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         self.seed = seed
         self.num_updates = 0
         """Calls of `step` that updated all they had to; hooks may have failed after that."""
-        self._places: dict[Tensor, _Place] = {}
+        self._places: dict[Tensor, _ParamSlot] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,12 +110,12 @@ class DeepSeekAdam(torch.optim.Optimizer):
     def _all_params(self) -> list[Tensor]:
         return list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
 
-    def _place(self, param: Tensor) -> "_Place":
+    def _place(self, param: Tensor) -> "_ParamSlot":
         """Where a parameter stands in the groups, which other code may have changed."""
         place = self._places.get(param)
         if place is None or not place.holds(param, self.param_groups):
             members = [(g, i, p) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])]
-            self._places = {p: _Place(g, i, number) for number, (g, i, p) in enumerate(members)}
+            self._places = {p: _ParamSlot(g, i, number) for number, (g, i, p) in enumerate(members)}
         if param not in self._places:
             raise ConfigError(
                 "Parameter that is not in this optimizer",
@@ -331,7 +331,7 @@ def _shard(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParamSlot:
     """Group of a parameter, its index there, and its number among all, which stands for it in the random streams of
     its rounding."""
 

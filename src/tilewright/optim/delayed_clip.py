@@ -25,7 +25,7 @@ SURGE = 2.0
 MEMORY = 0.95
 
 
-class LaggedClip:
+class DelayedClip:
     """Scales gradients of some tensors at a time, in place.
 
     Args:

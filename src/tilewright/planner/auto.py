@@ -18,7 +18,7 @@ from tilewright.core.memory_plan import KIND_OF, Activations
 from tilewright.core.units import format_bytes
 from tilewright.planner.cost.phases import written_beside
 from tilewright.planner.machine.ceilings import Ceilings
-from tilewright.planner.model.constraints import BESIDE, KEPT, Fixed, same_bits
+from tilewright.planner.model.constraints import BESIDE, KEPT, Constraints, same_bits
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 
@@ -30,14 +30,14 @@ class Stage:
     """What may be decided. `disk`: bytes may lie there; `formats`: the optimizer's may be narrowed; `beside`: settings
     that no step reads, changed."""
 
-    fixed: Fixed
+    fixed: Constraints
     disk: bool = False
     formats: frozenset[str] = frozenset()
     beside: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Departure:
+class ConfigChange:
     """A setting that is not what the recipe has."""
 
     name: str
@@ -46,11 +46,11 @@ class Departure:
 
 
 @dataclass(frozen=True)
-class Decision:
+class AutoPlan:
     """A plan, and what it took to find one."""
 
     plan: Plan
-    departures: tuple[Departure, ...]
+    departures: tuple[ConfigChange, ...]
     least_bytes: float | None
     """The least that a step takes with what the recipe says, where that did not fit."""
 
@@ -67,7 +67,7 @@ class Decision:
         )
 
 
-def written(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
+def written(recipe: Recipe, explicit: frozenset[str]) -> Constraints:
     """What the user set of what is decided layer by layer. An executor says nothing of what layers keep.
 
     Args:
@@ -78,7 +78,7 @@ def written(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
     kept: Activations | None = None
     if memory.executor == "standard" and "train.activation_checkpoint" in explicit:
         kept = KIND_OF[recipe.train.activation_checkpoint]
-    return Fixed(
+    return Constraints(
         activations=None if kept is None else frozenset([kept]),
         parameters=memory.parameters if "memory.parameters" in explicit else None,
         states=memory.states if "memory.states" in explicit else None,
@@ -88,7 +88,7 @@ def written(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
     )
 
 
-def typed(recipe: Recipe, names: frozenset[str]) -> Fixed:
+def typed(recipe: Recipe, names: frozenset[str]) -> Constraints:
     """What the user set of everything that is decided.
 
     Args:
@@ -203,7 +203,7 @@ def _beside(recipe: Recipe, explicit: frozenset[str], same_numbers: bool) -> Ite
 
 def decide(
     planner: Planner, explicit: frozenset[str], budget: Budget, disk: Callable[[], Budget], **how: bool
-) -> Decision | None:
+) -> AutoPlan | None:
     """The plan of the first stage that has one; None where nothing fits.
 
     Args:
@@ -221,14 +221,14 @@ def decide(
         here = wide if stage.disk and wide is not None else budget
         found = mine.plan(here)
         if found is not None:
-            return Decision(found, departures(recipe, found), least)
+            return AutoPlan(found, departures(recipe, found), least)
         if number == 0:
             smallest = mine.smallest(here)
             least = smallest.peak_bytes if smallest is not None else 0.0
     return None
 
 
-def departures(recipe: Recipe, plan: Plan) -> tuple[Departure, ...]:
+def departures(recipe: Recipe, plan: Plan) -> tuple[ConfigChange, ...]:
     """Settings in which a plan differs from a recipe, what layers keep and where bytes lie left out."""
     named = (*BESIDE, "memory.executor", "train.micro_batch", "memory.loss_tile", *sorted(FORMATS))
     found = []
@@ -236,5 +236,5 @@ def departures(recipe: Recipe, plan: Plan) -> tuple[Departure, ...]:
         section, _, field = name.partition(".")
         before, after = getattr(getattr(recipe, section), field), plan.settings().get(name)
         if after is not None and after != before:
-            found.append(Departure(name, before, after))
+            found.append(ConfigChange(name, before, after))
     return tuple(found)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tilewright.core.errors import FitError
-from tilewright.core.memory_plan import LayerPlacement
+from tilewright.core.memory_plan import LayerMemory
 from tilewright.core.units import format_budget, format_bytes, format_count, format_seconds
 from tilewright.planner.cost.choices import choices
 from tilewright.planner.cost.layer_cost import layer_cost
-from tilewright.planner.plan import Budget, Plan, Row, describe
+from tilewright.planner.plan import Budget, Plan, PlanRow, describe
 from tilewright.planner.planner import Planner
 
 NEAR = 0.97
@@ -133,13 +133,13 @@ def why(planner: Planner, plan: Plan, layer: int) -> list[str]:
     return lines
 
 
-def kept_in_words(choice: LayerPlacement) -> str:
+def kept_in_words(choice: LayerMemory) -> str:
     """What backward finds of a layer."""
     waits = "" if choice.inputs == "device" else f", inputs on {choice.inputs}"
     return choice.activations + waits
 
 
-def in_words(choice: LayerPlacement) -> str:
+def in_words(choice: LayerMemory) -> str:
     """All that is done with a layer."""
     words = [f"parameters {choice.parameters}", f"states {choice.states}", kept_in_words(choice)]
     words += [f"MLP in {choice.mlp_tiles} tiles"] if choice.mlp_tiles > 1 else []
@@ -147,7 +147,7 @@ def in_words(choice: LayerPlacement) -> str:
     return ", ".join(words)
 
 
-def _bytes(row: Row) -> str:
+def _bytes(row: PlanRow) -> str:
     cost = row.cost
     parts = [("held on the device", cost.held), ("kept for backward", cost.kept), ("on the host", cost.host)]
     parts += [("on the disk", cost.disk), ("while it runs", max(cost.forward, cost.backward))]

@@ -11,9 +11,9 @@ from typing import Literal
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.memory_plan import KIND_OF, LayerPlacement, Placement
-from tilewright.planner.cost.choices import Links, Setting, state_bytes
-from tilewright.planner.cost.phases import FRAGMENTS, Base, journal_bytes
+from tilewright.core.memory_plan import KIND_OF, LayerMemory, MemoryPlan
+from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
+from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, journal_bytes
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.model.gemms import Weights
 from tilewright.planner.model.shape import ModelShape, ranges
@@ -34,12 +34,12 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """Layers of one class that are treated alike, or an end of the model (no indices)."""
 
     name: str
     indices: tuple[int, ...]
-    choice: LayerPlacement
+    choice: LayerMemory
     cost: Cost
 
     @property
@@ -56,8 +56,8 @@ class Plan:
     shape: ModelShape
     machine: Machine
     budget: Budget
-    setting: Setting
-    rows: tuple[Row, ...]
+    setting: GlobalConfig
+    rows: tuple[PlanRow, ...]
     phases: Mapping[str, Mapping[str, float]]
     """Device bytes by owner at each phase."""
     host: Mapping[str, float]
@@ -118,7 +118,7 @@ class Plan:
         if not any("disk" in (row.choice.parameters, row.choice.states) for row in self.rows):
             return used
         return used + journal_bytes(
-            Base.of(self.shape, self.setting, self.recipe, self.machine), self.setting, self.recipe
+            FixedBytes.of(self.shape, self.setting, self.recipe, self.machine), self.setting, self.recipe
         )
 
     @property
@@ -144,17 +144,17 @@ class Plan:
         return 1 - self.recipe.plan.margin
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> MemoryPlan:
         """What the executors are told."""
         layers = [self.row_of(layer).choice for layer in range(self.shape.num_layers)]
         ends = {
-            row.name: LayerPlacement(parameters=row.choice.parameters, states=row.choice.states)
+            row.name: LayerMemory(parameters=row.choice.parameters, states=row.choice.states)
             for row in self.rows
             if not row.indices
         }
-        return Placement(layers=tuple(layers), **ends)
+        return MemoryPlan(layers=tuple(layers), **ends)
 
-    def row_of(self, layer: int) -> Row:
+    def row_of(self, layer: int) -> PlanRow:
         """The row of a layer by its number."""
         return next(row for row in self.rows if layer in row.indices)
 
@@ -201,7 +201,7 @@ def fingerprint(shape: ModelShape) -> str:
     return hashlib.sha256(repr((facts, ends)).encode()).hexdigest()[:16]
 
 
-def bytes_of(shape: ModelShape, setting: Setting, row: Row) -> list[tuple[str, float]]:
+def bytes_of(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tuple[str, float]]:
     """(place, bytes) of a row's parameters and states."""
     weights = weights_of(shape, row)
     return [
@@ -210,13 +210,13 @@ def bytes_of(shape: ModelShape, setting: Setting, row: Row) -> list[tuple[str, f
     ]
 
 
-def weights_of(shape: ModelShape, row: Row) -> Weights:
+def weights_of(shape: ModelShape, row: PlanRow) -> Weights:
     """Of one layer of a row, or of an end of the model."""
     if row.indices:
         return shape.class_of(row.indices[0]).weights
     return shape.embedding if row.name == "embedding" else shape.head
 
 
-def describe(row: Row) -> str:
+def describe(row: PlanRow) -> str:
     """The layers of a row as people write them."""
     return f"{row.name} {ranges(row.indices)}" if row.indices else row.name

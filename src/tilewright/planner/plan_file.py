@@ -22,7 +22,7 @@ import tomlkit
 
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.hardware import Machine
-from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.core.units import format_bytes
 from tilewright.planner.model.constraints import BESIDE
 from tilewright.planner.model.shape import ModelShape, ranges
@@ -50,14 +50,14 @@ class PlanFile:
     num_parameters: int
     machine: Mapping[str, Any]
     settings: Mapping[str, Any]
-    layers: tuple[LayerPlacement, ...]
-    ends: Mapping[str, LayerPlacement]
+    layers: tuple[LayerMemory, ...]
+    ends: Mapping[str, LayerMemory]
     predicted: Mapping[str, Any]
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> MemoryPlan:
         """What the executors get."""
-        return Placement(layers=self.layers, **self.ends)
+        return MemoryPlan(layers=self.layers, **self.ends)
 
     def check_machine(self, machine: Machine) -> None:
         """Raise ConfigError where the plan is for another kind of machine."""
@@ -165,7 +165,7 @@ def read_plan(path: str | Path) -> PlanFile:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
         if raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format')!r}, not {FORMAT}")
-        layers: dict[int, LayerPlacement] = {}
+        layers: dict[int, LayerMemory] = {}
         for row in raw["layers"]:
             for index in _numbers(row["layers"]):
                 if index in layers:
@@ -210,11 +210,11 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
-def _placement(row: Mapping[str, Any]) -> LayerPlacement:
+def _placement(row: Mapping[str, Any]) -> LayerMemory:
     """What a row says of its layers.
 
     Raises:
         ValueError: a word or number that means nothing.
     """
-    names = {field.name for field in fields(LayerPlacement)}
-    return LayerPlacement(**{name: value for name, value in row.items() if name in names})
+    names = {field.name for field in fields(LayerMemory)}
+    return LayerMemory(**{name: value for name, value in row.items() if name in names})

@@ -1,8 +1,8 @@
 """One plan for everything: executor, micro-batch, formats, and for each layer where it lies and what it keeps.
 
-For each setting of the whole model (`choices.Setting`) the solver finds the fastest choices for its layers that fit at
-every phase; the fastest setting wins. Formats of the optimizer change what is learned, so they are narrowed only where
-the recipe leaves them open and nothing else fits. Needs no weights and no GPU.
+For each setting of the whole model (`choices.GlobalConfig`) the solver finds the fastest choices for its layers that
+fit at every phase; the fastest setting wins. Formats of the optimizer change what is learned, so they are narrowed only
+where the recipe leaves them open and nothing else fits. Needs no weights and no GPU.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,28 +13,28 @@ from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.memory_plan import LayerPlacement, Placement, placement_of
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan, memory_plan_of
 from tilewright.core.mip import PATIENCE_S, OutOfTime
-from tilewright.planner.cost.choices import NOTHING_FIXED, Links, Setting, choices, settings_of
-from tilewright.planner.cost.layer_cost import Products, end_class, layer_cost, layer_seconds
+from tilewright.planner.cost.choices import NOTHING_FIXED, GlobalConfig, Links, choices, settings_of
+from tilewright.planner.cost.layer_cost import GemmCost, end_class, layer_cost, layer_seconds
 from tilewright.planner.cost.owners import owners_at
 from tilewright.planner.cost.phases import (
     CHECKPOINT,
     EVALUATE,
     FRAGMENTS,
-    Base,
-    Homes,
+    FixedBytes,
+    OffloadFlags,
     host_base,
     journal_bytes,
     phases,
 )
-from tilewright.planner.cost.solve import Answer, Counts, Group, Problem, least_seconds, seconds, solve
+from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.classes import ShapeFinder
-from tilewright.planner.model.constraints import Fixed
+from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.model.roofline import head_s, loss_s
 from tilewright.planner.model.shape import LayerClass, ModelShape
-from tilewright.planner.plan import Budget, Plan, Row, bytes_of
+from tilewright.planner.plan import Budget, Plan, PlanRow, bytes_of
 
 FORMATS = (
     {"optim.moments": "bf16"},
@@ -52,10 +52,10 @@ GAP = 1e-4
 class _Table:
     """A setting's groups with the choices behind each option."""
 
-    setting: Setting
+    setting: GlobalConfig
     classes: tuple[LayerClass, ...]
-    options: tuple[tuple[LayerPlacement, ...], ...]
-    problem: Problem
+    options: tuple[tuple[LayerMemory, ...], ...]
+    problem: PlanProblem
     host: Mapping[str, float]
     """Bytes of the host that no choice changes, by owner."""
 
@@ -81,7 +81,7 @@ class Planner:
         rates: Ceilings,
         open_formats: frozenset[str] = frozenset(),
         notes: tuple[str, ...] = (),
-        fixed: Fixed = NOTHING_FIXED,
+        fixed: Constraints = NOTHING_FIXED,
     ) -> None:
         self.recipe = recipe
         self.vocab_size = vocab_size
@@ -102,7 +102,7 @@ class Planner:
             other._finder = self._finder
         return other
 
-    def with_fixed(self, fixed: Fixed, open_formats: frozenset[str] = frozenset()) -> "Planner":
+    def with_fixed(self, fixed: Constraints, open_formats: frozenset[str] = frozenset()) -> "Planner":
         """A planner of the same recipe that may choose less, or more."""
         other = self.with_recipe(self.recipe)
         other._shapes, other._layers = self._shapes, self._layers
@@ -220,10 +220,10 @@ class Planner:
     def as_it_stands(self, budget: Budget) -> Plan:
         """What the recipe takes with every choice as it says, whether it fits or not. Of a model that cannot be traced
         the bytes that are known (`ModelShape.unknown`)."""
-        placement = placement_of(self.recipe, self.shape(self.recipe).num_layers)
-        return self.priced(Setting.of(self.recipe), placement, budget)
+        placement = memory_plan_of(self.recipe, self.shape(self.recipe).num_layers)
+        return self.priced(GlobalConfig.of(self.recipe), placement, budget)
 
-    def priced(self, setting: Setting, placement: Placement, budget: Budget) -> Plan:
+    def priced(self, setting: GlobalConfig, placement: MemoryPlan, budget: Budget) -> Plan:
         """What a given placement is expected to take, whether it fits or not.
 
         Raises:
@@ -233,19 +233,19 @@ class Planner:
         if len(placement.layers) != shape.num_layers:
             raise ValueError(f"a placement of {len(placement.layers)} layers for a model of {shape.num_layers}")
         homes = {home for layer in placement for home in (layer.parameters, layer.states)}
-        known = Homes(travels=homes != {"device"}, on_disk="disk" in homes)
+        known = OffloadFlags(travels=homes != {"device"}, on_disk="disk" in homes)
         table = self._table(self.recipe, shape, setting, budget, known)
         layers, ends = placement.layers, {"embedding": placement.embedding, "head": placement.head}
         if shape.tied:  # both ends read the one matrix: it stays on the device
-            ends = dict.fromkeys(ends, LayerPlacement())
-        rows: list[Row] = []
+            ends = dict.fromkeys(ends, LayerMemory())
+        rows: list[PlanRow] = []
         for found in table.classes:
             mine = [ends[found.name]] if found.indices == (-1,) else [layers[i] for i in found.indices]
             args = (setting, shape, self.recipe, self.rates, budget.links)
             costs = {choice: layer_cost(found, choice, *args) for choice in dict.fromkeys(mine)}
             for choice in sorted(costs, key=lambda choice: -costs[choice].kept):
                 taken = tuple(i for i, one in zip(found.indices, mine, strict=True) if one == choice and i >= 0)
-                rows.append(Row(found.name, taken, choice, costs[choice]))
+                rows.append(PlanRow(found.name, taken, choice, costs[choice]))
         return self._assembled(self.recipe, shape, budget, table, tuple(rows), {})
 
     def _recipes(self) -> Iterator[tuple[Recipe, dict[str, str]]]:
@@ -262,7 +262,12 @@ class Planner:
                     yield recipe, new
 
     def _table(
-        self, recipe: Recipe, shape: ModelShape, setting: Setting, budget: Budget, homes: Homes | None = None
+        self,
+        recipe: Recipe,
+        shape: ModelShape,
+        setting: GlobalConfig,
+        budget: Budget,
+        homes: OffloadFlags | None = None,
     ) -> _Table:
         ends = [
             end_class(name, weights, shape)
@@ -271,40 +276,40 @@ class Planner:
         ]
         classes = (*shape.classes, *ends)
         options = tuple(
-            (LayerPlacement(),)  # both ends read the one matrix: it stays on the device
+            (LayerMemory(),)  # both ends read the one matrix: it stays on the device
             if found.indices == (-1,) and shape.tied
             else tuple(choices(found, setting, shape, recipe, budget.links, self.fixed.of(found.indices)))
             for found in classes
         )
         groups = []
         for found, mine in zip(classes, options, strict=True):
-            products = Products(found, setting.micro_batch, shape, self.rates)
+            products = GemmCost(found, setting.micro_batch, shape, self.rates)
             args = (setting, shape, recipe, self.rates, budget.links, products)
-            groups.append(Group(found.name, found.count, tuple(layer_cost(found, one, *args) for one in mine)))
+            groups.append(ChoiceGroup(found.name, found.count, tuple(layer_cost(found, one, *args) for one in mine)))
         names = frozenset(found.name for found in ends)
         homes = homes or self._homes(budget)
         moments = phases(shape, setting, recipe, self.machine, names, homes)
         cpu = self.machine.device == "cpu"
-        base = Base.of(shape, setting, recipe, self.machine)
+        base = FixedBytes.of(shape, setting, recipe, self.machine)
         host = {} if cpu else host_base(base, setting, recipe, homes)
         left = 1 - recipe.plan.margin
         device = left * budget.device * (1.0 if cpu else 1 - FRAGMENTS)
         limit = float("inf") if cpu else left * budget.host
         journal = journal_bytes(base, setting, recipe) if homes.on_disk else 0.0
-        problem = Problem(
+        problem = PlanProblem(
             tuple(groups), tuple(moments), device, limit, sum(host.values()), left * budget.disk - journal
         )
         return _Table(setting, classes, options, problem, host)
 
-    def _homes(self, budget: Budget) -> Homes:
+    def _homes(self, budget: Budget) -> OffloadFlags:
         """As they will be if a disk that there is is used; see `_settled`."""
         fixed = {self.fixed.parameters, self.fixed.states}
         on_disk = budget.links.disk is not None
-        return Homes(travels=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
+        return OffloadFlags(travels=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
-    def _head_seconds(self, shape: ModelShape, setting: Setting, recipe: Recipe, links: Links) -> dict[str, float]:
+    def _head_seconds(self, shape: ModelShape, setting: GlobalConfig, recipe: Recipe, links: Links) -> dict[str, float]:
         """Of what stands around the layers; a layer-major step that clips by the exact norm runs it twice."""
-        found = layer_seconds(shape.rest, LayerPlacement(), setting, shape, recipe, self.rates, links)
+        found = layer_seconds(shape.rest, LayerMemory(), setting, shape, recipe, self.rates, links)
         if shape.plain_head:
             times = setting.num_micro * (setting.passes if setting.executor == "layer_major" else 1)
             tokens, fmt = setting.micro_batch * shape.seq_len, shape.product_format
@@ -318,7 +323,7 @@ class Planner:
         shape: ModelShape,
         budget: Budget,
         table: _Table,
-        rows: tuple[Row, ...],
+        rows: tuple[PlanRow, ...],
         narrowed: Mapping[str, str],
         more: tuple[str, ...] = (),
     ) -> Plan:
@@ -352,7 +357,7 @@ class Planner:
         )  # fmt: skip
 
 
-def _guesses(machine: Machine, rows: Sequence[Row], budget: Budget) -> tuple[str, ...]:
+def _guesses(machine: Machine, rows: Sequence[PlanRow], budget: Budget) -> tuple[str, ...]:
     found = ["guessed: shares of element-wise work, allocator's gaps, host memory of the process"]
     if machine.device == "cuda":
         found.append("no CUDA device has been measured for these constants; expect a larger error")
@@ -381,7 +386,7 @@ def _left_out(late: Sequence[OutOfTime]) -> tuple[str, ...]:
     return (f"the solver found nothing in {PATIENCE_S:g} s for {len(late)} of the settings, which are left out",)
 
 
-def _rows(table: _Table, counts: Counts) -> Iterator[Row]:
+def _rows(table: _Table, counts: Counts) -> Iterator[PlanRow]:
     """Options with their layers. What keeps more lies higher: backward lets go of it first."""
     for found, mine, group, row in zip(table.classes, table.options, table.problem.groups, counts, strict=True):
         left = sorted(found.indices)
@@ -389,4 +394,4 @@ def _rows(table: _Table, counts: Counts) -> Iterator[Row]:
         for cost, choice, number in sorted(used, key=lambda item: -item[0].kept):
             taken = () if found.indices == (-1,) else tuple(left[len(left) - number :])
             left = left[: len(left) - number]
-            yield Row(found.name, taken, choice, cost)
+            yield PlanRow(found.name, taken, choice, cost)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.memory_plan import LayerPlacement, Placement
-from tilewright.planner.cost.choices import Setting
-from tilewright.planner.model.constraints import KEPT, Fixed, fuses, same_bits
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
+from tilewright.planner.cost.choices import GlobalConfig
+from tilewright.planner.model.constraints import KEPT, Constraints, fuses, same_bits
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 
@@ -22,7 +22,7 @@ STEP_PHASES = ("load", "forward", "loss", "backward", "update")
 class Replan:
     """A placement and what it is expected to take, corrected by what was measured."""
 
-    placement: Placement
+    placement: MemoryPlan
     phases: Mapping[str, Mapping[str, float]]
     """Device bytes by owner at each phase."""
     step_s: float
@@ -50,7 +50,7 @@ class Replanner:
         budget: of the run; host and disk stay.
     """
 
-    def __init__(self, planner: Planner, setting: Setting, placement: Placement, budget: Budget) -> None:
+    def __init__(self, planner: Planner, setting: GlobalConfig, placement: MemoryPlan, budget: Budget) -> None:
         self.setting = setting
         self.budget = budget
         fused = fuses(planner.shape(planner.recipe).compiled, planner.machine)
@@ -77,7 +77,7 @@ class Replanner:
         return None if found is None else _corrected(found, memory_factor, 1.0)
 
     def predict(
-        self, placement: Placement, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
+        self, placement: MemoryPlan, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
     ) -> Replan:
         """What a given placement is expected to take."""
         found = self._of(seq_len).priced(self.setting, placement, self.budget)
@@ -91,7 +91,9 @@ class Replanner:
         return self._by_length[length]
 
 
-def same_numbers(fixed: Fixed, recipe: Recipe, setting: Setting, placement: Placement, *, fused: bool) -> Fixed:
+def same_numbers(
+    fixed: Constraints, recipe: Recipe, setting: GlobalConfig, placement: MemoryPlan, *, fused: bool
+) -> Constraints:
     """What a run fixes whose losses must stay.
 
     Args:
@@ -102,7 +104,7 @@ def same_numbers(fixed: Fixed, recipe: Recipe, setting: Setting, placement: Plac
         fused: see `constraints.fuses`.
     """
 
-    def of(layer: LayerPlacement) -> Fixed:
+    def of(layer: LayerMemory) -> Constraints:
         kinds = same_bits(recipe, fused, layer.activations) & (fixed.activations or KEPT)
         cuts = {"mlp_tiles": layer.mlp_tiles, "attention_block": layer.attention_block}
         return replace(whole, activations=kinds, **cuts)

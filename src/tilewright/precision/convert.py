@@ -18,16 +18,16 @@ from tilewright.core.errors import ConfigError
 from tilewright.formats.spec import SPECS
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.assign.decide import Plan, decide_all, fp32_functions
-from tilewright.precision.assign.module_kinds import Handling, Site
+from tilewright.precision.assign.decide import ConversionPlan, decide_all, fp32_functions
+from tilewright.precision.assign.module_kinds import Handling, ModuleSite
 from tilewright.precision.assign.validate import refuse_fallbacks, refuse_lost_rules
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import give_over, tile_weights
 from tilewright.precision.float8.wiring import group_experts, share_inputs
 from tilewright.precision.mixed.autocast import region_of
 from tilewright.precision.mixed.cast import CASTS, Cast, CastLinear
 from tilewright.precision.policy.gemm_formats import Gemms
-from tilewright.precision.policy.policy import Decision, Policy, as_policy
+from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy
 from tilewright.precision.policy.report import ConversionReport, Table
 from tilewright.precision.policy.rules import Rule
 
@@ -109,7 +109,7 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation: FP32 throughout and `eval()` mode inside, everything as before outside. Gradients are left alone.
 
-    Products that were moved to other formats at run time (`TileLinear.set_gemms`) are in these again.
+    Products that were moved to other formats at run time (`Float8Linear.set_gemms`) are in these again.
 
     Raises:
         ConfigError: the model is not converted.
@@ -118,7 +118,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     kinds = tuple(Rule(rule.match, kind=rule.kind) for rule in report.policy.rules if rule.kind)
     wide = decide_all(model, Policy("fp32", kinds, device_type=report.policy.device_type))
     narrow = decide_all(model, report.policy)
-    moved = [(module, module.gemms) for module in model.modules() if isinstance(module, TileLinear)]
+    moved = [(module, module.gemms) for module in model.modules() if isinstance(module, Float8Linear)]
     switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) if wide.switch else None
     _store(wide)
     _apply(model, wide)
@@ -152,12 +152,12 @@ def _placed(model: nn.Module, policy: Policy | str) -> Policy:
 
 def _kernels_of(model: nn.Module) -> Kernels | None:
     """What an earlier conversion gave the layers of a model."""
-    layers = [module.kernels for module in model.modules() if isinstance(module, CastLinear | TileLinear)]
+    layers = [module.kernels for module in model.modules() if isinstance(module, CastLinear | Float8Linear)]
     weights = [given.products.kernels for given in tile_weights(model).values()]
     return next((kernels for kernels in (*layers, *weights) if kernels is not None), None)
 
 
-def _store(plan: Plan) -> str:
+def _store(plan: ConversionPlan) -> str:
     """Give the parameters their storage format; a note on what changed. Norm statistics are FP32 always."""
     count = 0
     for site, decision in plan.sites:
@@ -182,7 +182,7 @@ def _store_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad = None if grad is None else grad.to(torch.float32)
 
 
-def _apply(model: nn.Module, plan: Plan, kernels: Kernels | None = None) -> None:
+def _apply(model: nn.Module, plan: ConversionPlan, kernels: Kernels | None = None) -> None:
     policy = plan.report.policy
     if kernels is None and any(decision.gemms for _, decision in plan.sites):
         kernels = _kernels_of(model) or Kernels.default()
@@ -209,11 +209,11 @@ def _apply(model: nn.Module, plan: Plan, kernels: Kernels | None = None) -> None
         torch.backends.cudnn.allow_tf32 = plan.switch == "tf32"
 
 
-def _swap(module: nn.Module, decision: Decision, plan: Plan, kernels: Kernels | None) -> None:
+def _swap(module: nn.Module, decision: FormatDecision, plan: ConversionPlan, kernels: Kernels | None) -> None:
     if not isinstance(module, Cast):
         module.__class__ = CASTS[type(module)]
-    if isinstance(module, CastLinear | TileLinear):
-        module.__class__ = CastLinear if decision.gemms is None else TileLinear
+    if isinstance(module, CastLinear | Float8Linear):
+        module.__class__ = CastLinear if decision.gemms is None else Float8Linear
         if kernels is not None:
             module.kernels = kernels
     if decision.gemms is not None:
@@ -224,7 +224,7 @@ def _swap(module: nn.Module, decision: Decision, plan: Plan, kernels: Kernels | 
     module.set_formats(decision.compute, output, round_tf32=plan.round_tf32 and decision.compute == "tf32")
 
 
-def _set_weight(site: Site, decision: Decision, policy: Policy, kernels: Kernels | None) -> None:
+def _set_weight(site: ModuleSite, decision: FormatDecision, policy: Policy, kernels: Kernels | None) -> None:
     if site.weight is None:
         raise AssertionError("a site that is a weight names it")
     weight = give_over(site.module)[site.weight.name]
@@ -236,13 +236,13 @@ def _set_weight(site: Site, decision: Decision, policy: Policy, kernels: Kernels
 
 
 def _set_gemms(module: nn.Module, gemms: Gemms, policy: Policy) -> None:
-    if isinstance(module, TileLinear):
+    if isinstance(module, Float8Linear):
         module.settle(gemms, power_of_two=policy.power_of_two, keep=policy.keep, strict=policy.strict)
     else:
         module.set_gemms(gemms, power_of_two=policy.power_of_two)
 
 
-def _wrap(site: Site, decision: Decision, policy: Policy) -> None:
+def _wrap(site: ModuleSite, decision: FormatDecision, policy: Policy) -> None:
     """Formats of a module that is not torch's: FP32 tensors and no autocast, or autocast to the 16-bit format.
 
     A norm returns its input's dtype. What another module returns may be the residual stream (embeddings with positions
@@ -260,7 +260,7 @@ def _wrap(site: Site, decision: Decision, policy: Policy) -> None:
         region.outputs = SPECS[policy.stream].dtype
 
 
-def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[Site, Decision]]) -> None:
+def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite, FormatDecision]]) -> None:
     """Autocast regions on every module through which a forward may enter, down to the repeated layers.
 
     Functions kept in FP32 need one on each layer too: recomputing a layer in backward enters there, and torch restores
@@ -284,7 +284,9 @@ def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[Site, Deci
             region.outputs = torch.float32
 
 
-def _narrow_beside_routers(model: nn.Module, policy: Policy, sites: Sequence[tuple[Site, Decision]]) -> None:
+def _narrow_beside_routers(
+    model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite, FormatDecision]]
+) -> None:
     """Experts with code of their own get their FP32 router's weights in the residual stream's format.
 
     They add products with these weights into tensors made in the format of their input.

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilewright.precision.float8.frozen_linear import Fp8Linear
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import counters
 
 _TORCHS = ("_is_full_backward_hook", "_compiled_call_impl")
@@ -25,7 +25,7 @@ Slot = tuple[dict[str, Any], str]
 """A dictionary of a module, and a name in it."""
 
 
-class Slots:
+class ModuleSlots:
     """Where the modules of models hold what a pass changes besides gradients; they are looked through once.
 
     Linear layers with 8-bit weights are left out: a pass changes nothing there but the counts of what was executed.
@@ -37,7 +37,7 @@ class Slots:
         self._counted: list[nn.Module] = []
         self._counters = [count for model in models for count in counters(model)]
         for module in (module for model in models for module in model.modules()):
-            if isinstance(module, TileLinear | Fp8Linear):
+            if isinstance(module, Float8Linear | FrozenFloat8Linear):
                 self._counted.append(module)
                 continue
             self.buffers += [(module._buffers, name) for name in module._buffers]
@@ -52,7 +52,7 @@ class Slots:
         return [count for count in (*found, *self._counters) if count is not None]
 
 
-class Notes:
+class ModuleSnapshot:
     """What the modules of some models hold besides parameters, as it was when this was made: buffers, and tensors noted
     as attributes.
 
@@ -62,7 +62,7 @@ class Notes:
 
     Example: a step is not taken, and the running mean does not know of it.
         >>> norm = nn.BatchNorm1d(2)
-        >>> notes = Notes(norm)
+        >>> notes = ModuleSnapshot(norm)
         >>> out = norm(torch.full((3, 2), torch.inf)); norm.running_mean
         tensor([inf, inf])
         >>> notes.restore(); norm.running_mean
@@ -70,8 +70,8 @@ class Notes:
     """
 
     @torch.no_grad()
-    def __init__(self, *models: nn.Module, slots: Slots | None = None) -> None:
-        slots = slots or Slots(*models)
+    def __init__(self, *models: nn.Module, slots: ModuleSlots | None = None) -> None:
+        slots = slots or ModuleSlots(*models)
         self._attributes = [(held, name, held.get(name)) for held, name in slots.attributes]
         self._buffers = [(held, name, held.get(name)) for held, name in slots.buffers]
         self._values = [None if buffer is None else buffer.clone() for _, _, buffer in self._buffers]
@@ -94,8 +94,8 @@ class Snapshot:
         device: whose generator the models draw from, besides those of the host; None for all GPUs in use.
     """
 
-    def __init__(self, slots: Slots, device: torch.device | None = None) -> None:
-        self.notes = Notes(slots=slots)
+    def __init__(self, slots: ModuleSlots, device: torch.device | None = None) -> None:
+        self.notes = ModuleSnapshot(slots=slots)
         self._counts = [(count, count.clone()) for count in slots.counts]
         self._torch, self._host = torch_states(device), host_states()
 
@@ -112,7 +112,7 @@ class Snapshot:
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Inside, gradients start empty; afterwards model, gradients and generators are what they were."""
-    before = Snapshot(Slots(model))
+    before = Snapshot(ModuleSlots(model))
     grads = [(param, param.grad) for param in model.parameters()]
     for param, _ in grads:
         param.grad = None

@@ -15,7 +15,7 @@ from tilewright.report.run_data.collect import RunData, collect
 from tilewright.report.run_data.measured import state
 from tilewright.report.template import fill
 from tilewright.report.verdict.judge import Judgement, judge
-from tilewright.report.verdict.rule import State
+from tilewright.report.verdict.rule import VerdictState
 
 FIGURES = {
     "loss": run_figures.loss_figure,
@@ -71,7 +71,7 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         "page.html",
         run=run,
         judgement=judgement,
-        State=State,
+        VerdictState=VerdictState,
         headline=judgement.headline(learned),
         learned=learned,
         state=state(run),

@@ -9,7 +9,7 @@ from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.planner.describe import formats_of, timeline, verdict
 from tilewright.planner.plan import Plan
 from tilewright.report.figures.run_figures import Figure
-from tilewright.report.summary import Tile
+from tilewright.report.summary import SummaryCard
 from tilewright.report.svg.charts import Mark, Series, line_chart, stacked_area
 from tilewright.report.template import fill
 
@@ -41,18 +41,20 @@ def render_plan(
     )
 
 
-def _tiles(plan: Plan) -> list[Tile]:
+def _tiles(plan: Plan) -> list[SummaryCard]:
     setting, known = plan.setting, not plan.shape.unknown
     speed = f"{format_count(plan.tokens_per_s)} tokens/s" if known else ""
     found = [
-        Tile("Step", format_seconds(plan.step_s) if known else "not known", speed),
-        Tile("Device", format_bytes(plan.peak_bytes), f"of {format_bytes(plan.budget.device)}, at {plan.peak_phase}"),
+        SummaryCard("Step", format_seconds(plan.step_s) if known else "not known", speed),
+        SummaryCard(
+            "Device", format_bytes(plan.peak_bytes), f"of {format_bytes(plan.budget.device)}, at {plan.peak_phase}"
+        ),
     ]
     if plan.host:
-        found.append(Tile("Host", format_bytes(plan.host_bytes), f"of {format_bytes(plan.budget.host)}"))
+        found.append(SummaryCard("Host", format_bytes(plan.host_bytes), f"of {format_bytes(plan.budget.host)}"))
     batches = "micro-batches" if setting.num_micro > 1 else "micro-batch"
-    found.append(Tile("Executor", setting.executor, f"{setting.num_micro} {batches} of {setting.micro_batch}"))
-    found.append(Tile("Optimizer", setting.moments, f"moments; master {setting.master}"))
+    found.append(SummaryCard("Executor", setting.executor, f"{setting.num_micro} {batches} of {setting.micro_batch}"))
+    found.append(SummaryCard("Optimizer", setting.moments, f"moments; master {setting.master}"))
     return found
 
 

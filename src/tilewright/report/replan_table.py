@@ -16,7 +16,7 @@ TRIGGERS = {
 
 
 @dataclass(frozen=True)
-class Decision:
+class ReplanRow:
     """One of them, in words. `after` is empty where the placement stayed."""
 
     step: str
@@ -29,24 +29,24 @@ class Decision:
     message: str
 
 
-def decisions(run: RunData) -> list[Decision]:
+def decisions(run: RunData) -> list[ReplanRow]:
     """All of a run, in order."""
     return [_decision(event) for event in run.kinds("regroup")]
 
 
-def summary(found: Sequence[Decision]) -> str:
+def summary(found: Sequence[ReplanRow]) -> str:
     """How often, and how often something changed."""
     changed = sum(bool(one.after) for one in found)
     return f"{len(found)} {'decision' if len(found) == 1 else 'decisions'}, {changed} with another placement"
 
 
-def _decision(event: Row) -> Decision:
+def _decision(event: Row) -> ReplanRow:
     trigger = str(event.get("trigger", ""))
     after = str(event.get("after", ""))
     peak, step_s = event.get("peak_bytes"), event.get("step_s")
     expected = [] if peak is None else [format_bytes(round(peak))]
     expected += [] if step_s is None else [f"{format_seconds(step_s)} a step"]
-    return Decision(
+    return ReplanRow(
         str(event.get("step", "")),
         TRIGGERS.get(trigger, trigger),
         _number(event),

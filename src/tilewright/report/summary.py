@@ -25,7 +25,7 @@ MISSING = "not recorded"
 
 
 @dataclass(frozen=True)
-class Tile:
+class SummaryCard:
     """One figure of the head of the page."""
 
     label: str
@@ -51,27 +51,27 @@ def learned(run: RunData) -> str:
     return f"{text}.{ending}"
 
 
-def tiles(run: RunData) -> Sequence[Tile]:
+def tiles(run: RunData) -> Sequence[SummaryCard]:
     """The figures of the head, always the same ones in the same order."""
     span, held = loss_span(run), held_out_losses(run)
     _, speeds = run.column("tokens_per_s")
     _, waits = run.column("wait_share")
     wall, tokens, peak, planned = total_seconds(run), total_tokens(run), peak_memory_row(run), run.planned("peak_bytes")
     return [
-        Tile("Loss", _span(span) if span else MISSING, _loss_words(span) if span else ""),
-        Tile(
+        SummaryCard("Loss", _span(span) if span else MISSING, _loss_words(span) if span else ""),
+        SummaryCard(
             "Held-out perplexity",
             format_perplexity(held[-1][1]) if held else MISSING,
             f"was {format_perplexity(held[0][1])} at the first evaluation" if len(held) > 1 else "",
         ),
-        Tile("Tokens", format_count(tokens) if tokens is not None else MISSING, _steps(run)),
-        Tile(
+        SummaryCard("Tokens", format_count(tokens) if tokens is not None else MISSING, _steps(run)),
+        SummaryCard(
             "Throughput",
             f"{format_number(round(statistics.median(speeds)))}/s" if speeds else MISSING,
             f"tokens, median; {format_percent(statistics.median(waits))} waiting for data" if waits else "",
         ),
-        Tile("Time", format_seconds(wall) if wall is not None else MISSING, state(run)),
-        Tile(
+        SummaryCard("Time", format_seconds(wall) if wall is not None else MISSING, state(run)),
+        SummaryCard(
             "Peak memory",
             format_bytes(peak["memory_bytes"]) if peak else MISSING,
             f"planned {format_bytes(planned)}" if planned else "",

@@ -12,7 +12,7 @@ from tilewright.report.svg.axes import format_number
 
 
 @dataclass(frozen=True)
-class Group:
+class FormatGroup:
     """Modules that are treated alike. `members` are their names."""
 
     pattern: str
@@ -20,7 +20,7 @@ class Group:
     members: tuple[str, ...]
 
 
-def precision_groups(rows: Sequence[Row]) -> list[Group]:
+def precision_groups(rows: Sequence[Row]) -> list[FormatGroup]:
     """Rows of precision.json with the same treatment as one, layer numbers written as `*`; order of appearance."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
@@ -28,7 +28,7 @@ def precision_groups(rows: Sequence[Row]) -> list[Group]:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) or "(the model itself)"
         cells = tuple(str(row.get(key, "")) for key in ("op", "compute", "storage", "reason"))
         groups.setdefault((pattern, *cells), []).append(name)
-    return [Group(key[0], key[1:], tuple(names)) for key, names in groups.items()]
+    return [FormatGroup(key[0], key[1:], tuple(names)) for key, names in groups.items()]
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import say
-from tilewright.core.memory_plan import Placement, placement_of
+from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.data.batches.stream import Stream
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_images import PreparedImages
 from tilewright.memory.offload.lazy_params import fill_buffers, vacate
 from tilewright.memory.tracking.process_memory import give_back_free_pages
-from tilewright.memory.tracking.tracker import Ledger
+from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import Model
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
@@ -52,12 +52,12 @@ from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import prepare_data
 from tilewright.training.components.export import check_export
 from tilewright.training.components.lora_model import build_adapted
-from tilewright.training.components.precision_hook import StepControl
-from tilewright.training.components.precision_modes import Modes
-from tilewright.training.executor.activation_policy import ModelPlaces, checkpoint_layers, cut_layers
+from tilewright.training.components.precision_hook import PrecisionHook
+from tilewright.training.components.precision_modes import PrecisionModes
+from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.layer_major_setup import (
-    Sliced,
+    LayerMajorParts,
     comes_in_slices,
     first_values,
     make_executor,
@@ -65,15 +65,15 @@ from tilewright.training.executor.layer_major_setup import (
     slice_up,
 )
 from tilewright.training.executor.standard import Batch, Executor, StandardExecutor, all_finite
-from tilewright.training.executor.summon import Visit, passing
+from tilewright.training.executor.summon import SummonedParams, passing
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
-from tilewright.training.planning.site import Site
+from tilewright.training.planning.site import PlanContext
 from tilewright.training.runlog.files import Counters
 
 
 @dataclass(frozen=True)
-class Setup:
+class RunContext:
     """What is known before the model takes memory."""
 
     machine: Machine
@@ -97,7 +97,7 @@ class Setup:
         return self.planned.plan
 
     @property
-    def placement(self) -> Placement | None:
+    def placement(self) -> MemoryPlan | None:
         """What is done with each layer; None: the same with all, as the recipe says."""
         return self.planned.placement
 
@@ -142,23 +142,23 @@ class Setup:
 
 
 @dataclass
-class Parts:
+class Components:
     """What a step needs and changes."""
 
     model: Model
-    modes: Modes
+    modes: PrecisionModes
     optimizer: DeepSeekAdam
     scaler: DynamicScaler | None
     clip: GradClip
     schedule: LRSchedule
     stream: Stream
-    ledger: Ledger
+    ledger: MemoryTracker
     executor: Executor
     counters: Counters
-    setup: Setup
-    control: StepControl | None
+    setup: RunContext
+    control: PrecisionHook | None
     """Moves single products between formats; None where nothing of the kind was asked for."""
-    sliced: Sliced | None = None
+    sliced: LayerMajorParts | None = None
     """The model in slices, where the executor is layer-major."""
 
     @cached_property
@@ -203,7 +203,7 @@ class Parts:
         """Whether every parameter and buffer is finite."""
         if self.sliced is None or not self.sliced.travels:
             return all_finite(self.model.named_parameters()) and all_finite(self.model.named_buffers())
-        with Visit(self.model, None, self.sliced.slices, self.sliced.home) as visit:
+        with SummonedParams(self.model, None, self.sliced.slices, self.sliced.home) as visit:
             for part in self.sliced.slices:
                 visit.open(part)
                 if not all_finite((part.name, param) for param in part.params):
@@ -211,7 +211,7 @@ class Parts:
         return all_finite(self.model.named_buffers())
 
 
-def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool = False) -> Setup:
+def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool = False) -> RunContext:
     """Machine, kernels, data and plan of a run.
 
     Args:
@@ -233,14 +233,14 @@ def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool =
     rates = ceilings.measure(machine, progress=say, own_process=True)
     run = recipe.run
     tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
-    site = Site(prepared.vocab_size, machine, rates, tier_dir)
+    site = PlanContext(prepared.vocab_size, machine, rates, tier_dir)
     planned = plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
     give_back_free_pages()  # what all of this used; a plan is of the run
     settings = planned.loaded.recipe
-    return Setup(machine, Kernels.from_sections(machine, settings.ops, settings.memory), prepared, planned)
+    return RunContext(machine, Kernels.from_sections(machine, settings.ops, settings.memory), prepared, planned)
 
 
-def build(setup: Setup, *, fresh: bool, placement: Placement | None = None) -> Parts:
+def build(setup: RunContext, *, fresh: bool, placement: MemoryPlan | None = None) -> Components:
     """Model, precision, optimizer, data stream and executor, in the state before the first step.
 
     Args:
@@ -251,7 +251,7 @@ def build(setup: Setup, *, fresh: bool, placement: Placement | None = None) -> P
     recipe, device = setup.recipe, setup.device
     placement = placement or setup.placement
     seed_everything(recipe.run.seed)
-    ledger = Ledger(device)
+    ledger = MemoryTracker(device)
     with explained(ledger, recipe, "while the model was made"), ledger.phase("load"):
         model, each = _model(setup, fresh, placement)
         values = first_values(recipe, model)
@@ -267,7 +267,7 @@ def build(setup: Setup, *, fresh: bool, placement: Placement | None = None) -> P
                 recipe, model, optimizer, device, folder=setup.tier_dir, values=values, placement=placement
             )
         codes = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
-        modes = Modes(model, policy, schedule, schedule.at(0), scaled, codes)
+        modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, codes)
     ledger.watch(model)
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
@@ -284,13 +284,13 @@ def build(setup: Setup, *, fresh: bool, placement: Placement | None = None) -> P
     else:
         executor = StandardExecutor(
             model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger,
-            control=control.control if control is not None else None, places=ModelPlaces(model, each),
+            control=control.control if control is not None else None, places=ActivationPolicy(model, each),
         )  # fmt: skip
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     stream = _stream(recipe, setup.prepared)
-    return Parts(
+    return Components(
         model, modes, optimizer, scaler, clip, rates, stream, ledger, executor, Counters(), setup, control, sliced
     )
 
@@ -329,13 +329,13 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
     )
 
 
-def _model(setup: Setup, fresh: bool, placement: Placement | None) -> tuple[Model, Placement]:
+def _model(setup: RunContext, fresh: bool, placement: MemoryPlan | None) -> tuple[Model, MemoryPlan]:
     """The model, and what is done with each of its layers."""
     recipe = setup.recipe
     device = "meta" if comes_in_slices(recipe) else setup.device
     model = build_adapted(recipe, setup.prepared.vocab_size, setup.kernels, device, fresh=fresh and device != "meta")
     check_export(recipe, model)
-    each = placement or placement_of(recipe, len(model.layers) or 1)
+    each = placement or memory_plan_of(recipe, len(model.layers) or 1)
     if recipe.memory.executor == "standard":
         checkpoint_layers(model, each)
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
@@ -344,7 +344,7 @@ def _model(setup: Setup, fresh: bool, placement: Placement | None) -> tuple[Mode
     return model.train(), each
 
 
-def _precision(setup: Setup, model: Model) -> tuple[Policy, ModeSchedule, bool]:
+def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, bool]:
     """Convert the model to the run's first mode; the policy, the modes by step, and whether one needs loss scaling."""
     section = setup.recipe.precision
     parameters = "" if setup.recipe.optim.master == "fp32" else "bf16"
@@ -358,7 +358,7 @@ def _precision(setup: Setup, model: Model) -> tuple[Policy, ModeSchedule, bool]:
     return policy, schedule, scaled
 
 
-def _control(setup: Setup, model: Model) -> StepControl | None:
+def _control(setup: RunContext, model: Model) -> PrecisionHook | None:
     """The controller of single products, if the recipe asks for it or for a schedule of them.
 
     Raises:
@@ -380,7 +380,7 @@ def _control(setup: Setup, model: Model) -> StepControl | None:
             spike_factor=section.controller_spike_factor,
         )
     schedule = FormatSchedule.from_section(section, setup.recipe.train.steps)
-    return StepControl(PrecisionController(model, settings, schedule), model, setup.device, section.lr_noise)
+    return PrecisionHook(PrecisionController(model, settings, schedule), model, setup.device, section.lr_noise)
 
 
 def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:

@@ -12,19 +12,19 @@ import time
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import say
 from tilewright.planner.plan_file import PlanFile
-from tilewright.training.assemble import Parts, Setup, build, refuse_ranks, set_up
+from tilewright.training.assemble import Components, RunContext, build, refuse_ranks, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.components.signals import StopRequest
 from tilewright.training.dry_run import dry_run as run_dry
-from tilewright.training.executor.layer_major import LostStep
+from tilewright.training.executor.layer_major import UnrecoverableStepError
 from tilewright.training.executor.standard import MAX_BAD_STEPS
 from tilewright.training.planning.resolve import load_run_plan
 from tilewright.training.replan_setup import regroup_for
-from tilewright.training.resume import Found, find, open_folder, restore
+from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.runlog.files import RunLog
 from tilewright.training.runlog.progress import open_progress
-from tilewright.training.runlog.recorder import Recorder
+from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.sinks import open_sinks
 
@@ -63,18 +63,23 @@ def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
 
 
 def _train_through(
-    loaded: Loaded, run_plan: PlanFile | None, folder: RunFolder, store: CheckpointStore, found: Found, began: float
+    loaded: Loaded,
+    run_plan: PlanFile | None,
+    folder: RunFolder,
+    store: CheckpointStore,
+    found: ResumePoint,
+    began: float,
 ) -> RunResult:
     """Train. A step that cannot be undone sends the run back to its newest checkpoint, and is left out from then on.
 
     Raises:
-        LostStep: the third one.
+        UnrecoverableStepError: the third one.
     """
     left_out: set[int] = set()
     while True:
         try:
             return _train(loaded, run_plan, folder, store, found, began, frozenset(left_out))
-        except LostStep as lost:
+        except UnrecoverableStepError as lost:
             left_out.add(lost.step)
             if len(left_out) >= MAX_BAD_STEPS:
                 raise
@@ -89,7 +94,7 @@ def _train(
     run_plan: PlanFile | None,
     folder: RunFolder,
     store: CheckpointStore,
-    found: Found,
+    found: ResumePoint,
     began: float,
     left_out: frozenset[int] = frozenset(),
 ) -> RunResult:
@@ -99,7 +104,7 @@ def _train(
     sinks = open_sinks(recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
     parts = build(setup, fresh=found.checkpoint is None)
     log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s)
-    recorder = Recorder(
+    recorder = MetricsLogger(
         log,
         open_progress(),
         sinks,
@@ -123,7 +128,7 @@ def _train(
         recorder.close()
 
 
-def _write_facts(folder: RunFolder, setup: Setup, parts: Parts) -> None:
+def _write_facts(folder: RunFolder, setup: RunContext, parts: Components) -> None:
     """Everything about the run that is known before its first step."""
     write_run_toml(setup.loaded, folder.recipe)
     folder.write_json("machine.json", {**setup.machine.to_json(), "kernels": setup.kernels.explain()})

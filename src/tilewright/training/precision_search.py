@@ -17,17 +17,17 @@ from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, fp8_choice
-from tilewright.data.common.progress import Progress
+from tilewright.data.common.progress import PrepareProgress
 from tilewright.models.base.protocols import Model
 from tilewright.precision.convert import set_mode
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.search.gemm_time import UnitTime, estimate, measure_times
-from tilewright.precision.search.layer_stats import Unit, group_layers, tile_layers
+from tilewright.precision.search.layer_stats import SearchUnit, group_layers, tile_layers
 from tilewright.precision.search.loss_model import LossModel, Prediction, Product, loss_slope
-from tilewright.precision.search.search import Candidate, SearchSpace, curve, fastest, landmarks
+from tilewright.precision.search.search import PolicyCandidate, SearchSpace, curve, fastest, landmarks
 from tilewright.precision.search.sensitivity import Sensitivity, measure, measure_policy, measuring_policy, num_passes
-from tilewright.training.assemble import Parts, Setup, build, set_up
+from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.executor.standard import Batch
 
 Weights = Callable[[Model], tuple[Sequence[float], Sequence[float]]]
@@ -54,15 +54,15 @@ class SearchSettings:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found. `checked` are loss changes of whole policies, measured on batches that did not choose."""
 
     sensitivity: Sensitivity
     space: SearchSpace
     time: str
-    chosen: Candidate
-    landmarks: tuple[Candidate, ...]
-    curve: tuple[Candidate, ...]
+    chosen: PolicyCandidate
+    landmarks: tuple[PolicyCandidate, ...]
+    curve: tuple[PolicyCandidate, ...]
     checked: Mapping[str, Prediction]
     policy: Policy
     """The recipe's own: its rules were followed."""
@@ -101,7 +101,7 @@ class Found:
         }
 
 
-def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = None) -> Found:
+def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = None) -> SearchResult:
     """The fastest policy for a recipe's model inside a budget.
 
     Args:
@@ -116,7 +116,7 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
     """
     _refuse(loaded.recipe)
     setup = set_up(replace(loaded, recipe=_searchable(loaded.recipe)))
-    with Progress("precision search") as progress:
+    with PrepareProgress("precision search") as progress:
         parts = build(setup, fresh=weights is None)
         try:
             steps, losses = weights(parts.model) if weights else _warm_up(parts, settings.warmup, progress)
@@ -145,7 +145,7 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
             formats = by_layer(sensitivity.units, space.formats(candidate.fp8))
             checked[candidate.name] = model.of(measure_policy(parts.model, fresh, formats))
             progress.advance(1)
-    return Found(sensitivity, space, time, chosen, marks, points, checked, policy)
+    return SearchResult(sensitivity, space, time, chosen, marks, points, checked, policy)
 
 
 def recipe_policy(recipe: Recipe, machine: Machine) -> Policy:
@@ -154,7 +154,7 @@ def recipe_policy(recipe: Recipe, machine: Machine) -> Policy:
     return Policy.from_section(recipe.precision, machine.device, parameters=parameters)
 
 
-def fixed_products(policy: Policy, units: Sequence[Unit]) -> dict[Product, str]:
+def fixed_products(policy: Policy, units: Sequence[SearchUnit]) -> dict[Product, str]:
     """Formats that the policy's rules set, by unit and product.
 
     Raises:
@@ -179,7 +179,7 @@ def fixed_products(policy: Policy, units: Sequence[Unit]) -> dict[Product, str]:
     return fixed
 
 
-def by_layer(units: Sequence[Unit], formats: Mapping[str, Gemms]) -> dict[str, Gemms]:
+def by_layer(units: Sequence[SearchUnit], formats: Mapping[str, Gemms]) -> dict[str, Gemms]:
     """Formats of units as formats of their layers."""
     return {name: formats[unit.name] for unit in units for name in unit.layers}
 
@@ -213,7 +213,7 @@ def _refuse_nothing(model: Model) -> None:
         )
 
 
-def _warm_up(parts: Parts, steps: int, progress: Progress) -> tuple[list[float], list[float]]:
+def _warm_up(parts: Components, steps: int, progress: PrepareProgress) -> tuple[list[float], list[float]]:
     progress.phase("BF16 steps before measuring", steps)
     losses = []
     for step in range(steps):
@@ -222,13 +222,13 @@ def _warm_up(parts: Parts, steps: int, progress: Progress) -> tuple[list[float],
     return [float(step + 1) for step in range(steps)], losses
 
 
-def _batches(setup: Setup, parts: Parts, num: int, rows: int | None) -> list[Batch]:
+def _batches(setup: RunContext, parts: Components, num: int, rows: int | None) -> list[Batch]:
     """First micro-batches of so many further steps, on the device."""
     found = (parts.stream.next_step()[0] for _ in range(num))
     return [{name: tensor[:rows].to(setup.device) for name, tensor in batch.items()} for batch in found]
 
 
-def _measure(model: Model, batches: Sequence[Batch], progress: Progress) -> Sensitivity:
+def _measure(model: Model, batches: Sequence[Batch], progress: PrepareProgress) -> Sensitivity:
     total, done = num_passes(model, len(batches)), 0
     progress.phase(f"{total} forward and backward passes", total)
 
@@ -240,7 +240,7 @@ def _measure(model: Model, batches: Sequence[Batch], progress: Progress) -> Sens
     return measure(model, batches, advance=advance)
 
 
-def _times(units: Sequence[Unit], time: str, micro_batches: int, setup: Setup, progress: Progress):
+def _times(units: Sequence[SearchUnit], time: str, micro_batches: int, setup: RunContext, progress: PrepareProgress):
     found: dict[str, UnitTime] = {}
     known: dict[tuple[int, ...], UnitTime] = {}
     for unit in units:
@@ -256,7 +256,7 @@ def _times(units: Sequence[Unit], time: str, micro_batches: int, setup: Setup, p
     return found
 
 
-def _candidate_json(candidate: Candidate, checked: Mapping[str, Prediction]) -> dict[str, Any]:
+def _candidate_json(candidate: PolicyCandidate, checked: Mapping[str, Prediction]) -> dict[str, Any]:
     return {
         "name": candidate.name,
         "fp8": sorted(".".join(product) for product in candidate.fp8),

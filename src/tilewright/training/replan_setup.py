@@ -1,4 +1,4 @@
-"""A run's `Regroup`: what it may use, what it measures, whom it asks, whom it tells."""
+"""A run's `AdaptiveReplanner`: what it may use, what it measures, whom it asks, whom it tells."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,13 +9,13 @@ import torch
 
 from tilewright.core.config.edit import changed
 from tilewright.core.errors import TilewrightError
-from tilewright.core.memory_plan import Placement
+from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.process_memory import give_back_free_pages
 from tilewright.planner.model.constraints import fuses, same_bits
-from tilewright.training.assemble import Parts, Setup
+from tilewright.training.assemble import Components, RunContext
 from tilewright.training.planning.refused import fixes_of
-from tilewright.training.planning.replan import Regroup
-from tilewright.training.runlog.recorder import Recorder
+from tilewright.training.planning.replan import AdaptiveReplanner
+from tilewright.training.runlog.recorder import MetricsLogger
 
 LOOK_S = 1.0
 """Seconds between two looks at the machine's free memory."""
@@ -24,8 +24,8 @@ LESS = 0.95
 
 
 def regroup_for(
-    setup: Setup, parts: Parts, recorder: Recorder, *, budget: Callable[[], float] | None = None
-) -> Regroup:
+    setup: RunContext, parts: Components, recorder: MetricsLogger, *, budget: Callable[[], float] | None = None
+) -> AdaptiveReplanner:
     """What watches the steps of this run. With `memory.plan = ""` all placements stay, but for a step without memory.
 
     Args:
@@ -44,7 +44,7 @@ def regroup_for(
     def peaks() -> dict[str, int]:
         return {name: size + reserve for name, size in parts.ledger.take_peaks().items()}
 
-    return Regroup(
+    return AdaptiveReplanner(
         parts.executor,
         setup.replanner,
         budget=budget or MemoryWatch(setup.memory_limit, setup.device, reserve),
@@ -59,7 +59,7 @@ def regroup_for(
     )
 
 
-def _ladder(setup: Setup, placement: Placement) -> frozenset[str]:
+def _ladder(setup: RunContext, placement: MemoryPlan) -> frozenset[str]:
     """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
     if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.user_settings:
         return frozenset()
@@ -72,12 +72,12 @@ def _ladder(setup: Setup, placement: Placement) -> frozenset[str]:
 class _Known:
     """What the run's first plan says of the placement that it begins with."""
 
-    placement: Placement
+    placement: MemoryPlan
     phases: Mapping[str, Mapping[str, float]]
     step_s: float
 
     @classmethod
-    def of(cls, setup: Setup, parts: Parts) -> "_Known":
+    def of(cls, setup: RunContext, parts: Components) -> "_Known":
         outside = {"process": float(setup.plan.reserve_bytes)}
         phases = {name: {**owners, **outside} for name, owners in setup.plan.phases.items()}
         return cls(parts.executor.placement, phases, setup.plan.step_s)
@@ -123,7 +123,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     return sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.device.type == device.type)
 
 
-def cheapest_fixes(setup: Setup) -> list[str]:
+def cheapest_fixes(setup: RunContext) -> list[str]:
     """The three cheapest changes with which this run takes less than it does; none where it cannot be planned."""
     budget = int(LESS * min(setup.memory_limit, setup.plan.peak_bytes))
     recipe = changed(setup.recipe, {"plan.device_budget": budget})

@@ -11,15 +11,15 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_seconds
-from tilewright.training.assemble import Parts
+from tilewright.training.assemble import Components
 from tilewright.training.checkpoint.store import CheckpointStore, Rejection, read_meta
-from tilewright.training.components.signals import Change, recipe_changes
-from tilewright.training.runlog.recorder import Recorder
+from tilewright.training.components.signals import SettingChange, recipe_changes
+from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder, move_away
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """What a run folder holds: the checkpoint to go on from, and what must be said about it."""
 
     checkpoint: Path | None
@@ -28,7 +28,7 @@ class Found:
     """Seconds that the run had been going when the checkpoint was taken."""
     rejected: tuple[Rejection, ...]
     unfinished: tuple[Path, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[SettingChange, ...]
     verify_s: float
     """Seconds that finding and hashing took."""
 
@@ -52,7 +52,7 @@ def open_folder(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
     return RunFolder(path), moved_to
 
 
-def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> Found:
+def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> ResumePoint:
     """The newest sound checkpoint of the folder. Bad newer ones are set aside, unfinished ones removed.
 
     Raises:
@@ -66,7 +66,7 @@ def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> Found:
     for rejection in rejected:
         store.set_aside(rejection)
     counters = read_meta(checkpoint)["parts"]["counters"] if checkpoint is not None else {"step": 0, "elapsed_s": 0.0}
-    return Found(
+    return ResumePoint(
         checkpoint,
         counters["step"],
         counters["elapsed_s"],
@@ -77,7 +77,7 @@ def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> Found:
     )
 
 
-def restore(found: Found, parts: Parts, recorder: Recorder) -> None:
+def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> None:
     """Load the checkpoint into the parts, and record what was found in the folder.
 
     Raises:
@@ -112,12 +112,12 @@ def restore(found: Found, parts: Parts, recorder: Recorder) -> None:
     recorder.event(found.step, "resume", text, verify_s=found.verify_s, load_s=load_s)
 
 
-def _changes(folder: RunFolder, recipe: Recipe) -> list[Change]:
+def _changes(folder: RunFolder, recipe: Recipe) -> list[SettingChange]:
     """What differs from the recipe that the folder was written with; nothing where that cannot be read any more."""
     try:
         before = load_recipe(folder.recipe, environ={}).recipe
     except ConfigError as error:
-        return [Change("run.toml", "a recipe that this version cannot read", str(error).splitlines()[0], True)]
+        return [SettingChange("run.toml", "a recipe that this version cannot read", str(error).splitlines()[0], True)]
     return recipe_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
 
 

@@ -19,20 +19,20 @@ from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import give_back_free_pages
 from tilewright.precision.float8 import audit_table
-from tilewright.training.assemble import Parts, Setup
+from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
 from tilewright.training.components.export import export
-from tilewright.training.components.precision_hook import StepControl
+from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.components.signals import StopRequest
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
-from tilewright.training.executor.layer_major import LostStep, left_out
+from tilewright.training.executor.layer_major import UnrecoverableStepError, left_out
 from tilewright.training.executor.standard import Batch, StepResult, row_length
-from tilewright.training.executor.transaction import HalfUpdated, retried
+from tilewright.training.executor.transaction import PartialUpdateError, retried
 from tilewright.training.planning.oom_report import no_memory
-from tilewright.training.planning.replan import Regroup
+from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
-from tilewright.training.runlog.recorder import Recorder
+from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.sample import write_sample
 
@@ -56,13 +56,13 @@ class RunResult:
 class Run:
     """One run, assembled and resumed: `train` brings it to its last step or to a stop."""
 
-    setup: Setup
-    parts: Parts
+    setup: RunContext
+    parts: Components
     state: TrainState
     store: CheckpointStore
     folder: RunFolder
-    recorder: Recorder
-    regroup: Regroup
+    recorder: MetricsLogger
+    regroup: AdaptiveReplanner
     resumed: bool
     left_out: frozenset[int] = frozenset()
     """Steps, counted from 0, whose batches are drawn and not learned from: their gradients turn bad half-way."""
@@ -116,14 +116,14 @@ class Run:
         while self.step < steps and stop.reason is None:
             try:
                 self._step()
-            except LostStep as lost:
+            except UnrecoverableStepError as lost:
                 lost.step = self.step
                 self.recorder.event(self.step + 1, "lost_step", str(lost))
                 raise
             except NumericsError as error:
                 self._keep_last_good(error)
                 raise
-            except HalfUpdated as error:
+            except PartialUpdateError as error:
                 self.recorder.event(self.step, "stop", str(error))
                 raise
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -202,7 +202,7 @@ class Run:
             self.recorder.event(self.step + 1, "precision_switch", switched)
             self.folder.write_json("precision.json", self.parts.modes.rows())
 
-    def _enter_formats(self, control: StepControl, microbatches: Sequence[Batch], lr: float) -> float:
+    def _enter_formats(self, control: PrecisionHook, microbatches: Sequence[Batch], lr: float) -> float:
         """Give the products the formats of this step, by schedule and evidence; the learning rate that goes with it."""
         self._retried(lambda: control.before(self.step, microbatches, self.recorder))
         return control.lr(lr)

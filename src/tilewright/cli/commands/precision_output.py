@@ -16,12 +16,12 @@ from tilewright.core.errors import ConfigError
 from tilewright.models.base.protocols import Model
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 from tilewright.precision.search.gemm_time import TIMES
-from tilewright.precision.search.layer_stats import Unit
+from tilewright.precision.search.layer_stats import SearchUnit
 from tilewright.precision.search.loss_model import percent, standard_error
 from tilewright.precision.search.policy_file import PolicyFile
-from tilewright.precision.search.search import Candidate, speed_up
-from tilewright.precision.search.sensitivity import Switch
-from tilewright.training.precision_search import Found, Weights
+from tilewright.precision.search.search import PolicyCandidate, speed_up
+from tilewright.precision.search.sensitivity import FormatSwitch
+from tilewright.training.precision_search import SearchResult, Weights
 
 SHOWN = 12
 """Layers in the printed table; all of them are in the policy file."""
@@ -59,7 +59,7 @@ def recorded_losses(run: Path) -> tuple[list[float], list[float]]:
     return [float(step) for step, _ in pairs], [loss for _, loss in pairs]
 
 
-def policy_text(found: Found, loaded: Loaded, out: Path, intro: Sequence[str]) -> str:
+def policy_text(found: SearchResult, loaded: Loaded, out: Path, intro: Sequence[str]) -> str:
     """The policy file, with `intro` at its top."""
     settings: dict[str, dict[str, object]] = {}
     values = loaded.recipe.model_dump(mode="json")
@@ -75,7 +75,7 @@ def policy_text(found: Found, loaded: Loaded, out: Path, intro: Sequence[str]) -
     return str(PolicyFile(_extends(loaded, out), intro, settings, precision, kept, formats, remarks, clear))
 
 
-def intro_of(found: Found, name: str, budget: str, weights: str) -> list[str]:
+def intro_of(found: SearchResult, name: str, budget: str, weights: str) -> list[str]:
     """What was searched, what came of it, and by which measure."""
     return [
         f"Precision policy for {name!r}, within {budget} of the loss; by `tilewright precision search`.",
@@ -92,7 +92,7 @@ def _extends(loaded: Loaded, out: Path) -> str:
     return os.path.relpath(loaded.path.resolve(), out.resolve().parent)
 
 
-def show(found: Found, budget: str) -> None:
+def show(found: SearchResult, budget: str) -> None:
     """The layers that hurt most, and what the policy gains beside the usual ones."""
     units = sorted(found.sensitivity.units, key=lambda unit: (_cost(found, unit), _blur(found, unit)), reverse=True)
     rows = []
@@ -119,33 +119,33 @@ def show(found: Found, budget: str) -> None:
         click.echo(f"Nothing is faster in FP8 within {budget}: the policy is all BF16. See --time.")
 
 
-def _times_as_fast(found: Found, candidate: Candidate) -> str:
+def _times_as_fast(found: SearchResult, candidate: PolicyCandidate) -> str:
     return f"{speed_up(found.landmarks, candidate):.3g}x"
 
 
-def _switches(found: Found, unit: Unit) -> dict[str, Switch]:
+def _switches(found: SearchResult, unit: SearchUnit) -> dict[str, FormatSwitch]:
     return {switch.gemm: switch for switch in found.sensitivity.switches if switch.unit == unit.name}
 
 
-def _cost(found: Found, unit: Unit) -> float:
+def _cost(found: SearchResult, unit: SearchUnit) -> float:
     return sum(found.space.model.costs[unit.name, gemm] for gemm in GEMM_NAMES)
 
 
-def _blur(found: Found, unit: Unit) -> float:
+def _blur(found: SearchResult, unit: SearchUnit) -> float:
     """Share of a step that the unit's products lose together."""
     return sum(statistics.fmean(switch.lost) for switch in _switches(found, unit).values())
 
 
-def _loss_change(switch: Switch) -> str:
+def _loss_change(switch: FormatSwitch) -> str:
     return f"{percent(statistics.fmean(switch.loss_change))} ± {percent(standard_error(switch.loss_change))}"
 
 
-def _parts_per_million(switch: Switch) -> str:
+def _parts_per_million(switch: FormatSwitch) -> str:
     millionths = 1e6 * statistics.fmean(switch.lost)
     return f"{millionths:,.0f}" if millionths >= 100 else f"{millionths:.2g}"
 
 
-def _remark(found: Found, unit: Unit) -> str:
+def _remark(found: SearchResult, unit: SearchUnit) -> str:
     """One line of measurements."""
     switches = _switches(found, unit)
     blur = ", ".join(f"{gemm} {_parts_per_million(switches[gemm])}" for gemm in GEMM_NAMES)

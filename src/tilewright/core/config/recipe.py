@@ -246,7 +246,7 @@ class MemorySection(Section):
     once. Compiled, and on a GPU, the scores of a block are in memory. tilewright's own decoder only."""
 
 
-class SaveSection(Section):
+class CheckpointSection(Section):
     every: int = Field(default=1000, ge=0)
     """Steps between checkpoints. 0: only at the end and on a signal (SIGTERM, Ctrl-C)."""
     last: bool = True
@@ -314,7 +314,7 @@ class Recipe(Section):
     lora: LoraSection = LoraSection()
     train: TrainSection = TrainSection()
     memory: MemorySection = MemorySection()
-    save: SaveSection = SaveSection()
+    save: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
     ops: OpsSection = OpsSection()
     plan: PlanSection = PlanSection()

@@ -9,7 +9,7 @@ from types import TracebackType
 log = logging.getLogger(__name__)
 
 
-class Progress:
+class PrepareProgress:
     """A context manager; `phase` starts a phase of `total` units, `advance` counts some of them.
 
     `seconds` maps each phase to its wall time.
@@ -20,10 +20,10 @@ class Progress:
         self._title, self._bar, self._task = title, None, None
         self._name, self._started = "", 0.0
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "PrepareProgress":
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import Progress as Bar
+            from rich.progress import PrepareProgress as Bar
 
             self._bar = Bar(console=Console(stderr=True), transient=True)
             self._bar.start()
@@ -56,6 +56,6 @@ class Progress:
 
 def timed(title: str, build: Callable[..., None], *args: object, **kwargs: object) -> dict[str, float]:
     """`build` under a bar of its own, passed to it as `progress`; the seconds of its phases."""
-    with Progress(title) as progress:
+    with PrepareProgress(title) as progress:
         build(*args, progress=progress, **kwargs)
     return progress.seconds

@@ -1,7 +1,7 @@
-"""What a layer-major run does with each slice, as a `Placement`; and from one to the next between two steps.
+"""What a layer-major run does with each slice, as a `MemoryPlan`; and from one to the next between two steps.
 
     homes = by_slice(placement, slices)                     # checked against the slices
-    places = Places(run, placement, weights)
+    places = PlanApplier(run, placement, weights)
     places.now                                              # read off what is really where
     places.change(placement)
 
@@ -15,16 +15,16 @@ from dataclasses import replace
 
 from tilewright.core.config.recipe import Tier
 from tilewright.core.errors import ConfigError
-from tilewright.core.memory_plan import LayerPlacement, Placement
+from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.memory.layer_major.passes import LayerMajor
-from tilewright.models.layerwise.view import Slice, Slices
+from tilewright.models.layerwise.view import LayerGroup, LayerGroups
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 
 Homes = tuple[Tier, Tier]
 """Of parameters and of states."""
 
 
-def by_slice(placement: Placement, slices: Slices) -> dict[str, LayerPlacement]:
+def by_slice(placement: MemoryPlan, slices: LayerGroups) -> dict[str, LayerMemory]:
     """What is done with each slice, by its name. Not the shared one, which is always on the device.
 
     Raises:
@@ -67,13 +67,13 @@ def other_layers(asked: int, there: int) -> ConfigError:
     )
 
 
-def input_tiers(placement: Placement, slices: Slices) -> dict[int, Tier]:
+def input_tiers(placement: MemoryPlan, slices: LayerGroups) -> dict[int, Tier]:
     """Where the input of each slice waits, by its place; the last one's output waits for the loss."""
     found = {place: placement.layers[part.layers[0]].inputs for place, part in enumerate(slices.groups)}
     return found | {len(slices.groups): placement.head.inputs}
 
 
-def refuse_other_numbers(new: Placement, old: Placement, *, exact: bool) -> None:
+def refuse_other_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None:
     """Refuse a change in mid-run that would not leave the numbers as they are.
 
     Args:
@@ -102,12 +102,12 @@ def refuse_other_numbers(new: Placement, old: Placement, *, exact: bool) -> None
             )
 
 
-def _of_slice(layer: LayerPlacement) -> LayerPlacement:
+def _of_slice(layer: LayerMemory) -> LayerMemory:
     """Without what each layer of a slice has for itself."""
     return replace(layer, mlp_tiles=1, attention_block=0)
 
 
-class Places:
+class PlanApplier:
     """Reads and changes the placement of a layer-major run.
 
     Args:
@@ -120,27 +120,27 @@ class Places:
     """
 
     def __init__(
-        self, run: LayerMajor, placement: Placement | None = None, weights: QuantizedWeights | None = None
+        self, run: LayerMajor, placement: MemoryPlan | None = None, weights: QuantizedWeights | None = None
     ) -> None:
         num_layers = sum(len(part.layers) for part in run.slices.groups)
         self._run, self._weights = run, weights
-        self._asked = placement or Placement.uniform(num_layers, activations="recompute")
+        self._asked = placement or MemoryPlan.uniform(num_layers, activations="recompute")
         run.keeps = self._keeps(self._asked)
 
     @property
-    def now(self) -> Placement:
+    def now(self) -> MemoryPlan:
         """What is done now, from what is really where."""
         slices, run = self._run.slices, self._run
-        layers: list[LayerPlacement] = []
+        layers: list[LayerMemory] = []
         for place, part in enumerate(slices.groups):
             kind = "keep" if place in run.keeps else "recompute"
             told = self._told(part, place)
             layers += [replace(self._asked.layers[index], activations=kind, **told) for index in part.layers]
         embedding = replace(self._asked.embedding, **self._told(slices.prologue))
         head = replace(self._asked.head, **self._told(slices.epilogue, len(slices.groups)))
-        return Placement(layers=tuple(layers), embedding=embedding, head=head)
+        return MemoryPlan(layers=tuple(layers), embedding=embedding, head=head)
 
-    def change(self, placement: Placement) -> None:
+    def change(self, placement: MemoryPlan) -> None:
         """From the next step on, do this. All of it or, where that fails, nothing.
 
         Raises:
@@ -161,12 +161,12 @@ class Places:
             raise
         self._run.keeps, self._asked = self._keeps(placement), placement
 
-    def _keeps(self, placement: Placement) -> frozenset[int]:
+    def _keeps(self, placement: MemoryPlan) -> frozenset[int]:
         wanted = by_slice(placement, self._run.slices)
         groups = enumerate(self._run.slices.groups)
         return frozenset(place for place, part in groups if wanted[part.name].activations == "keep")
 
-    def _told(self, part: Slice, place: int | None = None) -> Mapping[str, Tier]:
+    def _told(self, part: LayerGroup, place: int | None = None) -> Mapping[str, Tier]:
         parameters, states = self._run.residence.homes(part)
         told = {"parameters": parameters, "states": states}
         return told if place is None else told | {"inputs": self._run.inputs.tier_of(place)}
@@ -179,7 +179,7 @@ class Places:
             if part is not self._run.slices.shared and homes[part.name] != old:
                 todo.append((part, old, homes[part.name]))
         todo.sort(key=lambda move: move[2].count("device") - move[1].count("device"))
-        moved: list[tuple[Slice, Homes]] = []
+        moved: list[tuple[LayerGroup, Homes]] = []
         try:
             for part, old, new in todo:
                 moved.append((part, old))
@@ -189,7 +189,7 @@ class Places:
                 self._move_one(part, old)
             raise
 
-    def _move_one(self, part: Slice, homes: Homes) -> None:
+    def _move_one(self, part: LayerGroup, homes: Homes) -> None:
         parameters, states = homes
         if self._weights is not None and parameters != "device":
             self._weights.leave(part.modules)

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from tilewright.memory.layer_major.replay import Replay
 from tilewright.memory.layer_major.saved_views import lending
-from tilewright.memory.offload.activations import InputStore
-from tilewright.memory.offload.param_store import Tiers
+from tilewright.memory.offload.activations import ActivationStore
+from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.base.protocols import LossOutput
-from tilewright.models.layerwise.view import Layered, Slice, Slices
+from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseModel
 
 Batch = Mapping[str, Tensor]
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -53,11 +53,11 @@ class LayerMajor:
 
     def __init__(
         self,
-        view: Layered,
-        slices: Slices,
+        view: LayerwiseModel,
+        slices: LayerGroups,
         *,
-        inputs: InputStore,
-        residence: Tiers,
+        inputs: ActivationStore,
+        residence: ParamOffloader,
         replay: Replay,
         phase: Phase,
         device: torch.device,
@@ -145,7 +145,7 @@ class LayerMajor:
     def backward(
         self,
         factor: float,
-        done: Callable[[Slice], None],
+        done: Callable[[LayerGroup], None],
         *,
         after_loss: Callable[[float], None] | None = None,
         last: bool = True,
@@ -175,7 +175,7 @@ class LayerMajor:
     def _backward_epilogue(
         self,
         factor: float,
-        done: Callable[[Slice], None],
+        done: Callable[[LayerGroup], None],
         after_loss: Callable[[float], None] | None,
         last: bool,
     ) -> tuple[float, list[Tensor | None]]:
@@ -208,7 +208,7 @@ class LayerMajor:
         how = self.replay.again if self.replay.knows(key) else self.replay.first
         return how(key, None, lambda: self.view.epilogue(x, context, batch))
 
-    def _backward_layers(self, place: int, part: Slice, grads: list[Tensor | None], last: bool) -> None:
+    def _backward_layers(self, place: int, part: LayerGroup, grads: list[Tensor | None], last: bool) -> None:
         wanted = [*part.trained, *self.slices.shared.trained]
         for micro, grad in enumerate(grads):
             if micro + 1 < len(grads):
@@ -256,7 +256,7 @@ class LayerMajor:
         self._graphs.clear()
 
     @staticmethod
-    def _finish(part: Slice, done: Callable[[Slice], None]) -> None:
+    def _finish(part: LayerGroup, done: Callable[[LayerGroup], None]) -> None:
         done(part)
         for param in part.params:
             param.grad = None
@@ -273,17 +273,17 @@ class LayerMajor:
                 param.grad = None
         self._batches, self._contexts, self._counted = (), [], []
 
-    def _after(self, place: int) -> Slice:
+    def _after(self, place: int) -> LayerGroup:
         """The slice that the forward pass reads after that of this place."""
         groups = self.slices.groups
         return groups[place + 1] if place + 1 < len(groups) else self.slices.epilogue
 
-    def _before(self, place: int) -> Slice:
+    def _before(self, place: int) -> LayerGroup:
         """The slice that the backward pass reads after that of this place."""
         return self.slices.groups[place - 1] if place else self.slices.prologue
 
     @contextmanager
-    def _live(self, part: Slice, following: Slice | None, *, changed: bool = False) -> Iterator[None]:
+    def _live(self, part: LayerGroup, following: LayerGroup | None, *, changed: bool = False) -> Iterator[None]:
         self.residence.fetch(part, states=changed)
         try:
             if following is not None:
@@ -321,7 +321,7 @@ def _version(param: Tensor) -> tuple[int, int] | None:
 class _Prologue:
     """The prologue as a function of nothing that gives x; the context stays here."""
 
-    def __init__(self, view: Layered, batch: Batch) -> None:
+    def __init__(self, view: LayerwiseModel, batch: Batch) -> None:
         self._view, self._batch = view, batch
         self.context: Any = None
 

@@ -22,7 +22,7 @@ from tilewright.models.decoder.moe import Router
 from tilewright.precision.snapshot import drawing, set_torch_states, torch_states
 
 
-class Choices:
+class RouterChoices:
     """Index tensors in the order in which one call made them; called again, it gives them back instead."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Choices:
         self._given += 1
         return self._made[self._given - 1]
 
-    def rewind(self) -> "Choices":
+    def rewind(self) -> "RouterChoices":
         """From now on give back, from the first one on."""
         self._given = 0
         return self
@@ -47,7 +47,7 @@ class Choices:
 class _Taken:
     """What one call drew and chose. `states` are the generators' before it, empty where it drew nothing."""
 
-    choices: Choices = field(default_factory=Choices)
+    choices: RouterChoices = field(default_factory=RouterChoices)
     states: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -93,7 +93,7 @@ class Replay:
         self._taken.clear()
 
     @contextmanager
-    def _choosing(self, layer: nn.Module | None, choices: Choices) -> Iterator[None]:
+    def _choosing(self, layer: nn.Module | None, choices: RouterChoices) -> Iterator[None]:
         own, foreign = self._routers_in(layer)
         for router in own:
             router.choices = choices
@@ -120,7 +120,7 @@ class Replay:
 class _TopK(TorchFunctionMode):
     """Takes the indices of `topk` from `choices`; the values are then those at these indices."""
 
-    def __init__(self, choices: Choices) -> None:
+    def __init__(self, choices: RouterChoices) -> None:
         super().__init__()
         self._choices = choices
 

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from tilewright.core.config.recipe import Tier
 from tilewright.memory.offload.layout import Layout
-from tilewright.memory.offload.param_store import Tiers
+from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.offload.pinned import pinned_empty, unpin
 from tilewright.memory.offload.stores import Store, make_store
-from tilewright.models.layerwise.view import Slice
+from tilewright.models.layerwise.view import LayerGroup
 
 
 @dataclass(eq=False)
 class _Kept:
-    part: Slice
+    part: LayerGroup
     tensors: Sequence[Tensor]
     layout: Layout
 
@@ -48,7 +48,7 @@ class _Buffer:
             self.writing = None
 
 
-class Journal:
+class RollbackBuffer:
     """Keeps slices as they were before a step.
 
     Args:
@@ -77,7 +77,7 @@ class Journal:
         self._kept.clear()
 
     @torch.no_grad()
-    def keep(self, part: Slice, tensors: Sequence[Tensor]) -> None:
+    def keep(self, part: LayerGroup, tensors: Sequence[Tensor]) -> None:
         """Keep the values of a slice's live tensors; they may change when this returns.
 
         Raises:
@@ -98,7 +98,7 @@ class Journal:
         self._kept[part.name] = _Kept(part, tensors, layout)
 
     @torch.no_grad()
-    def rollback(self, residence: Tiers) -> None:
+    def rollback(self, residence: ParamOffloader) -> None:
         """Give all kept tensors the values that they had; nothing is kept afterwards.
 
         Raises:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class _Loan:
+class _SavedView:
     """A view of memory that a parameter lies in."""
 
     param: Tensor
@@ -40,16 +40,16 @@ def lending(params: Sequence[Tensor]) -> Iterator[None]:
     """
     owners = {param.untyped_storage().data_ptr(): param for param in params if param.numel()}
 
-    def pack(saved: Tensor) -> Tensor | _Loan:
+    def pack(saved: Tensor) -> Tensor | _SavedView:
         if saved.layout != torch.strided or not saved.numel():
             return saved
         param = owners.get(saved.untyped_storage().data_ptr())
         if param is None:
             return saved
         distance = saved.storage_offset() * saved.itemsize - param.storage_offset() * param.itemsize
-        return _Loan(param, distance, saved.size(), saved.stride(), saved.dtype)
+        return _SavedView(param, distance, saved.size(), saved.stride(), saved.dtype)
 
-    def unpack(saved: Tensor | _Loan) -> Tensor:
+    def unpack(saved: Tensor | _SavedView) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         param = saved.param.detach()

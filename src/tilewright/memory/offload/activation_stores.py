@@ -25,7 +25,7 @@ MAX_UNDER_WAY = 2
 """Tensors being written at once: they stay in memory until they are."""
 
 
-class DeviceTier:
+class DeviceActivations:
     """Keeps the tensors as they are."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _InStore:
         raise NotImplementedError
 
 
-class HostTier(_InStore):
+class HostActivations(_InStore):
     """Copies to and from registered host memory on streams of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -132,7 +132,7 @@ class HostTier(_InStore):
         self.store.close()
 
 
-class DiskTier(_InStore):
+class DiskActivations(_InStore):
     """A thread writes and reads a file, in the order of the calls.
 
     Space is taken before bytes are written, so a full disk is found by `put` and not by the thread.

@@ -1,6 +1,6 @@
 """The inputs of layers between forward and backward: kept on the device, on the host or on disk, layer by layer.
 
-    store = InputStore("disk", device, folder=folder)
+    store = ActivationStore("disk", device, folder=folder)
     store.put(layer, micro, x)            # forward
     store.prefetch(layer, micro)          # backward, a little ahead
     x = store.get(layer, micro)           # any number of times
@@ -25,7 +25,7 @@ from tilewright.core.config.recipe import CheckpointInputs, Tier
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
-from tilewright.memory.offload.activation_stores import DeviceTier, DiskTier, HostTier, Key
+from tilewright.memory.offload.activation_stores import DeviceActivations, DiskActivations, HostActivations, Key
 from tilewright.ops.kernels import Kernels
 
 
@@ -39,7 +39,7 @@ class _Entry:
     tier: Tier
 
 
-class InputStore:
+class ActivationStore:
     """Tensors by (layer, micro-batch).
 
     Args:
@@ -53,7 +53,7 @@ class InputStore:
         ConfigError: a folder that cannot be written.
 
     Example:
-        >>> store = InputStore("device", "cpu")
+        >>> store = ActivationStore("device", "cpu")
         >>> store.put(0, 0, torch.ones(2, 3))
         >>> store.get(0, 0).shape, store.num_bytes
         (torch.Size([2, 3]), {'device': 24})
@@ -77,7 +77,7 @@ class InputStore:
         self._kernels = kernels
         self._entries: dict[Key, _Entry] = {}
         self._device, self._folder = torch.device(device), folder
-        self._keepers: dict[Tier, DeviceTier | HostTier | DiskTier] = {}
+        self._keepers: dict[Tier, DeviceActivations | HostActivations | DiskActivations] = {}
         self.place(tier)
 
     def place(self, tier: Tier | Mapping[int, Tier]) -> None:
@@ -108,11 +108,11 @@ class InputStore:
         """Where a layer's inputs are kept."""
         return self._by_layer.get(layer, self._rest)
 
-    def _make(self, tier: Tier) -> DeviceTier | HostTier | DiskTier:
+    def _make(self, tier: Tier) -> DeviceActivations | HostActivations | DiskActivations:
         if tier == "disk":
             assert self._folder is not None, "checked by place()"
-            return DiskTier(Path(self._folder), self._device)
-        return HostTier(self._device) if tier == "host" and self._device.type != "cpu" else DeviceTier()
+            return DiskActivations(Path(self._folder), self._device)
+        return HostActivations(self._device) if tier == "host" and self._device.type != "cpu" else DeviceActivations()
 
     @torch.no_grad()
     def put(self, layer: int, micro: int, x: Tensor, *, exact: bool = False, here: bool = False) -> None:
@@ -131,7 +131,7 @@ class InputStore:
         """
         coded = self.kind == "fp8" and not exact and x.is_floating_point()
         tier: Tier = "device" if here else self.tier_of(layer)
-        keeper = self._keepers.setdefault(tier, DeviceTier()) if here else self._keepers[tier]
+        keeper = self._keepers.setdefault(tier, DeviceActivations()) if here else self._keepers[tier]
         if coded:
             tiled = self._kernels.quantize(x.detach().reshape(-1, x.shape[-1]), E4M3, ROW_TILE)
             keeper.put((layer, micro), [tiled.codes.contiguous(), tiled.scale_inv.contiguous()])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.memory.offload.layout import vacant
-from tilewright.models.base.protocols import FirstValues
+from tilewright.models.base.protocols import InitialValues
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def vacate(model: nn.Module, device: torch.device | str) -> None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def fill_buffers(model: nn.Module, values: FirstValues) -> None:
+def fill_buffers(model: nn.Module, values: InitialValues) -> None:
     """Give all buffers their first values: they are small, and always on the device."""
     values(dict(model.named_buffers()))
 

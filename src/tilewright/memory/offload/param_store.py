@@ -1,6 +1,6 @@
 """A model's parameters and its optimizer's states at home in tiers, each slice in its own.
 
-    home = Tiers(model, slices, optimizer, device, parameters="host", states="disk", folder=folder)
+    home = ParamOffloader(model, slices, optimizer, device, parameters="host", states="disk", folder=folder)
     home.prefetch(next_part)
     home.fetch(part, states=True)
     optimizer.step_params(part.trained, grads)
@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from tilewright.core.config.recipe import Tier
 from tilewright.memory.offload.layout import vacant
-from tilewright.memory.offload.pool import Arena
-from tilewright.models.base.protocols import FirstValues
-from tilewright.models.layerwise.view import Slice, Slices
+from tilewright.memory.offload.pool import OffloadPool
+from tilewright.models.base.protocols import InitialValues
+from tilewright.models.layerwise.view import LayerGroup, LayerGroups
 from tilewright.optim.adam import DeepSeekAdam
 
 Homes = Tier | Mapping[str, Tier]
 """A tier for all slices, or one for each by its name. The slice that several others read is on the device anyway."""
 
 
-class Tiers:
+class ParamOffloader:
     """Brings slices to the device and takes them away.
 
     Args:
@@ -55,7 +55,7 @@ class Tiers:
     def __init__(
         self,
         model: nn.Module,
-        slices: Slices,
+        slices: LayerGroups,
         optimizer: DeepSeekAdam,
         device: torch.device | str,
         *,
@@ -63,11 +63,11 @@ class Tiers:
         states: Homes = "device",
         folder: Path | str | None = None,
         prefetch: int = 1,
-        values: FirstValues | None = None,
+        values: InitialValues | None = None,
     ) -> None:
         assert not optimizer.state, "states that are there already would be in memory twice"
-        self.parameters = Arena("device", device, folder=folder, prefetch=prefetch)
-        self.states = Arena("device", device, folder=folder, prefetch=prefetch)
+        self.parameters = OffloadPool("device", device, folder=folder, prefetch=prefetch)
+        self.states = OffloadPool("device", device, folder=folder, prefetch=prefetch)
         self._states_live: set[str] = set()
         names = {param: name for name, param in model.named_parameters()}
         for part in slices:
@@ -82,13 +82,13 @@ class Tiers:
             self.states.add(part.name, own, fill=fill, tier=tier, resident=part is slices.shared)
         self.states.seal()
 
-    def prefetch(self, part: Slice, *, states: bool = False) -> None:
+    def prefetch(self, part: LayerGroup, *, states: bool = False) -> None:
         """Begin to bring a slice, and its states where they will be wanted."""
         self.parameters.prefetch(part.name)
         if states:
             self.states.prefetch(part.name)
 
-    def fetch(self, part: Slice, *, states: bool = False) -> None:
+    def fetch(self, part: LayerGroup, *, states: bool = False) -> None:
         """Have a slice's parameters on the device when this returns, and its states where they are wanted.
 
         Raises:
@@ -104,7 +104,7 @@ class Tiers:
             raise
         self._states_live.add(part.name)
 
-    def release(self, part: Slice, *, changed: bool) -> None:
+    def release(self, part: LayerGroup, *, changed: bool) -> None:
         """Let go of a slice; what changed is written back."""
         changed = changed and bool(part.trained)
         self.parameters.release(part.name, changed=changed)
@@ -112,7 +112,7 @@ class Tiers:
             self._states_live.remove(part.name)
             self.states.release(part.name, changed=changed)
 
-    def homes(self, part: Slice) -> tuple[Tier, Tier]:
+    def homes(self, part: LayerGroup) -> tuple[Tier, Tier]:
         """Where a slice's parameters and states are at home."""
         return self.parameters.tier_of(part.name), self.states.tier_of(part.name)
 
@@ -130,8 +130,8 @@ class Tiers:
         """Whether anything is at home off the device."""
         return self.parameters.travels or self.states.travels
 
-    def move(self, part: Slice, *, parameters: Tier, states: Tier) -> None:
-        """Give a slice other homes; see `Arena.move`. Not the slice that several others read.
+    def move(self, part: LayerGroup, *, parameters: Tier, states: Tier) -> None:
+        """Give a slice other homes; see `OffloadPool.move`. Not the slice that several others read.
 
         Raises:
             FitError: a tier has not so much room. What did not move is where it was.
@@ -147,7 +147,7 @@ class Tiers:
         self.states.close()
 
 
-def _home(homes: Homes, part: Slice, slices: Slices) -> Tier:
+def _home(homes: Homes, part: LayerGroup, slices: LayerGroups) -> Tier:
     if part is slices.shared:
         return "device"
     return homes if isinstance(homes, str) else homes[part.name]
@@ -156,7 +156,7 @@ def _home(homes: Homes, part: Slice, slices: Slices) -> Tier:
 class _StateValues:
     """First values of a slice's states: zero, and the parameter's own value where the state is its master."""
 
-    def __init__(self, parameters: Arena, part: str) -> None:
+    def __init__(self, parameters: OffloadPool, part: str) -> None:
         self._parameters, self._part = parameters, part
 
     def __call__(self, tensors: dict[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """The arena: tensors of a model, slice by slice, each in its tier; on the device only while they are used.
 
-    arena = Arena("disk", device, folder=run_folder)
+    arena = OffloadPool("disk", device, folder=run_folder)
     for slice_id, tensors in slices.items():
         arena.add(slice_id, tensors)                # or in another tier than the arena's: tier="host"
     arena.seal()                                    # the tiers take the bytes over
@@ -31,16 +31,16 @@ from torch import Tensor
 
 from tilewright.core.config.recipe import Tier
 from tilewright.memory.offload.layout import Layout, vacant
-from tilewright.memory.offload.slots import Slots
+from tilewright.memory.offload.slots import StagingBuffers
 from tilewright.memory.offload.stores import Store, make_store
 from tilewright.memory.offload.transfer import Traffic, Transfer, make_transfer
-from tilewright.models.base.protocols import FirstValues
+from tilewright.models.base.protocols import InitialValues
 
 
 @dataclass(eq=False)
 class _Slice:
     tensors: dict[str, Tensor]
-    fill: FirstValues | None
+    fill: InitialValues | None
     tier: Tier
     fixed: bool = False
     """Never moves from the device."""
@@ -70,7 +70,7 @@ class _Slice:
             self.tensors[name].data = value
 
 
-class Arena:
+class OffloadPool:
     """Slices of tensors in tiers.
 
     Args:
@@ -90,7 +90,7 @@ class Arena:
         self._folder, self._num_slots = folder, prefetch + 1
         self._slices: dict[Hashable, _Slice] = {}
         self._owners: dict[int, Hashable] = {}
-        self._slots = Slots()
+        self._slots = StagingBuffers()
         self._transfers: dict[Tier, Transfer] = {}
         self._sealed = False
 
@@ -101,7 +101,7 @@ class Arena:
         slice_id: Hashable,
         tensors: Mapping[str, Tensor],
         *,
-        fill: FirstValues | None = None,
+        fill: InitialValues | None = None,
         tier: Tier | None = None,
         resident: bool = False,
     ) -> None:
@@ -264,7 +264,7 @@ class Arena:
         for transfer in self._transfers.values():
             transfer.store.close()
 
-    def __enter__(self) -> "Arena":
+    def __enter__(self) -> "OffloadPool":
         return self
 
     def __exit__(self, *_: object) -> None:

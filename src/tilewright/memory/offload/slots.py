@@ -20,7 +20,7 @@ from tilewright.memory.offload.transfer import Buffer, Transfer
 
 
 @dataclass(eq=False)
-class Slot:
+class StagingBuffer:
     """A staging buffer and what is in it."""
 
     buffer: Buffer
@@ -35,11 +35,11 @@ class Slot:
     mark: torch.cuda.Event | None = None
 
 
-class Slots:
+class StagingBuffers:
     """Brings slices into staging buffers and writes them back."""
 
     def __init__(self) -> None:
-        self.slots: list[Slot] = []  # the one that was used longest ago first
+        self.slots: list[StagingBuffer] = []  # the one that was used longest ago first
         self.wait_s = 0.0
         """Seconds that the caller stood still for bytes on their way."""
         self._saves: dict[Hashable, Future[None]] = {}
@@ -47,7 +47,7 @@ class Slots:
 
     def make(self, transfer: Transfer, num_bytes: int, count: int) -> None:
         """Make this many buffers, each for every slice of at most `num_bytes`."""
-        self.slots = [Slot(transfer.make_buffer(num_bytes)) for _ in range(count)]
+        self.slots = [StagingBuffer(transfer.make_buffer(num_bytes)) for _ in range(count)]
 
     def drop(self) -> None:
         """`close`, after what is on its way."""
@@ -127,10 +127,10 @@ class Slots:
         finally:
             self.wait_s += time.perf_counter() - started
 
-    def _of(self, key: Hashable) -> Slot | None:
+    def _of(self, key: Hashable) -> StagingBuffer | None:
         return next((slot for slot in self.slots if slot.holds == key), None)
 
-    def _start(self, slot: Slot, key: Hashable, transfer: Transfer) -> None:
+    def _start(self, slot: StagingBuffer, key: Hashable, transfer: Transfer) -> None:
         """Load a slice into a buffer, unless it is there."""
         slot.wanted = True
         if slot.holds == key:

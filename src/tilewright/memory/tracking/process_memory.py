@@ -27,7 +27,7 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-class Probe(Protocol):
+class MemoryProbe(Protocol):
     """Bytes held now (`current`): allocated and not freed, free but kept by the allocator (`live_and_kept`), and other
     things; and held at most since `reset_peak`."""
 
@@ -185,7 +185,7 @@ class CudaAllocator:
         """Nothing to end."""
 
 
-def make_probe(device: torch.device) -> Probe:
+def make_probe(device: torch.device) -> MemoryProbe:
     """The best probe for the device: the allocator on CUDA, else the high-water mark, else the sampler."""
     if device.type == "cuda":
         return CudaAllocator(device)

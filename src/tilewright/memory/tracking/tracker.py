@@ -1,6 +1,6 @@
 """The ledger: measured bytes by owner, at the peak of every phase of a step.
 
-    ledger = Ledger(device)                       # before the model is built
+    ledger = MemoryTracker(device)                       # before the model is built
     with ledger.phase("load"): model = ...
     ledger.watch(model)
     with ledger.phase("forward"): loss = ...      # any number of times
@@ -71,7 +71,7 @@ class _Window:
     """Most bytes that keepers told of other tiers."""
 
 
-class Ledger:
+class MemoryTracker:
     """Measures one device from construction on.
 
     Args:

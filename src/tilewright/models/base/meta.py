@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 _INITIALISERS = {value for name, value in vars(nn.init).items() if name.endswith("_") and callable(value)}
 
 
-class _NoFirstValues(TorchFunctionMode):
+class _NoInit(TorchFunctionMode):
     """Leaves the functions of `torch.nn.init` out."""
 
     def __torch_function__(
@@ -29,5 +29,5 @@ class _NoFirstValues(TorchFunctionMode):
 @contextmanager
 def shapes_only() -> Iterator[None]:
     """New tensors inside have a shape and a dtype, and no bytes."""
-    with torch.device("meta"), _NoFirstValues():
+    with torch.device("meta"), _NoInit():
         yield

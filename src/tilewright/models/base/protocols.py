@@ -32,7 +32,7 @@ class LossOutput:
     aux: dict[str, Tensor] = field(default_factory=dict)
 
 
-FirstValues = Callable[[Mapping[str, Tensor]], None]
+InitialValues = Callable[[Mapping[str, Tensor]], None]
 """Writes the first values of parameters and buffers into host tensors, under their fully qualified names. In whatever
 pieces a model is asked for, each tensor gets the same values."""
 

@@ -234,7 +234,7 @@ class Decoder(nn.Module):
         out = self.epilogue(x_BSD, context, batch)
         return LossOutput(out.loss_sum, out.count, self.tell(loads))
 
-    # ---- `view.Layered`: the same, in parts that can be run one at a time ----
+    # ---- `view.LayerwiseModel`: the same, in parts that can be run one at a time ----
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import CheckpointError
 from tilewright.core.units import format_bytes
 from tilewright.formats.fp8_layout import CODE_DTYPE, SCALE_SUFFIX, layout_settings, to_stored
-from tilewright.models.base.protocols import FirstValues
+from tilewright.models.base.protocols import InitialValues
 from tilewright.models.decoder.hf_config import read_config, to_hf_config
 from tilewright.models.folder.fp8_weights import (
     StoredWeight,
@@ -78,7 +78,7 @@ def load_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str
     values({name: tensor for name, tensor in _stored_state(model).items() if name not in absent})
 
 
-def decoder_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str] = ()) -> FirstValues:
+def decoder_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str] = ()) -> InitialValues:
     """What copies a folder's weights into tensors under the model's names; see `load_weights`.
 
     Names and shapes are checked now, by the files' headers. Bytes are read when the copier is called, which raises

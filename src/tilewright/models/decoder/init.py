@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.base.protocols import FirstValues
+from tilewright.models.base.protocols import InitialValues
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.layers import RMSNorm
 from tilewright.models.decoder.moe import Router
@@ -41,7 +41,7 @@ def init_decoder(model: Decoder, seed: int) -> None:
     _apply(rules, seed, {name: own[name] for name in rules})
 
 
-def decoder_values(model: Decoder, seed: int) -> FirstValues:
+def decoder_values(model: Decoder, seed: int) -> InitialValues:
     """Normal weights with deviation `config.init_std`, norms one, routing biases zero.
 
     Projections that write into the residual stream (o_proj, down_proj) start smaller by sqrt(2 * num_layers), so

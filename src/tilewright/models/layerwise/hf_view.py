@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tilewright.models.base.protocols import LossOutput, Model
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
-from tilewright.models.layerwise.view import Layered, Whole
+from tilewright.models.layerwise.view import LayerwiseModel, SingleBlock
 
 _CLOSE = 1e-4
 """Relative difference of losses and gradients that is rounding: a cut changes no operation, only where autocast's
@@ -58,7 +58,7 @@ class _StandIn(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _CallSite:
     """Where the blocks are, and how the stream goes through one."""
 
     parent: nn.Module
@@ -92,9 +92,9 @@ class _Call:
 
 
 class HFLayers:
-    """A Hugging Face model as a `Layered`. Made by `layered`."""
+    """A Hugging Face model as a `LayerwiseModel`. Made by `layered`."""
 
-    def __init__(self, model: HFModel, place: _Place) -> None:
+    def __init__(self, model: HFModel, place: _CallSite) -> None:
         self.model = model
         self._place = place
         self.blocks: Sequence[nn.Module] = place.blocks
@@ -155,17 +155,17 @@ class HFLayers:
         self._outer = (_leaves(first), _leaves(loss))
 
 
-def layered(model: Model) -> Layered:
+def layered(model: Model) -> LayerwiseModel:
     """The model as a row of layers; kept whole, and said so in its notes, where it cannot be cut."""
     if isinstance(model, Decoder):
         return model
     if not isinstance(model, HFModel):
-        return Whole(model)
+        return SingleBlock(model)
     try:
         return _cut(model)
     except _NotSliceable as reason:
         model.notes.append(f"Layer-major execution keeps {type(model.net).__name__} whole, as one slice: {reason}.")
-        return Whole(model)
+        return SingleBlock(model)
 
 
 def _cut(model: HFModel) -> HFLayers:
@@ -182,9 +182,9 @@ def _cut(model: HFModel) -> HFLayers:
 # ---- finding the blocks ----
 
 
-def _find_blocks(model: HFModel, batch: Mapping[str, Tensor]) -> _Place:
+def _find_blocks(model: HFModel, batch: Mapping[str, Tensor]) -> _CallSite:
     lists = [
-        _Place(parent, name)
+        _CallSite(parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.ModuleList) and len(child)
@@ -206,7 +206,7 @@ class _Seen:
     out: Any = None
 
 
-def _follow(model: HFModel, place: _Place, batch: Mapping[str, Tensor]) -> _Place:
+def _follow(model: HFModel, place: _CallSite, batch: Mapping[str, Tensor]) -> _CallSite:
     """Run the model and watch its blocks; where the stream goes through them.
 
     Raises:
@@ -230,7 +230,7 @@ def _follow(model: HFModel, place: _Place, batch: Mapping[str, Tensor]) -> _Plac
     streams = [call.out[0] if tuple_of else call.out for call in calls]
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in streams):
         raise _NotSliceable("a block's output is no tensor")
-    place = _Place(place.parent, place.name, _slot(calls, streams), tuple_of)
+    place = _CallSite(place.parent, place.name, _slot(calls, streams), tuple_of)
     for call in calls:
         rest = _call(place.slot, call.args, call.kwargs)
         if any(t.requires_grad for t in _tensors((rest.args, rest.kwargs))):
@@ -322,7 +322,7 @@ def _refuse_changed_buffers(model: HFModel, before: Mapping[str, Tensor]) -> Non
 
 
 @contextmanager
-def _stand_ins(place: _Place, visit: Visit) -> Iterator[None]:
+def _stand_ins(place: _CallSite, visit: Visit) -> Iterator[None]:
     """The list of blocks is a list of stand-ins inside."""
     real = place.blocks
     place.parent._modules[place.name] = nn.ModuleList(_StandIn(i, layer, visit) for i, layer in enumerate(real))

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.base.protocols import FirstValues, Model
+from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import copy_stored, decoder_weights
 from tilewright.models.decoder.init import decoder_values
@@ -27,7 +27,7 @@ _NET = "net."
 """What stands before the names of a Hugging Face model in ours."""
 
 
-def random_values(model: Model, seed: int) -> FirstValues:
+def random_values(model: Model, seed: int) -> InitialValues:
     """Random first weights, those of `build.init_weights`. The model may be on the meta device."""
     if isinstance(model, Decoder):
         return decoder_values(model, seed)
@@ -36,7 +36,7 @@ def random_values(model: Model, seed: int) -> FirstValues:
     raise TypeError(f"random_values knows Decoder and HFModel, not {type(model).__name__}")
 
 
-def stored_values(model: Model, folder: Path | str) -> FirstValues:
+def stored_values(model: Model, folder: Path | str) -> InitialValues:
     """The weights of a Hugging Face folder. The model may be on the meta device.
 
     Where a folder's names are not those of the model, transformers has to load and convert it whole: then a copy of the
@@ -72,7 +72,7 @@ def _copy_from(source: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> N
         tensor.copy_(source[name])
 
 
-def _copy_stored(net: nn.Module, copy: FirstValues, tensors: Mapping[str, Tensor]) -> None:
+def _copy_stored(net: nn.Module, copy: InitialValues, tensors: Mapping[str, Tensor]) -> None:
     """Copy what a folder holds; buffers that no folder holds are computed as transformers does."""
     kept = net.state_dict(keep_vars=True)
     named = {name.removeprefix(_NET): tensor for name, tensor in tensors.items()}

@@ -2,7 +2,7 @@
 
     prologue(batch) -> x, context      layer(0 .. L-1, x, context) -> x      epilogue(x, context, batch) -> loss
 
-`Decoder` is such a row itself; `hf_view` finds one in a foreign model; `Whole` is what is left of a model that
+`Decoder` is such a row itself; `hf_view` finds one in a foreign model; `SingleBlock` is what is left of a model that
 cannot be cut: no layers, all of it epilogue. `find_slices` says which parameters belong together when layers are run
 and updated by groups.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tilewright.models.base.protocols import LossOutput, TrainableModel
 
 
-class Layered(Protocol):
+class LayerwiseModel(Protocol):
     """What can be run layer by layer. Each call may be repeated, and gives the same again from the same random state.
 
     The loss of a batch is that of the model's own `loss`.
@@ -47,8 +47,8 @@ class Layered(Protocol):
         ...
 
 
-class Whole:
-    """A model that cannot be cut, as a `Layered` without layers."""
+class SingleBlock:
+    """A model that cannot be cut, as a `LayerwiseModel` without layers."""
 
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
@@ -71,7 +71,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Slice:
+class LayerGroup:
     """Parameters that are needed, and updated, together."""
 
     name: str
@@ -88,19 +88,19 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Slices:
+class LayerGroups:
     """All slices of a model. Each parameter is in exactly one."""
 
-    prologue: Slice
-    groups: tuple[Slice, ...]
-    epilogue: Slice
-    shared: Slice
+    prologue: LayerGroup
+    groups: tuple[LayerGroup, ...]
+    epilogue: LayerGroup
+    shared: LayerGroup
 
     def __iter__(self):
         yield from (self.prologue, *self.groups, self.epilogue, self.shared)
 
 
-def find_slices(model: nn.Module, view: Layered, group: int = 1) -> Slices:
+def find_slices(model: nn.Module, view: LayerwiseModel, group: int = 1) -> LayerGroups:
     """Cut a model: `group` layers to a slice, and what stands around them.
 
     A parameter that nothing reads (a head that this task has no use for) goes with the prologue.
@@ -114,14 +114,16 @@ def find_slices(model: nn.Module, view: Layered, group: int = 1) -> Slices:
     shared = [param for param, number in times.items() if number > 1]
     holders = {p: module for module in model.modules() for p in module.parameters(recurse=False)}
 
-    def cut(name: str, layers: range, params: Iterable[nn.Parameter]) -> Slice:
+    def cut(name: str, layers: range, params: Iterable[nn.Parameter]) -> LayerGroup:
         own = tuple(params)
-        return Slice(name, layers, own, tuple(_unique(holders[p] for p in own)))
+        return LayerGroup(name, layers, own, tuple(_unique(holders[p] for p in own)))
 
     alone = [[p for p in params if times[p] < 2] for params in (before, after, *owned)]
     groups = tuple(cut(_layers_name(r), r, params) for r, params in zip(ranges, alone[2:], strict=True))
     none = range(0)
-    return Slices(cut("prologue", none, alone[0]), groups, cut("epilogue", none, alone[1]), cut("shared", none, shared))
+    return LayerGroups(
+        cut("prologue", none, alone[0]), groups, cut("epilogue", none, alone[1]), cut("shared", none, shared)
+    )
 
 
 def _layers_name(layers: range) -> str:

@@ -15,7 +15,7 @@ from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.planner.advice.fixes import words
 from tilewright.planner.auto import typed
-from tilewright.planner.model.constraints import Fixed
+from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 
@@ -123,7 +123,7 @@ def pasted(planner: Planner, settings: Mapping[str, Any]) -> Planner | None:
         return None
     names = frozenset(settings)
     said = typed(recipe, names)
-    new = {f.name: getattr(said, f.name) for f in fields(Fixed) if getattr(said, f.name) not in (None, ())}
+    new = {f.name: getattr(said, f.name) for f in fields(Constraints) if getattr(said, f.name) not in (None, ())}
     return planner.with_recipe(recipe).with_fixed(replace(planner.fixed, **new), planner.open_formats - names)
 
 
@@ -148,7 +148,7 @@ NAMES = {
     "mlp_tiles": "memory.mlp_tiles",
     "attention_block": "memory.attention_block",
 }
-"""What is typed of what a plan decides, by the name in `Fixed`."""
+"""What is typed of what a plan decides, by the name in `Constraints`."""
 
 
 def idle_memory(planner: Planner, plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""What may be done with a model and its layers: one `Setting` for all of it, a `LayerPlacement` for each layer.
+"""What may be done with a model and its layers: one `GlobalConfig` for all of it, a `LayerMemory` for each layer.
 
 What a choice costs is in `layer_cost`.
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tilewright.core.config.recipe import Recipe, Tier
-from tilewright.core.memory_plan import KIND_OF, Activations, LayerPlacement
-from tilewright.planner.model.constraints import BLOCK_ROWS, SELECTED, Fixed
+from tilewright.core.memory_plan import KIND_OF, Activations, LayerMemory
+from tilewright.planner.model.constraints import BLOCK_ROWS, SELECTED, Constraints
 from tilewright.planner.model.gemms import Weights
 from tilewright.planner.model.roofline import backward_passes
 from tilewright.planner.model.shape import LayerClass, ModelShape
@@ -26,7 +26,7 @@ SMALL_LOSS_TILE = 16 * 2**20
 MOST_ROWS = 64
 """Largest micro-batch tried."""
 
-NOTHING_FIXED = Fixed()
+NOTHING_FIXED = Constraints()
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Setting:
+class GlobalConfig:
     """What is the same for all layers."""
 
     executor: Literal["standard", "layer_major"]
@@ -57,7 +57,7 @@ class Setting:
     """Layers that the layer-major executor treats as one."""
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Setting":
+    def of(cls, recipe: Recipe) -> "GlobalConfig":
         """What a recipe says."""
         train, optim, micro = recipe.train, recipe.optim, min(recipe.train.micro_batch, recipe.train.batch_size)
         return cls(
@@ -73,7 +73,7 @@ class Setting:
         )
 
 
-def settings_of(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:
+def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
     """Everything that may be chosen for the whole model; the smaller loss tile last."""
     batch = recipe.train.batch_size
     most = min(batch, fixed.most_rows or max(MOST_ROWS, recipe.train.micro_batch))
@@ -89,7 +89,7 @@ def settings_of(recipe: Recipe, fixed: Fixed) -> Iterator[Setting]:
                 continue
             for size in sorted(sizes, reverse=True):
                 rows = {"micro_batch": size, "num_micro": -(-batch // size)}
-                yield replace(Setting.of(recipe), executor=executor, loss_tile=tile, **rows)
+                yield replace(GlobalConfig.of(recipe), executor=executor, loss_tile=tile, **rows)
 
 
 def executors(recipe: Recipe) -> tuple[Literal["standard", "layer_major"], ...]:
@@ -107,7 +107,7 @@ def executors(recipe: Recipe) -> tuple[Literal["standard", "layer_major"], ...]:
     return ("standard", "layer_major")
 
 
-def state_bytes(weights: Weights, setting: Setting) -> float:
+def state_bytes(weights: Weights, setting: GlobalConfig) -> float:
     """Optimizer states of some parameters: two moments, and what those have beside them that are stored in 16 bits."""
     scales = 4 * weights.blocks if setting.moments == "8bit" else 0
     moments = 2 * (MOMENT_BYTES[setting.moments] * weights.trained + scales)
@@ -120,8 +120,13 @@ def opaque(found: LayerClass, shape: ModelShape) -> bool:
 
 
 def choices(
-    found: LayerClass, setting: Setting, shape: ModelShape, recipe: Recipe, links: Links, fixed: Fixed = NOTHING_FIXED
-) -> Iterator[LayerPlacement]:
+    found: LayerClass,
+    setting: GlobalConfig,
+    shape: ModelShape,
+    recipe: Recipe,
+    links: Links,
+    fixed: Constraints = NOTHING_FIXED,
+) -> Iterator[LayerMemory]:
     """Everything that may be done with a layer of this class. Parameters of a layer that keeps all stay, too."""
     exact = recipe.train.checkpoint_inputs == "exact"  # else a layer that is recomputed differs from one that is kept
     if setting.executor == "standard":
@@ -132,7 +137,7 @@ def choices(
         if opaque(found, shape):  # what is asked for stays, and recomputes the layer whole
             allowed = [kind for kind in allowed if kind not in SELECTED] or allowed
         for kind in allowed:
-            yield LayerPlacement(activations=kind, mlp_tiles=tiles, attention_block=block)
+            yield LayerMemory(activations=kind, mlp_tiles=tiles, attention_block=block)
         return
     tiers: list[Tier] = ["device"]
     if links.host:
@@ -151,7 +156,7 @@ def choices(
     for parameters, states, (kind, waits) in homes:
         for tiles, block in slices:
             if kind != "keep" or (parameters == "device" and (tiles, block) == slices[0]):
-                yield LayerPlacement(
+                yield LayerMemory(
                     parameters=parameters,
                     states=states,
                     inputs=waits,

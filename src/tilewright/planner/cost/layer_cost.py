@@ -10,9 +10,9 @@ from functools import cache
 from typing import Literal
 
 from tilewright.core.config.recipe import Recipe, Tier
-from tilewright.core.memory_plan import LayerPlacement
+from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.decoder.activation_bytes import FP32, TILE
-from tilewright.planner.cost.choices import Links, Setting, opaque, state_bytes
+from tilewright.planner.cost.choices import GlobalConfig, Links, opaque, state_bytes
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.constraints import SELECTED
@@ -40,7 +40,7 @@ equally fast on paper, the one that moves less."""
 Pass = Literal["fprop", "dgrad", "wgrad"]
 
 
-class Products:
+class GemmCost:
     """Seconds of the products of a layer in one micro-batch, by pass; no choice changes them.
 
     Args:
@@ -74,29 +74,29 @@ class Products:
 
 def layer_cost(
     found: LayerClass,
-    choice: LayerPlacement,
-    setting: Setting,
+    choice: LayerMemory,
+    setting: GlobalConfig,
     shape: ModelShape,
     recipe: Recipe,
     rates: Ceilings,
     links: Links,
-    products: Products | None = None,
+    products: GemmCost | None = None,
 ) -> Cost:
     """Bytes and seconds of one layer under a choice. `products`: of this layer and setting, where they are there."""
-    products = products or Products(found, setting.micro_batch, shape, rates)
+    products = products or GemmCost(found, setting.micro_batch, shape, rates)
     return _Layer(found, choice, setting, shape, recipe, rates, links, products).cost()
 
 
 @dataclass(frozen=True)
 class _Layer:
     found: LayerClass
-    choice: LayerPlacement
-    setting: Setting
+    choice: LayerMemory
+    setting: GlobalConfig
     shape: ModelShape
     recipe: Recipe
     rates: Ceilings
     links: Links
-    products: Products
+    products: GemmCost
 
     def cost(self) -> Cost:
         """All of it."""
@@ -321,15 +321,15 @@ def _overlapped(compute: float, *transfers: float) -> float:
 
 def layer_seconds(
     found: LayerClass,
-    choice: LayerPlacement,
-    setting: Setting,
+    choice: LayerMemory,
+    setting: GlobalConfig,
     shape: ModelShape,
     recipe: Recipe,
     rates: Ceilings,
     links: Links,
 ) -> dict[str, float]:
     """What the seconds of `layer_cost` consist of. `link`: what crosses the link and is not hidden."""
-    made = Products(found, setting.micro_batch, shape, rates)
+    made = GemmCost(found, setting.micro_batch, shape, rates)
     layer = _Layer(found, choice, setting, shape, recipe, rates, links, made)
     micro, passes = setting.num_micro, setting.passes if setting.executor == "layer_major" else 1
     products = layer.products_s("fprop") + passes * (layer.products_s("dgrad") + layer.products_s("wgrad"))

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
-from tilewright.planner.cost.choices import Setting, state_bytes
+from tilewright.planner.cost.choices import GlobalConfig, state_bytes
 from tilewright.planner.cost.solve import Phase
 from tilewright.planner.model.shape import ModelShape
-from tilewright.planner.plan import Row, bytes_of, weights_of
+from tilewright.planner.plan import PlanRow, bytes_of, weights_of
 
 OWNERS = ("parameters", "optimizer", "gradients", "activations", "buffers", "work", "process")
 
 
-def owners_at(phase: Phase, shape: ModelShape, setting: Setting, rows: Sequence[Row], cpu: bool) -> dict[str, float]:
+def owners_at(
+    phase: Phase, shape: ModelShape, setting: GlobalConfig, rows: Sequence[PlanRow], cpu: bool
+) -> dict[str, float]:
     """Device bytes of a phase by owner; `work` is what lives only while something runs, and pages that stay free."""
     found: dict[str, float] = dict.fromkeys(OWNERS, 0.0)
     for owner, size in phase.owners.items():
@@ -45,7 +47,7 @@ def owners_at(phase: Phase, shape: ModelShape, setting: Setting, rows: Sequence[
     return found
 
 
-def _staged(shape: ModelShape, setting: Setting, row: Row, phase: Phase) -> dict[str, float]:
+def _staged(shape: ModelShape, setting: GlobalConfig, row: PlanRow, phase: Phase) -> dict[str, float]:
     """Of what lives while a layer of the layer-major executor runs: copies of what lies elsewhere, and gradients."""
     weights, choice = weights_of(shape, row), row.choice
     group = min(setting.group, shape.num_layers) if row.indices else 1

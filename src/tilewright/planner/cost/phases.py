@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native.loss import chunk_rows
-from tilewright.planner.cost.choices import Setting, state_bytes
+from tilewright.planner.cost.choices import GlobalConfig, state_bytes
 from tilewright.planner.cost.solve import Phase, Transient
 from tilewright.planner.machine.overhead import CUDA_RESERVE_BYTES, evaluated_loss_bytes, loss_chunks
 from tilewright.planner.model.shape import LayerClass, ModelShape
@@ -24,7 +24,7 @@ FRAGMENTS = 0.02
 
 
 @dataclass(frozen=True)
-class Homes:
+class OffloadFlags:
     """What follows from where parameters and states are at home, before it is decided for each layer.
 
     `travels`: some are off the device, so a checkpoint is written slice by slice and without a copy of all. `on_disk`:
@@ -36,7 +36,7 @@ class Homes:
 
 
 @dataclass(frozen=True)
-class Base:
+class FixedBytes:
     """Bytes that no choice of a layer changes."""
 
     process: float
@@ -52,7 +52,7 @@ class Base:
     """Parameters and states, wherever they lie."""
 
     @classmethod
-    def of(cls, shape: ModelShape, setting: Setting, recipe: Recipe, machine: Machine) -> "Base":
+    def of(cls, shape: ModelShape, setting: GlobalConfig, recipe: Recipe, machine: Machine) -> "FixedBytes":
         """The bytes of a setting."""
         rows = setting.micro_batch
         stream = float(rows * shape.seq_len * shape.dim * shape.stream_bytes)
@@ -101,13 +101,13 @@ def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
     return found
 
 
-def journal_bytes(base: Base, setting: Setting, recipe: Recipe) -> float:
+def journal_bytes(base: FixedBytes, setting: GlobalConfig, recipe: Recipe) -> float:
     """Bytes of what undoes a step that was applied half-way: all that a step changes, once more."""
     kept = recipe.optim.clip == "lagged" and recipe.memory.undo == "journal"
     return base.state if setting.executor == "layer_major" and kept else 0.0
 
 
-def host_base(base: Base, setting: Setting, recipe: Recipe, homes: Homes) -> dict[str, float]:
+def host_base(base: FixedBytes, setting: GlobalConfig, recipe: Recipe, homes: OffloadFlags) -> dict[str, float]:
     """Bytes of the host that no choice changes, by owner: the process, the copy that a background checkpoint writes
     from, and the journal, where no slices are on disk."""
     copied = setting.executor == "standard" and written_beside(recipe)
@@ -116,10 +116,15 @@ def host_base(base: Base, setting: Setting, recipe: Recipe, homes: Homes) -> dic
 
 
 def phases(
-    shape: ModelShape, setting: Setting, recipe: Recipe, machine: Machine, ends: frozenset[str], homes: Homes
+    shape: ModelShape,
+    setting: GlobalConfig,
+    recipe: Recipe,
+    machine: Machine,
+    ends: frozenset[str],
+    homes: OffloadFlags,
 ) -> list[Phase]:
     """All moments of a step, an evaluation and a checkpoint. `ends`: names of embedding and head."""
-    base = Base.of(shape, setting, recipe, machine)
+    base = FixedBytes.of(shape, setting, recipe, machine)
     layers = frozenset(found.name for found in shape.classes)
     if setting.executor == "layer_major":
         return _layer_major(shape, setting, recipe, machine, base, layers, homes)
@@ -128,12 +133,12 @@ def phases(
 
 def _layer_major(
     shape: ModelShape,
-    setting: Setting,
+    setting: GlobalConfig,
     recipe: Recipe,
     machine: Machine,
-    base: Base,
+    base: FixedBytes,
     layers: frozenset[str],
-    homes: Homes,
+    homes: OffloadFlags,
 ) -> list[Phase]:
     cpu = machine.device == "cpu"
     always = {"process": base.process}
@@ -169,10 +174,10 @@ def _beside(name: str, found: Sequence[Phase], more: Mapping[str, float]) -> lis
 
 def _standard(
     shape: ModelShape,
-    setting: Setting,
+    setting: GlobalConfig,
     recipe: Recipe,
     machine: Machine,
-    base: Base,
+    base: FixedBytes,
     layers: frozenset[str],
     ends: frozenset[str],
 ) -> list[Phase]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from tilewright.core.mip import Column, Row, minimise
+from tilewright.core.mip import Column, LinearRow, minimise
 
 Transient = Literal["none", "forward", "backward"]
 _SLACK = 1e-7
@@ -47,7 +47,7 @@ COSTS = tuple(field.name for field in fields(Cost))
 
 
 @dataclass(frozen=True)
-class Group:
+class ChoiceGroup:
     """`count` layers that have the same options; the names of options are the caller's."""
 
     name: str
@@ -79,10 +79,10 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanProblem:
     """Groups, phases and budgets in bytes. `host_base`: of the host, whatever is chosen."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ChoiceGroup, ...]
     phases: tuple[Phase, ...]
     device_budget: float
     host_budget: float
@@ -102,7 +102,7 @@ class Answer:
     gap: float = 0.0
 
 
-def phase_bytes(problem: Problem, phase: Phase, counts: Counts) -> float:
+def phase_bytes(problem: PlanProblem, phase: Phase, counts: Counts) -> float:
     """Device bytes of a phase."""
     total, running = phase.base, 0.0
     for group, row in zip(problem.groups, counts, strict=True):
@@ -116,27 +116,27 @@ def phase_bytes(problem: Problem, phase: Phase, counts: Counts) -> float:
     return total + running
 
 
-def host_bytes(problem: Problem, counts: Counts) -> float:
+def host_bytes(problem: PlanProblem, counts: Counts) -> float:
     """Bytes of the host."""
     return problem.host_base + _total(problem, counts, "host")
 
 
-def seconds(problem: Problem, counts: Counts) -> float:
+def seconds(problem: PlanProblem, counts: Counts) -> float:
     """Seconds of the layers."""
     return _total(problem, counts, "seconds")
 
 
-def _total(problem: Problem, counts: Counts, name: str) -> float:
+def _total(problem: PlanProblem, counts: Counts, name: str) -> float:
     rows = zip(problem.groups, counts, strict=True)
     return sum(n * getattr(cost, name) for group, row in rows for cost, n in zip(group.costs, row, strict=True))
 
 
-def least_seconds(problem: Problem) -> float:
+def least_seconds(problem: PlanProblem) -> float:
     """Seconds that no plan of these groups is below, whatever the budgets."""
     return sum(group.count * min(cost.seconds for cost in group.costs) for group in problem.groups)
 
 
-def solve(problem: Problem, *, smallest: bool = False, gap: float = 1e-9) -> Answer | None:
+def solve(problem: PlanProblem, *, smallest: bool = False, gap: float = 1e-9) -> Answer | None:
     """The fastest counts within the budgets; None where nothing fits.
 
     Args:
@@ -169,7 +169,7 @@ def solve(problem: Problem, *, smallest: bool = False, gap: float = 1e-9) -> Ans
     return replace(found, counts=tuple(counts))
 
 
-def _plainly_too_large(problem: Problem) -> bool:
+def _plainly_too_large(problem: PlanProblem) -> bool:
     """Whether what must lie somewhere is more than all places together, told without the solver."""
     least = sum(
         group.count * min(cost.held + cost.host + cost.disk for cost in group.costs) for group in problem.groups
@@ -195,14 +195,14 @@ def _undominated(costs: Sequence[Cost]) -> list[int]:
 class _Columns:
     """Variables of the program: a count and a used-or-not for each option, the running layer's bytes, the peak."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[ChoiceGroup]) -> None:
         self.options = [(g, o) for g, group in enumerate(groups) for o in range(len(group.costs))]
         self.size = 2 * len(self.options) + 3
         self.running: Mapping[str, int] = {"forward": self.size - 3, "backward": self.size - 2}
         self.peak = self.size - 1
 
 
-def _integer_program(problem: Problem, smallest: bool, gap: float) -> Answer | None:
+def _integer_program(problem: PlanProblem, smallest: bool, gap: float) -> Answer | None:
     columns = _Columns(problem.groups)
     unit = max(problem.device_budget, *(phase.base for phase in problem.phases), 1.0)  # however small the budget
     costs = [problem.groups[g].costs[o].seconds for g, o in columns.options]
@@ -220,18 +220,18 @@ def _integer_program(problem: Problem, smallest: bool, gap: float) -> Answer | N
     return Answer(tuple(tuple(next(values) for _ in group.costs) for group in problem.groups), found.gap)
 
 
-def _rows(problem: Problem, columns: _Columns, unit: float, smallest: bool) -> list[Row]:
+def _rows(problem: PlanProblem, columns: _Columns, unit: float, smallest: bool) -> list[LinearRow]:
     """Constraints; bytes in units of about a device's memory."""
     num = len(columns.options)
-    rows: list[Row] = []
+    rows: list[LinearRow] = []
     for g, group in enumerate(problem.groups):
         mine = [i for i, (owner, _) in enumerate(columns.options) if owner == g]
-        rows.append(Row(dict.fromkeys(mine, 1.0), group.count, group.count))
+        rows.append(LinearRow(dict.fromkeys(mine, 1.0), group.count, group.count))
     for i, (g, o) in enumerate(columns.options):
         group = problem.groups[g]
-        rows.append(Row({i: 1.0, num + i: -float(group.count)}, upper=0.0))  # a count means that it is used
+        rows.append(LinearRow({i: 1.0, num + i: -float(group.count)}, upper=0.0))  # a count means that it is used
         for name, place in columns.running.items():
-            rows.append(Row({place: 1.0, num + i: -getattr(group.costs[o], name) / unit}, lower=0.0))
+            rows.append(LinearRow({place: 1.0, num + i: -getattr(group.costs[o], name) / unit}, lower=0.0))
     room = (1.0 - _SLACK) * problem.device_budget / unit
     for phase in problem.phases:
         entries: dict[int, float] = {}
@@ -244,10 +244,10 @@ def _rows(problem: Problem, columns: _Columns, unit: float, smallest: bool) -> l
             entries[columns.running[phase.transient]] = 1.0
         if smallest:
             entries[columns.peak] = -1.0
-        rows.append(Row(entries, upper=(0.0 if smallest else room) - phase.base / unit))
+        rows.append(LinearRow(entries, upper=(0.0 if smallest else room) - phase.base / unit))
     limits = (("host", problem.host_budget, problem.host_base), ("disk", problem.disk_budget, 0.0))
     for name, limit, base in limits:
         if math.isfinite(limit):
             entries = {i: getattr(problem.groups[g].costs[o], name) / unit for i, (g, o) in enumerate(columns.options)}
-            rows.append(Row(entries, upper=(limit * (1.0 - _SLACK) - base) / unit))
+            rows.append(LinearRow(entries, upper=(limit * (1.0 - _SLACK) - base) / unit))
     return rows

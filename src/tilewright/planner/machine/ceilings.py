@@ -29,7 +29,7 @@ from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import get_logger
 from tilewright.core.subprocess_call import answer, call_module
 from tilewright.ops.kernels import Kernels
-from tilewright.planner.machine.microbench import Load, Probe, Timed
+from tilewright.planner.machine.microbench import Load, RateProbe, Timed
 
 _FORMAT = 11
 """Raise when the meaning of a field changes, so that old cache files are not read."""
@@ -220,7 +220,7 @@ def _in_silence(line: str) -> None:
 def _measure_all(machine: Machine, key: str, threads: int, progress: Callable[[str], None]) -> Ceilings:
     torch.set_num_threads(threads)
     device = torch.device(machine.device)
-    probe, in_runs = Probe(_kernels(machine), device), Probe(Kernels(machine), device)
+    probe, in_runs = RateProbe(_kernels(machine), device), RateProbe(Kernels(machine), device)
     began, load = time.perf_counter(), Load()
     progress(f"measuring this machine once: {machine.device_name}")
     products = _middle_timings([_products(probe, machine) for _ in range(_ROUNDS)])
@@ -267,7 +267,7 @@ def _middle_timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]]) -> dict
     }
 
 
-def _products(probe: Probe, machine: Machine) -> dict[str, dict[int, Timed]]:
+def _products(probe: RateProbe, machine: Machine) -> dict[str, dict[int, Timed]]:
     """Matrix products by format and width."""
     found = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}
     found["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else found["fp32"]
@@ -276,7 +276,7 @@ def _products(probe: Probe, machine: Machine) -> dict[str, dict[int, Timed]]:
     return found
 
 
-def _rest(probe: Probe, in_runs: Probe, matmul: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
+def _rest(probe: RateProbe, in_runs: RateProbe, matmul: Mapping[str, Mapping[int, float]]) -> dict[str, Any]:
     """All other rates, by the names of their fields; the optimizer's with the kernels of a run, compiled ones too."""
     by_format = {
         "attention": {fmt: probe.attention(dtype) for fmt, dtype in _DTYPES.items()},

@@ -27,7 +27,7 @@ GUESSES = (
 
 
 @dataclass(frozen=True)
-class Published:
+class GpuSpec:
     """One GPU as its maker describes it.
 
     `bf16`, `fp8`: dense FLOP/s with FP32 accumulation; 0 without such a unit. `fp32`: FLOP/s without matrix units.
@@ -84,27 +84,27 @@ class Published:
 TABLE = {
     row.name: row
     for row in (
-        Published(
+        GpuSpec(
             "h100", "NVIDIA H100 SXM", (9, 0), 989.5e12, 1979e12, 67e12, 79.11 * GIB, 3.35e12, 63e9,
             "NVIDIA H100 data sheet: 1979 and 3958 TFLOP/s with sparsity, halved; "
             "PCIe 5.0 x16; memory: vllm#27508",
         ),
-        Published(
+        GpuSpec(
             "h200", "NVIDIA H200 SXM", (9, 0), 989.5e12, 1979e12, 67e12, 139.7 * GIB, 4.8e12, 63e9,
             "NVIDIA H200 data sheet: 1979 and 3958 TFLOP/s with sparsity, halved; "
             "PCIe 5.0 x16; memory: 143771 MiB in nvidia-smi, less what the driver keeps",
         ),
-        Published(
+        GpuSpec(
             "a100", "NVIDIA A100 SXM 80 GB", (8, 0), 312e12, 0.0, 19.5e12, 79.25 * GIB, 2.039e12, 31.5e9,
             "NVIDIA A100 data sheet: 312 TFLOP/s dense; no 8-bit float unit; "
             "PCIe 4.0 x16; memory: HiDream-ai/VAREdit#6",
         ),
-        Published(
+        GpuSpec(
             "4090", "NVIDIA GeForce RTX 4090", (8, 9), 165.2e12, 330.3e12, 82.6e12, 23.64 * GIB, 1.008e12, 31.5e9,
             "NVIDIA Ada architecture white paper, dense with FP32 accumulation; "
             "PCIe 4.0 x16; memory: ali-vilab/VGen#104",
         ),
-        Published(
+        GpuSpec(
             "b200", "NVIDIA B200 SXM", (10, 0), 2250e12, 4500e12, 80e12, 178.35 * GIB, 8.0e12, 63e9,
             "NVIDIA DGX B200 data sheet: of 8 GPUs 36 and 72 PFLOP/s with sparsity, halved; 1440 GB; "
             "PCIe 5.0 x16; memory: pytorch/ao#4002",
@@ -113,7 +113,7 @@ TABLE = {
 }  # fmt: skip
 
 
-def find_published(name: str) -> Published:
+def find_published(name: str) -> GpuSpec:
     """A row of the table by its name.
 
     Raises:

@@ -103,7 +103,7 @@ class Load:
         return sum(system) - waiting - counted_twice - ours
 
 
-class Probe:
+class RateProbe:
     """Measures one device through `kernels`. Sizes are larger on CUDA, so that launches do not count.
 
     Args:

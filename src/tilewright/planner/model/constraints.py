@@ -21,12 +21,12 @@ BLOCK_ROWS = 1024
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Constraints:
     """Choices that are made already.
 
     Example:
         >>> there = [("keep", "device"), ("recompute", "device"), ("recompute", "host")]
-        >>> Fixed(activations=frozenset(["recompute"]), inputs="host").kinds(there)
+        >>> Constraints(activations=frozenset(["recompute"]), inputs="host").kinds(there)
         [('recompute', 'host')]
     """
 
@@ -42,10 +42,10 @@ class Fixed:
     inputs: Tier | None = None
     mlp_tiles: int | None = None
     attention_block: int | None = None
-    layers: tuple["Fixed", ...] = ()
+    layers: tuple["Constraints", ...] = ()
     """Of each layer by its number, where layers differ in it; then the rest of this is about embedding and head."""
 
-    def of(self, indices: Sequence[int]) -> "Fixed":
+    def of(self, indices: Sequence[int]) -> "Constraints":
         """What holds for these layers, which do not differ; (-1,) is embedding or head."""
         return self.layers[indices[0]] if self.layers and indices[0] >= 0 else self
 

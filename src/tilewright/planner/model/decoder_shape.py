@@ -15,7 +15,7 @@ from tilewright.planner.machine.overhead import KIND_BYTES, Pages, process_size
 from tilewright.planner.model.gemms import (
     BYTES,
     DTYPES,
-    Product,
+    LinearGemm,
     Weights,
     held_codes,
     operand_work,
@@ -182,7 +182,7 @@ class _Decoder:
         return need / (kept.per_row / self.seq_len)
 
 
-def storage_in(policy: Policy, products: Sequence[Product], *, compiled: bool, inputs: CheckpointInputs) -> Storage:
+def storage_in(policy: Policy, products: Sequence[LinearGemm], *, compiled: bool, inputs: CheckpointInputs) -> Storage:
     """What a layer's activations are kept in.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tilewright.core.hardware import Machine
 from tilewright.formats.quadratic_map import num_blocks
 from tilewright.precision.convert import explain
-from tilewright.precision.float8.frozen_linear import Fp8Linear
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.gemm.gemm_ops import SWITCH_BYTES
 from tilewright.precision.float8.gemm.weight_store import store_bytes
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 
 
 @dataclass(frozen=True)
-class Product:
+class LinearGemm:
     """A linear layer: its shape, the tokens that pass it as a share of a row's, the formats of its products."""
 
     fqn: str
@@ -89,7 +89,7 @@ class Weights:
                     continue
                 seen.add(id(tensor))
                 number, narrow = tensor.numel(), size == 2 and isinstance(tensor, nn.Parameter)
-                scales = module.weight_scale_inv.nbytes if isinstance(module, Fp8Linear) and each == 1 else 0
+                scales = module.weight_scale_inv.nbytes if isinstance(module, FrozenFloat8Linear) and each == 1 else 0
                 trained = tensor.requires_grad
                 total += cls(
                     count=number,
@@ -106,7 +106,7 @@ def _tensors(module: nn.Module, size: int) -> Iterator[tuple[Tensor, int]]:
     """A module's own weights and the bytes of an element of each."""
     for parameter in module.parameters(recurse=False):
         yield parameter, size
-    if isinstance(module, Fp8Linear):
+    if isinstance(module, FrozenFloat8Linear):
         yield module.weight, 1
 
 
@@ -115,7 +115,7 @@ def storage_of(model: nn.Module, policy: Policy) -> dict[str, str]:
     return {row.fqn: row.storage for row in explain(model, policy)}
 
 
-def products_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | float = 1.0) -> tuple[Product, ...]:
+def products_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | float = 1.0) -> tuple[LinearGemm, ...]:
     """Linear layers and the router, in the model's order, with the formats that the policy gives them.
 
     Args:
@@ -138,9 +138,9 @@ def products_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | 
             share = shares if ".experts." in fqn else 1.0
         row = rows[fqn]
         gemms = row.gemms or Gemms.all(row.compute)
-        coded = isinstance(module, Fp8Linear)
+        coded = isinstance(module, FrozenFloat8Linear)
         shape = weight.shape[1], weight.shape[0]
-        found.append(Product(fqn, *shape, share, gemms, row.op == "head", not weight.requires_grad, coded))
+        found.append(LinearGemm(fqn, *shape, share, gemms, row.op == "head", not weight.requires_grad, coded))
     return tuple(found)
 
 
@@ -149,14 +149,14 @@ def fp8_unit(machine: Machine) -> bool:
     return machine.capability is not None and machine.capability >= (8, 9)
 
 
-def held_codes(products: Sequence[Product], machine: Machine) -> int:
+def held_codes(products: Sequence[LinearGemm], machine: Machine) -> int:
     """Bytes kept of quantised weights, and of what says their formats; on a GPU nothing is kept."""
     if machine.device != "cpu":
         return 0
     return sum(product.code_bytes + SWITCH_BYTES for product in products if product.gemms.any_fp8)
 
 
-def operand_work(products: Sequence[Product], tokens: float, machine: Machine) -> float:
+def operand_work(products: Sequence[LinearGemm], tokens: float, machine: Machine) -> float:
     """Bytes of the operands of the busiest 8-bit product: both copies of codes, and as decoded where no unit multiplies
     them."""
     size = 2 if fp8_unit(machine) else 4
@@ -168,7 +168,7 @@ def operand_work(products: Sequence[Product], tokens: float, machine: Machine) -
     return max(needs, default=0.0)
 
 
-def uncast(products: Iterable[Product]) -> int:
+def uncast(products: Iterable[LinearGemm]) -> int:
     """Weights that no pass casts to 16 bits: all three of their products read codes."""
     return sum(product.num_weights for product in products if _all_fp8(product.gemms))
 

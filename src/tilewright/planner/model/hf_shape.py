@@ -13,7 +13,7 @@ from tilewright.models.hf.model import HFModel
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine.overhead import free_pages, process_size
-from tilewright.planner.model.gemms import BYTES, DTYPES, Product, Weights, held_codes, operand_work, products_of
+from tilewright.planner.model.gemms import BYTES, DTYPES, LinearGemm, Weights, held_codes, operand_work, products_of
 from tilewright.planner.model.roofline import element_passes, walked
 from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
@@ -214,7 +214,7 @@ class _Found:
         net: Any = self.skeleton.model.net
         return net.get_output_embeddings().in_features
 
-    def _operands(self, products: Sequence[Product]) -> Line:
+    def _operands(self, products: Sequence[LinearGemm]) -> Line:
         return Line.through(*(operand_work(products, rows * self.seq_len, self.machine) for rows in (1, 2)))
 
     def _walked(self, one: TracedLayer, two: TracedLayer) -> Line:
@@ -249,7 +249,7 @@ def _without(whole: Gemms, parts: Sequence[Gemms]) -> Gemms:
     return found
 
 
-def _beside(gemms: Gemms, products: Sequence[Product]) -> Gemms:
+def _beside(gemms: Gemms, products: Sequence[LinearGemm]) -> Gemms:
     """Products that are no linear layer's."""
     names = {product.fqn for product in products}
     return {kind: found for kind, found in gemms.items() if kind.module not in names}

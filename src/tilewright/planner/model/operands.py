@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tilewright.core.hardware import Machine
 from tilewright.models.decoder.activation_bytes import shared_input
-from tilewright.planner.model.gemms import Product, fp8_unit
+from tilewright.planner.model.gemms import LinearGemm, fp8_unit
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
 READ_BYTES = 2
@@ -31,7 +31,7 @@ class OperandBytes:
     step: float = 0.0
 
     @classmethod
-    def of(cls, products: Iterable[Product], tokens: float, machine: Machine) -> "OperandBytes":
+    def of(cls, products: Iterable[LinearGemm], tokens: float, machine: Machine) -> "OperandBytes":
         """The bytes of some linear layers for `tokens` tokens of a micro-batch, experts as evenly used."""
         forward = backward = codes = 0.0
         seen, has_unit = set[tuple[str, int]](), fp8_unit(machine)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import UnknownFitError
 from tilewright.core.hardware import Machine
-from tilewright.planner.model.constraints import Fixed
-from tilewright.planner.model.gemms import Product, Weights
+from tilewright.planner.model.constraints import Constraints
+from tilewright.planner.model.gemms import LinearGemm, Weights
 from tilewright.planner.model.operands import OperandBytes
 from tilewright.planner.trace.byte_counter import GemmKind
 
@@ -55,7 +55,7 @@ class Coding:
     step: float = 0.0
 
     @classmethod
-    def of(cls, products: Sequence[Product], seq_len: int, machine: Machine) -> "Coding":
+    def of(cls, products: Sequence[LinearGemm], seq_len: int, machine: Machine) -> "Coding":
         """Of a layer with these products, for rows of `seq_len` tokens."""
         one, two = (OperandBytes.of(products, rows * seq_len, machine) for rows in (1, 2))
         return cls(Line.through(one.forward, two.forward), Line.through(one.backward, two.backward), one.step)
@@ -92,7 +92,7 @@ class LayerClass:
     mlp_work: Line = Line()
     mask: float = 0.0
     """Bytes per row of what attention holds for all pairs of positions (a mask); in `kept` too."""
-    products: tuple[Product, ...] = ()
+    products: tuple[LinearGemm, ...] = ()
     """Linear layers and the formats of their products."""
     product_flops: float = 0.0
     last_flops: float = 0.0
@@ -142,7 +142,7 @@ class ModelShape:
     """Empty for a model without a list of layers: all of it is `rest`."""
     rest: LayerClass
     """What is kept, needed and computed around the layers, without weights; the products and the loss of a `plain_head`
-    are formulas (`phases.Base`)."""
+    are formulas (`phases.FixedBytes`)."""
     embedding: Weights
     """Everything before the layers."""
     head: Weights
@@ -243,11 +243,11 @@ class ModelShape:
         classes = tuple(replace(found, indices=(*kept, *more)) if found is most else found for found in self.classes)
         return replace(self, classes=classes)
 
-    def split(self, fixed: Fixed) -> "ModelShape":
+    def split(self, fixed: Constraints) -> "ModelShape":
         """The same shape with a class of its own for layers of one structure that differ in what is fixed."""
         classes: list[LayerClass] = []
         for found in self.classes:
-            parts: dict[Fixed, list[int]] = {}
+            parts: dict[Constraints, list[int]] = {}
             for index in found.indices:
                 parts.setdefault(fixed.layers[index], []).append(index)
             for number, indices in enumerate(parts.values()):

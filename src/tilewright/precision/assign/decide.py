@@ -9,24 +9,24 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tilewright.models.hf.keep_fp32 import kept_fp32
-from tilewright.precision.assign.module_kinds import Handling, Site, find_sites, is_own
+from tilewright.precision.assign.module_kinds import Handling, ModuleSite, find_sites, is_own
 from tilewright.precision.assign.validate import without_effect
 from tilewright.precision.assign.work import Work, multiplies, work_of
-from tilewright.precision.float8.frozen_linear import Fp8Linear
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.mixed.autocast import FUNCTIONS
-from tilewright.precision.policy.policy import KIND_OPS, Decision, Policy
-from tilewright.precision.policy.report import ConversionReport, Row, Table, worst
+from tilewright.precision.policy.policy import KIND_OPS, FormatDecision, Policy
+from tilewright.precision.policy.report import ConversionReport, ModuleRow, Table, worst
 
 _EMULATED_KINDS = ("linear", "conv")
 _MATRIX_KINDS = ("linear", "conv", "head", "experts", "router", "attention", "other")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """A policy spelled out for a model: a decision for each site."""
 
     report: ConversionReport
-    sites: tuple[tuple[Site, Decision], ...]
+    sites: tuple[tuple[ModuleSite, FormatDecision], ...]
     own: bool
     round_tf32: bool
     """TF32 operands are rounded here, because no TF32 unit does it."""
@@ -34,7 +34,7 @@ class Plan:
     """What torch's process-wide switches for FP32 products on CUDA are set to, fp32 or tf32; empty: left alone."""
 
 
-def decide_all(model: nn.Module, policy: Policy) -> Plan:
+def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
     """What every part of a model does under a policy that names its device. Changes nothing; works on meta."""
     own = is_own(model)
     sites = find_sites(model, policy.rules)
@@ -53,10 +53,10 @@ def decide_all(model: nn.Module, policy: Policy) -> Plan:
         tuple(without_effect(policy, decided, own)),
         (*_switch_notes(switch, round_tf32, cuda), *_work_notes(rows, work, policy)),
     )
-    return Plan(report, possible, own, round_tf32, switch)
+    return ConversionPlan(report, possible, own, round_tf32, switch)
 
 
-def _decide(site: Site, policy: Policy, kept: dict[nn.Parameter, str]) -> Decision:
+def _decide(site: ModuleSite, policy: Policy, kept: dict[nn.Parameter, str]) -> FormatDecision:
     """What the policy says. Of weights that a transformers model keeps in FP32, only a rule says otherwise."""
     decision = policy.decide(site.fqn, site.kind, site.features)
     listed = [parameter for parameter in site.parameters() if parameter in kept]
@@ -69,9 +69,9 @@ def _decide(site: Site, policy: Policy, kept: dict[nn.Parameter, str]) -> Decisi
     return replace(decision, compute="fp32", storage="fp32", reason=reason, gemms=None)
 
 
-def _possible(site: Site, decision: Decision, policy: Policy, round_tf32: bool) -> Decision:
+def _possible(site: ModuleSite, decision: FormatDecision, policy: Policy, round_tf32: bool) -> FormatDecision:
     """The decision as it can be carried out: TF32 without a unit and 8 bits exist for plain linear layers only."""
-    if isinstance(site.module, Fp8Linear):
+    if isinstance(site.module, FrozenFloat8Linear):
         return _frozen(site.module, decision)
     if decision.gemms is not None and site.handling not in (Handling.SWAP, Handling.WEIGHT):
         reason = f"BF16, not {decision.gemms.fprop}: this layer multiplies by code of its own ({decision.reason})"
@@ -91,12 +91,12 @@ def _possible(site: Site, decision: Decision, policy: Policy, round_tf32: bool) 
     return decision
 
 
-def _is_hidden(site: Site) -> bool:
+def _is_hidden(site: ModuleSite) -> bool:
     """Whether a part may do the work of linear layers without being one."""
     return site.handling is Handling.REGION and site.kind in ("attention", "other") and multiplies(site)
 
 
-def _frozen(module: Fp8Linear, decision: Decision) -> Decision:
+def _frozen(module: FrozenFloat8Linear, decision: FormatDecision) -> FormatDecision:
     """The decision for a layer whose weight is FP8 codes and stays so."""
     if decision.gemms is not None:
         module.check_gemms(decision.gemms)
@@ -107,25 +107,25 @@ def _frozen(module: Fp8Linear, decision: Decision) -> Decision:
 # ---- the report ----
 
 
-def _row(site: Site, decision: Decision, policy: Policy, work: Work) -> Row:
+def _row(site: ModuleSite, decision: FormatDecision, policy: Policy, work: Work) -> ModuleRow:
     reason = f"{site.remark}: {decision.reason}" if site.remark else decision.reason
     own = site.handling is Handling.OWN
     output = "-" if site.handling is Handling.REGION and policy.stream != policy.activation else decision.output
-    storage = "fp8" if isinstance(site.module, Fp8Linear) else decision.storage
+    storage = "fp8" if isinstance(site.module, FrozenFloat8Linear) else decision.storage
     shown = (site.fqn, site.kind, decision.compute, storage, output, reason)
-    return Row(*shown, not own, decision.gemms, decision.fallback, work.flops)
+    return ModuleRow(*shown, not own, decision.gemms, decision.fallback, work.flops)
 
 
-def _function_rows(policy: Policy, own: bool) -> list[Row]:
+def _function_rows(policy: Policy, own: bool) -> list[ModuleRow]:
     """Rows for what is called as a function, not held as a module."""
-    loss = Row("(loss)", "cross_entropy", "fp32", "-", "fp32", "softmax and loss in FP32 in every mode")
+    loss = ModuleRow("(loss)", "cross_entropy", "fp32", "-", "fp32", "softmax and loss in FP32 in every mode")
     if own:
         return [replace(loss, set_by_policy=False)]
     rest = "sums, softmax and element-wise functions follow torch's autocast lists"
     reason = f"products called as functions; {rest}" if policy.activation != "fp32" else "no autocast in an FP32 stream"
-    rows = [Row("(functions)", "matmul, attention", policy.activation, "-", policy.activation, reason)]
+    rows = [ModuleRow("(functions)", "matmul, attention", policy.activation, "-", policy.activation, reason)]
     for name in sorted(fp32_functions(policy)):
-        rows.append(Row("(functions)", name, "fp32", "-", policy.activation, "fp32_ops names it"))
+        rows.append(ModuleRow("(functions)", name, "fp32", "-", policy.activation, "fp32_ops names it"))
     return [*rows, loss]
 
 
@@ -142,7 +142,7 @@ def _switch_notes(switch: str, round_tf32: bool, cuda: bool) -> Iterator[str]:
         yield "some products stay FP32, so the process-wide TF32 switch cannot be on: TF32 is emulated by rounding"
 
 
-def _work_notes(rows: list[Row], work: list[Work], policy: Policy) -> Iterator[str]:
+def _work_notes(rows: list[ModuleRow], work: list[Work], policy: Policy) -> Iterator[str]:
     lost = [row for row in rows if row.fallback and row.work]
     if lost and policy.is_fp8:
         head, _, names = worst(lost, rows).partition(": ")

@@ -38,7 +38,7 @@ class Handling(Enum):
 
 
 @dataclass(frozen=True)
-class Site:
+class ModuleSite:
     """One row: a module or one weight of it, what it is, how it can be set, and a remark for the reader."""
 
     fqn: str
@@ -68,7 +68,7 @@ def is_own(model: nn.Module) -> bool:
     return any("residual_dtype" in vars(module) for module in model.modules())
 
 
-def find_sites(model: nn.Module, rules: Iterable[Rule] = ()) -> list[Site]:
+def find_sites(model: nn.Module, rules: Iterable[Rule] = ()) -> list[ModuleSite]:
     """All sites of a model in the order of `named_modules`. A module in several places is one site.
 
     Args:
@@ -79,7 +79,7 @@ def find_sites(model: nn.Module, rules: Iterable[Rule] = ()) -> list[Site]:
     kinds: dict[nn.Module, str] = dict.fromkeys(find_heads(model), "head")
     kinds |= dict.fromkeys(find_routers(model), "router")
     inside: list[str] = []  # modules that use their children's parameters without calling them
-    sites: list[Site] = []
+    sites: list[ModuleSite] = []
     for fqn, module in model.named_modules():
         if any(fqn.startswith(prefix) for prefix in inside):
             continue
@@ -90,7 +90,7 @@ def find_sites(model: nn.Module, rules: Iterable[Rule] = ()) -> list[Site]:
     return sites
 
 
-def _sites(fqn: str, module: nn.Module, own: bool, found: str, named: str) -> Iterator[Site]:
+def _sites(fqn: str, module: nn.Module, own: bool, found: str, named: str) -> Iterator[ModuleSite]:
     """The sites of one module.
 
     Args:
@@ -108,26 +108,28 @@ def _sites(fqn: str, module: nn.Module, own: bool, found: str, named: str) -> It
     if weights:
         for weight in weights:
             default = "experts" if weight.stacked else "linear"
-            yield Site(row_name(fqn, weight), module, kind or default, Handling.WEIGHT, weight=weight)
+            yield ModuleSite(row_name(fqn, weight), module, kind or default, Handling.WEIGHT, weight=weight)
     elif kind == "router":
-        yield Site(fqn, module, "router", keeps_fp32)
+        yield ModuleSite(fqn, module, "router", keeps_fp32)
     elif isinstance(module, nn.MultiheadAttention):
-        yield Site(fqn, module, "attention", Handling.REGION, "torch's fused attention module with its projections")
+        yield ModuleSite(
+            fqn, module, "attention", Handling.REGION, "torch's fused attention module with its projections"
+        )
     elif isinstance(module, nn.Linear):
-        yield Site(fqn, module, kind or "linear", swap)
+        yield ModuleSite(fqn, module, kind or "linear", swap)
     elif isinstance(module, _ConvNd):
-        yield Site(fqn, module, "conv", swap)
+        yield ModuleSite(fqn, module, "conv", swap)
     elif isinstance(module, nn.Embedding):
-        yield Site(fqn, module, "embedding", swap)
+        yield ModuleSite(fqn, module, "embedding", swap)
     elif isinstance(module, _BatchNorm):
-        yield Site(fqn, module, "batch_norm", keeps_fp32)
+        yield ModuleSite(fqn, module, "batch_norm", keeps_fp32)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | _InstanceNorm):
-        yield Site(fqn, module, "norm", keeps_fp32)
+        yield ModuleSite(fqn, module, "norm", keeps_fp32)
     elif own and "compute_dtype" in vars(module):
-        yield Site(fqn, module, "attention", Handling.SETTING)
+        yield ModuleSite(fqn, module, "attention", Handling.SETTING)
     elif owns_parameters:
         leaf = next(module.children(), None) is None
         if leaf and all(parameter.ndim <= 1 for parameter in module.parameters(recurse=False)):
-            yield Site(fqn, module, "norm", keeps_fp32, "a norm or scale: its parameters are vectors")
+            yield ModuleSite(fqn, module, "norm", keeps_fp32, "a norm or scale: its parameters are vectors")
         else:
-            yield Site(fqn, module, "other", Handling.REGION, "uses its parameters in a way of its own")
+            yield ModuleSite(fqn, module, "other", Handling.REGION, "uses its parameters in a way of its own")

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from tilewright.core.errors import ConfigError, HardwareError, Problem
 from tilewright.core.hardware import detect_machine, fp8_choice
-from tilewright.precision.assign.module_kinds import Site
+from tilewright.precision.assign.module_kinds import ModuleSite
 from tilewright.precision.mixed.autocast import FUNCTIONS
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS
-from tilewright.precision.policy.policy import FUNCTION_OPS, KIND_OPS, Decision, Policy
+from tilewright.precision.policy.policy import FUNCTION_OPS, KIND_OPS, FormatDecision, Policy
 from tilewright.precision.policy.report import ConversionReport, fallbacks, worst
 from tilewright.precision.policy.rules import KINDS, kinds_of
 
-Decided = Sequence[tuple[Site, Decision]]
+Decided = Sequence[tuple[ModuleSite, FormatDecision]]
 
 _OWN_FP32 = ("softmax", "log_softmax", "cross_entropy", "silu")
 """Functions that tilewright's own operations compute in FP32 in every mode."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tilewright.models.base.own_weights import may_multiply
 from tilewright.models.base.routers import find_routers, num_experts
-from tilewright.precision.assign.module_kinds import Site
+from tilewright.precision.assign.module_kinds import ModuleSite
 from tilewright.precision.mixed.autocast import plain_class
 
 _CHOSEN = (
@@ -30,12 +30,12 @@ class Work:
     known: bool = True
 
 
-def multiplies(site: Site) -> bool:
+def multiplies(site: ModuleSite) -> bool:
     """Whether a part multiplies by its parameters; of code of its own, as far as that tells."""
     return bool(_matrices(site))
 
 
-def work_of(model: nn.Module, sites: Sequence[Site]) -> list[Work]:
+def work_of(model: nn.Module, sites: Sequence[ModuleSite]) -> list[Work]:
     """The work of each site."""
     mixtures = _Mixtures(model)
     found = []
@@ -45,7 +45,7 @@ def work_of(model: nn.Module, sites: Sequence[Site]) -> list[Work]:
     return found
 
 
-def _matrices(site: Site) -> list[Tensor]:
+def _matrices(site: ModuleSite) -> list[Tensor]:
     """The weights that a part multiplies by."""
     module = site.module
     if site.kind in ("embedding", "norm", "batch_norm"):
@@ -74,7 +74,7 @@ class _Mixtures:
                     share = None if chosen is None else chosen / count
                     self._shares |= dict.fromkeys(child.modules(), share)
 
-    def share(self, site: Site) -> float | None:
+    def share(self, site: ModuleSite) -> float | None:
         """Of the tokens, those that a module sees; None where that is not known."""
         return self._shares.get(site.module, 1.0)
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilewright.precision.controller.groups import LEVELS, Move, Site, Unit, units_of
+from tilewright.precision.controller.groups import LEVELS, GemmGroup, GemmSite, Move, units_of
 from tilewright.precision.controller.settings import ControllerSettings, refuse_budget
 from tilewright.precision.controller.spikes import Spike, SpikeDetector
-from tilewright.precision.controller.stats import Evidence, LayerEvidence
+from tilewright.precision.controller.stats import LayerStats, QuantStats
 from tilewright.precision.controller.thresholds import Finding, find
 
 APPLY, REDO, SKIP = "apply", "redo", "skip"
@@ -47,14 +47,14 @@ class Controller:
         FitError: the policy itself keeps more work above 8 bits than the budget allows.
 
     Example:
-        >>> from tilewright.precision.controller.stats import ProductEvidence
-        >>> controller = Controller([Site("up", "wgrad", 0, 1.0)], ControllerSettings(budget=1.0))
-        >>> bad = LayerEvidence(products={"wgrad.fp8_tile": ProductEvidence(0.9, 0.9, 0.999, 19.0)})
-        >>> print(*controller.judge(100, Evidence({"up": bad})))
+        >>> from tilewright.precision.controller.stats import GemmStats
+        >>> controller = Controller([GemmSite("up", "wgrad", 0, 1.0)], ControllerSettings(budget=1.0))
+        >>> bad = LayerStats(products={"wgrad.fp8_tile": GemmStats(0.9, 0.9, 0.999, 19.0)})
+        >>> print(*controller.judge(100, QuantStats({"up": bad})))
         up wgrad fp8_tile -> bf16 (gain_error 0.1, limit 0.02)
     """
 
-    def __init__(self, sites: Sequence[Site], settings: ControllerSettings | None = None) -> None:
+    def __init__(self, sites: Sequence[GemmSite], settings: ControllerSettings | None = None) -> None:
         self.sites = tuple(sites)
         self.settings = settings or ControllerSettings()
         self.refused: list[Move] = []
@@ -73,7 +73,7 @@ class Controller:
 
     # ---- the formats as they are ----
 
-    def level(self, site: Site, unit_level: int) -> int:
+    def level(self, site: GemmSite, unit_level: int) -> int:
         """Index in `LEVELS` of a product whose unit is at `unit_level`: never below policy or schedule."""
         return max(site.base, self._floors.get(site.gemm, 0), unit_level)
 
@@ -121,7 +121,7 @@ class Controller:
 
     # ---- samples ----
 
-    def judge(self, step: int, evidence: Evidence, *, recalibrate: bool = False) -> list[Move]:
+    def judge(self, step: int, evidence: QuantStats, *, recalibrate: bool = False) -> list[Move]:
         """The moves that a sample calls for, carried out in the state.
 
         Units come down first, which frees budget; then those that need it most go up. After a step that wider formats
@@ -141,14 +141,14 @@ class Controller:
         self.noise = self._noise(evidence)
         return moves
 
-    def _come_down(self, step: int, evidence: Evidence, recalibrate: bool) -> list[Move]:
+    def _come_down(self, step: int, evidence: QuantStats, recalibrate: bool) -> list[Move]:
         moves: list[Move] = []
         for unit, state in zip(self._units, self._states, strict=True):
             if state.level == 0:
                 continue
             found = [
                 find(
-                    evidence.layers.get(site.layer, LayerEvidence()),
+                    evidence.layers.get(site.layer, LayerStats()),
                     site.gemm,
                     LEVELS[state.level - 1],
                     dict(self.settings.limits),
@@ -167,7 +167,7 @@ class Controller:
                 moves += self._move(step, unit, state, state.level - 1, worst)
         return moves
 
-    def _wanting(self, step: int, evidence: Evidence, suspect: Spike | None) -> list[tuple[Finding, int]]:
+    def _wanting(self, step: int, evidence: QuantStats, suspect: Spike | None) -> list[tuple[Finding, int]]:
         """Units that should go up, the worst first, with the finding that says so."""
         scored = []
         for index, unit in enumerate(self._units):
@@ -182,11 +182,11 @@ class Controller:
             wanting = [(spike, index) for _, index in scored[: max(1, len(self._units) // _SUSPECTS)]]
         return wanting
 
-    def _finding(self, site: Site, index: int, evidence: Evidence, *, relax: bool) -> Finding | None:
+    def _finding(self, site: GemmSite, index: int, evidence: QuantStats, *, relax: bool) -> Finding | None:
         level = self.level(site, self._states[index].level)
         if level + 1 >= len(LEVELS):
             return None
-        layer = evidence.layers.get(site.layer, LayerEvidence())
+        layer = evidence.layers.get(site.layer, LayerStats())
         return find(layer, site.gemm, LEVELS[level], dict(self.settings.limits), relax=relax)
 
     def _go_up(self, step: int, index: int, finding: Finding) -> list[Move]:
@@ -201,12 +201,12 @@ class Controller:
     def _may_move(self, state: _State, step: int) -> bool:
         return state.moved is None or step - state.moved >= self.settings.cooldown
 
-    def _move(self, step: int, unit: Unit, state: _State, level: int, finding: Finding) -> list[Move]:
+    def _move(self, step: int, unit: GemmGroup, state: _State, level: int, finding: Finding) -> list[Move]:
         moves = self._moves(step, unit, state.level, level, finding)
         state.level, state.moved, state.quiet = level, step, 0
         return moves
 
-    def _moves(self, step: int, unit: Unit, before: int, after: int, finding: Finding) -> list[Move]:
+    def _moves(self, step: int, unit: GemmGroup, before: int, after: int, finding: Finding) -> list[Move]:
         changes = [(site, self.level(site, before), self.level(site, after)) for site in unit.sites]
         return [
             Move(
@@ -224,17 +224,17 @@ class Controller:
             if old != new
         ]
 
-    def _levels(self) -> list[tuple[Site, int]]:
+    def _levels(self) -> list[tuple[GemmSite, int]]:
         return [
             (site, self.level(site, state.level))
             for unit, state in zip(self._units, self._states, strict=True)
             for site in unit.sites
         ]
 
-    def _noise(self, evidence: Evidence) -> float:
+    def _noise(self, evidence: QuantStats) -> float:
         total = 0.0
         for site, level in self._levels():
-            product = evidence.layers.get(site.layer, LayerEvidence()).products.get(f"{site.gemm}.fp8_tile")
+            product = evidence.layers.get(site.layer, LayerStats()).products.get(f"{site.gemm}.fp8_tile")
             total += product.noise if product is not None and level == 0 else 0.0
         return total / max(len(self.sites), 1)
 

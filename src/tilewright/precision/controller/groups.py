@@ -12,7 +12,7 @@ ATTENTION = ("*attn.*", "*attention.*", "*.q_proj", "*.k_proj", "*.v_proj", "*.o
 
 
 @dataclass(frozen=True)
-class Site:
+class GemmSite:
     """One product of one layer.
 
     Args:
@@ -54,14 +54,14 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Unit:
+class GemmGroup:
     """Products that move together."""
 
     name: str
-    sites: tuple[Site, ...]
+    sites: tuple[GemmSite, ...]
 
 
-def units_of(sites: Sequence[Site], policy: str) -> list[Unit]:
+def units_of(sites: Sequence[GemmSite], policy: str) -> list[GemmGroup]:
     """The units of a policy, in the order of the model.
 
     Args:
@@ -71,14 +71,14 @@ def units_of(sites: Sequence[Site], policy: str) -> list[Unit]:
 
     Example:
         >>> layers = ("0.attn.q_proj", "0.up")
-        >>> sites = [Site(layer, gemm, 0, 1.0) for layer in layers for gemm in ("fprop", "wgrad")]
+        >>> sites = [GemmSite(layer, gemm, 0, 1.0) for layer in layers for gemm in ("fprop", "wgrad")]
         >>> [unit.name for unit in units_of(sites, "three_level")]
         ['attention', 'forward', 'gradient']
     """
     if policy == "per_gemm":
-        return [Unit(f"{site.layer} {site.gemm}", (site,)) for site in sites]
-    groups: dict[str, list[Site]] = {"attention": [], "forward": [], "gradient": []}
+        return [GemmGroup(f"{site.layer} {site.gemm}", (site,)) for site in sites]
+    groups: dict[str, list[GemmSite]] = {"attention": [], "forward": [], "gradient": []}
     for site in sites:
         attention = any(fnmatch.fnmatchcase(site.layer, pattern) for pattern in ATTENTION)
         groups["attention" if attention else "forward" if site.gemm == "fprop" else "gradient"].append(site)
-    return [Unit(name, tuple(group)) for name, group in groups.items() if group]
+    return [GemmGroup(name, tuple(group)) for name, group in groups.items() if group]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.precision.controller.groups import Move
-from tilewright.precision.controller.stats import Evidence, ProductEvidence, TensorEvidence
+from tilewright.precision.controller.stats import GemmStats, QuantStats, TensorStats
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 
 
@@ -26,7 +26,7 @@ class Sample:
     above_8bit: float
     """Share of the work above 8 bits."""
     noise: float
-    evidence: Evidence
+    evidence: QuantStats
     after: str | None = None
     """The bad step that it was taken after; None for a sample in its turn."""
 
@@ -66,12 +66,12 @@ class History:
             found[step] = now
         return found
 
-    def tensor(self, layer: str, tensor: str) -> list[tuple[int, TensorEvidence]]:
+    def tensor(self, layer: str, tensor: str) -> list[tuple[int, TensorStats]]:
         """One tensor over the samples: (step, evidence). `tensor`: see `stats.TENSORS`."""
         found = [(s.step, s.evidence.layers[layer].tensors) for s in self.samples if layer in s.evidence.layers]
         return [(step, tensors[tensor]) for step, tensors in found if tensor in tensors]
 
-    def product(self, layer: str, gemm: str, name: str = "fp8_tile") -> list[tuple[int, ProductEvidence]]:
+    def product(self, layer: str, gemm: str, name: str = "fp8_tile") -> list[tuple[int, GemmStats]]:
         """One product in one format over the samples: (step, evidence)."""
         found = [(s.step, s.evidence.layers[layer].products) for s in self.samples if layer in s.evidence.layers]
         return [(step, products[f"{gemm}.{name}"]) for step, products in found if f"{gemm}.{name}" in products]
@@ -88,7 +88,7 @@ def read_history(run: Path | str) -> History:
     for row in _rows(Path(run) / "precision.jsonl"):
         kind = row.pop("kind")
         if kind == "sample":
-            evidence = Evidence.from_json(row["layers"])
+            evidence = QuantStats.from_json(row["layers"])
             samples.append(Sample(row["step"], row["above_8bit"], row["noise"], evidence, row.get("after")))
         else:
             moves[kind].append(Move(**row | {name: _number(row[name]) for name in ("value", "threshold")}))

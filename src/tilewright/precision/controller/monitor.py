@@ -1,6 +1,6 @@
 """Looks at linear layers while a model computes: what 8 bits do to their tensors, and to their products.
 
-A sample is a forward and a backward pass in eager mode with hooks on each `TileLinear`. On some of the rows each
+A sample is a forward and a backward pass in eager mode with hooks on each `Float8Linear`. On some of the rows each
 product is computed in 8 bits and in BF16, whatever the layer itself computes in: so the evidence says what 8 bits
 would do, also where a product has left them. Nothing is decided here; `controller` judges.
 
@@ -23,8 +23,8 @@ from tilewright.formats.scaling import BLOCK_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.controller.stats import Evidence, LayerEvidence, ProductEvidence, TensorEvidence
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_NAMES
 from tilewright.precision.snapshot import untouched
 
@@ -32,13 +32,13 @@ _ROWS = 128
 """Rows of a tile of the column-wise copies: rows are picked in such runs."""
 
 
-def tile_layers(model: nn.Module) -> list[tuple[str, TileLinear]]:
+def tile_layers(model: nn.Module) -> list[tuple[str, Float8Linear]]:
     """The layers whose products have formats of their own, by name, in the order of the model."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, TileLinear)]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear)]
 
 
 class Monitor:
-    """Takes samples of a model's `TileLinear` layers.
+    """Takes samples of a model's `Float8Linear` layers.
 
     Args:
         model: converted before; layers are looked up at each sample, as modes may change them.
@@ -59,7 +59,7 @@ class Monitor:
         self._model = model
         self._max_rows = max(max_rows, _ROWS)
 
-    def sample(self, passes: Iterable[Callable[[], object]]) -> Evidence:
+    def sample(self, passes: Iterable[Callable[[], object]]) -> QuantStats:
         """Evidence from extra passes, merged by the worse of each number. The model is left as it was.
 
         Args:
@@ -70,13 +70,13 @@ class Monitor:
             with untouched(self._model), self.watching() as evidence:
                 run()
             found.append(evidence())
-        return Evidence.worst(found)
+        return QuantStats.worst(found)
 
     @contextmanager
-    def watching(self) -> Iterator[Callable[[], Evidence]]:
+    def watching(self) -> Iterator[Callable[[], QuantStats]]:
         """Look at the passes that run inside, which run in eager mode. Gives a function that returns what was seen."""
         layers = tile_layers(self._model)
-        seen: list[Evidence] = []
+        seen: list[QuantStats] = []
         # Experts that run as one operation are not called as modules: inside they run one by one.
         runners = [(m, m.expert_runner) for m in self._model.modules() if vars(m).get("expert_runner") is not None]
         handles = [layer.register_forward_hook(self._hook(name, seen)) for name, layer in layers]
@@ -84,34 +84,34 @@ class Monitor:
             module.expert_runner = None
         try:
             with torch.compiler.set_stance("force_eager"):
-                yield lambda: Evidence.worst(seen)
+                yield lambda: QuantStats.worst(seen)
         finally:
             for handle in handles:
                 handle.remove()
             for module, runner in runners:
                 module.expert_runner = runner
 
-    def _hook(self, name: str, seen: list[Evidence]) -> Callable[..., None]:
-        def forward(layer: TileLinear, args: tuple[object, ...], out: Tensor) -> None:
+    def _hook(self, name: str, seen: list[QuantStats]) -> Callable[..., None]:
+        def forward(layer: Float8Linear, args: tuple[object, ...], out: Tensor) -> None:
             if not out.requires_grad:
                 return
             given = args[0]
             x = (given.value if isinstance(given, WithCopies) else given).detach()
 
             def backward(dy: Tensor) -> None:
-                seen.append(Evidence({name: self._measure(layer, x, dy)}))
+                seen.append(QuantStats({name: self._measure(layer, x, dy)}))
 
             out.register_hook(backward)
 
         return forward
 
     @torch.no_grad()
-    def _measure(self, layer: TileLinear, x: Tensor, dy: Tensor) -> LayerEvidence:
+    def _measure(self, layer: Float8Linear, x: Tensor, dy: Tensor) -> LayerStats:
         x_NK, dy_NM = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         rows = picked_rows(len(x_NK), self._max_rows, x_NK.device)
         if rows is not None:
             x_NK, dy_NM = x_NK[rows], dy_NM[rows]
-        return measure_layer(layer, x_NK, dy_NM, max_rows=self._max_rows) if len(x_NK) else LayerEvidence()
+        return measure_layer(layer, x_NK, dy_NM, max_rows=self._max_rows) if len(x_NK) else LayerStats()
 
 
 def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | None:
@@ -130,7 +130,7 @@ def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | 
 
 
 @torch.no_grad()
-def measure_layer(layer: TileLinear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: int = 256) -> LayerEvidence:
+def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: int = 256) -> LayerStats:
     """What 8-bit tiles do to a layer's tensors and products on these rows; BF16's products too where it uses them.
 
     Args:
@@ -141,7 +141,7 @@ def measure_layer(layer: TileLinear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: i
     """
     kernels = layer.kernels
     if kernels is None:
-        raise AssertionError("convert gives each TileLinear its kernels")
+        raise AssertionError("convert gives each Float8Linear its kernels")
     weight_MK = layer.weight.detach()
     x8, x8_column = kernels.quantize_both(x_NK, E4M3, power_of_two=layer.power_of_two)
     dy8, dy8_column = kernels.quantize_both(dy_NM, E4M3, power_of_two=layer.power_of_two)
@@ -166,7 +166,7 @@ def measure_layer(layer: TileLinear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: i
         if getattr(layer.gemms, gemm) not in FP8_FORMATS:
             wide = _product(gemm, x_NK, weight_MK, dy_NM, torch.float32, kernels)
             products[f"{gemm}.bf16"] = compare(shadow, wide)
-    return LayerEvidence(tensors, products)
+    return LayerStats(tensors, products)
 
 
 def _product(gemm: str, x_NK: Tensor, weight_MK: Tensor, dy_NM: Tensor, dtype: torch.dtype, kernels: Kernels) -> Tensor:
@@ -175,7 +175,7 @@ def _product(gemm: str, x_NK: Tensor, weight_MK: Tensor, dy_NM: Tensor, dtype: t
     return kernels.linear(a, b)
 
 
-def _weight(weight_MK: Tensor, tiled: TiledTensor, max_rows: int) -> TensorEvidence:
+def _weight(weight_MK: Tensor, tiled: TiledTensor, max_rows: int) -> TensorStats:
     rows = picked_rows(len(weight_MK), max_rows, weight_MK.device)
     if rows is None:
         return _tensor(weight_MK, tiled)
@@ -183,15 +183,15 @@ def _weight(weight_MK: Tensor, tiled: TiledTensor, max_rows: int) -> TensorEvide
     return _tensor(weight_MK[rows], TiledTensor(tiled.codes[rows], blocks, tiled.tile, tiled.spec))
 
 
-def _tensor(x: Tensor, tiled: TiledTensor) -> TensorEvidence:
+def _tensor(x: Tensor, tiled: TiledTensor) -> TensorStats:
     error = measure(x, tiled)
     amax = float(x.abs().amax()) if x.numel() else 0.0
-    return TensorEvidence(
+    return TensorStats(
         amax, error.underflow, error.saturation, error.not_finite, error.dynamic_range_log2, error.sqnr_db
     )
 
 
-def compare(narrow: Tensor, shadow: Tensor) -> ProductEvidence:
+def compare(narrow: Tensor, shadow: Tensor) -> GemmStats:
     """A product beside its shadow. Two products of zeros agree.
 
     Example:
@@ -204,16 +204,16 @@ def compare(narrow: Tensor, shadow: Tensor) -> ProductEvidence:
     a, b = a / unit, b / unit
     ab, bb, aa, noise = torch.stack([(a * b).sum(), (b * b).sum(), (a * a).sum(), (a - b).square().sum()]).tolist()
     if bb == 0:
-        return ProductEvidence(1.0, 1.0, 1.0, float("inf") if aa == 0 else float("-inf"))
+        return GemmStats(1.0, 1.0, 1.0, float("inf") if aa == 0 else float("-inf"))
     if not all(value < float("inf") for value in (aa, bb)):  # NaN too
         nan = float("nan")
-        return ProductEvidence(nan, nan, nan, nan)
+        return GemmStats(nan, nan, nan, nan)
     gain, cosine = ab / bb, ab / (aa * bb) ** 0.5 if aa else 0.0
     sqnr = float(10 * torch.tensor(bb / noise).log10()) if noise else float("inf")
-    return ProductEvidence(gain, gain, cosine, sqnr)
+    return GemmStats(gain, gain, cosine, sqnr)
 
 
-def agree(evidence: Evidence, names: Sequence[str], device: torch.device | str = "cpu") -> Evidence:
+def agree(evidence: QuantStats, names: Sequence[str], device: torch.device | str = "cpu") -> QuantStats:
     """The worse of each number over all ranks, so that all of them decide alike: one all-reduce.
 
     Without `torch.distributed` initialised, or on one rank, the evidence itself.
@@ -227,4 +227,4 @@ def agree(evidence: Evidence, names: Sequence[str], device: torch.device | str =
         return evidence
     numbers = torch.tensor(evidence.vector(names), dtype=torch.float64, device=device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    return Evidence.from_vector(names, numbers.tolist())
+    return QuantStats.from_vector(names, numbers.tolist())

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError
 from tilewright.precision.controller.controller import APPLY, REDO, SKIP, Controller
-from tilewright.precision.controller.groups import LEVELS, Site
+from tilewright.precision.controller.groups import LEVELS, GemmSite
 from tilewright.precision.controller.monitor import Monitor, agree, tile_layers
 from tilewright.precision.controller.settings import ControllerSettings
-from tilewright.precision.controller.stats import Evidence
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.controller.stats import QuantStats
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.wiring import group_experts
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_NAMES, Gemms
 from tilewright.precision.policy.schedule import FormatSchedule
-from tilewright.precision.snapshot import Notes
+from tilewright.precision.snapshot import ModuleSnapshot
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Outcome:
 
 
 class PrecisionController:
-    """Moves the products of a model's `TileLinear` layers between FP8, BF16 and FP32, on evidence and on schedule.
+    """Moves the products of a model's `Float8Linear` layers between FP8, BF16 and FP32, on evidence and on schedule.
 
     Args:
         model: converted to "fp8_tile" with `Policy(..., keep="value")`, so that weight gradients may leave 8 bits.
@@ -147,7 +147,7 @@ class PrecisionController:
         """Take a sample from extra passes (see `Monitor.sample`), judge it, and carry the moves out."""
         self.judge(step, self.monitor.sample(passes))
 
-    def judge(self, step: int, evidence: Evidence) -> None:
+    def judge(self, step: int, evidence: QuantStats) -> None:
         """Judge evidence of this rank, with that of the others, and carry the moves out."""
         names = [name for name, _ in tile_layers(self.model)]
         evidence = agree(evidence, names, _device_of(self.model))
@@ -183,7 +183,7 @@ class PrecisionController:
         if not self.active:
             compute()
             return None, None
-        notes = Notes(self.model)
+        notes = ModuleSnapshot(self.model)
         verdict, spike = self.controller.observe(*compute())
         if verdict == APPLY:
             return None, None
@@ -251,7 +251,7 @@ class PrecisionController:
         self.controller.load_state_dict(state["controller"])
 
 
-def sites_of(model: nn.Module) -> list[Site]:
+def sites_of(model: nn.Module) -> list[GemmSite]:
     """The products of a model's layers with the formats that they have now, the least that they will have.
 
     The work of a product is taken as the number of its weight's elements: right for layers that see every token, too
@@ -280,7 +280,8 @@ def sites_of(model: nn.Module) -> list[Site]:
             where="precision.controller",
         )
     return [
-        Site(name, gemm, 0 if getattr(layer.gemms, gemm) in FP8_FORMATS else LEVELS.index(getattr(layer.gemms, gemm)),
+        GemmSite(name, gemm, 0 if getattr(layer.gemms, gemm) in FP8_FORMATS else LEVELS.index(getattr(layer.gemms,
+        gemm)),
              float(layer.weight.numel()))
         for name, layer in layers for gemm in GEMM_NAMES
     ]  # fmt: skip
@@ -292,7 +293,7 @@ def grad_norm(model: nn.Module) -> float:
     return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
 
-def _eight_bit(layer: TileLinear) -> list[str]:
+def _eight_bit(layer: Float8Linear) -> list[str]:
     return [name for name in (getattr(layer.gemms, gemm) for gemm in GEMM_NAMES) if name in FP8_FORMATS]
 
 

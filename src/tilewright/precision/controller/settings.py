@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilewright.core.errors import ConfigError, FitError
-from tilewright.precision.controller.groups import POLICIES, Site
-from tilewright.precision.controller.thresholds import LIMITS, Limit
+from tilewright.precision.controller.groups import POLICIES, GemmSite
+from tilewright.precision.controller.thresholds import LIMITS, Threshold
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ControllerSettings:
     recalibrate: int = 1000
     redo: bool = True
     spike_factor: float = 8.0
-    limits: Mapping[str, Limit] = field(default_factory=lambda: LIMITS)
+    limits: Mapping[str, Threshold] = field(default_factory=lambda: LIMITS)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -52,7 +52,7 @@ class ControllerSettings:
             )
 
 
-def refuse_budget(sites: Sequence[Site], budget: float) -> None:
+def refuse_budget(sites: Sequence[GemmSite], budget: float) -> None:
     """The policy itself may keep more work above 8 bits than a budget allows.
 
     Raises:

@@ -25,7 +25,7 @@ _LOW_IS_WORSE = {"sqnr_db", "cosine", "gain_low"}
 
 
 @dataclass(frozen=True)
-class TensorEvidence:
+class TensorStats:
     """A tensor in 8-bit tiles beside what it was.
 
     Args:
@@ -46,7 +46,7 @@ class TensorEvidence:
 
 
 @dataclass(frozen=True)
-class ProductEvidence:
+class GemmStats:
     """A product a beside its shadow b in the next wider format.
 
     Args:
@@ -74,14 +74,14 @@ class ProductEvidence:
 
 
 _PARTS: tuple[tuple[str, str, type], ...] = (
-    *(("tensors", name, TensorEvidence) for name in TENSORS),
-    *(("products", f"{gemm}.{name}", ProductEvidence) for gemm in GEMM_NAMES for name in COMPARED),
+    *(("tensors", name, TensorStats) for name in TENSORS),
+    *(("products", f"{gemm}.{name}", GemmStats) for gemm in GEMM_NAMES for name in COMPARED),
 )
 _LENGTH = sum(len(fields(kind)) for _, _, kind in _PARTS)
 
 
 @dataclass(frozen=True)
-class LayerEvidence:
+class LayerStats:
     """One layer. What was not measured is not there.
 
     Args:
@@ -89,8 +89,8 @@ class LayerEvidence:
         products: by "gemm.format", such as "wgrad.fp8_tile".
     """
 
-    tensors: Mapping[str, TensorEvidence] = field(default_factory=dict)
-    products: Mapping[str, ProductEvidence] = field(default_factory=dict)
+    tensors: Mapping[str, TensorStats] = field(default_factory=dict)
+    products: Mapping[str, GemmStats] = field(default_factory=dict)
 
     def vector(self) -> list[float]:
         """All numbers, signed so that higher is worse; minus infinity for what is not there."""
@@ -102,7 +102,7 @@ class LayerEvidence:
         return numbers
 
     @classmethod
-    def from_vector(cls, numbers: Sequence[float]) -> "LayerEvidence":
+    def from_vector(cls, numbers: Sequence[float]) -> "LayerStats":
         """Back from `vector`."""
         found: dict[str, dict[str, Any]] = {"tensors": {}, "products": {}}
         start = 0
@@ -116,38 +116,38 @@ class LayerEvidence:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class QuantStats:
     """One sample: evidence by the layer's name.
 
     Example:
-        >>> a = Evidence({"up": LayerEvidence(products={"fprop.fp8_tile": ProductEvidence(0.99, 0.99, 0.999, 30.0)})})
-        >>> b = Evidence({"up": LayerEvidence(products={"fprop.fp8_tile": ProductEvidence(1.01, 1.01, 0.998, 28.0)})})
-        >>> Evidence.worst([a, b]).layers["up"].products["fprop.fp8_tile"]
-        ProductEvidence(gain_low=0.99, gain_high=1.01, cosine=0.998, sqnr_db=28.0)
+        >>> a = QuantStats({"up": LayerStats(products={"fprop.fp8_tile": GemmStats(0.99, 0.99, 0.999, 30.0)})})
+        >>> b = QuantStats({"up": LayerStats(products={"fprop.fp8_tile": GemmStats(1.01, 1.01, 0.998, 28.0)})})
+        >>> QuantStats.worst([a, b]).layers["up"].products["fprop.fp8_tile"]
+        GemmStats(gain_low=0.99, gain_high=1.01, cosine=0.998, sqnr_db=28.0)
     """
 
-    layers: Mapping[str, LayerEvidence]
+    layers: Mapping[str, LayerStats]
 
     @classmethod
-    def worst(cls, samples: Iterable["Evidence"]) -> "Evidence":
+    def worst(cls, samples: Iterable["QuantStats"]) -> "QuantStats":
         """The worse of each number of several samples."""
         vectors: dict[str, list[float]] = {}
         for sample in samples:
             for name, layer in sample.layers.items():
                 new = layer.vector()
                 vectors[name] = [max(pair) for pair in zip(vectors.get(name, new), new, strict=True)]
-        return cls({name: LayerEvidence.from_vector(vector) for name, vector in vectors.items()})
+        return cls({name: LayerStats.from_vector(vector) for name, vector in vectors.items()})
 
     def vector(self, names: Sequence[str]) -> list[float]:
-        """All numbers of the layers `names`, in that order; see `LayerEvidence.vector`."""
-        return [x for name in names for x in self.layers.get(name, LayerEvidence()).vector()]
+        """All numbers of the layers `names`, in that order; see `LayerStats.vector`."""
+        return [x for name in names for x in self.layers.get(name, LayerStats()).vector()]
 
     @classmethod
-    def from_vector(cls, names: Sequence[str], numbers: Sequence[float]) -> "Evidence":
+    def from_vector(cls, names: Sequence[str], numbers: Sequence[float]) -> "QuantStats":
         """Back from `vector`."""
         parts = [numbers[i * _LENGTH : (i + 1) * _LENGTH] for i in range(len(names))]
-        layers = {name: LayerEvidence.from_vector(part) for name, part in zip(names, parts, strict=True)}
-        return cls({name: layer for name, layer in layers.items() if layer != LayerEvidence()})
+        layers = {name: LayerStats.from_vector(part) for name, part in zip(names, parts, strict=True)}
+        return cls({name: layer for name, layer in layers.items() if layer != LayerStats()})
 
     def to_json(self, digits: int | None = None) -> dict[str, Any]:
         """Plain dicts; numbers that are not finite are texts ("inf", "-inf", "nan"), as JSON has none.
@@ -164,13 +164,13 @@ class Evidence:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Evidence":
+    def from_json(cls, data: Mapping[str, Any]) -> "QuantStats":
         """Back from `to_json`."""
         return cls(
             {
-                name: LayerEvidence(
-                    {key: TensorEvidence(**_numbers(part)) for key, part in layer["tensors"].items()},
-                    {key: ProductEvidence(**_numbers(part)) for key, part in layer["products"].items()},
+                name: LayerStats(
+                    {key: TensorStats(**_numbers(part)) for key, part in layer["tensors"].items()},
+                    {key: GemmStats(**_numbers(part)) for key, part in layer["products"].items()},
                 )
                 for name, layer in data.items()
             }

@@ -7,11 +7,11 @@ Two limits a signal: a product leaves a format at the first and comes back below
 import math
 from dataclasses import dataclass
 
-from tilewright.precision.controller.stats import OPERANDS, LayerEvidence
+from tilewright.precision.controller.stats import OPERANDS, LayerStats
 
 
 @dataclass(frozen=True)
-class Limit:
+class Threshold:
     """Limits of one signal: `escalate` is where a format is left, `relax` where it may be taken up again."""
 
     escalate: float
@@ -19,12 +19,12 @@ class Limit:
 
 
 LIMITS = {
-    "not_finite": Limit(0.0, 0.0),
-    "underflow": Limit(0.02, 0.01),
-    "dynamic_range_log2": Limit(60.0, 50.0),
-    "gain_error": Limit(0.02, 0.01),
-    "cosine": Limit(0.98, 0.99),
-    "sqnr_db": Limit(14.0, 17.0),
+    "not_finite": Threshold(0.0, 0.0),
+    "underflow": Threshold(0.02, 0.01),
+    "dynamic_range_log2": Threshold(60.0, 50.0),
+    "gain_error": Threshold(0.02, 0.01),
+    "cosine": Threshold(0.98, 0.99),
+    "sqnr_db": Threshold(14.0, 17.0),
 }
 """Where they come from: over the products of the default recipe in fp8_tile, at its start and after 30 steps, the worst
 were underflow 0.001, gain error 0.007, cosine 0.994, 19.3 dB (a weight gradient that is small beside its operands; the
@@ -48,7 +48,7 @@ class Finding:
     threshold: float
 
 
-def find(evidence: LayerEvidence, gemm: str, name: str, limits: dict[str, Limit], *, relax: bool) -> Finding | None:
+def find(evidence: LayerStats, gemm: str, name: str, limits: dict[str, Threshold], *, relax: bool) -> Finding | None:
     """The signal of a product in format `name` that is farthest beyond its limit, or nearest to it.
 
     Args:

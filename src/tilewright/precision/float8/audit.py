@@ -1,6 +1,6 @@
 """A record of what each product of a model executed: kernel, format, how often, and why where it is a fallback.
 
-Products of `TileLinear` and of weights that were given over (`third_party`) are counted where they run, by the
+Products of `Float8Linear` and of weights that were given over (`third_party`) are counted where they run, by the
 operators themselves (`gemm_ops`); of a stack, one for each expert. Other layers are not counted: their rows say
 what the conversion set, and that. The counts are in the checkpoint, so a resumed run goes on counting.
 """
@@ -16,12 +16,12 @@ from tilewright.core.hardware import fp8_choice
 from tilewright.ops.gemm import UNITS
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.audit_table import AuditRow
-from tilewright.precision.float8.frozen_linear import Fp8Linear
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import Given, counters, tile_weights
 from tilewright.precision.mixed.cast import CastLinear
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES
-from tilewright.precision.policy.report import Row
+from tilewright.precision.policy.report import ModuleRow
 
 Counts = dict[str, dict[str, dict[str, int]]]
 """Layer -> product -> format -> calls."""
@@ -66,9 +66,9 @@ class Audit:
                 rows += _given_over(row, weights[row.fqn], ran)
                 continue
             rows += _counted(row.fqn, module, ran)
-            if isinstance(module, Fp8Linear):
+            if isinstance(module, FrozenFloat8Linear):
                 rows += _frozen(row, module)
-            elif not isinstance(module, TileLinear) and (row.op in _PRODUCT_KINDS or row.fallback):
+            elif not isinstance(module, Float8Linear) and (row.op in _PRODUCT_KINDS or row.fallback):
                 rows.append(_uncounted(row, module))
         return rows
 
@@ -77,7 +77,7 @@ class Audit:
         found: Counts = {}
         for fqn, module in self._model.named_modules():
             if isinstance(module, nn.Linear) and "counts" in vars(module):
-                found[fqn] = TileLinear.executed(module)  # also of a layer that is in another mode now
+                found[fqn] = Float8Linear.executed(module)  # also of a layer that is in another mode now
         found |= {name: given.products.executed() for name, given in tile_weights(self._model).items()}
         return {
             fqn: {gemm: _added(self._before.get(fqn, {}).get(gemm, {}), ran[gemm]) for gemm in GEMM_NAMES}
@@ -112,7 +112,7 @@ class Audit:
         self._before = state
         for module in self._model.modules():
             if "counts" in vars(module):
-                TileLinear.reset_executed(module)
+                Float8Linear.reset_executed(module)
         for count in counters(self._model):
             count.zero_()
 
@@ -127,14 +127,14 @@ def _counted(fqn: str, module: nn.Module | None, counts: dict[str, dict[str, int
         return
     for gemm in GEMM_NAMES:
         ran = counts.get(gemm, {})
-        if not ran and isinstance(module, TileLinear):
+        if not ran and isinstance(module, Float8Linear):
             ran = {getattr(module.gemms, gemm): 0}
         for name, calls in ran.items():
             kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, name)
             yield AuditRow(fqn, gemm, name, kernel, calls, fallback)
 
 
-def _given_over(row: Row, given: Given, counts: dict[str, dict[str, int]]) -> Iterator[AuditRow]:
+def _given_over(row: ModuleRow, given: Given, counts: dict[str, dict[str, int]]) -> Iterator[AuditRow]:
     products, kernels = given.products, given.products.kernels
     if products.gemms is None:
         yield AuditRow(row.fqn, "all", row.compute, "-", None, row.reason if row.fallback else "")
@@ -176,14 +176,14 @@ def _chosen(kernels: Kernels, key: tuple[str, str, torch.dtype, str]) -> tuple[s
     return choice.candidate.name, "; ".join(f"{name}: {reason}" for name, reason in choice.rejected)
 
 
-def _uncounted(row: Row, module: nn.Module | None) -> AuditRow:
+def _uncounted(row: ModuleRow, module: nn.Module | None) -> AuditRow:
     kernel = "-"
     if isinstance(module, CastLinear) and module.kernels is not None:
         kernel, _ = _chosen(module.kernels, ("linear", module.weight.device.type, module.compute_dtype, ""))
     return AuditRow(row.fqn, "all", row.compute, kernel, None, row.reason if row.fallback else "")
 
 
-def _frozen(row: Row, module: Fp8Linear) -> Iterator[AuditRow]:
+def _frozen(row: ModuleRow, module: FrozenFloat8Linear) -> Iterator[AuditRow]:
     """A frozen weight has no gradient, and its two products are not counted."""
     for gemm in ("fprop", "dgrad"):
         name = getattr(module, gemm)

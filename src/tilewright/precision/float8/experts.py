@@ -19,7 +19,7 @@ from tilewright.precision.float8.fused import QuantizingSwiGLU
 from tilewright.precision.float8.gemm.derivatives import first_order_only, in_func_transform
 from tilewright.precision.float8.gemm.input_cache import InputCopies
 from tilewright.precision.float8.gemm.operands import gradient_spec, input_tile, quantize_copies
-from tilewright.precision.float8.linear import TileLinear, input_copies
+from tilewright.precision.float8.linear import Float8Linear, input_copies
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
 ROWS = 128
@@ -32,9 +32,9 @@ def groupable(experts: Sequence[nn.Module]) -> bool:
     Nor adapters, which are added where a layer is called.
     """
     layers = [layer for expert in experts for layer in expert.children()]
-    settings = {(layer.gemms, layer.power_of_two) for layer in layers if isinstance(layer, TileLinear)}
+    settings = {(layer.gemms, layer.power_of_two) for layer in layers if isinstance(layer, Float8Linear)}
     return (
-        all(isinstance(layer, TileLinear) and layer.bias is None and not hasattr(layer, "lora_A") for layer in layers)
+        all(isinstance(layer, Float8Linear) and layer.bias is None and not hasattr(layer, "lora_A") for layer in layers)
         and len(settings) == 1
         and all(name in FP8_FORMATS for gemms, _ in settings for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
         and not any(gemms.tensorwise for gemms, _ in settings)  # one scale over all experts would be another format
@@ -64,7 +64,7 @@ class ExpertRunner:
 
 
 def grouped_tile_linear(
-    x_PK: Tensor, counts: Sequence[int], layers: Sequence[TileLinear], copies: InputCopies | None = None
+    x_PK: Tensor, counts: Sequence[int], layers: Sequence[Float8Linear], copies: InputCopies | None = None
 ) -> Tensor:
     """x W_e^T for each expert e on its rows.
 
@@ -84,14 +84,14 @@ def grouped_tile_linear(
     if row is None:
         raise AssertionError("grouped layers have 8-bit products throughout")
     codes = (column.codes, column.scale_inv) if column is not None else (None, None)
-    return _GroupedProducts.apply(
+    return _GroupedMatmuls.apply(
         x_PK, row.codes, row.scale_inv, *codes, tuple(counts), tuple(layers), *[layer.weight for layer in layers]
     )
 
 
-def _copies(x_PK: Tensor, first: TileLinear) -> InputCopies:
+def _copies(x_PK: Tensor, first: Float8Linear) -> InputCopies:
     if first.kernels is None:
-        raise AssertionError("convert gives each TileLinear its kernels")
+        raise AssertionError("convert gives each Float8Linear its kernels")
     return input_copies(x_PK, first.kernels, False, first.power_of_two, row=True, column=torch.is_grad_enabled())
 
 
@@ -111,7 +111,7 @@ def _columns_of(tiled: TiledTensor, start: int, end: int) -> TiledTensor:
     return TiledTensor(tiled.codes[:, start:end], scale_inv, tiled.tile, tiled.spec)
 
 
-class _GroupedProducts(torch.autograd.Function):
+class _GroupedMatmuls(torch.autograd.Function):
     """The three products of each expert."""
 
     @staticmethod

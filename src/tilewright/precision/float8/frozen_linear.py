@@ -22,12 +22,12 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.derivatives import NoForwardMode, first_order_only, in_func_transform
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.operands import gradient_spec
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.mixed.cast import Cast, CastLinear
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 
 
-class Fp8Linear(Cast, nn.Linear):
+class FrozenFloat8Linear(Cast, nn.Linear):
     """x W^T + b with a frozen FP8 weight. x [..., K] any float dtype -> [..., M] `output_dtype`, or x's dtype.
 
     Buffers `weight` (float8_e4m3fn [M, K]) and `weight_scale_inv` (FP32, a scale a 128x128 block), as in folders of
@@ -79,7 +79,7 @@ class Fp8Linear(Cast, nn.Linear):
     def _run(self, x: Tensor) -> Tensor:
         # Inside of a torch.func transform the GEMM quantises what it reads: here tensors may have no memory.
         row = self._quantized_input(x) if self.fprop in FP8_FORMATS and not in_func_transform() else None
-        products = _FrozenProducts if torch.compiler.is_compiling() else _EagerFrozenProducts
+        products = _FrozenMatmuls if torch.compiler.is_compiling() else _EagerFrozenMatmuls
         out_NM = products.apply(
             x.reshape(-1, x.shape[-1]), None if row is None else row.codes, None if row is None else row.scale_inv,
             self.weight, self.weight_scale_inv, self.bias,
@@ -119,7 +119,7 @@ class Fp8Linear(Cast, nn.Linear):
 
 @torch.no_grad()
 def freeze_in_fp8(module: nn.Linear, kernels: Kernels) -> None:
-    """Turn a linear layer into an `Fp8Linear`, in place; on the meta device into the shapes of one.
+    """Turn a linear layer into an `FrozenFloat8Linear`, in place; on the meta device into the shapes of one.
 
     Example:
         >>> layer = nn.Linear(200, 3)
@@ -128,36 +128,36 @@ def freeze_in_fp8(module: nn.Linear, kernels: Kernels) -> None:
         (torch.float8_e4m3fn, [1, 2], torch.Size([2, 3]))
     """
     codes, scale_inv = to_stored(module.weight)
-    if isinstance(module, TileLinear):
+    if isinstance(module, Float8Linear):
         module.keep_weight(False)
     del module.weight
     module.register_buffer("weight", codes)
     module.register_buffer("weight_scale_inv", scale_inv)
     if module.bias is not None:
         module.bias.requires_grad_(False)
-    plain, module.__class__ = type(module), Fp8Linear
+    plain, module.__class__ = type(module), FrozenFloat8Linear
     module.plain_class, module.kernels = plain, kernels
 
 
 @torch.no_grad()
-def thaw(module: Fp8Linear, weight_MK: Tensor) -> None:
-    """Turn an `Fp8Linear` back into the layer that it was, with this weight as its parameter."""
+def thaw(module: FrozenFloat8Linear, weight_MK: Tensor) -> None:
+    """Turn an `FrozenFloat8Linear` back into the layer that it was, with this weight as its parameter."""
     del module.weight, module.weight_scale_inv
     plain = module.plain_class
     if plain is nn.Linear and "output_dtype" in vars(module):  # converted meanwhile: it must stay so
         fp8 = module.fprop in FP8_FORMATS
-        plain = TileLinear if fp8 else CastLinear
+        plain = Float8Linear if fp8 else CastLinear
         if not fp8:
             module.compute_dtype = SPECS[module.fprop].dtype
     module.__class__ = plain
-    if isinstance(module, TileLinear) and "fprop" in vars(module):
+    if isinstance(module, Float8Linear) and "fprop" in vars(module):
         module.settle(Gemms(module.fprop, module.dgrad, module.fprop), power_of_two=module.power_of_two)
     for name in ("plain_class", "fprop", "dgrad"):
         vars(module).pop(name, None)
     module.register_parameter("weight", nn.Parameter(weight_MK))
 
 
-class _FrozenProducts(torch.autograd.Function):
+class _FrozenMatmuls(torch.autograd.Function):
     """Forward GEMM and input gradient. FP8 data and scales are the layer's own buffers, kept by reference."""
 
     generate_vmap_rule = True
@@ -201,4 +201,4 @@ class _FrozenProducts(torch.autograd.Function):
         return *first_order_only(dx_NK, of=(dy_NM,)), *[None] * 10
 
 
-class _EagerFrozenProducts(NoForwardMode, _FrozenProducts): ...
+class _EagerFrozenMatmuls(NoForwardMode, _FrozenMatmuls): ...

@@ -4,7 +4,7 @@ What it keeps for backward is one byte an element, the column-wise copy of its i
 or the input itself, where the weight's gradient is in 16 or 32 bit or may be moved there at run time.
 An input is quantised once for the layers that share it. A weight is quantised when it has changed where `weight_cache`
 manages it, else in each pass; the input's gradient reads the same FP8 data transposed.
-Read `TileLinear` first, then `gemm_ops`.
+Read `Float8Linear` first, then `gemm_ops`.
 
 See: DeepSeek-V3 report, section 3.3 (fine-grained quantisation; FP8 copies of inputs cached for backward).
 
@@ -23,7 +23,7 @@ from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.derivatives import in_func_transform
-from tilewright.precision.float8.gemm.gemm_ops import Fixed, Switch, products
+from tilewright.precision.float8.gemm.gemm_ops import RuntimeFormats, StaticConfig, products
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.operands import quantize_copies, quantize_weight
 from tilewright.precision.float8.gemm.weight_store import new_store, stored_weight
@@ -31,7 +31,7 @@ from tilewright.precision.mixed.cast import Cast
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
 
 
-class TileLinear(Cast, nn.Linear):
+class Float8Linear(Cast, nn.Linear):
     """x W^T + b with the formats of `gemms`. x [..., K] any float dtype -> [..., M] `output_dtype`.
 
     Made from an `nn.Linear` by `convert`, in place; parameters stay what they were. `convert` settles what compiled
@@ -41,7 +41,7 @@ class TileLinear(Cast, nn.Linear):
     gemms: Gemms = Gemms.all("bf16")
     """Present formats. Written by `settle` and `set_gemms` alone, as `formats` says the same to the products."""
     formats: Tensor
-    """int64 [3] on the host; see `gemm_ops.Switch`. No buffer: it does not move with the model."""
+    """int64 [3] on the host; see `gemm_ops.RuntimeFormats`. No buffer: it does not move with the model."""
     counts: Tensor
     """int64 [3, formats] on the host: what has run."""
     keep_value: bool = False
@@ -178,14 +178,14 @@ class TileLinear(Cast, nn.Linear):
         elif copies is None:
             key = (*kind, self.row_copy, column)
             copies = make() if self.share is None else self.share.copies_of(x, key, make)
-        switch = Switch(self.formats, self.counts)
-        fixed = Fixed(keep_value, *kind, kernels.spec, self.output_dtype)
+        switch = RuntimeFormats(self.formats, self.counts)
+        fixed = StaticConfig(keep_value, *kind, kernels.spec, self.output_dtype)
         out_NM = products(x_NK, self.weight, self.bias, copies, self.weight_store, switch, fixed)
         return out_NM.view(*x.shape[:-1], self.out_features)
 
     def _kernels(self) -> Kernels:
         if self.kernels is None:
-            raise AssertionError("convert gives each TileLinear its kernels")
+            raise AssertionError("convert gives each Float8Linear its kernels")
         return self.kernels
 
     def quantized_weight(self, weight_MK: Tensor | None = None) -> TiledTensor:
@@ -204,10 +204,12 @@ class TileLinear(Cast, nn.Linear):
         return f"{nn.Linear.extra_repr(self)}, gemms={self.gemms}"
 
 
-def new_switch(gemms: Gemms) -> Switch:
+def new_switch(gemms: Gemms) -> RuntimeFormats:
     """Formats as given and counts of zero: ordinary tensors on the host, whatever context they are made in."""
     with torch.inference_mode(False):
-        return Switch(_indices(gemms), torch.zeros(len(GEMM_NAMES), len(GEMM_FORMATS), dtype=torch.int64, device="cpu"))
+        return RuntimeFormats(
+            _indices(gemms), torch.zeros(len(GEMM_NAMES), len(GEMM_FORMATS), dtype=torch.int64, device="cpu")
+        )
 
 
 def _indices(gemms: Gemms) -> Tensor:

@@ -1,4 +1,4 @@
-"""Modules that multiply by weights of their own, as transformers writes them, given over to `TileWeight`.
+"""Modules that multiply by weights of their own, as transformers writes them, given over to `Float8Weight`.
 
 Two kinds are known for certain: `Conv1D` (GPT-2), a linear layer whose weight is stored [K, M]; and the stacked experts
 of its mixtures, weights [E, M, K] or [E, K, M] behind one interface (`use_experts_implementation`), which promises that
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewright.precision.float8.weight import TileWeight
+from tilewright.precision.float8.weight import Float8Weight
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Given:
     """A weight that was given over, and what multiplies by it."""
 
     parameter: nn.Parameter
-    products: TileWeight
+    products: Float8Weight
 
 
 def tile_weights(model: nn.Module) -> dict[str, Given]:
@@ -89,10 +89,10 @@ def row_name(fqn: str, weight: Owned) -> str:
     return f"{fqn}.{weight.name}" if weight.stacked and fqn else weight.name if weight.stacked else fqn
 
 
-def give_over(module: Any) -> dict[str, TileWeight]:
-    """Make a module's products those of `TileWeight`s, one for each weight by its name. They start in FP32."""
+def give_over(module: Any) -> dict[str, Float8Weight]:
+    """Make a module's products those of `Float8Weight`s, one for each weight by its name. They start in FP32."""
     if not isinstance(module, _GivenOver):
-        module.tile_weights = {weight.name: TileWeight() for weight in owned(module)}
+        module.tile_weights = {weight.name: Float8Weight() for weight in owned(module)}
         module.__class__ = _given_over(_Conv1D if _is_conv1d(module) else _Stacked, type(module))
     return module.tile_weights
 
@@ -102,7 +102,7 @@ class _GivenOver:
 
     plain: type[nn.Module]
     way: type
-    tile_weights: dict[str, TileWeight]
+    tile_weights: dict[str, Float8Weight]
 
     def __reduce_ex__(self, protocol: int):
         return _rebuild, (self.way, self.plain), self.__dict__

@@ -1,8 +1,8 @@
 """The products with a weight that another class than torch's `nn.Linear` owns, each in a format of its own.
 
-A `TileWeight` holds what a `TileLinear` holds besides its parameters: formats, counts and the kind of scales. The
+A `Float8Weight` holds what a `Float8Linear` holds besides its parameters: formats, counts and the kind of scales. The
 module hands it the weight as a matrix [M, K], or as a stack of them with the rows of each: operands, products and
-gradients are those of a `TileLinear` with that matrix, bit for bit. `third_party` has the modules; `convert` sets the
+gradients are those of a `Float8Linear` with that matrix, bit for bit. `third_party` has the modules; `convert` sets the
 formats.
 
 Legend: N tokens  K input features  M output features  E experts  P rows of all experts, one expert after another.
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tilewright.formats.spec import SPECS
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.float8.gemm.gemm_ops import Fixed, products
+from tilewright.precision.float8.gemm.gemm_ops import StaticConfig, products
 from tilewright.precision.float8.gemm.input_cache import InputCopies
 from tilewright.precision.float8.linear import input_copies, new_switch
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
@@ -27,7 +27,7 @@ ROWS = 128
 """Rows of a tile of the column-wise copies."""
 
 
-class TileWeight:
+class Float8Weight:
     """Formats and counts of the products with one weight."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class TileWeight:
         self.compute_dtype, self.output_dtype = SPECS[compute].dtype, SPECS[output].dtype
 
     def set_gemms(self, gemms: Gemms, output: str, *, power_of_two: bool) -> None:
-        """Set the format of each product; see `TileLinear.settle`."""
+        """Set the format of each product; see `Float8Linear.settle`."""
         self.gemms, self.power_of_two, self.output_dtype = gemms, power_of_two, SPECS[output].dtype
         self.switch.formats.copy_(new_switch(gemms).formats)
 
@@ -85,7 +85,7 @@ class TileWeight:
         if copies is None:
             copies = self._copies(x_NK, weight_MK.requires_grad)
         kind = self.gemms.tensorwise, self.power_of_two
-        fixed = Fixed(self._keeps_value, *kind, self._kernels.spec, self.output_dtype)
+        fixed = StaticConfig(self._keeps_value, *kind, self._kernels.spec, self.output_dtype)
         return products(x_NK, weight_MK, bias_M, copies, None, self.switch, fixed)
 
     def _copies(self, x_NK: Tensor, wants_dw: bool) -> InputCopies:

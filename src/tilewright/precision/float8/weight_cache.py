@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from tilewright.core.errors import ConfigError
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 
 
 class QuantizedWeights:
-    """Keeps FP8 data of all `TileLinear` weights of a model.
+    """Keeps FP8 data of all `Float8Linear` weights of a model.
 
     Args:
         model: converted before.
@@ -53,11 +53,11 @@ class QuantizedWeights:
         self._handle: RemovableHandle | None = None
         self.refresh()
 
-    def layers(self, among: Iterable[nn.Module] | None = None) -> list[TileLinear]:
+    def layers(self, among: Iterable[nn.Module] | None = None) -> list[Float8Linear]:
         """The layers whose codes are kept, of these modules or of all. They change when the model's policy does: call
         `refresh` then."""
         modules = self._model.modules() if among is None else among
-        return [module for module in modules if isinstance(module, TileLinear) and module not in self._without]
+        return [module for module in modules if isinstance(module, Float8Linear) and module not in self._without]
 
     @torch.no_grad()
     def refresh(self, among: Iterable[nn.Module] | None = None) -> None:

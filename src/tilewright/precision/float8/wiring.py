@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from tilewright.precision.float8.experts import ExpertRunner, groupable
-from tilewright.precision.float8.frozen_linear import Fp8Linear
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.fused import QuantizingNorm, QuantizingSwiGLU
 from tilewright.precision.float8.gemm.input_cache import InputShare
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 
 
 def share_inputs(model: nn.Module) -> None:
@@ -23,7 +23,7 @@ def share_inputs(model: nn.Module) -> None:
         layers = [
             child
             for child in (parent.readers() if known else parent.children())
-            if isinstance(child, TileLinear | Fp8Linear)
+            if isinstance(child, Float8Linear | FrozenFloat8Linear)
         ]
         # Elsewhere not all of the layers side by side read one input.
         share = InputShare(len(layers) if known else 0) if len(layers) > 1 else None
@@ -34,7 +34,7 @@ def share_inputs(model: nn.Module) -> None:
     for module in model.modules():
         for maker, fused, readers in module.quantized_readers() if hasattr(module, "quantized_readers") else ():
             maker.quantizing = None
-            if all(isinstance(reader, TileLinear) and _reads_both(reader, readers[0]) for reader in readers):
+            if all(isinstance(reader, Float8Linear) and _reads_both(reader, readers[0]) for reader in readers):
                 kind = QuantizingNorm if fused == "norm" else QuantizingSwiGLU
                 maker.quantizing = kind(readers[0].kernels, readers[0].power_of_two)
 
@@ -44,11 +44,11 @@ def _end_sharing(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for child in module.children():
-        if isinstance(child, TileLinear | Fp8Linear) and child.share is not None:
+        if isinstance(child, Float8Linear | FrozenFloat8Linear) and child.share is not None:
             child.share.forget()
 
 
-def _reads_both(reader: TileLinear, first: TileLinear) -> bool:
+def _reads_both(reader: Float8Linear, first: Float8Linear) -> bool:
     """True for a layer that takes both copies in tiles of E4M3, with the same kind of scales as the first.
 
     A layer that keeps its input itself takes the row-wise copy alone, so it quantises that.

@@ -30,8 +30,8 @@ from tilewright.models.folder.safetensors import scan_folder
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.assign.module_kinds import find_sites
 from tilewright.precision.convert import set_mode
-from tilewright.precision.float8.frozen_linear import Fp8Linear, freeze_in_fp8, thaw
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8, thaw
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.wiring import share_inputs
 from tilewright.precision.mixed.cast import CastLinear
 
@@ -82,7 +82,7 @@ def add_lora(
     model.requires_grad_(False)
     for name in names:
         module = linears[name]
-        if base == "fp8" and not isinstance(module, Fp8Linear):
+        if base == "fp8" and not isinstance(module, FrozenFloat8Linear):
             freeze_in_fp8(module, kernels)
         _attach(module, rank, alpha)
     share_inputs(model)
@@ -120,7 +120,7 @@ def merge_lora(model: nn.Module) -> list[str]:
     layers = adapted_layers(model)
     for module in layers.values():
         delta_MK = (module.lora_B.float() @ module.lora_A.float()) * module.lora_scaling
-        if isinstance(module, Fp8Linear):
+        if isinstance(module, FrozenFloat8Linear):
             thaw(module, module.tiled_weight().dequantize() + delta_MK)
         else:
             module.weight.copy_(module.weight.float() + delta_MK)
@@ -187,7 +187,7 @@ def load_codes(model: nn.Module, folder: Path | str) -> list[str]:
     coded = find_weights(folder, scan_folder(folder))
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, Fp8Linear) and f"{name}.weight" in coded:
+        if isinstance(module, FrozenFloat8Linear) and f"{name}.weight" in coded:
             copy_weight(coded[f"{name}.weight"], module.weight, module.weight_scale_inv)
             found.append(name)
     return found
@@ -206,9 +206,9 @@ def _add_adapter(module: nn.Linear, inputs: tuple[Tensor | WithCopies, ...], out
     x = inputs[0].value if isinstance(inputs[0], WithCopies) else inputs[0]
     if isinstance(module, CastLinear):
         dtype = module.compute_dtype
-    elif isinstance(module, TileLinear):
+    elif isinstance(module, Float8Linear):
         dtype = torch.bfloat16
-    elif isinstance(module, Fp8Linear):
+    elif isinstance(module, FrozenFloat8Linear):
         dtype = torch.float32 if module.fprop == "fp32" else torch.bfloat16
     else:
         dtype = x.dtype

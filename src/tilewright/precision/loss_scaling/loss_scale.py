@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.errors import NumericsError
 from tilewright.precision.loss_scaling.turns import Turns, misused
-from tilewright.precision.snapshot import Notes
+from tilewright.precision.snapshot import ModuleSnapshot
 
 
 def initial_scale(num_params: int) -> float:
@@ -214,7 +214,7 @@ class DynamicScaler:
         return self._turns.step(optimizer, self.inv_scale, group)
 
     @contextmanager
-    def attempt(self, *models: nn.Module) -> Iterator[Notes]:
+    def attempt(self, *models: nn.Module) -> Iterator[ModuleSnapshot]:
         """Around one step, from its first forward pass to `update`, of models that this pass changes: running
         statistics of batch norm, say. Where an optimizer's step was skipped, their buffers are as before in the end.
 
@@ -234,7 +234,7 @@ class DynamicScaler:
             >>> model[0].running_mean, model[0].num_batches_tracked
             (tensor([0., 0.]), tensor(0))
         """
-        notes, steps, skipped = Notes(*models), self.steps, self.skipped
+        notes, steps, skipped = ModuleSnapshot(*models), self.steps, self.skipped
         try:
             yield notes
             if self.steps == steps:

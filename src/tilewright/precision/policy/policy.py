@@ -39,7 +39,7 @@ FP32_OPS = tuple(sorted({*KIND_OPS, *FUNCTION_OPS}))
 
 
 @dataclass(frozen=True)
-class Decision:
+class FormatDecision:
     """What one module does: the format it computes in, that of its parameters, that of its result, and why.
 
     An `output` of "input" means the format that came in.
@@ -176,7 +176,7 @@ class Policy:
         """Entries of `fp32_ops` that mean functions called in a forward, not modules."""
         return tuple(op for op in self.fp32_ops if op in FUNCTION_OPS)
 
-    def decide(self, fqn: str, kind: str, features: tuple[int, int] | None = None) -> Decision:
+    def decide(self, fqn: str, kind: str, features: tuple[int, int] | None = None) -> FormatDecision:
         """What the module `fqn` of kind `kind` (one of `KINDS`, or `other`) does.
 
         Args:
@@ -191,7 +191,7 @@ class Policy:
             raise ConfigError("The policy names no device.", need='Policy(..., device_type="cpu") or policy.on("cpu")')
         kinds = kinds_of(kind)
         if kind in ALWAYS_FP32:
-            return Decision("fp32", "fp32", "fp32" if kind == "router" else "input", ALWAYS_FP32[kind])
+            return FormatDecision("fp32", "fp32", "fp32" if kind == "router" else "input", ALWAYS_FP32[kind])
         decision = self._by_mode(fqn, kind, features)
         named = [op for op in self.fp32_ops if set(KIND_OPS.get(op, ())) & set(kinds)]
         if named:
@@ -207,26 +207,26 @@ class Policy:
             decision = replace(decision, reason=decision.reason + "; slow on CPUs: no matrix unit for FP16")
         return decision
 
-    def _by_mode(self, fqn: str, kind: str, features: tuple[int, int] | None) -> Decision:
+    def _by_mode(self, fqn: str, kind: str, features: tuple[int, int] | None) -> FormatDecision:
         if kind == "embedding":
-            return Decision(self.stream, self.storage, self.stream, _EMBEDDING[self.stream])
+            return FormatDecision(self.stream, self.storage, self.stream, _EMBEDDING[self.stream])
         if not self.is_fp8:
-            return Decision(self.product, self.storage, self.activation, self._product_reason())
+            return FormatDecision(self.product, self.storage, self.activation, self._product_reason())
         if kind not in ("linear", "experts"):
             reason = f"{self.mode}: linear layers only, without the head; the rest in BF16 with FP32 accumulation"
-            return Decision("bf16", self.storage, "bf16", reason)
+            return FormatDecision("bf16", self.storage, "bf16", reason)
         gain = expected_gain(*features) if features else 0.0
         if features and self.device_type == "cuda" and gain < self.fp8_min_gain:
             reason = (
                 f"{self.mode}: too small, {features[0]} -> {features[1]} features are expected to run "
                 f"{gain:.2f}x as fast as in BF16, and fp8_min_gain is {self.fp8_min_gain:g}"
             )
-            return Decision("bf16", self.storage, "bf16", reason)
+            return FormatDecision("bf16", self.storage, "bf16", reason)
         gemms, reason = Gemms.all(self.mode), f"{self.mode}: {_FP8_REASONS[self.mode]}"
         if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.decouple):
             gemms = gemms.changed({"dgrad": "bf16", "wgrad": "bf16"})
             reason += "; gradients in BF16: attention output projections are sensitive (precision.decouple)"
-        return Decision(str(gemms), self.storage, "bf16", reason, gemms=gemms)
+        return FormatDecision(str(gemms), self.storage, "bf16", reason, gemms=gemms)
 
     def _product_reason(self) -> str:
         if self.mode == "hybrid" and self.device_type == "cuda":
@@ -254,7 +254,7 @@ _EMBEDDING = {
 }
 
 
-def _follow(rule: Rule, index: int, decision: Decision, kind: str) -> Decision:
+def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str) -> FormatDecision:
     """The decision after a rule that matches. 8-bit formats and single products mean linear layers only."""
     if kind not in FP8_KINDS and (rule.compute in FP8_FORMATS or not rule.compute):
         return decision

@@ -17,7 +17,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """One part: its name, kind, the formats of its operands, parameters and result, and the reason.
 
     "-" stands for what the part decides itself. `set_by_policy` is False where the part does what it does of itself,
@@ -43,7 +43,7 @@ class Row:
         return self.gemms.formats if self.gemms else (self.compute,)
 
 
-class Table(tuple[Row, ...]):
+class Table(tuple[ModuleRow, ...]):
     """Rows that print as a table."""
 
     def __str__(self) -> str:
@@ -103,20 +103,20 @@ class ConversionReport:
         }
 
 
-def fallbacks(rows: Iterable[Row]) -> dict[str, list[Row]]:
+def fallbacks(rows: Iterable[ModuleRow]) -> dict[str, list[ModuleRow]]:
     """The parts that do not do what the policy asked for, by reason."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[ModuleRow]] = {}
     for row in rows:
         if row.fallback:
             found.setdefault(row.reason, []).append(row)
     return found
 
 
-def worst(parts: Sequence[Row], rows: Iterable[Row]) -> str:
+def worst(parts: Sequence[ModuleRow], rows: Iterable[ModuleRow]) -> str:
     """What share of all rows' matmul work some parts do, and which do most of it.
 
     Example:
-        >>> rows = [Row(name, "other", "bf16", "-", "-", "because", work=4.0) for name in ("a", "b")]
+        >>> rows = [ModuleRow(name, "other", "bf16", "-", "-", "because", work=4.0) for name in ("a", "b")]
         >>> worst(rows[:1], rows)
         '1 part with 50.0 % of the matmul work: a 50.0 %'
     """
@@ -128,12 +128,12 @@ def worst(parts: Sequence[Row], rows: Iterable[Row]) -> str:
     return f"{len(ordered)} part{'s' if len(ordered) > 1 else ''} with {share}: {named}{more}"
 
 
-def format_table(rows: Iterable[Row]) -> str:
+def format_table(rows: Iterable[ModuleRow]) -> str:
     """Rows as aligned text; parts that differ only by their numbers share a line, with their count.
 
     Example:
-        >>> row = Row("layers.0.up", "linear", "bf16", "fp32", "bf16", "because")
-        >>> print(format_table([row, Row("layers.1.up", "linear", "bf16", "fp32", "bf16", "because")]))
+        >>> row = ModuleRow("layers.0.up", "linear", "bf16", "fp32", "bf16", "because")
+        >>> print(format_table([row, ModuleRow("layers.1.up", "linear", "bf16", "fp32", "bf16", "because")]))
         module           op      compute  storage  output  why
         layers.*.up  x2  linear  bf16     fp32     bf16    because
     """

@@ -19,7 +19,7 @@ from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.policy.gemm_formats import BANDWIDTH, BF16_FLOPS, FP8_FLOPS, GEMM_NAMES
-from tilewright.precision.search.layer_stats import Unit
+from tilewright.precision.search.layer_stats import SearchUnit
 
 TIMES = {
     "measured": "measured on this machine",
@@ -53,7 +53,7 @@ class UnitTime:
     weight: float
 
 
-def estimate(unit: Unit, micro_batches: int, *, ideal: bool = False) -> UnitTime:
+def estimate(unit: SearchUnit, micro_batches: int, *, ideal: bool = False) -> UnitTime:
     """Seconds on an H200, by the arithmetic of `gemm_formats.expected_gain`: FLOPs and bytes over its rates.
 
     Args:
@@ -62,7 +62,7 @@ def estimate(unit: Unit, micro_batches: int, *, ideal: bool = False) -> UnitTime
         ideal: leave quantisation out.
 
     Example:
-        >>> unit = Unit("up", ("up",), 4096, 16384, tokens=1_000_000)
+        >>> unit = SearchUnit("up", ("up",), 4096, 16384, tokens=1_000_000)
         >>> time = estimate(unit, 1)
         >>> quantise = time.input_row + time.input_column + time.gradient_row + time.gradient_column + time.weight
         >>> round(sum(time.bf16.values()) / (sum(time.fp8.values()) + quantise), 2)  # as expected_gain says
@@ -84,7 +84,7 @@ def estimate(unit: Unit, micro_batches: int, *, ideal: bool = False) -> UnitTime
     )
 
 
-def measure_times(unit: Unit, micro_batches: int, kernels: Kernels, device: torch.device) -> UnitTime:
+def measure_times(unit: SearchUnit, micro_batches: int, kernels: Kernels, device: torch.device) -> UnitTime:
     """Seconds on this machine at the unit's shape: medians of several repeats, of random operands.
 
     Args:

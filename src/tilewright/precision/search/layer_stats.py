@@ -13,11 +13,11 @@ from tilewright.formats.quant_error import measure as quantization_error
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, Tile
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import WithCopies
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 
 
 @dataclass(frozen=True)
-class Unit:
+class SearchUnit:
     """Layers that are switched together: one layer, or the like layers of all experts of a block.
 
     Args:
@@ -39,26 +39,26 @@ class Unit:
     underflow: Mapping[str, float] = field(default_factory=dict)
 
 
-def tile_layers(model: nn.Module) -> dict[str, TileLinear]:
+def tile_layers(model: nn.Module) -> dict[str, Float8Linear]:
     """The layers whose products can be switched, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, TileLinear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
 
 
-def group_layers(model: nn.Module) -> list[Unit]:
+def group_layers(model: nn.Module) -> list[SearchUnit]:
     """The units of a model, in its order."""
-    units: dict[str, Unit] = {}
+    units: dict[str, SearchUnit] = {}
     for name, layer in tile_layers(model).items():
         key = re.sub(r"(?<=experts\.)\d+(?=\.)", "*", name)
         same = units.get(key)
         layers = (*same.layers, name) if same else (name,)
-        units[key] = Unit(key, layers, layer.in_features, layer.out_features)
+        units[key] = SearchUnit(key, layers, layer.in_features, layer.out_features)
     return list(units.values())
 
 
 class _Facts:
     """Watches one pass: rows, who reads the same input, and underflow of the operands, by layer."""
 
-    def __init__(self, layers: Mapping[str, TileLinear]) -> None:
+    def __init__(self, layers: Mapping[str, Float8Linear]) -> None:
         self.rows: dict[str, int] = {}
         self.reads: dict[str, int] = {}
         self.underflow: dict[str, dict[str, float]] = {}
@@ -75,7 +75,7 @@ class _Facts:
         self._input = None
 
     def _before(self, name: str):
-        def hook(layer: TileLinear, args) -> None:
+        def hook(layer: Float8Linear, args) -> None:
             x = args[0].value if isinstance(args[0], WithCopies) else args[0]
             if x is not self._input:
                 self._input, self._num_inputs = x, self._num_inputs + 1
@@ -88,20 +88,22 @@ class _Facts:
         return hook
 
     def _after(self, name: str):
-        def hook(layer: TileLinear, args, out: Tensor) -> None:
+        def hook(layer: Float8Linear, args, out: Tensor) -> None:
             if out.requires_grad:
                 out.register_hook(lambda dy: self.underflow[name].update(dy=_underflow(layer, dy)))
 
         return hook
 
 
-def _underflow(layer: TileLinear, tensor: Tensor, tile: Tile = ROW_TILE) -> float:
+def _underflow(layer: Float8Linear, tensor: Tensor, tile: Tile = ROW_TILE) -> float:
     flat = tensor.reshape(-1, tensor.shape[-1])
     tiled = layer.kernels.quantize(flat, E4M3, tile, power_of_two=layer.power_of_two)
     return quantization_error(flat, tiled).underflow
 
 
-def facts(layers: Mapping[str, TileLinear], units: Sequence[Unit], run: Callable[[], object]) -> list[Unit]:
+def facts(
+    layers: Mapping[str, Float8Linear], units: Sequence[SearchUnit], run: Callable[[], object]
+) -> list[SearchUnit]:
     """The units with what one pass shows of them. A layer that the pass does not reach has no rows.
 
     Args:
@@ -123,5 +125,5 @@ def facts(layers: Mapping[str, TileLinear], units: Sequence[Unit], run: Callable
             if (values := [watch.underflow[name][operand] for name in seen if operand in watch.underflow[name]])
         }
         tokens, reads = sum(watch.rows[name] for name in seen), watch.reads[seen[0]] if seen else 0
-        found.append(Unit(unit.name, unit.layers, unit.in_features, unit.out_features, tokens, reads, lost))
+        found.append(SearchUnit(unit.name, unit.layers, unit.in_features, unit.out_features, tokens, reads, lost))
     return found

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.core.errors import FitError
-from tilewright.core.mip import Column, Row, minimise
+from tilewright.core.mip import Column, LinearRow, minimise
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.search.gemm_time import UnitTime
-from tilewright.precision.search.layer_stats import Unit
+from tilewright.precision.search.layer_stats import SearchUnit
 from tilewright.precision.search.loss_model import LossModel, Prediction, Product, percent
 
 FORMATS = ("bf16", "fp8_tile")
@@ -25,7 +25,7 @@ GAP = 1e-6
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PolicyCandidate:
     """A policy: its products in FP8, the loss change predicted, and the seconds of all its linear products."""
 
     name: str
@@ -45,7 +45,7 @@ class SearchSpace:
         fixed: formats that the recipe's own rules set, by product.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[SearchUnit, ...]
     model: LossModel
     times: Mapping[str, UnitTime]
     fixed: Mapping[Product, str]
@@ -67,10 +67,10 @@ class SearchSpace:
         """Products that a rule puts into FP8."""
         return frozenset(product for product, name in self.fixed.items() if name == "fp8_tile")
 
-    def candidate(self, name: str, fp8: frozenset[Product]) -> Candidate:
+    def candidate(self, name: str, fp8: frozenset[Product]) -> PolicyCandidate:
         """A policy with its numbers, the recipe's rules followed."""
         fp8 = (fp8 & self.allowed()) | self.required()
-        return Candidate(name, fp8, self.model.predict(fp8), self.seconds(fp8))
+        return PolicyCandidate(name, fp8, self.model.predict(fp8), self.seconds(fp8))
 
     def seconds(self, fp8: frozenset[Product]) -> float:
         """Time of all linear products of a micro-batch, quantisation included, each input quantised once."""
@@ -97,7 +97,7 @@ class SearchSpace:
         }
 
 
-def fastest(space: SearchSpace, budget: float, name: str = "chosen") -> Candidate:
+def fastest(space: SearchSpace, budget: float, name: str = "chosen") -> PolicyCandidate:
     """The fastest policy whose predicted loss change is within the budget.
 
     Args:
@@ -128,13 +128,13 @@ def _possible(change: float, rules: bool) -> str:
     return ", or ".join(filter(None, (budget, "take rules out of precision.rules" if rules else "")))
 
 
-def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[Candidate]:
+def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[PolicyCandidate]:
     """The fastest policies over budgets from the least possible loss change to that of everything in FP8."""
     low = space.candidate("", frozenset()).predicted.change
     high = space.candidate("", space.allowed()).predicted.change
     if not math.isfinite(high):
         return []
-    found: dict[frozenset[Product], Candidate] = {}
+    found: dict[frozenset[Product], PolicyCandidate] = {}
     for i in range(num):
         share = (i / max(num - 1, 1)) ** 4  # few products cost most of it, so the bend lies at small budgets
         candidate = fastest(space, low + share * (high - low) * (1 + 1e-9), "curve")
@@ -142,7 +142,7 @@ def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[Candidate]:
     return list(found.values())
 
 
-def landmarks(space: SearchSpace) -> list[Candidate]:
+def landmarks(space: SearchSpace) -> list[PolicyCandidate]:
     """The policies that people choose without a search: all BF16, all FP8, and FP8 but for the first and last block."""
     marks = [space.candidate("all BF16", frozenset()), space.candidate("all FP8", space.allowed())]
     blocks = {unit.name: int(found[1]) for unit in space.units if (found := re.search(r"(?<![^.])(\d+)\.", unit.name))}
@@ -167,8 +167,8 @@ def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
         for product, i in index.items()
     ]
     columns += [Column(gain / scale, upper=1.0) for gain in gains[len(products) :]]
-    rows = [Row({quantisation: 1.0, product: -1.0}, lower=0.0) for product, quantisation in needs]
-    rows.append(Row({i: cost / cost_scale for i, cost in enumerate(costs)}, upper=budget / cost_scale + 1e-12))
+    rows = [LinearRow({quantisation: 1.0, product: -1.0}, lower=0.0) for product, quantisation in needs]
+    rows.append(LinearRow({i: cost / cost_scale for i, cost in enumerate(costs)}, upper=budget / cost_scale + 1e-12))
     found = minimise(columns, rows, gap=GAP, patience_s=math.inf)
     if found is None:
         raise AssertionError("the solver found nothing within a budget that is possible")
@@ -201,7 +201,7 @@ def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[f
     return gains, needs
 
 
-def speed_up(candidates: Sequence[Candidate], of: Candidate) -> float:
+def speed_up(candidates: Sequence[PolicyCandidate], of: PolicyCandidate) -> float:
     """How many times as fast a policy's linear products are as those of "all BF16" among the candidates."""
     base = next(candidate for candidate in candidates if candidate.name == "all BF16")
     return base.seconds / of.seconds if of.seconds else 1.0

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import NumericsError
 from tilewright.models.base.protocols import TrainableModel
-from tilewright.precision.float8.linear import TileLinear
+from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.wiring import group_experts, share_inputs
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy, Rule
 from tilewright.precision.search.gradient_error import Compared, GradientChange, GradientTally, lost_by_batch
-from tilewright.precision.search.layer_stats import Unit, facts, group_layers, tile_layers
+from tilewright.precision.search.layer_stats import SearchUnit, facts, group_layers, tile_layers
 
 Batch = Mapping[str, Tensor]
 BASE = Gemms.all("fp32")
@@ -31,7 +31,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Switch:
+class FormatSwitch:
     """What one product in FP8 changes, against all products in FP32; one value a batch.
 
     `loss_change` is relative to the loss: 0.001 is 0.1 % more. `gradients` compares all parameters' gradients, `own`
@@ -56,14 +56,14 @@ class Switch:
 class Sensitivity:
     """All that was measured at one set of weights. `losses` are those in FP32, in nats a target, one a batch."""
 
-    units: tuple[Unit, ...]
-    switches: tuple[Switch, ...]
+    units: tuple[SearchUnit, ...]
+    switches: tuple[FormatSwitch, ...]
     losses: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """What several switches made together change, measured: see `Switch`."""
+    """What several switches made together change, measured: see `FormatSwitch`."""
 
     loss_change: tuple[float, ...]
     gradients: tuple[GradientChange, ...]
@@ -89,7 +89,7 @@ def num_passes(model: nn.Module, num_batches: int) -> int:
 def measure(
     model: TrainableModel, batches: Sequence[Batch], *, advance: Callable[[int], None] = lambda done: None
 ) -> Sensitivity:
-    """Try every product of every `TileLinear` in FP8, each alone.
+    """Try every product of every `Float8Linear` in FP8, each alone.
 
     Args:
         model: converted by `measuring_policy`; eager. Its gradients are dropped, and its products stand as before in
@@ -157,7 +157,7 @@ def all_in(model: nn.Module, gemms: Gemms):
         model.zero_grad(set_to_none=True)
 
 
-def set_formats(layer: TileLinear, gemms: Gemms) -> None:
+def set_formats(layer: Float8Linear, gemms: Gemms) -> None:
     """Switch a layer's products; the kind of scale stays."""
     layer.set_gemms(gemms, power_of_two=layer.power_of_two)
 
@@ -174,7 +174,7 @@ def one_pass(model: TrainableModel, batch: Batch) -> float:
     return float(loss.detach())
 
 
-def _set_all(model: nn.Module, layers: Mapping[str, TileLinear], formats: Mapping[str, Gemms]) -> None:
+def _set_all(model: nn.Module, layers: Mapping[str, Float8Linear], formats: Mapping[str, Gemms]) -> None:
     for name, layer in layers.items():
         set_formats(layer, formats[name])
     share_inputs(model)
@@ -202,9 +202,11 @@ def _tries(model, layers, units, batch, base):
         set_formats(layer, BASE)
 
 
-def _switch(unit: str, gemm: str, found: Sequence[tuple[float, Compared, GradientChange]]) -> Switch:
+def _switch(unit: str, gemm: str, found: Sequence[tuple[float, Compared, GradientChange]]) -> FormatSwitch:
     loss_changes, changes, own = zip(*found, strict=True)
-    return Switch(unit, gemm, loss_changes, tuple(change.change() for change in changes), own, lost_by_batch(changes))
+    return FormatSwitch(
+        unit, gemm, loss_changes, tuple(change.change() for change in changes), own, lost_by_batch(changes)
+    )
 
 
 def _refuse_not_finite(loss: float, base: GradientTally) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.log import History
-from tilewright.precision.controller.stats import LayerEvidence
+from tilewright.precision.controller.stats import LayerStats
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.run_data.collect import RunData
@@ -49,7 +49,7 @@ def map_figure(run: RunData) -> Figure | None:
 def underflow_figure(run: RunData) -> Figure | None:
     """Underflow of input, weight and gradient at each sample."""
 
-    def worst(layer: LayerEvidence) -> tuple[float, str] | None:
+    def worst(layer: LayerStats) -> tuple[float, str] | None:
         found = [(part.underflow, name) for name, part in layer.tensors.items()]
         return max(found, key=lambda pair: _rank(pair[0])) if found else None
 
@@ -66,7 +66,7 @@ def underflow_figure(run: RunData) -> Figure | None:
 def sqnr_figure(run: RunData) -> Figure | None:
     """Signal to noise of the products in FP8 at each sample."""
 
-    def worst(layer: LayerEvidence) -> tuple[float, str] | None:
+    def worst(layer: LayerStats) -> tuple[float, str] | None:
         found = [(part.sqnr_db, name.partition(".")[0]) for name, part in layer.products.items() if "fp8" in name]
         return max(found, key=lambda pair: _rank(-pair[0])) if found else None
 
@@ -103,7 +103,7 @@ def _strips(
     run: RunData,
     title: str,
     reading: str,
-    worst: Callable[[LayerEvidence], tuple[float, str] | None],
+    worst: Callable[[LayerStats], tuple[float, str] | None],
     strength: Callable[[float], float],
     text: Callable[[float, str], str],
 ) -> Figure | None:

@@ -7,14 +7,14 @@ The style sheet of the report is put inside, so that the file opens by itself, i
 from collections.abc import Sequence
 
 from tilewright.precision.search.gemm_time import TIMES
-from tilewright.precision.search.search import Candidate
+from tilewright.precision.search.search import PolicyCandidate
 from tilewright.report.svg.charts import Series, line_chart, standalone
-from tilewright.training.precision_search import Found
+from tilewright.training.precision_search import SearchResult
 
 _SIZE = (760, 420)
 
 
-def tradeoff_svg(found: Found, title: str) -> str:
+def tradeoff_svg(found: SearchResult, title: str) -> str:
     """The curve of fastest policies over budgets, with the chosen policy and the usual choices marked.
 
     Args:
@@ -38,6 +38,6 @@ def tradeoff_svg(found: Found, title: str) -> str:
     return standalone(chart, title, legend, _SIZE)
 
 
-def _series(name: str, points: Sequence[Candidate], base: Candidate, colour: int, kind: str) -> Series:
+def _series(name: str, points: Sequence[PolicyCandidate], base: PolicyCandidate, colour: int, kind: str) -> Series:
     xs = [100 * point.predicted.change for point in points]
     return Series(name, xs, [base.seconds / point.seconds for point in points], colour, kind)

@@ -22,7 +22,7 @@ _VALUE_LINE = re.compile(r"^([A-Za-z_][\w-]*)\s*=\s*(.*?)(?:\s+#\s*(.*))?$")
 
 
 @dataclass(frozen=True)
-class Setting:
+class RecordedSetting:
     """One line of the resolved recipe: `section.name`, its value as written, and where the value came from."""
 
     name: str
@@ -46,7 +46,7 @@ class RunData:
     precision: Sequence[Row] = ()
     history: History | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    settings: Sequence[Setting] = ()
+    settings: Sequence[RecordedSetting] = ()
     trouble: Sequence[str] = ()
 
     def column(self, key: str) -> tuple[list[float], list[float]]:
@@ -181,7 +181,7 @@ def _read_recipe(path: Path, trouble: list[str]) -> tuple[str, Row]:
         return text, {}
 
 
-def _settings(text: str) -> list[Setting]:
+def _settings(text: str) -> list[RecordedSetting]:
     """The recipe's lines with the comment behind each value, which names its source."""
     section, found = "", []
     for line in text.splitlines():
@@ -190,5 +190,5 @@ def _settings(text: str) -> list[Setting]:
             section = line.strip("[] ")
         elif match := _VALUE_LINE.match(line):
             name = f"{section}.{match[1]}" if section else match[1]
-            found.append(Setting(name, match[2], match[3] or ""))
+            found.append(RecordedSetting(name, match[2], match[3] or ""))
     return found

@@ -8,7 +8,7 @@ from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import held_out, last_process_event
 from tilewright.report.svg.axes import format_number as num
 from tilewright.report.verdict.levels import difference_error, levels, noise
-from tilewright.report.verdict.rule import MIN_RECORDS, Rule, Verdict
+from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
 
 FAR_ABOVE_START = 5.0
 """Nats above the first loss from which a run has diverged, however few its steps: 148 times the first perplexity.
@@ -18,7 +18,7 @@ SURE = 4.0
 BAD_GRADIENTS = 2
 """Gradients in a row, the last ones of a run without a loss scale, that are not finite: one may be a bad batch."""
 
-DIVERGENCE = Rule(
+DIVERGENCE = VerdictRule(
     name="divergence",
     chart="loss",
     measures=(

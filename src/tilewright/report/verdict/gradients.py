@@ -9,12 +9,12 @@ from tilewright.report.run_data.measured import quarters, settled_norms
 from tilewright.report.svg.axes import format_number, format_percent
 from tilewright.report.verdict.learning import judge_outliers
 from tilewright.report.verdict.levels import outliers
-from tilewright.report.verdict.rule import MIN_RECORDS, Rule, Verdict
+from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
 
 SPIKE, JUMP = 12.0, 4.0
 """Spreads and medians above recent norms that make a spike, as the precision controller has it: the tail is long."""
 
-SKIPS = Rule(
+SKIPS = VerdictRule(
     name="skipped steps",
     chart="loss_scale",
     measures=(
@@ -29,7 +29,7 @@ SKIPS = Rule(
         "at fault; at one in ten a tenth of the time is lost."
     ),
 )
-CLIPPING = Rule(
+CLIPPING = VerdictRule(
     name="clipping",
     chart="norm",
     measures="share of the steps after the warm-up whose gradient norm is above `optim.clip_norm`",
@@ -41,7 +41,7 @@ CLIPPING = Rule(
         "most of them, the bound sets the size of the updates and the learning rate no longer does."
     ),
 )
-GROWTH = Rule(
+GROWTH = VerdictRule(
     name="gradient growth",
     chart="norm",
     measures="median gradient norm of the last quarter of the steps after the warm-up, over the lowest such before it",
@@ -53,7 +53,7 @@ GROWTH = Rule(
         "tenfold norms mean that it has begun."
     ),
 )
-TAIL = Rule(
+TAIL = VerdictRule(
     name="gradient spikes",
     chart="norm_distribution",
     measures=(

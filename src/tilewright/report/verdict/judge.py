@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.verdict import divergence, gradients, learning, resources
-from tilewright.report.verdict.rule import NOTHING, Rule, State, Verdict
+from tilewright.report.verdict.rule import NOTHING, Verdict, VerdictRule, VerdictState
 
-RULES: Mapping[Rule, Callable[[RunData], Verdict]] = {
+RULES: Mapping[VerdictRule, Callable[[RunData], Verdict]] = {
     divergence.DIVERGENCE: divergence.divergence,
     learning.PLATEAU: learning.plateau,
     gradients.SKIPS: gradients.skips,
@@ -26,7 +26,12 @@ RULES: Mapping[Rule, Callable[[RunData], Verdict]] = {
 
 MOOT = (learning.PLATEAU, learning.MEMORISING, learning.FORGETTING)
 """Rules that say something only of a run that did not diverge: they compare losses with one another."""
-_WORDS = {State.BAD: "bad", State.LOOK: "worth a look", State.GOOD: "good", State.NOT_MEASURED: "not measured"}
+_WORDS = {
+    VerdictState.BAD: "bad",
+    VerdictState.LOOK: "worth a look",
+    VerdictState.GOOD: "good",
+    VerdictState.NOT_MEASURED: "not measured",
+}
 
 
 @dataclass(frozen=True)
@@ -39,21 +44,21 @@ class Judgement:
         """The verdicts that belong to a chart."""
         return Judgement([one for one in self.verdicts if one.rule.chart == chart])
 
-    def in_state(self, state: State) -> list[Verdict]:
+    def in_state(self, state: VerdictState) -> list[Verdict]:
         """The verdicts in one state."""
         return [one for one in self.verdicts if one.state is state]
 
     @property
     def worst(self) -> Verdict | None:
         """The gravest verdict that is bad or worth a look; None where there is none."""
-        return next(iter(self.in_state(State.BAD) or self.in_state(State.LOOK)), None)
+        return next(iter(self.in_state(VerdictState.BAD) or self.in_state(VerdictState.LOOK)), None)
 
     @property
-    def state(self) -> State:
+    def state(self) -> VerdictState:
         """That of the gravest verdict. Good only where the first rule was measured, and no other is worse."""
         if self.worst is not None:
             return self.worst.state
-        return self.verdicts[0].state if self.verdicts else State.NOT_MEASURED
+        return self.verdicts[0].state if self.verdicts else VerdictState.NOT_MEASURED
 
     def headline(self, learned: str) -> str:
         """The sentence at the head of the report.
@@ -63,7 +68,7 @@ class Judgement:
         """
         if self.worst is not None:
             return self.worst.sentence
-        why = "" if self.state is State.GOOD else self.verdicts[0].text
+        why = "" if self.state is VerdictState.GOOD else self.verdicts[0].text
         return f"{learned} {why}" if why and why != NOTHING else learned
 
     def tally(self) -> str:
@@ -73,7 +78,11 @@ class Judgement:
 
     def line(self, learned: str) -> str:
         """The verdict in one line of plain text, for a terminal."""
-        others = [one.rule.name for one in (*self.in_state(State.BAD), *self.in_state(State.LOOK)) if one != self.worst]
+        others = [
+            one.rule.name
+            for one in (*self.in_state(VerdictState.BAD), *self.in_state(VerdictState.LOOK))
+            if one != self.worst
+        ]
         also = f" Besides: {', '.join(others)}." if others else ""
         return f"verdict: {self.state.value}: {self.headline(learned)}{also} ({self.tally()})"
 
@@ -81,7 +90,7 @@ class Judgement:
 def judge(run: RunData) -> Judgement:
     """Put a run to all rules. Of a run that diverged nothing more is said about what it learned."""
     verdicts = [measure(run) for measure in RULES.values()]
-    if verdicts[0].state is State.BAD:
+    if verdicts[0].state is VerdictState.BAD:
         verdicts = [_moot(one) if one.rule in MOOT else one for one in verdicts]
     return Judgement(verdicts)
 

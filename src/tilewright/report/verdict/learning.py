@@ -9,7 +9,7 @@ from tilewright.report.svg.axes import format_number as num
 from tilewright.report.svg.axes import format_percent
 from tilewright.report.verdict.divergence import width
 from tilewright.report.verdict.levels import Level, difference_error, level, noise, outliers
-from tilewright.report.verdict.rule import MIN_RECORDS, Rule, Verdict
+from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
 
 FLAT = 0.005
 """Share of the loss that a quarter of the run must bring to count as progress. A pretraining run whose loss falls with
@@ -23,7 +23,7 @@ FOLLOWS = 0.5
 SPIKE = 8.0
 """Spreads above the median of recent losses that make a spike, as the precision controller has it."""
 
-PLATEAU = Rule(
+PLATEAU = VerdictRule(
     name="plateau",
     chart="loss",
     measures=(
@@ -39,7 +39,7 @@ PLATEAU = Rule(
         "in the whole run means that nothing was learned."
     ),
 )
-MEMORISING = Rule(
+MEMORISING = VerdictRule(
     name="memorising",
     chart="loss",
     measures=(
@@ -54,7 +54,7 @@ MEMORISING = Rule(
         "the model at the end is 22 % worse on new text than it was."
     ),
 )
-FORGETTING = Rule(
+FORGETTING = VerdictRule(
     name="forgetting",
     chart="perplexity",
     measures=(
@@ -66,7 +66,7 @@ FORGETTING = Rule(
     bad=0.3,
     why="A domain has few held-out tokens: 0.05 nats (5 % of perplexity) are more than its noise, 0.3 nats are 35 %.",
 )
-SPIKES = Rule(
+SPIKES = VerdictRule(
     name="loss spikes",
     chart="loss",
     measures=f"share of the steps whose loss is {SPIKE:g} spreads (1.4826 MAD) above the median of the 64 before it",
@@ -160,7 +160,7 @@ def spikes(run: RunData) -> Verdict:
     return judge_outliers(SPIKES, losses, list(outliers(losses, SPIKE)), "losses")
 
 
-def judge_outliers(rule: Rule, values: list[float], found: list[bool], what: str) -> Verdict:
+def judge_outliers(rule: VerdictRule, values: list[float], found: list[bool], what: str) -> Verdict:
     """The verdict on the share of outliers among those of the values that could be compared with earlier ones."""
     if len(found) < MIN_RECORDS:
         return rule.too_short(len(values), MIN_RECORDS + len(values) - len(found))

@@ -7,12 +7,12 @@ from tilewright.report.run_data.clean import number
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import peak_memory_row, planned_owners, quarters
 from tilewright.report.svg.axes import format_number, format_percent
-from tilewright.report.verdict.rule import MIN_RECORDS, Rule, Verdict
+from tilewright.report.verdict.rule import MIN_RECORDS, Verdict, VerdictRule
 
 FEWEST_PEAKS = 8
 """Recorded peaks below which no growth is judged; only steps with a progress line have one."""
 
-OFF_PLAN = Rule(
+OFF_PLAN = VerdictRule(
     name="memory plan",
     chart="memory_bars",
     measures="difference of planned and measured peak of a training step, over the measured one",
@@ -24,7 +24,7 @@ OFF_PLAN = Rule(
         "say whether a run fits."
     ),
 )
-LEAK = Rule(
+LEAK = VerdictRule(
     name="memory growth",
     chart="memory",
     measures="median peak of the last quarter of the run over that of the second quarter, less one",
@@ -36,7 +36,7 @@ LEAK = Rule(
         "fragments, and at 25 % in half a run memory may run out in a longer one."
     ),
 )
-WAIT = Rule(
+WAIT = VerdictRule(
     name="data wait",
     chart="wait",
     measures="share of the time of all steps but the first spent waiting for data",
@@ -45,7 +45,7 @@ WAIT = Rule(
     bad=0.25,
     why="Under 5 % is hard to tell from the scatter of steps; at 25 % the run would be a third faster without it.",
 )
-SLOWDOWN = Rule(
+SLOWDOWN = VerdictRule(
     name="slowdown",
     chart="throughput",
     measures="share by which the median speed of the last quarter of the run is below that of the fastest quarter",

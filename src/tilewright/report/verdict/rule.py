@@ -11,7 +11,7 @@ fewest whose median stands against two outliers."""
 NOTHING = "Nothing is recorded."
 
 
-class State(Enum):
+class VerdictState(Enum):
     """What a rule says. There is no state that a run has by default: without a measurement it is `NOT_MEASURED`."""
 
     GOOD = "good"
@@ -21,7 +21,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerdictRule:
     """One number that is measured on every run, and from where on it is worth a look, or bad.
 
     Args:
@@ -44,13 +44,13 @@ class Rule:
     why: str
     besides: str = ""
 
-    def state(self, value: float) -> State:
+    def state(self, value: float) -> VerdictState:
         """The state of a run with this number."""
-        return State.BAD if value >= self.bad else State.LOOK if value >= self.look else State.GOOD
+        return VerdictState.BAD if value >= self.bad else VerdictState.LOOK if value >= self.look else VerdictState.GOOD
 
     def is_good(self, value: float) -> bool:
         """Whether the number is below both thresholds."""
-        return self.state(value) is State.GOOD
+        return self.state(value) is VerdictState.GOOD
 
     def judge(self, value: float, text: str) -> "Verdict":
         """The verdict on a number; `text` is a sentence that holds it."""
@@ -58,11 +58,11 @@ class Rule:
 
     def certain(self, text: str) -> "Verdict":
         """Bad whatever the number: a fact that `besides` names."""
-        return Verdict(self, State.BAD, text, None)
+        return Verdict(self, VerdictState.BAD, text, None)
 
     def not_measured(self, why: str) -> "Verdict":
         """No verdict, and why."""
-        return Verdict(self, State.NOT_MEASURED, why, None)
+        return Verdict(self, VerdictState.NOT_MEASURED, why, None)
 
     def too_short(self, count: int, least: int = MIN_RECORDS) -> "Verdict":
         """No verdict: `count` values are recorded where `least` are needed."""
@@ -75,7 +75,7 @@ class Rule:
         """A number of this rule as text.
 
         Example:
-            >>> [Rule("r", "", "", unit, 0.1, 0.5, "").amount(0.25) for unit in ("nats", "share", "times")]
+            >>> [VerdictRule("r", "", "", unit, 0.1, 0.5, "").amount(0.25) for unit in ("nats", "share", "times")]
             ['0.25 nats', '25 %', '0.25 times']
         """
         return format_percent(value) if self.unit == "share" else f"{format_number(value)} {self.unit}"
@@ -85,17 +85,17 @@ class Rule:
 class Verdict:
     """What a rule says about a run: a state, a sentence with the number, and the number (None where there is none)."""
 
-    rule: Rule
-    state: State
+    rule: VerdictRule
+    state: VerdictState
     text: str
     value: float | None
 
     @property
     def limit(self) -> str:
         """The threshold that the number has reached, in words; empty where it has reached none."""
-        if self.value is None or self.state is State.GOOD:
+        if self.value is None or self.state is VerdictState.GOOD:
             return ""
-        if self.state is State.BAD:
+        if self.state is VerdictState.BAD:
             return f"bad from {self.rule.amount(self.rule.bad)}"
         return f"worth a look from {self.rule.amount(self.rule.look)}"
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from tilewright.core.errors import CheckpointError
 from tilewright.precision.snapshot import host_states, set_host_states, set_torch_states, torch_states
 from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
-from tilewright.training.executor.layer_major_setup import Sliced
-from tilewright.training.executor.summon import Visit
+from tilewright.training.executor.layer_major_setup import LayerMajorParts
+from tilewright.training.executor.summon import SummonedParams
 from tilewright.training.executor.transaction import Stateful
 
 _MAX_DIFFERENCES = 5
@@ -45,15 +45,15 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     parts: Mapping[str, Stateful]
-    sliced: Sliced | None = None
+    sliced: LayerMajorParts | None = None
 
     @contextmanager
-    def live(self, *, changes: bool = False) -> Iterator[Visit | None]:
+    def live(self, *, changes: bool = False) -> Iterator[SummonedParams | None]:
         """What gives the tensors their bytes inside; None where they have them."""
         if self.sliced is None or not self.sliced.travels:
             yield None
             return
-        with Visit(self.model, self.optimizer, self.sliced.slices, self.sliced.home, changes=changes) as visit:
+        with SummonedParams(self.model, self.optimizer, self.sliced.slices, self.sliced.home, changes=changes) as visit:
             yield visit
 
     def save(self, store: CheckpointStore, step: int, meta: Mapping[str, Any], *, now: bool = False) -> float:

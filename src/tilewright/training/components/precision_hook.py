@@ -13,14 +13,14 @@ from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.policy.schedule import lr_factor
 from tilewright.training.executor.standard import Batch, count_targets, to_device
-from tilewright.training.runlog.recorder import Recorder
+from tilewright.training.runlog.recorder import MetricsLogger
 
 _SHOWN = 3
 """Moves of one sample that an event spells out; precision.jsonl has all of them."""
 
 
 @dataclass
-class StepControl:
+class PrecisionHook:
     """The controller in a run.
 
     Args:
@@ -35,7 +35,7 @@ class StepControl:
     device: torch.device
     lr_noise: float = 0.0
 
-    def before(self, step: int, microbatches: Sequence[Batch], recorder: Recorder) -> None:
+    def before(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
         """Formats of `step` (counted from 0), and a sample where one is due: one row, or all of them."""
         floors = dict(self.control.schedule.floors(step))
         if self.control.enter(step) and step and floors != self.control.schedule.floors(step - 1):
@@ -49,12 +49,12 @@ class StepControl:
         """The learning rate of a step, lowered by the noise that was measured."""
         return lr * lr_factor(self.control.controller.noise, self.lr_noise)
 
-    def after(self, step: int, microbatches: Sequence[Batch], recorder: Recorder) -> None:
+    def after(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
         """A sample on the batch of a step that wider formats have mended."""
         if self.control.controller.suspect is not None:
             self._look(step, microbatches, recorder)
 
-    def _look(self, step: int, microbatches: Sequence[Batch], recorder: Recorder) -> None:
+    def _look(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
         self.control.look(step, [self._pass(batch) for batch in microbatches])
         rows = self.control.take_rows()
         for row in rows:

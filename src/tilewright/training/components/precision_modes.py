@@ -11,7 +11,7 @@ from tilewright.precision.policy.schedule import ModeSchedule
 
 
 @dataclass
-class Modes:
+class PrecisionModes:
     """The precision of the run, step by step: enters the mode that a step belongs to."""
 
     model: Model

@@ -61,7 +61,7 @@ class StopRequest:
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A field whose value differs between the run folder's recipe and the present one."""
 
     field: str
@@ -74,7 +74,9 @@ class Change:
         return f"{self.field}: {self.before!r} -> {self.now!r}" + (" (changes the numbers)" if self.numerics else "")
 
 
-def recipe_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[Change]:
+def recipe_changes(
+    before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
+) -> list[SettingChange]:
     """Fields that differ between two recipes, each given as {section: {field: value}}.
 
     Example:
@@ -86,7 +88,7 @@ def recipe_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Ma
         for field, value in now[section].items():
             name, old = f"{section}.{field}", before.get(section, {}).get(field)
             if old != value:
-                changes.append(Change(name, old, value, _is_numerics(section, name)))
+                changes.append(SettingChange(name, old, value, _is_numerics(section, name)))
     return changes
 
 

@@ -1,8 +1,8 @@
-"""What a model does with each of its layers, as a `Placement` says; and from one to the next between two steps.
+"""What a model does with each of its layers, as a `MemoryPlan` says; and from one to the next between two steps.
 
     checkpoint_layers(model, placement)                     # before it is compiled
     cut_layers(model, placement, compile=...)               # after `precision.convert`
-    places = ModelPlaces(model, placement)
+    places = ActivationPolicy(model, placement)
     places.change(another)
 
 For the standard executor, which keeps all bytes on the device; `memory.layer_major.apply_plan` is this for the
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tilewright.core.errors import ConfigError
-from tilewright.core.memory_plan import KIND_OF, Activations, Placement
+from tilewright.core.memory_plan import KIND_OF, Activations, MemoryPlan
 from tilewright.memory.layer_major.apply_plan import other_layers, refuse_other_numbers
 from tilewright.memory.tiled_mlp import tile_layers, tile_mlps
 from tilewright.models.base.protocols import Model
@@ -24,7 +24,7 @@ _MODES: dict[Activations, Any] = {kind: mode for mode, kind in KIND_OF.items()}
 Item = TypeVar("Item")
 
 
-def checkpoint_layers(model: Model, placement: Placement) -> None:
+def checkpoint_layers(model: Model, placement: MemoryPlan) -> None:
     """Let each layer keep for backward what the placement says.
 
     Raises:
@@ -35,7 +35,7 @@ def checkpoint_layers(model: Model, placement: Placement) -> None:
     model.checkpointing = modes
 
 
-def cut_layers(model: Model, placement: Placement, *, compile: bool) -> None:
+def cut_layers(model: Model, placement: MemoryPlan, *, compile: bool) -> None:
     """Cut MLPs and attention of each layer into the parts that the placement says. Once.
 
     Args:
@@ -85,7 +85,7 @@ def _for_layers(model: Model, wanted: Sequence[Item], name: str) -> tuple[Item, 
     return (wanted[0],)
 
 
-def _refuse_tiers(placement: Placement) -> None:
+def _refuse_tiers(placement: MemoryPlan) -> None:
     away = {tier for layer in placement for tier in (layer.parameters, layer.states, layer.inputs)} - {"device"}
     if away:
         raise ConfigError(
@@ -97,7 +97,7 @@ def _refuse_tiers(placement: Placement) -> None:
         )
 
 
-class ModelPlaces:
+class ActivationPolicy:
     """Reads and changes what the layers of a model keep.
 
     Args:
@@ -108,12 +108,12 @@ class ModelPlaces:
         ConfigError: see `checkpoint_layers`.
     """
 
-    def __init__(self, model: Model, placement: Placement) -> None:
+    def __init__(self, model: Model, placement: MemoryPlan) -> None:
         self._model, self._asked = model, placement
         checkpoint_layers(model, placement)
 
     @property
-    def now(self) -> Placement:
+    def now(self) -> MemoryPlan:
         """What is done with each layer now."""
         modes = self._model.checkpointing
         modes = modes if self._model.layers else modes * len(self._asked.layers)
@@ -121,7 +121,7 @@ class ModelPlaces:
         layers = tuple(replace(layer, activations=KIND_OF[mode]) for layer, mode in rows)
         return replace(self._asked, layers=layers)
 
-    def change(self, placement: Placement) -> None:
+    def change(self, placement: MemoryPlan) -> None:
         """From the next step on, keep this. Between steps only.
 
         Raises:

@@ -8,7 +8,7 @@ exact   two backward passes: the first one knows the norm of the whole gradient 
 lagged  one backward pass. What is known of this step is bounded by what is known of the one before
         (`optim.delayed_clip`). A bad loss or layer output is found before the first update. A gradient that turns out
         bad after some slices were updated is undone: by the journal that kept these slices' bytes, or, without one, by
-        `LostStep`, upon which the run goes back to its newest checkpoint. Nothing is left half applied.
+        `UnrecoverableStepError`, upon which the run goes back to its newest checkpoint. Nothing is left half applied.
 
 A step that finds no memory is taken back where nothing was updated, or where a journal keeps what was; else the pieces
 that are left are computed again with what is free made free, from what the pieces before them left (`transaction`).
@@ -27,19 +27,19 @@ import torch
 from torch import Tensor
 
 from tilewright.core.errors import NumericsError
-from tilewright.core.memory_plan import Placement
-from tilewright.memory.layer_major.apply_plan import Places
+from tilewright.core.memory_plan import MemoryPlan
+from tilewright.memory.layer_major.apply_plan import PlanApplier
 from tilewright.memory.layer_major.passes import LayerMajor
 from tilewright.memory.layer_major.replay import Replay
-from tilewright.memory.layer_major.rollback import Journal
-from tilewright.memory.offload.activations import InputStore
-from tilewright.memory.offload.param_store import Tiers
-from tilewright.memory.tracking.tracker import Ledger
+from tilewright.memory.layer_major.rollback import RollbackBuffer
+from tilewright.memory.offload.activations import ActivationStore
+from tilewright.memory.offload.param_store import ParamOffloader
+from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import TrainableModel
-from tilewright.models.layerwise.view import Layered, Slice, Slices
+from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.delayed_clip import LaggedClip
+from tilewright.optim.delayed_clip import DelayedClip
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.training.executor.standard import (
     MAX_BAD_STEPS,
@@ -49,13 +49,13 @@ from tilewright.training.executor.standard import (
     count_tokens,
     to_device,
 )
-from tilewright.training.executor.transaction import WholeStep
+from tilewright.training.executor.transaction import StepTransaction
 
 Result = TypeVar("Result")
 _NOT_FINITE = "the loss or its gradient is not finite"
 
 
-class LostStep(NumericsError):
+class UnrecoverableStepError(NumericsError):
     """A bad gradient was met after some slices were updated, and nothing keeps what they were."""
 
     step: int = -1
@@ -73,7 +73,7 @@ class _Bad(Exception):
 
 
 @dataclass
-class _Attempt:
+class _LayerMajorAttempt:
     """A step so far."""
 
     factor: float
@@ -82,7 +82,7 @@ class _Attempt:
     norms: dict[Tensor, Tensor] = field(default_factory=dict)
     """Length of each parameter's gradient so far, on the device."""
     skipped: str | None = None
-    updated: list[Slice] = field(default_factory=list)
+    updated: list[LayerGroup] = field(default_factory=list)
     aux: Mapping[str, float] = field(default_factory=dict)
 
     def norm(self, order: Sequence[Tensor] | None = None) -> float:
@@ -101,7 +101,7 @@ class LayerMajorExecutor:
         optimizer: over the model's parameters. Gradients of 16-bit parameters are kept in FP32.
         clip: bounds, and the threshold above which a step is skipped.
         lagged: clip by what was known a step before, in one backward pass.
-        undo: keeps what a lagged step changes; None: a bad one raises `LostStep`.
+        undo: keeps what a lagged step changes; None: a bad one raises `UnrecoverableStepError`.
         device: where batches are moved.
         inputs: keeps layer inputs; by default on the device.
         residence: brings slices to the device; by default they live there.
@@ -117,19 +117,19 @@ class LayerMajorExecutor:
     def __init__(
         self,
         model: TrainableModel,
-        view: Layered,
-        slices: Slices,
+        view: LayerwiseModel,
+        slices: LayerGroups,
         optimizer: DeepSeekAdam,
         *,
         clip: GradClip,
         lagged: bool = False,
-        undo: Journal | None = None,
+        undo: RollbackBuffer | None = None,
         device: torch.device | str = "cpu",
-        inputs: InputStore | None = None,
-        residence: Tiers | None = None,
+        inputs: ActivationStore | None = None,
+        residence: ParamOffloader | None = None,
         weights: QuantizedWeights | None = None,
-        ledger: Ledger | None = None,
-        placement: Placement | None = None,
+        ledger: MemoryTracker | None = None,
+        placement: MemoryPlan | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -139,19 +139,19 @@ class LayerMajorExecutor:
         self.weights = weights
         self.undo = undo
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
-        self.lagged = LaggedClip(clip, self._params, self.device) if lagged else None
-        self.whole = WholeStep(model, self._params, self.device, [clip])
+        self.lagged = DelayedClip(clip, self._params, self.device) if lagged else None
+        self.whole = StepTransaction(model, self._params, self.device, [clip])
         self.run = LayerMajor(
             view,
             slices,
-            inputs=inputs or InputStore("device", self.device),
-            residence=residence or Tiers(model, slices, optimizer, self.device),
+            inputs=inputs or ActivationStore("device", self.device),
+            residence=residence or ParamOffloader(model, slices, optimizer, self.device),
             replay=Replay(self.device),
             phase=self._phase,
             device=self.device,
             retry=self.whole.finish,
         )
-        self._places = Places(self.run, placement, weights)
+        self._places = PlanApplier(self.run, placement, weights)
         self._bad_steps = 0
         for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
@@ -163,8 +163,8 @@ class LayerMajorExecutor:
         Raises:
             NumericsError: the third step in a row whose gradient is not finite. The weights are those of the last good
                 step.
-            LostStep: a bad gradient after the first update, and no `undo`. The weights are of no use.
-            HalfUpdated: no memory after the first update, again after some was made free, and no `undo`.
+            UnrecoverableStepError: a bad gradient after the first update, and no `undo`. The weights are of no use.
+            PartialUpdateError: no memory after the first update, again after some was made free, and no `undo`.
         """
         started = time.perf_counter()
         num_targets, num_tokens = count_targets(microbatches), count_tokens(microbatches)
@@ -173,7 +173,7 @@ class LayerMajorExecutor:
             return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, seconds)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        attempt = _Attempt(1.0 / num_targets)
+        attempt = _LayerMajorAttempt(1.0 / num_targets)
         lagged = self.lagged.now() if self.lagged is not None else None
         try:
             with self.whole.attempt(irrevocable=lambda: self._why_half(attempt)) as before:
@@ -199,12 +199,13 @@ class LayerMajorExecutor:
         return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, attempt.aux)
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> MemoryPlan:
         """What is done with each layer now."""
         return self._places.now
 
-    def place(self, placement: Placement) -> None:
-        """Between steps: do this with each layer from now on; see `memory.layer_major.apply_plan.Places.change`."""
+    def place(self, placement: MemoryPlan) -> None:
+        """Between steps: do this with each layer from now on; see
+        `memory.layer_major.apply_plan.PlanApplier.change`."""
         self._places.change(placement)
 
     def close(self) -> None:
@@ -216,7 +217,7 @@ class LayerMajorExecutor:
 
     # ---- exact: the norm first ----
 
-    def _exact(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
+    def _exact(self, batches: Sequence[Batch], attempt: _LayerMajorAttempt) -> float:
         finite = self.run.forward(batches)
         attempt.aux = self._told(len(batches))
         attempt.loss_sum = self.run.backward(attempt.factor, lambda part: self._measure(part, attempt), last=not finite)
@@ -228,7 +229,7 @@ class LayerMajorExecutor:
             self.run.backward(attempt.factor, lambda part: self._apply(part, result.factor, attempt))
         return norm
 
-    def _apply(self, part: Slice, factor: float, attempt: _Attempt) -> None:
+    def _apply(self, part: LayerGroup, factor: float, attempt: _LayerMajorAttempt) -> None:
         params, grads = _gradients(part)
         with self._phase("update"), torch.no_grad():
             self._clamp(grads)
@@ -239,7 +240,7 @@ class LayerMajorExecutor:
 
     # ---- lagged: updates on the way ----
 
-    def _lagged(self, batches: Sequence[Batch], attempt: _Attempt) -> float:
+    def _lagged(self, batches: Sequence[Batch], attempt: _LayerMajorAttempt) -> float:
         assert self.lagged is not None
         before = self.lagged.now()
         if self.undo is not None:
@@ -259,7 +260,7 @@ class LayerMajorExecutor:
             self.lagged.end(self._finish(attempt.norm))
         return self._finish(attempt.norm) if attempt.norms else math.nan
 
-    def _apply_lagged(self, part: Slice, attempt: _Attempt) -> None:
+    def _apply_lagged(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> None:
         assert self.lagged is not None
         with self._phase("update"), torch.no_grad():
             params, grads = _gradients(part)
@@ -268,7 +269,7 @@ class LayerMajorExecutor:
             attempt.updated.append(part)
             self._update(part, params, grads)
 
-    def _ready(self, part: Slice, attempt: _Attempt) -> Tensor:
+    def _ready(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> Tensor:
         """All that comes before the first change: is the gradient good, and are the slice's bytes kept."""
         params, _ = _gradients(part)
         norms = self._measure(part, attempt)
@@ -282,13 +283,13 @@ class LayerMajorExecutor:
             self.undo.keep(part, self._tensors(params))
         return norms
 
-    def _take_back(self, attempt: _Attempt, why: str) -> None:
+    def _take_back(self, attempt: _LayerMajorAttempt, why: str) -> None:
         """Make the step not to have happened."""
         attempt.skipped = why
         if not attempt.updated:
             return
         if self.undo is None:
-            raise LostStep(
+            raise UnrecoverableStepError(
                 "A bad gradient was met in the middle of a step.",
                 got=f"{why}, after {len(attempt.updated)} of {sum(1 for _ in self.run.slices)} slices were updated",
                 need="a finite gradient, or a checkpoint to go back to",
@@ -296,7 +297,7 @@ class LayerMajorExecutor:
             )
         self._roll_back(attempt)
 
-    def _roll_back(self, attempt: _Attempt) -> None:
+    def _roll_back(self, attempt: _LayerMajorAttempt) -> None:
         undo = self.undo
         assert undo is not None
         self._finish(lambda: undo.rollback(self.run.residence))
@@ -304,7 +305,7 @@ class LayerMajorExecutor:
             self._refresh(part)
         attempt.updated.clear()
 
-    def _why_half(self, attempt: _Attempt) -> str | None:
+    def _why_half(self, attempt: _LayerMajorAttempt) -> str | None:
         """Why a step that found no memory cannot be taken back; None where nothing was updated, or it is undone."""
         if not attempt.updated:
             return None
@@ -316,7 +317,8 @@ class LayerMajorExecutor:
     # ---- both ----
 
     def _finish(self, work: Callable[[], Result]) -> Result:
-        """`WholeStep.finish`; kept graphs are freed where memory runs out, since their slices can be recomputed."""
+        """`StepTransaction.finish`; kept graphs are freed where memory runs out, since their slices can be
+        recomputed."""
         return self.whole.finish(work, self.run.let_go)
 
     def _told(self, num_batches: int) -> dict[str, float]:
@@ -324,7 +326,7 @@ class LayerMajorExecutor:
         return {name: float(value) / num_batches for name, value in self.run.tell().items()}
 
     @torch.no_grad()
-    def _measure(self, part: Slice, attempt: _Attempt) -> Tensor:
+    def _measure(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> Tensor:
         """Lengths of the gradients of a slice, one a tensor, elements clamped if the recipe says so."""
         params, grads = _gradients(part)
         if not grads:
@@ -341,12 +343,12 @@ class LayerMajorExecutor:
             torch._foreach_clamp_min_(grads, -self.clip.elements)
             torch._foreach_clamp_max_(grads, self.clip.elements)
 
-    def _update(self, part: Slice, params: list[Tensor], grads: list[Tensor]) -> None:
+    def _update(self, part: LayerGroup, params: list[Tensor], grads: list[Tensor]) -> None:
         """Update a slice whose gradients are in `.grad`."""
         self._finish(lambda: self.optimizer.step_params(*_gradients(part)))
         self._refresh(part)
 
-    def _refresh(self, part: Slice) -> None:
+    def _refresh(self, part: LayerGroup) -> None:
         weights = self.weights
         if weights is not None:
             self._finish(lambda: weights.refresh(part.modules))
@@ -374,7 +376,7 @@ class LayerMajorExecutor:
         return self.ledger.phase(name) if self.ledger is not None else nullcontext()
 
 
-def _gradients(part: Slice) -> tuple[list[Tensor], list[Tensor]]:
+def _gradients(part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters of a slice that have a gradient, and these."""
     params = [param for param in part.trained if param.grad is not None]
     return params, [param.grad for param in params]

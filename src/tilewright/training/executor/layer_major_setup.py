@@ -1,8 +1,8 @@
 """From a recipe, and a plan where there is one, to the layer-major executor: slices, where their bytes are at home,
 what undoes a step.
 
-What is done with each layer comes as a `Placement`: a plan's, or the one that `[memory]` gives for all layers alike
-(`core.memory_plan.placement_of`).
+What is done with each layer comes as a `MemoryPlan`: a plan's, or the one that `[memory]` gives for all layers alike
+(`core.memory_plan.memory_plan_of`).
 """
 
 from collections.abc import Mapping
@@ -14,18 +14,18 @@ from torch import nn
 
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.errors import ConfigError
-from tilewright.core.memory_plan import Placement, placement_of
+from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.memory.layer_major.apply_plan import by_slice, input_tiers
 from tilewright.memory.layer_major.passes import LayerMajor
-from tilewright.memory.layer_major.rollback import Journal
-from tilewright.memory.offload.activations import InputStore
+from tilewright.memory.layer_major.rollback import RollbackBuffer
+from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.lazy_params import lent_values
-from tilewright.memory.offload.param_store import Tiers
-from tilewright.memory.tracking.tracker import Ledger
-from tilewright.models.base.protocols import FirstValues, Model
+from tilewright.memory.offload.param_store import ParamOffloader
+from tilewright.memory.tracking.tracker import MemoryTracker
+from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.layerwise.hf_view import layered
 from tilewright.models.layerwise.lazy_init import random_values, stored_values
-from tilewright.models.layerwise.view import Layered, Slices, find_slices
+from tilewright.models.layerwise.view import LayerGroups, LayerwiseModel, find_slices
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -34,12 +34,12 @@ from tilewright.training.executor.layer_major import LayerMajorExecutor
 
 
 @dataclass(frozen=True)
-class Sliced:
+class LayerMajorParts:
     """A model in slices."""
 
-    view: Layered
-    slices: Slices
-    home: Tiers
+    view: LayerwiseModel
+    slices: LayerGroups
+    home: ParamOffloader
 
     @property
     def travels(self) -> bool:
@@ -58,7 +58,7 @@ def comes_in_slices(recipe: Recipe) -> bool:
     return recipe.memory.executor == "layer_major"
 
 
-def first_values(recipe: Recipe, model: Model) -> FirstValues | None:
+def first_values(recipe: Recipe, model: Model) -> InitialValues | None:
     """What fills the slices of a model on the meta device; None where the model has its values."""
     if not comes_in_slices(recipe):
         return None
@@ -74,9 +74,9 @@ def slice_up(
     device: torch.device,
     *,
     folder: Path,
-    values: FirstValues | None,
-    placement: Placement | None = None,
-) -> Sliced:
+    values: InitialValues | None,
+    placement: MemoryPlan | None = None,
+) -> LayerMajorParts:
     """Cut a model and give its parameters and states their homes.
 
     Args:
@@ -96,8 +96,8 @@ def slice_up(
     with lent_values(model):  # a foreign model has to be run before it can be cut
         view = layered(model)
     slices = find_slices(model, view, memory.group)
-    wanted = by_slice(placement or placement_of(recipe, len(view.blocks)), slices)
-    home = Tiers(
+    wanted = by_slice(placement or memory_plan_of(recipe, len(view.blocks)), slices)
+    home = ParamOffloader(
         model,
         slices,
         optimizer,
@@ -108,21 +108,21 @@ def slice_up(
         prefetch=memory.prefetch,
         values=values,
     )
-    return Sliced(view, slices, home)
+    return LayerMajorParts(view, slices, home)
 
 
 def make_executor(
     recipe: Recipe,
     model: Model,
-    sliced: Sliced,
+    sliced: LayerMajorParts,
     optimizer: DeepSeekAdam,
     *,
     clip: GradClip,
-    ledger: Ledger,
+    ledger: MemoryTracker,
     kernels: Kernels,
     weights: QuantizedWeights | None,
     folder: Path,
-    placement: Placement | None = None,
+    placement: MemoryPlan | None = None,
 ) -> LayerMajorExecutor:
     """The executor of a sliced model.
 
@@ -132,9 +132,9 @@ def make_executor(
     Raises:
         ConfigError: the disk tier's folder cannot be written.
     """
-    placement = placement or placement_of(recipe, len(sliced.view.blocks))
+    placement = placement or memory_plan_of(recipe, len(sliced.view.blocks))
     tiers = input_tiers(placement, sliced.slices)
-    inputs = InputStore(tiers, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
+    inputs = ActivationStore(tiers, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
     executor = LayerMajorExecutor(
         model,
         sliced.view,
@@ -154,7 +154,7 @@ def make_executor(
     return executor
 
 
-def _tell(ledger: Ledger, sliced: Sliced, run: LayerMajor) -> None:
+def _tell(ledger: MemoryTracker, sliced: LayerMajorParts, run: LayerMajor) -> None:
     """Let the ledger know whose bytes are where, while some are off the device; else it finds out by itself."""
 
     def parameters() -> Mapping[Tier, int]:
@@ -173,13 +173,13 @@ def _tell(ledger: Ledger, sliced: Sliced, run: LayerMajor) -> None:
         ledger.own(owner, num_bytes)
 
 
-def _journal(recipe: Recipe, placement: Placement, device: torch.device, folder: Path) -> Journal | None:
+def _journal(recipe: Recipe, placement: MemoryPlan, device: torch.device, folder: Path) -> RollbackBuffer | None:
     """What keeps the bytes that a lagged step changes: on disk, where some of them are at home there."""
     memory = recipe.memory
     if recipe.optim.clip != "lagged" or memory.undo != "journal":
         return None
     on_disk = any("disk" in (layer.parameters, layer.states) for layer in placement)
-    return Journal("disk" if on_disk else "host", device, folder=folder)
+    return RollbackBuffer("disk" if on_disk else "host", device, folder=folder)
 
 
 def refuse_loss_scaling(scaled: bool) -> None:

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import HardwareError, NumericsError
-from tilewright.core.memory_plan import Placement
-from tilewright.memory.tracking.tracker import Ledger
+from tilewright.core.memory_plan import MemoryPlan
+from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.training.executor.activation_policy import ModelPlaces
-from tilewright.training.executor.transaction import WholeStep
+from tilewright.training.executor.activation_policy import ActivationPolicy
+from tilewright.training.executor.transaction import StepTransaction
 
 IGNORED_LABEL = -100
 MAX_BAD_STEPS = 3
@@ -60,7 +60,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class _StandardAttempt:
     """A step as computed, its gradients in the parameters and not yet applied."""
 
     loss: float
@@ -83,15 +83,15 @@ class _Progress:
 class Executor(Protocol):
     """Runs optimizer steps. Implementations differ in what is in memory when, never in the result."""
 
-    whole: WholeStep
+    whole: StepTransaction
     """What makes a step happen whole or not at all."""
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> MemoryPlan:
         """What is done with each layer now."""
         ...
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: MemoryPlan) -> None:
         """Between steps: do this with each layer from now on. No number changes. All of it or, on an error, nothing.
 
         Raises:
@@ -108,7 +108,7 @@ class Executor(Protocol):
         Raises:
             torch.OutOfMemoryError, RuntimeError, MemoryError: an allocator found no memory. Nothing has changed: the
                 same call may be made again.
-            HalfUpdated: the same in the middle of the update, which could not be brought to its end.
+            PartialUpdateError: the same in the middle of the update, which could not be brought to its end.
         """
         ...
 
@@ -142,9 +142,9 @@ class StandardExecutor:
         scaler: DynamicScaler | None = None,
         clip: GradClip,
         device: torch.device | str = "cpu",
-        ledger: Ledger | None = None,
+        ledger: MemoryTracker | None = None,
         control: PrecisionController | None = None,
-        places: ModelPlaces | None = None,
+        places: ActivationPolicy | None = None,
     ) -> None:
         self.control = control
         self._places = places
@@ -157,7 +157,7 @@ class StandardExecutor:
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self._world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._bad_steps = 0
-        self.whole = WholeStep(
+        self.whole = StepTransaction(
             model, self._params, self.device, [part for part in (clip, scaler, control) if part is not None]
         )
         self._refuse_sharded()
@@ -166,13 +166,13 @@ class StandardExecutor:
                 param.grad_dtype = torch.float32
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> MemoryPlan:
         """What is done with each layer now. Of an executor that was made with `places`."""
         assert self._places is not None, "made without places"
         return self._places.now
 
-    def place(self, placement: Placement) -> None:
-        """Between steps: do this with each layer from now on; see `placing.ModelPlaces.change`."""
+    def place(self, placement: MemoryPlan) -> None:
+        """Between steps: do this with each layer from now on; see `placing.ActivationPolicy.change`."""
         assert self._places is not None, "made without places"
         self._places.change(placement)
 
@@ -209,10 +209,10 @@ class StandardExecutor:
 
     def _guarded(
         self, control: PrecisionController, microbatches: Sequence[Batch], num_targets: int, scale: float
-    ) -> tuple[_Attempt, str | None]:
+    ) -> tuple[_StandardAttempt, str | None]:
         """The step, and why it was computed again in wider formats, if it was: where `precision_hook` finds it bad."""
         before = [(part, part.state_dict()) for part in (self.clip, self.scaler) if part is not None]
-        attempts: list[_Attempt] = []
+        attempts: list[_StandardAttempt] = []
 
         def compute() -> tuple[float, float]:
             for part, state in before if attempts else ():
@@ -223,7 +223,7 @@ class StandardExecutor:
         redone, skipped = control.guard(compute)
         return replace(attempts[-1], skipped=attempts[-1].skipped or skipped), redone
 
-    def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> _Attempt:
+    def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> _StandardAttempt:
         """Forward and backward over all micro-batches; the gradient of the mean loss is left in `param.grad`, summed
         over the ranks and clipped."""
         factor = scale / max(num_targets, 1)
@@ -244,7 +244,7 @@ class StandardExecutor:
             self._share_gradients()
             loss = float(loss_sum) / max(num_targets, 1)
             norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
-        return _Attempt(loss, norm, skipped, aux)
+        return _StandardAttempt(loss, norm, skipped, aux)
 
     def _judge(self, loss: float, inv_scale: float) -> tuple[float, str | None]:
         """Unscale and clip the gradient, move the loss scale; the gradient's norm, and a reason not to apply it."""

@@ -5,7 +5,7 @@
     with passing(sliced):                    # forward passes: evaluation, samples
         model.loss(batch)
 
-Tensors asked for slice by slice (`Visit.sorted`) are fetched once.
+Tensors asked for slice by slice (`SummonedParams.sorted`) are fetched once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewright.memory.offload.param_store import Tiers
-from tilewright.models.layerwise.view import Layered, Slice, Slices
+from tilewright.memory.offload.param_store import ParamOffloader
+from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseModel
 
 
-class Visit:
+class SummonedParams:
     """Tensors of a model and its optimizer, live one slice at a time.
 
     Args:
@@ -34,14 +34,14 @@ class Visit:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        slices: Slices,
-        home: Tiers,
+        slices: LayerGroups,
+        home: ParamOffloader,
         *,
         changes: bool = False,
     ) -> None:
         self._home, self._changes, self._states = home, changes, optimizer is not None
-        self._open: Slice | None = None
-        self._found: dict[str, tuple[int, Slice, nn.Parameter, str]] = {}
+        self._open: LayerGroup | None = None
+        self._found: dict[str, tuple[int, LayerGroup, nn.Parameter, str]] = {}
         self._optimizer = optimizer
         names = {param: name for name, param in model.named_parameters()}
         for number, part in enumerate(slices):
@@ -50,7 +50,7 @@ class Visit:
                 for key in optimizer.state.get(param, {}) if optimizer is not None else ():
                     self._found[f"optimizer.{names[param]}.{key}"] = number, part, param, key
 
-    def __enter__(self) -> "Visit":
+    def __enter__(self) -> "SummonedParams":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,7 +58,7 @@ class Visit:
         if self._changes:
             self._home.flush()
 
-    def open(self, part: Slice | None) -> None:
+    def open(self, part: LayerGroup | None) -> None:
         """Have this slice live, and no other."""
         if part is self._open:
             return
@@ -84,14 +84,14 @@ class Visit:
 
 
 @contextmanager
-def passing(model: nn.Module, view: Layered, slices: Slices, home: Tiers) -> Iterator[None]:
+def passing(model: nn.Module, view: LayerwiseModel, slices: LayerGroups, home: ParamOffloader) -> Iterator[None]:
     """Forward passes of the model inside find each slice on the device when they come to it.
 
     Nothing is compiled inside: the layers' hooks are not part of what was.
     """
-    visit = Visit(model, None, slices, home)
+    visit = SummonedParams(model, None, slices, home)
 
-    def enter(part: Slice) -> Any:
+    def enter(part: LayerGroup) -> Any:
         return lambda *_: visit.open(part)
 
     handles = []

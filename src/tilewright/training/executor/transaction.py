@@ -1,6 +1,6 @@
 """The transaction of a step: it happens whole or not at all, also where an allocator finds no memory in its middle.
 
-    whole = WholeStep(model, params, device, parts=(clip, scaler))
+    whole = StepTransaction(model, params, device, parts=(clip, scaler))
     with whole.attempt():          # inside the step. Forward, backward: out of memory restores what was, and is raised
         ...
         whole.finish(update)       # what has begun to change weights continues where it stood
@@ -10,9 +10,9 @@
 Up to the update, what a step changes is little: generators, the state of clipping and loss scale, buffers, what modules
 note. It is copied before the step and put back. The update itself cannot be undone without a copy of weights and
 states, so it is made of pieces that can be called again, and is brought to its end. Only where that fails is a step
-half done: `HalfUpdated`, and the run stops.
+half done: `PartialUpdateError`, and the run stops.
 
-The executors use `WholeStep`, the training loop `retried`; which plan is tighter, `replan` knows.
+The executors use `StepTransaction`, the training loop `retried`; which plan is tighter, `replan` knows.
 """
 
 import gc
@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from tilewright.core.errors import FitError
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import give_back_free_pages
-from tilewright.precision.snapshot import Slots, Snapshot
+from tilewright.precision.snapshot import ModuleSlots, Snapshot
 
 Result = TypeVar("Result")
 TRIES = 3
 """Calls of a piece that finds no memory, what is free made free before each."""
 
 
-class HalfUpdated(FitError):
+class PartialUpdateError(FitError):
     """Memory ran out in the middle of an update, and freeing some did not help. The weights are of no use."""
 
 
@@ -46,7 +46,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Before:
+class StateBefore:
     """What a step changes before its update, as it was.
 
     Args:
@@ -55,7 +55,7 @@ class Before:
         parts: what else has a state.
     """
 
-    def __init__(self, slots: Slots, device: torch.device, parts: Sequence[Stateful]):
+    def __init__(self, slots: ModuleSlots, device: torch.device, parts: Sequence[Stateful]):
         self._parts = [(part, part.state_dict()) for part in parts]
         self._snapshot = Snapshot(slots, device)
 
@@ -76,7 +76,7 @@ class Before:
             part.load_state_dict(state)
 
 
-class WholeStep:
+class StepTransaction:
     """What the steps of one executor share.
 
     Args:
@@ -90,7 +90,7 @@ class WholeStep:
         self, model: nn.Module, params: Sequence[Tensor], device: torch.device, parts: Sequence[Stateful] = ()
     ) -> None:
         self._model = model
-        self._slots: Slots | None = None
+        self._slots: ModuleSlots | None = None
         self._params = params
         self._device = device
         self._parts = parts
@@ -98,7 +98,7 @@ class WholeStep:
         """What the allocator said where a piece was called again, since the caller last emptied this list."""
 
     @contextmanager
-    def attempt(self, *, irrevocable: Callable[[], str | None] = lambda: None) -> Iterator[Before]:
+    def attempt(self, *, irrevocable: Callable[[], str | None] = lambda: None) -> Iterator[StateBefore]:
         """Where an allocator finds no memory inside, everything is put back, and its error is raised.
 
         Gives what was before, for a step that turns out to be skipped.
@@ -107,11 +107,11 @@ class WholeStep:
             irrevocable: why it cannot be put back, asked then; None where it can. It may do its own part of it.
 
         Raises:
-            HalfUpdated: it cannot be put back.
+            PartialUpdateError: it cannot be put back.
         """
         if self._slots is None:
-            self._slots = Slots(self._model)
-        before = Before(self._slots, self._device, self._parts)
+            self._slots = ModuleSlots(self._model)
+        before = StateBefore(self._slots, self._device, self._parts)
         try:
             yield before
         except (RuntimeError, MemoryError) as error:
@@ -195,9 +195,9 @@ def first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def half_updated(error: BaseException, why: str) -> HalfUpdated:
+def half_updated(error: BaseException, why: str) -> PartialUpdateError:
     """The error of a step that can be neither finished nor taken back."""
-    return HalfUpdated(
+    return PartialUpdateError(
         "Memory ran out in the middle of an update, and making some free did not help.",
         got=f"{first_line(error)}; {why}",
         need="memory for the rest of the update: the weights in memory are half new, so nothing of them is saved",

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from tilewright.core.memory_plan import Activations, LayerPlacement, Placement
+from tilewright.core.memory_plan import Activations, LayerMemory, MemoryPlan
 
 _TIGHTER: dict[Activations, tuple[Activations, ...]] = {
     "keep": ("selective", "attention", "recompute"),
@@ -15,41 +15,41 @@ _TIGHTER: dict[Activations, tuple[Activations, ...]] = {
 }
 
 
-def words(placement: Placement) -> str:
+def words(placement: MemoryPlan) -> str:
     """How many layers are treated how.
 
     Example:
-        >>> words(Placement.uniform(3))
+        >>> words(MemoryPlan.uniform(3))
         '3 keep'
-        >>> words(Placement.uniform(2, activations="recompute", inputs="disk", states="host"))
+        >>> words(MemoryPlan.uniform(2, activations="recompute", inputs="disk", states="host"))
         '2 recompute (inputs disk, states host)'
     """
     counts = Counter(_layer(layer) for layer in placement.layers)
     return ", ".join(f"{count} {text}" for text, count in counts.items())
 
 
-def _layer(layer: LayerPlacement) -> str:
+def _layer(layer: LayerMemory) -> str:
     away = [(name, getattr(layer, name)) for name in ("inputs", "parameters", "states")]
     told = ", ".join(f"{name} {tier}" for name, tier in away if tier != "device")
     return f"{layer.activations} ({told})" if told else layer.activations
 
 
-def loosest(placement: Placement) -> bool:
+def loosest(placement: MemoryPlan) -> bool:
     """Whether everything is kept, and all of it on the device.
 
     Example:
-        >>> loosest(Placement.uniform(2)), loosest(Placement.uniform(2, states="disk"))
+        >>> loosest(MemoryPlan.uniform(2)), loosest(MemoryPlan.uniform(2, states="disk"))
         (True, False)
     """
     home = all((one.parameters, one.states, one.inputs) == ("device",) * 3 for one in placement)
     return home and all(layer.activations == "keep" for layer in placement.layers)
 
 
-def tighter(placement: Placement, modes: Collection[str] = tuple(_TIGHTER)) -> Iterator[Placement]:
+def tighter(placement: MemoryPlan, modes: Collection[str] = tuple(_TIGHTER)) -> Iterator[MemoryPlan]:
     """Placements that keep less for the backward pass, one step after the other, with these modes.
 
     Example:
-        >>> [words(found) for found in tighter(Placement.uniform(2))]
+        >>> [words(found) for found in tighter(MemoryPlan.uniform(2))]
         ['2 selective', '2 attention', '2 recompute']
     """
     present = {layer.activations for layer in placement.layers}

@@ -9,7 +9,7 @@ forecast.memory_factor *= ...             # what every later plan is multiplied 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from tilewright.core.memory_plan import Placement
+from tilewright.core.memory_plan import MemoryPlan
 from tilewright.core.units import format_bytes
 from tilewright.training.executor.standard import Executor
 
@@ -23,7 +23,7 @@ class Expected(Protocol):
     """A placement and what it takes: `planner.replan.Replan`, or what a plan file says."""
 
     @property
-    def placement(self) -> Placement: ...
+    def placement(self) -> MemoryPlan: ...
 
     @property
     def phases(self) -> Mapping[str, Mapping[str, float]]: ...

@@ -8,7 +8,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError
 from tilewright.core.units import format_bytes
 from tilewright.memory.tracking.format import is_out_of_memory, phase_table
-from tilewright.memory.tracking.tracker import Ledger
+from tilewright.memory.tracking.tracker import MemoryTracker
 
 
 def no_memory(
@@ -39,7 +39,7 @@ def no_memory(
 
 
 @contextmanager
-def explained(ledger: Ledger, recipe: Recipe, when: str) -> Iterator[None]:
+def explained(ledger: MemoryTracker, recipe: Recipe, when: str) -> Iterator[None]:
     """Inside, an allocator's error becomes `no_memory`.
 
     Raises:

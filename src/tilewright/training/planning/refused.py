@@ -12,14 +12,14 @@ from tilewright.planner.advice.changes import cheapest_changes
 from tilewright.planner.advice.fixes import Fix, find_fixes
 from tilewright.planner.auto import FORMATS, decide, typed
 from tilewright.planner.describe import no_plan
-from tilewright.planner.model.constraints import Fixed, fuses
+from tilewright.planner.model.constraints import Constraints, fuses
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 from tilewright.planner.summary import summarize
-from tilewright.training.planning.site import Site
+from tilewright.training.planning.site import PlanContext
 
 
-def fixes_of(recipe: Recipe, site: Site) -> tuple[Fix, ...]:
+def fixes_of(recipe: Recipe, site: PlanContext) -> tuple[Fix, ...]:
     """The cheapest changes with which a recipe fits as it stands then; none of a model of which nothing is known."""
     planner = site.planner(recipe)
     return () if planner.shape(recipe).unknown else find_fixes(planner, site.budget(recipe, disk=True))
@@ -49,7 +49,7 @@ def refused(plan: Plan | Plan, changes: Sequence[object]) -> FitError | UnknownF
     )
 
 
-def nothing_fits(recipe: Recipe, site: Site, explicit: frozenset[str], *, same_numbers: bool) -> FitError:
+def nothing_fits(recipe: Recipe, site: PlanContext, explicit: frozenset[str], *, same_numbers: bool) -> FitError:
     """The error of a run that no plan makes fit: the smallest budget that `train` accepts for it, and what may be typed
     besides, each as `train` would plan it then.
 
@@ -90,7 +90,7 @@ def _widest(planner: Planner, explicit: frozenset[str]) -> Planner:
     return planner.with_fixed(_last(planner.recipe, explicit), FORMATS - explicit)
 
 
-def _last(recipe: Recipe, explicit: frozenset[str]) -> Fixed:
+def _last(recipe: Recipe, explicit: frozenset[str]) -> Constraints:
     """All that may be decided: what the error of a run that does not fit is about."""
     fixed = typed(recipe, explicit)
     if fixed.activations and fixed.executor is None:  # what layers keep was written for the executor that there is

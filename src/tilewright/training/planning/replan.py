@@ -1,6 +1,6 @@
 """Regroups the slices of a run while it goes on: measures, plans again, and makes room for a step that found no memory.
 
-    regroup = Regroup(executor, planner, budget=..., peaks=ledger.take_peaks, tell=...)
+    regroup = AdaptiveReplanner(executor, planner, budget=..., peaks=ledger.take_peaks, tell=...)
     regroup.before(number, row_length(microbatches))                          # of each step where `watches`
     result = retried(step, lambda said: regroup.tighten(number, said))        # of each step
     regroup.after(number, result.seconds)                                     # of each step where `watches`
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewright.core.errors import TilewrightError
-from tilewright.core.memory_plan import Placement
+from tilewright.core.memory_plan import MemoryPlan
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.training.executor.standard import Executor
@@ -45,7 +45,7 @@ CUTS = 6
 
 
 @dataclass(frozen=True)
-class Rules:
+class ReplanThresholds:
     """When to plan again."""
 
     near: float = 0.80
@@ -64,7 +64,7 @@ class Rules:
     """Share of the step time that a change must save where it need not be made."""
 
 
-class Regroup:
+class AdaptiveReplanner:
     """Watches the steps of an executor, and moves it between placements.
 
     Args:
@@ -98,7 +98,7 @@ class Regroup:
         give_back: Callable[[], None] | None = None,
         watch: bool = True,
         known: Expected | None = None,
-        rules: Rules = Rules(),
+        rules: ReplanThresholds = ReplanThresholds(),
     ) -> None:
         self.executor = executor
         self.rules = rules
@@ -350,7 +350,7 @@ class Regroup:
         told = f"; {format_bytes(peak_of(found))} and {format_seconds(found.step_s)} a step expected"
         return self._place(trigger, text, found.placement, told, **numbers)
 
-    def _place(self, trigger: str, text: str, placement: Placement, told: str = "", **numbers: Any) -> bool:
+    def _place(self, trigger: str, text: str, placement: MemoryPlan, told: str = "", **numbers: Any) -> bool:
         """Go over to a placement; False where the executor cannot, and the old one runs on."""
         before, after = words(self.executor.placement), words(placement)
         try:

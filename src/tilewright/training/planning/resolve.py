@@ -22,10 +22,10 @@ from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError, FitError
 from tilewright.core.log import say
-from tilewright.core.memory_plan import Placement, placement_of
+from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.core.units import format_bytes, format_seconds
-from tilewright.planner.auto import Decision, decide, written
-from tilewright.planner.cost.choices import Setting
+from tilewright.planner.auto import AutoPlan, decide, written
+from tilewright.planner.cost.choices import GlobalConfig
 from tilewright.planner.describe import verdict
 from tilewright.planner.model.constraints import fuses
 from tilewright.planner.plan import Plan
@@ -34,7 +34,7 @@ from tilewright.planner.replan import Replanner
 from tilewright.planner.summary import PlanSummary, summarize
 from tilewright.training.planning.describe import words
 from tilewright.training.planning.refused import fixes_of, nothing_fits, refused
-from tilewright.training.planning.site import Site
+from tilewright.training.planning.site import PlanContext
 
 AUTO, NONE = "auto", ""
 FILE = "plan.toml"
@@ -49,7 +49,7 @@ class ResolvedPlan:
     """The recipe with the plan's settings, whose source is the plan."""
     plan: PlanSummary
     """What the run is expected to take."""
-    site: Site
+    site: PlanContext
     user_settings: frozenset[str]
     """Names of the settings that the user has set in a file, in the environment or on the command line: they stay."""
     decided: Plan | None = None
@@ -60,7 +60,7 @@ class ResolvedPlan:
     """Why the planner decides nothing here, and cannot plan again."""
 
     @property
-    def placement(self) -> Placement | None:
+    def placement(self) -> MemoryPlan | None:
         """What is done with each layer; None: the same with all, as the recipe's settings say."""
         return self.decided.placement if self.decided is not None and self.decided.shape.classes else None
 
@@ -86,12 +86,14 @@ class ResolvedPlan:
         if not num_layers:
             say("note: no re-planning in this run: the layers of this model cannot be recomputed one by one")
             return None
-        placement = self.placement or placement_of(recipe, num_layers)
+        placement = self.placement or memory_plan_of(recipe, num_layers)
         budget = self.site.budget(recipe, disk=disk and recipe.memory.executor == "layer_major")
-        return Replanner(planner, Setting.of(recipe), placement, budget)
+        return Replanner(planner, GlobalConfig.of(recipe), placement, budget)
 
 
-def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, resuming: bool = False) -> ResolvedPlan:
+def plan_run(
+    loaded: Loaded, site: PlanContext, *, run_plan: PlanFile | None = None, resuming: bool = False
+) -> ResolvedPlan:
     """Decide what a run executes: one of the cases in this file's first lines.
 
     Args:
@@ -114,7 +116,7 @@ def plan_run(loaded: Loaded, site: Site, *, run_plan: PlanFile | None = None, re
         resumed = _under_run_plan(loaded, run_plan, site, user_settings)
         if resumed is not None:
             return resumed
-    disk = recipe.memory.executor == "layer_major" and "disk" in _tiers(placement_of(recipe, 1))
+    disk = recipe.memory.executor == "layer_major" and "disk" in _tiers(memory_plan_of(recipe, 1))
     plan = summarize(site.planner(recipe).as_it_stands(site.budget(recipe, disk=disk)))
     unmodified = ResolvedPlan(loaded, plan, site, user_settings)
     if plan.state == "not known":
@@ -144,7 +146,7 @@ def _user_settings(loaded: Loaded) -> frozenset[str]:
     return frozenset(name for name, source in loaded.sources.items() if source not in (DEFAULT, f"plan {FILE}"))
 
 
-def _tiers(placement: Placement | None) -> set[str]:
+def _tiers(placement: MemoryPlan | None) -> set[str]:
     """Where parameters, states or inputs of some layer are."""
     return {tier for layer in placement or () for tier in (layer.parameters, layer.states, layer.inputs)}
 
@@ -159,7 +161,9 @@ def _plan_beside(loaded: Loaded) -> PlanFile | None:
     return read_plan(loaded.path.parent / FILE)
 
 
-def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, user_settings: frozenset[str]) -> ResolvedPlan | None:
+def _under_run_plan(
+    loaded: Loaded, file: PlanFile, site: PlanContext, user_settings: frozenset[str]
+) -> ResolvedPlan | None:
     """A run that resumes as its folder's plan says; None where that fits no more, or the user has set something else.
 
     The same settings with other layers are then looked for: that changes no number.
@@ -175,7 +179,7 @@ def _under_run_plan(loaded: Loaded, file: PlanFile, site: Site, user_settings: f
     return ResolvedPlan(loaded, summarize(found), site, user_settings, found)
 
 
-def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
+def _priced(recipe: Recipe, file: PlanFile, site: PlanContext) -> Plan:
     """What a plan file takes here.
 
     Raises:
@@ -185,7 +189,7 @@ def _priced(recipe: Recipe, file: PlanFile, site: Site) -> Plan:
     planner = site.planner(recipe)
     file.check(planner.shape(recipe))
     budget = site.budget(recipe, disk="disk" in _tiers(file.placement))
-    return planner.priced(Setting.of(recipe), file.placement, budget)
+    return planner.priced(GlobalConfig.of(recipe), file.placement, budget)
 
 
 # ---- as the recipe says ----
@@ -248,7 +252,7 @@ def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
     return replace(unmodified, events=((f"nothing fits, and plan.enforce = false: {plan.verdict}", {}),))
 
 
-def _with_decision(unmodified: ResolvedPlan, found: Decision) -> ResolvedPlan:
+def _with_decision(unmodified: ResolvedPlan, found: AutoPlan) -> ResolvedPlan:
     plan = found.plan
     numbers = {"peak_bytes": int(plan.peak_bytes), "budget_bytes": int(plan.budget.device), "step_s": plan.step_s}
     events: list[tuple[str, Mapping[str, Any]]] = [(f"{verdict(plan)} {words(plan.placement)}", numbers)]
@@ -263,7 +267,7 @@ def _with_decision(unmodified: ResolvedPlan, found: Decision) -> ResolvedPlan:
 # ---- as a plan file says ----
 
 
-def _from_file(loaded: Loaded, file: PlanFile, site: Site) -> ResolvedPlan:
+def _from_file(loaded: Loaded, file: PlanFile, site: PlanContext) -> ResolvedPlan:
     """A run as a plan file says, which leaves nothing to the recipe."""
     _refuse_contradiction(loaded, file)
     before = loaded.recipe

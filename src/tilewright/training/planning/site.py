@@ -9,13 +9,13 @@ from tilewright.core.hardware import Machine
 from tilewright.core.log import say
 from tilewright.planner.cost.links import as_links, disk_speed, existing, host_speed
 from tilewright.planner.machine.ceilings import Ceilings
-from tilewright.planner.model.constraints import Fixed
+from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 
 
 @dataclass(frozen=True)
-class Site:
+class PlanContext:
     """Where a run would be: what a planner asks besides the recipe."""
 
     vocab_size: int
@@ -32,6 +32,6 @@ class Site:
         links = as_links(host_speed(self.machine, progress=say), speed)
         return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
 
-    def planner(self, recipe: Recipe, fixed: Fixed = Fixed()) -> Planner:  # noqa: B008 (frozen)
+    def planner(self, recipe: Recipe, fixed: Constraints = Constraints()) -> Planner:  # noqa: B008 (frozen)
         """A planner of a recipe here."""
         return Planner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed)

@@ -17,7 +17,7 @@ from tilewright.core.units import format_loss, format_seconds
 _GIB = 2**30
 
 
-class Progress(Protocol):
+class TrainProgress(Protocol):
     """Shows lines that replace each other, and notes that stay."""
 
     def line(self, text: str) -> None: ...
@@ -61,7 +61,7 @@ class LiveProgress:
         self._live.stop()
 
 
-def open_progress() -> Progress:
+def open_progress() -> TrainProgress:
     """The live line where standard output is a terminal and not quiet, else plain lines."""
     quiet = get_logger(ROOT).level >= logging.ERROR
     return LiveProgress() if sys.stdout.isatty() and not quiet else PlainProgress()

@@ -10,11 +10,11 @@ from tilewright.core.units import format_loss, format_perplexity
 from tilewright.training.executor.evaluate import DomainLoss, pooled
 from tilewright.training.executor.standard import StepResult
 from tilewright.training.runlog.files import Counters, RunLog
-from tilewright.training.runlog.progress import Progress, step_line
+from tilewright.training.runlog.progress import TrainProgress, step_line
 from tilewright.training.runlog.sinks import Sink, scalars_of
 
 
-class Recorder:
+class MetricsLogger:
     """Writes down what happens in a run and shows it.
 
     Args:
@@ -29,7 +29,7 @@ class Recorder:
     def __init__(
         self,
         log: RunLog,
-        progress: Progress,
+        progress: TrainProgress,
         sinks: Sequence[Sink],
         *,
         steps: int,

@@ -35,7 +35,7 @@ FPROP, DGRAD, WGRAD = range(3)
 
 
 @dataclass(frozen=True)
-class Switch:
+class RuntimeFormats:
     """What a layer's products are told at run time and tell back. Both on the host, int64.
 
     `formats` [3]: index into `GEMM_FORMATS` of each product. `counts` [3, len(GEMM_FORMATS)]: calls so far.
@@ -46,11 +46,11 @@ class Switch:
 
 
 SWITCH_BYTES = 8 * len(GEMM_NAMES) * (1 + len(GEMM_FORMATS))
-"""Bytes of a layer's `Switch`, on the host."""
+"""Bytes of a layer's `RuntimeFormats`, on the host."""
 
 
 @dataclass(frozen=True)
-class Fixed:
+class StaticConfig:
     """What is settled before a layer is compiled.
 
     `keep_value`: backward keeps the input itself, else its column-wise codes. `tensorwise`: 8-bit operands have one
@@ -70,8 +70,8 @@ def products(
     bias_M: Tensor | None,
     copies: InputCopies,
     store: Tensor | None,
-    switch: Switch,
-    fixed: Fixed,
+    switch: RuntimeFormats,
+    fixed: StaticConfig,
 ) -> Tensor:
     """x W^T + b and its gradients, each product in the format that `switch` says when it runs.
 
@@ -88,7 +88,7 @@ def products(
         [N, M] `fixed.out_dtype`.
     """
     row, column = _pair(copies.row), _pair(copies.column)
-    run = _Products if torch.compiler.is_compiling() else _EagerProducts
+    run = _Float8Matmuls if torch.compiler.is_compiling() else _EagerFloat8Matmuls
     return run.apply(
         x_NK, weight_MK, bias_M, *row, *column, store, switch.formats, switch.counts,
         fixed.keep_value, fixed.tensorwise, fixed.power_of_two, fixed.out_dtype, fixed.kernels,
@@ -99,7 +99,7 @@ def _pair(tiled: TiledTensor | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if tiled is None else (tiled.codes, tiled.scale_inv)
 
 
-class _Products(torch.autograd.Function):
+class _Float8Matmuls(torch.autograd.Function):
     """Tensors of TiledTensors are passed one by one, as autograd and the compiler want them."""
 
     generate_vmap_rule = True
@@ -150,7 +150,7 @@ class _Products(torch.autograd.Function):
         return *grads, *[None] * 12
 
 
-class _EagerProducts(NoForwardMode, _Products): ...
+class _EagerFloat8Matmuls(NoForwardMode, _Float8Matmuls): ...
 
 
 def _operator(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
