@@ -36,7 +36,7 @@ CLASSIC_BYTES = 16
 def traffic(parts: Components) -> tuple[int, int, float]:
     """Bytes read from and written to the disk tier so far, and seconds that the computation stood still for it."""
     assert parts.sliced is not None
-    told = [arena.traffic for arena in (parts.sliced.home.parameters, parts.sliced.home.states)]
+    told = [pool.traffic for pool in (parts.sliced.home.parameters, parts.sliced.home.states)]
     return (
         sum(one.read_bytes for one in told),
         sum(one.written_bytes for one in told),

@@ -95,7 +95,7 @@ class Stolen:
         return getattr(psutil.cpu_times(), "steal", 0.0)  # of Linux alone
 
 
-def watched_step(regroup: Any, number: int, microbatches: Sequence[Any], lr: float) -> Any:
+def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: float) -> Any:
     """A step as `training.run.Run` takes it where it watches every one, free blocks given back every ten steps.
 
     Args:
@@ -104,15 +104,17 @@ def watched_step(regroup: Any, number: int, microbatches: Sequence[Any], lr: flo
         microbatches: as `training.executor.standard.Executor.step` takes them.
         lr: learning rate.
     """
-    from tilewright.memory.tracking.process_memory import give_back_free_pages
+    from tilewright.memory.tracking.process_memory import trim_malloc
     from tilewright.training.executor.standard import row_length
-    from tilewright.training.executor.transaction import retried
+    from tilewright.training.executor.transaction import run_with_retries
 
-    regroup.before(number, row_length(microbatches))
-    result = retried(partial(regroup.executor.step, microbatches, lr), partial(regroup.tighten, number))
-    regroup.after(number, result.seconds)
+    replanner.before_step(number, row_length(microbatches))
+    result = run_with_retries(
+        partial(replanner.executor.step, microbatches, lr), partial(replanner.reduce_memory, number)
+    )
+    replanner.after_step(number, result.seconds)
     if number % 10 == 0:
-        give_back_free_pages()
+        trim_malloc()
     return result
 
 

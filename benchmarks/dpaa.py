@@ -66,11 +66,11 @@ def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
         if control is not None:
             control.enter(step)
             if control.due(step):
-                look(parts, control, step, microbatches)
+                sample(parts, control, step, microbatches)
         result = parts.executor.step(microbatches, parts.schedule.lr_at(step))
         if control is not None:
             if control.controller.suspect is not None:
-                look(parts, control, step, microbatches)
+                sample(parts, control, step, microbatches)
             shares.append(1 - control.controller.share_above_8bit)
             events["moves"] += sum(row["kind"] == "move" for row in control.take_rows())
         events["redone"] += result.redone is not None
@@ -82,10 +82,10 @@ def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
     return found | ({"share_8bit": statistics.fmean(shares), "share_8bit_end": shares[-1]} if shares else {})
 
 
-def look(parts: Components, control: PrecisionController, step: int, microbatches) -> None:
+def sample(parts: Components, control: PrecisionController, step: int, microbatches) -> None:
     """A sample of one row, as runs from a recipe take it."""
     batch = {name: tensor[:1].to(parts.setup.device) for name, tensor in microbatches[0].items()}
-    control.look(step, [lambda: (parts.model.loss(batch).loss_sum / max(count_targets([batch]), 1)).backward()])
+    control.sample(step, [lambda: (parts.model.loss(batch).loss_sum / max(count_targets([batch]), 1)).backward()])
 
 
 def known_runs(steps: int, data: str) -> dict[tuple[str, str, int], dict[str, Any]]:

@@ -38,7 +38,7 @@ def main() -> None:
         parts.executor.step(microbatches, parts.schedule.lr_at(step))
         after = time.perf_counter(), time.process_time()
         (batch,) = one_row(microbatches)
-        control.look(step, [lambda b=batch: (parts.model.loss(b).loss_sum / max(count_targets([b]), 1)).backward()])
+        control.sample(step, [lambda b=batch: (parts.model.loss(b).loss_sum / max(count_targets([b]), 1)).backward()])
         last = time.perf_counter(), time.process_time()
         if step >= 2:
             for name, value in zip(

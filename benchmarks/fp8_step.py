@@ -44,9 +44,11 @@ def make_executor(mode: str, dim: int, *, compiled: bool) -> tuple[StandardExecu
         model.compile_blocks()
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), lr=3e-4, kernels=kernels)
     QuantizedWeights(model, optimizer)
-    ledger = MemoryTracker(machine.device)
-    ledger.watch(model)
-    return StandardExecutor(model, optimizer, clip=GradClip(1.0), device=machine.device, ledger=ledger), ledger
+    memory_tracker = MemoryTracker(machine.device)
+    memory_tracker.watch(model)
+    return StandardExecutor(
+        model, optimizer, clip=GradClip(1.0), device=machine.device, memory_tracker=memory_tracker
+    ), memory_tracker
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -90,12 +92,12 @@ def main() -> None:
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     activations: dict[str, int] = {}
     for turn in range(args.rounds + 2):
-        for mode, (executor, ledger) in made.items():
+        for mode, (executor, memory_tracker) in made.items():
             start = time.perf_counter()
             executor.step([batch(turn)], lr=3e-4)
             if turn >= 2:
                 seconds[mode].append(time.perf_counter() - start)
-            phases = ledger.snapshot(executor.model, executor.optimizer)["phase_owners"]
+            phases = memory_tracker.snapshot(executor.model, executor.optimizer)["phase_owners"]
             activations[mode] = phases["forward"]["activations"]
     ratios = [fp8 / bf16 for fp8, bf16 in zip(seconds["fp8_tile"], seconds["bf16_mixed"], strict=True)]
     inputs = {mode: linear_input_bytes(mode, args.dim) for mode in modes}

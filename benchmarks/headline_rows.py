@@ -100,7 +100,7 @@ def microbatches(step: int, vocab: int) -> list[dict[str, Tensor]]:
 def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     """Our decoder under the recipe's formats, optimizer and executor."""
     from tilewright.core.hardware import detect_machine
-    from tilewright.memory.offload.lazy_params import fill_buffers, vacate
+    from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
     from tilewright.memory.tracking.tracker import MemoryTracker
     from tilewright.models.build import build_model, init_weights
     from tilewright.ops.kernels import Kernels
@@ -115,15 +115,15 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     recipe = recipe_of(name, tiny)
     optim, vocab, folder = recipe.optim, recipe.data.vocab_size, Path("runs") / "benchmark"
     kernels = Kernels(detect_machine("cpu"), {}, compile=compiled, loss_tile=recipe.memory.loss_tile)
-    sliced = layer_major_setup.comes_in_slices(recipe)
+    sliced = layer_major_setup.has_layer_groups(recipe)
     model = build_model(recipe.model, vocab, kernels, "meta" if sliced else "cpu")
-    values = layer_major_setup.first_values(recipe, model)
+    values = layer_major_setup.initial_values(recipe, model)
     if values is None:
         init_weights(model, recipe.run.seed)
     parameters = "" if optim.master == "fp32" else "bf16"
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters=parameters), kernels=kernels)
     if values is not None:
-        vacate(model, "cpu")
+        to_placeholders(model, "cpu")
         fill_buffers(model, values)
     model.train()
     model.activation_checkpoint = recipe.train.activation_checkpoint
@@ -139,9 +139,11 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
         cut = layer_major_setup.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
         executor = layer_major_setup.make_executor(
             recipe, model, cut, optimizer,
-            clip=clip, ledger=MemoryTracker("cpu"), kernels=kernels, weights=None, folder=folder,
+            clip=clip, memory_tracker=MemoryTracker("cpu"), kernels=kernels, weights=None, folder=folder,
         )  # fmt: skip
-        executor.ledger = None  # its phases reset the mark of the largest resident set, which the benchmark reads
+        executor.memory_tracker = (
+            None  # its phases reset the mark of the largest resident set, which the benchmark reads
+        )
     else:
         executor = StandardExecutor(model, optimizer, clip=clip)
     return lambda count: executor.step(microbatches(count, vocab), optim.lr).loss

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import write_result
-from benchmarks.dpaa import look
+from benchmarks.dpaa import sample
 from tilewright.core.config.load import load_recipe
 from tilewright.training.assemble import Components, build, set_up
 from tilewright.training.executor.evaluate import evaluate, pooled
@@ -51,10 +51,10 @@ def one_step(parts: Components, step: int) -> dict[str, float]:
     if control is not None:
         control.enter(step)
         if control.due(step):
-            look(parts, control, step, microbatches)
+            sample(parts, control, step, microbatches)
     result = parts.executor.step(microbatches, parts.schedule.lr_at(step))
     if control is not None and control.controller.suspect is not None:
-        look(parts, control, step, microbatches)
+        sample(parts, control, step, microbatches)
     return {"loss": result.loss, "seconds": result.seconds}
 
 

@@ -109,7 +109,7 @@ def largest_part(steps: int, tiny: bool) -> None:
             "tokens_per_s": tokens / seconds,
             "device_peak_bytes": device_peak_bytes(),
             "host_peak_bytes": host_peak_bytes(),
-            "owners": parts.ledger.snapshot(parts.model, parts.optimizer),
+            "owners": parts.memory_tracker.snapshot(parts.model, parts.optimizer),
         }
         write_result("largest", CLAIMS["largest"], results)
         print(f"step {step + 1}: loss {done.loss:.4f}, {done.seconds:.2f} s", flush=True)

@@ -84,7 +84,7 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
 
     from tilewright.core.config.load import load_recipe
     from tilewright.training.assemble import build, set_up
-    from tilewright.training.replan_setup import regroup_for
+    from tilewright.training.replan_setup import replanner_for
 
     if "torch_budget" in setting:
         functorch.activation_memory_budget = setting["torch_budget"]
@@ -95,10 +95,10 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
         number = int(given["model.num_layers"])
         recomputed = LayerMemory(activations="recompute")
         layers = [recomputed if i % setting["every"] == 0 else LayerMemory() for i in range(number)]
-        parts.executor.place(MemoryPlan(layers=tuple(layers)))
-    regroup = regroup_for(ready, parts, Telling()) if given["memory.plan"] else None
-    if regroup is None:
-        parts.executor.ledger = None  # its phases reset the system's mark of the largest resident set
+        parts.executor.apply_memory_plan(MemoryPlan(layers=tuple(layers)))
+    replanner = replanner_for(ready, parts, Telling()) if given["memory.plan"] else None
+    if replanner is None:
+        parts.executor.memory_tracker = None  # its phases reset the system's mark of the largest resident set
     print(json.dumps({"predicted_bytes": ready.plan.peak_bytes}), flush=True)
     peak = 0
     for count in range(10**9):
@@ -106,16 +106,16 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
             break
         start, busy = time.perf_counter(), time.process_time()
         batches, rate = parts.stream.next_step(), parts.schedule.lr_at(count)
-        if regroup is None:
+        if replanner is None:
             parts.executor.step(batches, rate)
         else:
-            watched_step(regroup, count + 1, batches, rate)
+            watched_step(replanner, count + 1, batches, rate)
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
         peak = max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        if regroup is not None:
-            phases = parts.ledger.snapshot(parts.model, parts.optimizer)["phases"]
+        if replanner is not None:
+            phases = parts.memory_tracker.snapshot(parts.model, parts.optimizer)["phases"]
             peak = max(peak, *(size for name, size in phases.items() if name != "load"))
-        kept = [layer.activations for layer in parts.executor.placement.layers]
+        kept = [layer.activations for layer in parts.executor.memory_plan.layers]
         print(json.dumps({"step_s": seconds, "cpu_s": busy, "peak_bytes": peak, "kept": kept}), flush=True)
     parts.close()
 

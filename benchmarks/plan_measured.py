@@ -56,7 +56,7 @@ from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.planning.resolve import plan_run
-from tilewright.training.replan_setup import regroup_for
+from tilewright.training.replan_setup import replanner_for
 
 CLAIM = (
     "planned peak within 10 % of the measured one before the first step and 5 % after it; step time within 15 %; plans "
@@ -100,48 +100,50 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
     setup = set_up(load_recipe(recipe, settings, environ={}))
     parts = build(setup, fresh=True)
     events: list[str] = []
-    regroup = regroup_for(setup, parts, Telling(events))
+    replanner = replanner_for(setup, parts, Telling(events))
     found: dict[str, Any] = {"before_bytes": setup.plan.peak_bytes + setup.plan.reserve_bytes}
     found["before_steps_bytes"] = setup.plan.phase_bytes(setup.plan.step_phase) + setup.plan.reserve_bytes
     found |= {"before_step_s": setup.plan.step_s, "peaks": [], "step_s": [], "stolen": [], "regrouped": []}
     found["planned"] = {name: dict(owners) for name, owners in setup.plan.phases.items()}
-    began = placement = parts.executor.placement
+    began = memory_plan = parts.executor.memory_plan
     answer({})
     for number, line in enumerate(sys.stdin, 1):
         if not line.startswith("step"):
             break
         with Stolen() as stolen:
-            result = watched_step(regroup, number, parts.stream.next_step(), parts.schedule.lr_at(number - 1))
-        memory = parts.ledger.snapshot(parts.model, parts.optimizer)
+            result = watched_step(replanner, number, parts.stream.next_step(), parts.schedule.lr_at(number - 1))
+        memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer)
         found["peaks"].append(max(size for name, size in memory["phases"].items() if name != "load"))
         found["step_s"].append(result.seconds)
         found["stolen"].append(stolen.share)
-        if parts.executor.placement != placement:
-            placement = parts.executor.placement
+        if parts.executor.memory_plan != memory_plan:
+            memory_plan = parts.executor.memory_plan
             found["regrouped"].append(number)
         answer({"stolen": stolen.share})
-    if regroup.forecast.expected is not None:
-        found["after_bytes"] = regroup.forecast.peak_bytes
+    if replanner.forecast.expected is not None:
+        found["after_bytes"] = replanner.forecast.peak_bytes
     message = json.loads(line)
     several = [ceilings.Ceilings.from_json(rates) for rates in message["rates"]]
     counted = [rates for rates, share in zip(several, message["stolen"], strict=True) if share <= STOLEN]
-    now = None if placement == began else placement
+    now = None if memory_plan == began else memory_plan
     found["rates_stolen"] = message["stolen"]
     found["step_s_planned"] = step_s(setup, now, ceilings.middle(counted or several))
     found["step_s_each"] = [step_s(setup, now, rates) for rates in several]
-    found["measured"] = beyond_steps(setup, parts) | parts.ledger.snapshot(parts.model, parts.optimizer)["known_phases"]
-    found |= {"factor": regroup.forecast.memory_factor, "events": events}
-    found["placement"] = sorted({str(layer) for layer in placement.layers})
+    found["measured"] = (
+        beyond_steps(setup, parts) | parts.memory_tracker.snapshot(parts.model, parts.optimizer)["known_phases"]
+    )
+    found |= {"factor": replanner.forecast.memory_factor, "events": events}
+    found["placement"] = sorted({str(layer) for layer in memory_plan.layers})
     parts.close()
     answer(found)
 
 
-def step_s(setup: RunContext, placement: MemoryPlan | None, rates: ceilings.Ceilings) -> float:
+def step_s(setup: RunContext, memory_plan: MemoryPlan | None, rates: ceilings.Ceilings) -> float:
     """Seconds of a step that the planner says, with these rates; of another placement than the run began with."""
     site = replace(setup.planned.site, rates=rates)
-    if setup.planned.decided is None and placement is None:
+    if setup.planned.decided is None and memory_plan is None:
         return plan_run(setup.planned.loaded, site).plan.step_s
-    where = placement or setup.planned.placement
+    where = memory_plan or setup.planned.memory_plan
     assert where is not None
     return site.planner(setup.recipe).priced(GlobalConfig.of(setup.recipe), where, site.budget(setup.recipe)).step_s
 
@@ -156,13 +158,13 @@ def beyond_steps(setup: RunContext, parts: Components) -> dict[str, dict[str, in
     recipe, found = setup.recipe, {}
     with parts.passing():
         evaluate(parts.model, parts.eval_batches, device=setup.device, fp32=recipe.precision.eval_fp32)
-    found["evaluate"] = parts.ledger.snapshot(parts.model, parts.optimizer)["owners"]
+    found["evaluate"] = parts.memory_tracker.snapshot(parts.model, parts.optimizer)["owners"]
     with tempfile.TemporaryDirectory() as folder:
         store, state = CheckpointStore(Path(folder), background=recipe.save.background), parts.state()
         state.save(store, 1, state.meta())
         parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(0))
         store.close()
-    found["checkpoint"] = parts.ledger.snapshot(parts.model, parts.optimizer)["owners"]
+    found["checkpoint"] = parts.memory_tracker.snapshot(parts.model, parts.optimizer)["owners"]
     return found
 
 

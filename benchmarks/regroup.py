@@ -48,19 +48,19 @@ def run(case: str, watched: bool) -> dict[str, Any]:
 
     from tilewright.core.config.load import load_recipe
     from tilewright.training.assemble import build, set_up
-    from tilewright.training.replan_setup import regroup_for
+    from tilewright.training.replan_setup import replanner_for
 
     with tempfile.TemporaryDirectory() as folder:
         given = {name: str(value) for name, value in (SETTINGS | {"run.dir": folder}).items()}
         setup = set_up(load_recipe(None, given, environ={}))
         parts = build(setup, fresh=True)
         planner, told, allowed, bytes_, losses = setup.replanner(), Told(), [0.0], [], []
-        kept = parts.executor.placement
+        kept = parts.executor.memory_plan
         if case == "rows":
             allowed[0] = 0.8 * peak(planner.predict(kept, 2048))
         else:
             allowed[0] = 1.3 * peak(planner.predict(kept))
-        regroup = regroup_for(setup, parts, told, budget=lambda: allowed[0])
+        replanner = replanner_for(setup, parts, told, budget=lambda: allowed[0])
         count, draw = 0, random.Random(1)
         for number, length in enumerate(LENGTHS[case], 1):
             batch = rows_of(length, number)
@@ -69,12 +69,12 @@ def run(case: str, watched: bool) -> dict[str, Any]:
             # Where allocations are counted, what is compiled runs in eager mode: in both runs, or last bits differ.
             with failing(place) if case == "memory" else nullcontext() as allocations:
                 if watched:
-                    losses.append(watched_step(regroup, number, [batch], 1e-3).loss)
+                    losses.append(watched_step(replanner, number, [batch], 1e-3).loss)
                 else:
                     losses.append(parts.executor.step([batch], 1e-3).loss)
             if case == "memory":
                 count = count or allocations.count
-            bytes_.append(most(parts.ledger.snapshot(parts.model, parts.optimizer)["phases"]))
+            bytes_.append(most(parts.memory_tracker.snapshot(parts.model, parts.optimizer)["phases"]))
         weights = [value.double().sum().item() for value in parts.model.state_dict().values()]
         parts.close()
         torch.set_num_threads(1)
@@ -150,7 +150,7 @@ def main() -> None:
     over = max(cut["peak_mib"][3:]) / cut["allowed_mib"] - 1  # the step after the one that measured first
     results["claim_holds"] = all(results[case]["bit_equal"] for case in LENGTHS) and over <= 0.05
     results["over_the_cut_budget"] = round(over, 4)
-    write_result("regroup", CLAIM, results)
+    write_result("replan", CLAIM, results)
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def microbatches(step: int, vocab: int, length: int, tokens: int) -> list[dict[s
 def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     """Model, optimizer and executor, as a run builds them."""
     from tilewright.core.hardware import detect_machine
-    from tilewright.memory.offload.lazy_params import fill_buffers, vacate
-    from tilewright.memory.tiled_mlp import tile_mlps
+    from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
+    from tilewright.memory.tiled_mlp import chunk_mlps
     from tilewright.memory.tracking.tracker import MemoryTracker
     from tilewright.models.build import build_model
     from tilewright.ops.kernels import Kernels
@@ -101,24 +101,24 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     sizes = {"loss_tile": memory.loss_tile, "attention_block": memory.attention_block}
     kernels = Kernels(detect_machine("cpu"), compile=compiled, **sizes)
     model = build_model(recipe.model, recipe.data.vocab_size, kernels, "meta")
-    values = layer_major_setup.first_values(recipe, model)
+    values = layer_major_setup.initial_values(recipe, model)
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters="bf16"), kernels=kernels)
-    vacate(model, "cpu")
+    to_placeholders(model, "cpu")
     fill_buffers(model, values)
     model.train()
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
     if compiled:
         model.compile_blocks()
     if memory.mlp_tiles > 1:
-        tile_mlps(model, memory.mlp_tiles, print, compile=compiled)
+        chunk_mlps(model, memory.mlp_tiles, print, compile=compiled)
     optimizer = DeepSeekAdam(
         decay_groups(model, optim.weight_decay), lr=optim.lr, betas=optim.betas, moments=optim.moments,
         master=optim.master, kernels=kernels,
     )  # fmt: skip
     cut = layer_major_setup.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
     return layer_major_setup.make_executor(
-        recipe, model, cut, optimizer, clip=GradClip(optim.clip_norm), ledger=MemoryTracker("cpu"), kernels=kernels,
-        weights=None, folder=folder,
+        recipe, model, cut, optimizer, clip=GradClip(optim.clip_norm), memory_tracker=MemoryTracker("cpu"),
+        kernels=kernels, weights=None, folder=folder,
     )  # fmt: skip
 
 
@@ -135,10 +135,12 @@ def worker(name: str, length: int, args: argparse.Namespace) -> None:
                 return
             batches = microbatches(step, recipe.data.vocab_size, length, args.tokens)
             held, start = probe.current(), time.perf_counter()
-            with executor.ledger.phase("step"):  # the ledger's boundaries inside reset the mark, so it keeps the peaks
+            with executor.memory_tracker.phase(
+                "step"
+            ):  # the ledger's boundaries inside reset the mark, so it keeps the peaks
                 loss = executor.step(batches, recipe.optim.lr).loss
             seconds = time.perf_counter() - start
-            peak = max(executor.ledger.snapshot(None, None)["phases"].values())
+            peak = max(executor.memory_tracker.snapshot(None, None)["phases"].values())
             told = {"step_s": seconds, "peak_bytes": peak, "above_bytes": peak - held, "loss": loss}
             print(json.dumps(told), flush=True)
 

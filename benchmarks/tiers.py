@@ -20,7 +20,7 @@ import torch
 from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.hardware import detect_machine
 from tilewright.memory.offload.bandwidth import measure_link
-from tilewright.memory.offload.layout import vacant
+from tilewright.memory.offload.layout import placeholder
 from tilewright.memory.offload.pool import OffloadPool
 
 CLAIM = "Slices come and go beside the computation: what a tier costs is what its link cannot do in that time."
@@ -57,23 +57,23 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run_pass(arena: OffloadPool | None, num_slices: int, work: Work, ahead: bool) -> tuple[float, float]:
+def run_pass(pool: OffloadPool | None, num_slices: int, work: Work, ahead: bool) -> tuple[float, float]:
     """Wall time, and the part of it spent waiting, of computing on each slice there and back, as a step does."""
     order = [*range(num_slices), *reversed(range(num_slices))]
-    waited = arena.traffic.wait_s if arena is not None else 0.0
+    waited = pool.traffic.wait_s if pool is not None else 0.0
     started = time.perf_counter()
     for place, index in enumerate(order):
-        if arena is not None:
-            arena.fetch(index)
+        if pool is not None:
+            pool.fetch(index)
             if ahead and place + 1 < len(order):
-                arena.prefetch(order[place + 1])
+                pool.prefetch(order[place + 1])
         work.run()
-        if arena is not None:
-            arena.release(index, changed=place >= num_slices)
-    if arena is not None:
-        arena.flush()
+        if pool is not None:
+            pool.release(index, changed=place >= num_slices)
+    if pool is not None:
+        pool.flush()
     wait(work.device)
-    return time.perf_counter() - started, arena.traffic.wait_s - waited if arena is not None else 0.0
+    return time.perf_counter() - started, pool.traffic.wait_s - waited if pool is not None else 0.0
 
 
 def measure_tier(tier: str, device: torch.device, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -88,17 +88,17 @@ def measure_tier(tier: str, device: torch.device, folder: Path, args: argparse.N
     work = Work(device, args.compute_s)
     found["compute_s_a_slice"] = work.seconds()
     # Double buffering itself is the same in both, so that only the order of calls differs.
-    with OffloadPool(tier, device, folder=folder, prefetch=1) as arena:
-        for index in range(args.slices):
-            tensors = {"w": vacant((slice_bytes,), torch.uint8, device)}
-            arena.add(index, tensors, fill=lambda given: given["w"].zero_())
-        arena.seal()
-        run_pass(arena, args.slices, work, ahead=True)
+    with OffloadPool(tier, device, folder=folder, prefetch=1) as pool:
+        for index in range(args.layer_groups):
+            tensors = {"w": placeholder((slice_bytes,), torch.uint8, device)}
+            pool.add(index, tensors, fill=lambda given: given["w"].zero_())
+        pool.seal()
+        run_pass(pool, args.layer_groups, work, ahead=True)
         passes: dict[str, list[tuple[float, float]]] = {"compute": [], "with_prefetch": [], "without_prefetch": []}
         for _ in range(ROUNDS):
-            passes["compute"].append(run_pass(None, args.slices, work, ahead=False))
-            passes["with_prefetch"].append(run_pass(arena, args.slices, work, ahead=True))
-            passes["without_prefetch"].append(run_pass(arena, args.slices, work, ahead=False))
+            passes["compute"].append(run_pass(None, args.layer_groups, work, ahead=False))
+            passes["with_prefetch"].append(run_pass(pool, args.layer_groups, work, ahead=True))
+            passes["without_prefetch"].append(run_pass(pool, args.layer_groups, work, ahead=False))
     for name, times in passes.items():
         found[name] = {
             "wall_s": spread([wall for wall, _ in times]),
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.tiny:
-        args.slice_mib, args.slices, args.compute_s = 1, 3, 0.01
+        args.slice_mib, args.layer_groups, args.compute_s = 1, 3, 0.01
     device = torch.device(detect_machine().device)
     results: dict[str, Any] = {"device": device.type, "threads": torch.get_num_threads(), "slice_mib": args.slice_mib}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

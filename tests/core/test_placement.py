@@ -6,14 +6,14 @@ from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 
 
 def test_uniform_says_the_same_of_all_layers():
-    placement = MemoryPlan.uniform(
+    memory_plan = MemoryPlan.uniform(
         4, parameters="host", states="disk", inputs="host", activations="recompute", mlp_tiles=2, attention_block=8
     )
     layer = LayerMemory(
         parameters="host", states="disk", inputs="host", activations="recompute", mlp_tiles=2, attention_block=8
     )
-    assert placement.layers == (layer,) * 4
-    for end in (placement.embedding, placement.head):
+    assert memory_plan.layers == (layer,) * 4
+    for end in (memory_plan.embedding, memory_plan.head):
         assert (end.parameters, end.states, end.inputs) == ("host", "disk", "host")
         assert (end.activations, end.mlp_tiles, end.attention_block) == ("keep", 1, 0)
 

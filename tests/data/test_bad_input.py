@@ -11,7 +11,7 @@ import zstandard
 
 from tests.data.conftest import write_text
 from tilewright.core.errors import DataError
-from tilewright.data.common.progress import PrepareProgress
+from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.read import collect
 from tilewright.data.prepare import prepare
 from tilewright.data.sources.files import user_source
@@ -28,7 +28,7 @@ def jsonl(items):
 def read(root, tmp_path, **options):
     """(documents, rejects as {(file, reason): count}) of a path."""
     source = user_source(str(root), **options)
-    spool = collect(source, tmp_path / "spool", domains=(), max_bytes=0, seed=0, progress=PrepareProgress("test"))
+    spool = collect(source, tmp_path / "spool", domains=(), max_bytes=0, seed=0, progress=ProgressBar("test"))
     data = spool.data()
     texts = [spool.text(data, i) for i in range(len(spool))]
     return texts, {(reject.where, reject.reason): reject.count for reject in spool.rejects}
@@ -189,7 +189,7 @@ def test_file_that_vanishes_before_it_is_read(folder, tmp_path):
     (folder / "x.txt").write_text("here today")
     source = user_source(str(folder))
     (folder / "x.txt").unlink()
-    spool = collect(source, tmp_path / "spool", domains=(), max_bytes=0, seed=0, progress=PrepareProgress("test"))
+    spool = collect(source, tmp_path / "spool", domains=(), max_bytes=0, seed=0, progress=ProgressBar("test"))
     assert [(r.where, r.reason) for r in spool.rejects] == [("x.txt", "cannot be read")]
     assert len(spool) == 2
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.conftest import write_text
-from tilewright.data.common.progress import PrepareProgress
+from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.read import collect
 from tilewright.data.sources.docstrings import split_docstrings
 from tilewright.data.sources.documents import Document, Part, Source, cut
@@ -25,7 +25,7 @@ from tilewright.data.sources.lines import segment_lines
 
 def spool_of(source, tmp_path, max_bytes=0, domains=(), seed=0):
     return collect(
-        source, tmp_path / "spool", domains=domains, max_bytes=max_bytes, seed=seed, progress=PrepareProgress("test")
+        source, tmp_path / "spool", domains=domains, max_bytes=max_bytes, seed=seed, progress=ProgressBar("test")
     )
 
 

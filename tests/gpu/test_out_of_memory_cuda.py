@@ -35,8 +35,8 @@ def make():
     model = Decoder(SHAPE, Kernels(detect_machine("cuda"), compile=False))
     init_weights(model, 0)
     model.to("cuda").train()
-    places = ActivationPolicy(model, MemoryPlan.uniform(SHAPE.num_layers))
-    return StandardExecutor(model, DeepSeekAdam(model.parameters()), clip=GradClip(1.0), device="cuda", places=places)
+    policy = ActivationPolicy(model, MemoryPlan.uniform(SHAPE.num_layers))
+    return StandardExecutor(model, DeepSeekAdam(model.parameters()), clip=GradClip(1.0), device="cuda", policy=policy)
 
 
 def batch(seed):
@@ -53,16 +53,16 @@ def test_the_step_is_computed_again_with_less_kept():
     del plain
     torch.cuda.empty_cache()
     executor, events = make(), []
-    regroup = AdaptiveReplanner(
+    replanner = AdaptiveReplanner(
         executor, lambda: None, budget=lambda: float("inf"), peaks=dict,
-        tell=lambda step, text, **numbers: events.append((step, numbers["trigger"])),
+        record_event=lambda step, text, **numbers: events.append((step, numbers["trigger"])),
     )  # fmt: skip
-    losses = [looked_at(regroup, 1, batch(0), 1e-3).loss]
+    losses = [looked_at(replanner, 1, batch(0), 1e-3).loss]
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((held + 0.7 * (peak - held)) / total)
-    losses += [looked_at(regroup, 2 + seed, batch(1 + seed), 1e-3).loss for seed in range(2)]
+    losses += [looked_at(replanner, 2 + seed, batch(1 + seed), 1e-3).loss for seed in range(2)]
     assert events
     assert {trigger for _, trigger in events} == {"out_of_memory"}
-    assert words(executor.placement) != words(MemoryPlan.uniform(SHAPE.num_layers))
+    assert words(executor.memory_plan) != words(MemoryPlan.uniform(SHAPE.num_layers))
     assert losses == pytest.approx(expected, rel=1e-4)

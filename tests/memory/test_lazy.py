@@ -8,8 +8,8 @@ from tests.models.shapes import KERNELS, load_decoder, make_batch
 from tests.models.test_hf_models import ALL, CAUSAL, IMAGES, MASKED
 from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.errors import CheckpointError
-from tilewright.memory.offload.layout import vacant
-from tilewright.memory.offload.lazy_params import fill_buffers, lent_values, vacate
+from tilewright.memory.offload.layout import placeholder
+from tilewright.memory.offload.lazy_params import dummy_values, fill_buffers, to_placeholders
 from tilewright.memory.offload.pool import OffloadPool
 from tilewright.memory.tracking.process_memory import Sampler
 from tilewright.models.build import init_weights
@@ -20,7 +20,7 @@ from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.hf.load import load_hf
 from tilewright.models.layerwise.hf_view import layered
 from tilewright.models.layerwise.lazy_init import random_values, stored_values
-from tilewright.models.layerwise.view import find_slices
+from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
 
@@ -50,15 +50,15 @@ def whole_decoder(name):
 
 def fill_lazily(model, values, tier, folder, num_slices=4):
     """All parameters by way of an arena of slices that cut across modules; afterwards they are in the model."""
-    vacate(model, "cpu")
+    to_placeholders(model, "cpu")
     fill_buffers(model, values)
     named = list(model.named_parameters())
     params = dict(named)
-    with OffloadPool(tier, "cpu", folder=folder) as arena:
+    with OffloadPool(tier, "cpu", folder=folder) as pool:
         for index in range(num_slices):
-            arena.add(index, dict(named[index::num_slices]), fill=values)
-        arena.seal()
-        found = {name: value for index in range(num_slices) for name, value in arena.read(index).items()}
+            pool.add(index, dict(named[index::num_slices]), fill=values)
+        pool.seal()
+        found = {name: value for index in range(num_slices) for name, value in pool.read(index).items()}
     assert all(param is params[name] for name, param in model.named_parameters())
     for name, param in model.named_parameters():
         param.data = found[name]
@@ -168,15 +168,15 @@ def test_models_are_cut_before_they_have_their_values(name):
     expected = make_foreign(name)
     init_weights(expected, 0)
     model = make_foreign(name, device="meta")
-    vacate(model, "cpu")
+    to_placeholders(model, "cpu")
     fill_buffers(model, random_values(model, 0))
-    with lent_values(model):
+    with dummy_values(model):
         view = layered(model)
     assert all(param.isnan().all() for param in model.parameters())
 
     def names(whose, cut):
         own = {param: name for name, param in whose.named_parameters()}
-        return {part.name: [own[param] for param in part.params] for part in find_slices(whose, cut)}
+        return {part.name: [own[param] for param in part.params] for part in find_layer_groups(whose, cut)}
 
     assert names(model, view) == names(expected, layered(expected))
     assert model.notes == expected.notes
@@ -184,10 +184,10 @@ def test_models_are_cut_before_they_have_their_values(name):
 
 def test_lent_values_cost_one_buffer_and_are_taken_back():
     model = meta_decoder("tied")
-    vacate(model, "cpu")
-    model.scale = torch.nn.Parameter(vacant((1,), torch.float32, "cpu"))
+    to_placeholders(model, "cpu")
+    model.scale = torch.nn.Parameter(placeholder((1,), torch.float32, "cpu"))
     model.real = torch.nn.Parameter(torch.tensor(3.0))
-    with lent_values(model):
+    with dummy_values(model):
         assert model.real == 3
         params = list(model.parameters())
         assert not any(param.isnan().any() for param in params)
@@ -246,7 +246,7 @@ def test_vacate_keeps_ties_flags_and_what_is_real():
     model.model.norm.weight.requires_grad_(False)
     real = torch.nn.Parameter(torch.ones(32))
     model.model.layers[0].input_layernorm.weight = real
-    vacate(model, "cpu")
+    to_placeholders(model, "cpu")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not model.model.norm.weight.requires_grad
     assert model.model.layers[0].input_layernorm.weight is real
@@ -269,14 +269,14 @@ def test_model_is_never_in_memory_twice(tier, tmp_path):
         values(tensors)
         live.append(sampler.live_and_kept()[0] - start)
 
-    vacate(model, "cpu")
+    to_placeholders(model, "cpu")
     start = sampler.live_and_kept()[0]
-    with OffloadPool(tier, "cpu", folder=tmp_path) as arena:
+    with OffloadPool(tier, "cpu", folder=tmp_path) as pool:
         for index, block in enumerate(model.blocks):
-            arena.add(index, {f"model.layers.{index}.{n}": p for n, p in block.named_parameters()}, fill=watched)
-        arena.seal()
+            pool.add(index, {f"model.layers.{index}.{n}": p for n, p in block.named_parameters()}, fill=watched)
+        pool.seal()
         slice_bytes = 4 * sum(p.numel() for p in model.blocks[0].parameters())
-        most = (max(live) - arena.num_bytes["host"]) / slice_bytes
+        most = (max(live) - pool.num_bytes["host"]) / slice_bytes
         assert len(live) == 8
         assert most < 1.2, f"{most:.2f} slices beside the tier"
     sampler.close()

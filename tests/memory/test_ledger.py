@@ -61,15 +61,15 @@ class TestOwners:
 
 
 @pytest.fixture(params=["vm_hwm", "sampler"])
-def ledger(request, monkeypatch):
+def memory_tracker(request, monkeypatch):
     if request.param == "sampler":
         monkeypatch.setattr(HighWaterMark, "why_not", staticmethod(lambda: "test"))
     elif (reason := HighWaterMark.why_not()) is not None:
         pytest.skip(reason)
-    ledger = MemoryTracker("cpu")
-    assert ledger.method == request.param
-    yield ledger
-    ledger.close()
+    memory_tracker = MemoryTracker("cpu")
+    assert memory_tracker.method == request.param
+    yield memory_tracker
+    memory_tracker.close()
 
 
 def hold(mib: int) -> mmap.mmap:
@@ -82,34 +82,34 @@ def hold(mib: int) -> mmap.mmap:
 
 
 class TestLedger:
-    def test_peak_goes_to_the_phase_where_it_was(self, ledger):
-        with ledger.phase("forward"):
+    def test_peak_goes_to_the_phase_where_it_was(self, memory_tracker):
+        with memory_tracker.phase("forward"):
             hold(40)
-        with ledger.phase("backward"):
+        with memory_tracker.phase("backward"):
             hold(160)
-        with ledger.phase("update"):
+        with memory_tracker.phase("update"):
             pass
-        row = ledger.snapshot(None, None)
-        grown = {name: (peak - ledger.baseline_bytes) / MIB for name, peak in row["phases"].items()}
+        row = memory_tracker.snapshot(None, None)
+        grown = {name: (peak - memory_tracker.baseline_bytes) / MIB for name, peak in row["phases"].items()}
         assert 38 < grown["forward"] < 60, grown
         assert 158 < grown["backward"] < 190, grown
         assert grown["update"] < 20, grown
         assert row["peak_phase"] == "backward"
 
-    def test_owners_sum_to_the_peak(self, ledger):
+    def test_owners_sum_to_the_peak(self, memory_tracker):
         model, optimizer = make_pair(1024)
-        ledger.watch(model)
-        with ledger.phase("forward"):
+        memory_tracker.watch(model)
+        with memory_tracker.phase("forward"):
             kept = torch.ones(100 * MIB, dtype=torch.uint8)
             loss = model(torch.ones(2, 1024)).sum() + kept[0]
             time.sleep(0.05)
-        with ledger.phase("backward"):
+        with memory_tracker.phase("backward"):
             loss.backward()
             hold(250)  # the peak, also where the first optimizer step imports half of torch
-        with ledger.phase("update"):
+        with memory_tracker.phase("update"):
             optimizer.step()
         optimizer.zero_grad()
-        row = ledger.snapshot(model, optimizer)
+        row = memory_tracker.snapshot(model, optimizer)
         assert tuple(row["owners"]) == OWNERS
         assert sum(row["owners"].values()) == row["peak_bytes"]
         num_bytes = 2 * (1024 * 1024 + 1024) * 4
@@ -117,31 +117,31 @@ class TestLedger:
         assert row["owners"]["gradients"] == num_bytes, "counted at the end of backward, though gone now"
         assert 99 * MIB < row["owners"]["activations"] < 103 * MIB, row["owners"]
 
-    def test_activations_do_not_shrink_where_the_allocator_keeps_pages(self, ledger):
+    def test_activations_do_not_shrink_where_the_allocator_keeps_pages(self, memory_tracker):
         found = []
         for _ in range(3):
-            with ledger.phase("forward"):
+            with memory_tracker.phase("forward"):
                 kept = [torch.ones(MIB, dtype=torch.uint8) for _ in range(40)]
             del kept
-            found.append(ledger.snapshot(None, None)["phase_owners"]["forward"]["activations"] / MIB)
+            found.append(memory_tracker.snapshot(None, None)["phase_owners"]["forward"]["activations"] / MIB)
         assert all(39 < mib < 42 for mib in found), found
 
-    def test_each_phase_has_its_owners(self, ledger):
+    def test_each_phase_has_its_owners(self, memory_tracker):
         """Sizes known by construction, at each phase; each phase' owners sum to its peak."""
-        with ledger.phase("load"):
+        with memory_tracker.phase("load"):
             model, optimizer = make_pair(1024)
-        ledger.watch(model)
-        with ledger.phase("forward"):
+        memory_tracker.watch(model)
+        with memory_tracker.phase("forward"):
             kept = torch.ones(60 * MIB, dtype=torch.uint8)
             loss = model(torch.ones(2, 1024)).sum() + kept[0]
             time.sleep(0.05)
-        with ledger.phase("backward"):
+        with memory_tracker.phase("backward"):
             loss.backward()
         del kept, loss
-        with ledger.phase("update"):
+        with memory_tracker.phase("update"):
             optimizer.step()
             optimizer.zero_grad()
-        row = ledger.snapshot(model, optimizer)
+        row = memory_tracker.snapshot(model, optimizer)
         num_bytes = 2 * (1024 * 1024 + 1024) * 4
         found = {name: owners | {"sum": sum(owners.values())} for name, owners in row["phase_owners"].items()}
         for name in ("load", "forward", "backward", "update"):
@@ -153,67 +153,67 @@ class TestLedger:
             held = found[name]["activations"] / MIB
             assert 59 < held < 63 if name in ("forward", "backward") else held == 0, (name, held)
 
-    def test_what_a_keeper_tells_stands_for_what_is_found(self, ledger):
+    def test_what_a_keeper_tells_stands_for_what_is_found(self, memory_tracker):
         model, _ = make_pair()
         away = {"device": 3 * MIB, "host": MIB, "disk": 5 * MIB}
-        ledger.own("parameters", lambda: away)
-        ledger.own("parameters", lambda: {"device": MIB})
-        ledger.own("optimizer", lambda: {"disk": 7 * MIB})
-        with ledger.phase("forward"):
+        memory_tracker.register_owner("parameters", lambda: away)
+        memory_tracker.register_owner("parameters", lambda: {"device": MIB})
+        memory_tracker.register_owner("optimizer", lambda: {"disk": 7 * MIB})
+        with memory_tracker.phase("forward"):
             pass
         away |= {"device": 0, "disk": 2 * MIB}
-        row = ledger.snapshot(model, None)
+        row = memory_tracker.snapshot(model, None)
         assert row["phase_owners"]["forward"]["parameters"] == 5 * MIB, "host and device are one memory here"
         assert row["tiers"] == {"disk": {"parameters": 5 * MIB, "optimizer": 7 * MIB}}, "the most there was"
         with pytest.raises(ValueError, match="owner is one of"):
-            ledger.own("other", dict)
+            memory_tracker.register_owner("other", dict)
 
-    def test_pages_that_malloc_keeps_are_told_apart_from_work(self, ledger):
-        if ledger._probe.live_and_kept()[1] == 0:
+    def test_pages_that_malloc_keeps_are_told_apart_from_work(self, memory_tracker):
+        if memory_tracker._probe.live_and_kept()[1] == 0:
             pytest.skip("malloc does not tell")
         blocks = [bytearray(60_000) for _ in range(1000)]  # below every threshold of mmap
         last = bytearray(60_000)  # keeps the heap from shrinking
         del blocks
-        with ledger.phase("update"):
+        with memory_tracker.phase("update"):
             pass
-        owners = ledger.snapshot(None, None)["phase_owners"]["update"]
+        owners = memory_tracker.snapshot(None, None)["phase_owners"]["update"]
         assert owners["allocator"] > 50 * MIB, owners
         assert len(last)
 
-    def test_snapshot_starts_a_new_window(self, ledger):
-        with ledger.phase("forward"):
+    def test_snapshot_starts_a_new_window(self, memory_tracker):
+        with memory_tracker.phase("forward"):
             hold(150)
-        first = ledger.snapshot(None, None)
-        with ledger.phase("forward"):
+        first = memory_tracker.snapshot(None, None)
+        with memory_tracker.phase("forward"):
             pass
-        second = ledger.snapshot(None, None)
+        second = memory_tracker.snapshot(None, None)
         assert second["peak_bytes"] < first["peak_bytes"] - 100 * MIB
         assert second["run_peak_bytes"] == first["peak_bytes"]
 
-    def test_work_outside_phases_is_seen(self, ledger):
-        with ledger.phase("forward"):
+    def test_work_outside_phases_is_seen(self, memory_tracker):
+        with memory_tracker.phase("forward"):
             pass
         hold(150)
-        with ledger.phase("forward"):
+        with memory_tracker.phase("forward"):
             pass
-        row = ledger.snapshot(None, None)
+        row = memory_tracker.snapshot(None, None)
         assert row["peak_phase"] == "between"
         assert row["phases"]["forward"] < row["phases"]["between"] - 100 * MIB
 
-    def test_nested_phases_keep_their_own_peaks(self, ledger):
-        with ledger.phase("backward"):
+    def test_nested_phases_keep_their_own_peaks(self, memory_tracker):
+        with memory_tracker.phase("backward"):
             hold(60)
-            with ledger.phase("update"):
+            with memory_tracker.phase("update"):
                 hold(180)
-        phases = ledger.snapshot(None, None)["phases"]
+        phases = memory_tracker.snapshot(None, None)["phases"]
         assert phases["update"] > phases["backward"] + 90 * MIB, phases
 
-    def test_phase_is_closed_by_an_exception(self, ledger):
-        with pytest.raises(ZeroDivisionError), ledger.phase("forward"):
+    def test_phase_is_closed_by_an_exception(self, memory_tracker):
+        with pytest.raises(ZeroDivisionError), memory_tracker.phase("forward"):
             _ = 1 / 0
-        with ledger.phase("update"):
+        with memory_tracker.phase("update"):
             pass
-        assert {"forward", "update"} <= set(ledger.snapshot(None, None)["phases"])
+        assert {"forward", "update"} <= set(memory_tracker.snapshot(None, None)["phases"])
 
 
 PHASE_COST = """
@@ -248,15 +248,15 @@ def test_sampler_sees_a_peak_between_two_readings():
 
 
 def test_peaks_are_taken_step_by_step_and_the_window_goes_on():
-    ledger = MemoryTracker("cpu")
-    with ledger.phase("forward"):
+    memory_tracker = MemoryTracker("cpu")
+    with memory_tracker.phase("forward"):
         big = torch.ones(64 * 2**20, dtype=torch.uint8)
-    first = ledger.take_peaks()
+    first = memory_tracker.take_peaks()
     del big
-    with ledger.phase("forward"):
+    with memory_tracker.phase("forward"):
         pass
-    second = ledger.take_peaks()
+    second = memory_tracker.take_peaks()
     assert first["forward"] >= second["forward"] + 48 * 2**20
     assert "backward" not in first
-    assert ledger.snapshot(None, None)["phases"]["forward"] == first["forward"]
-    ledger.close()
+    assert memory_tracker.snapshot(None, None)["phases"]["forward"] == first["forward"]
+    memory_tracker.close()

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tests.models.shapes import KERNELS
-from tilewright.memory.offload.lazy_params import fill_buffers, vacate
+from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.layerwise.lazy_init import random_values
-from tilewright.models.layerwise.view import find_slices
+from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 
 FORMATS = [
@@ -46,8 +46,8 @@ def assert_equal(found, expected):
         assert gap == 0, f"{name} differs by up to {gap}"
 
 
-def all_of(arena):
-    return {name: value for part in arena._slices for name, value in arena.read(part).items()}
+def all_of(pool):
+    return {name: value for part in pool._layer_groups for name, value in pool.read(part).items()}
 
 
 @pytest.mark.parametrize(("moments", "master", "dtype"), FORMATS)
@@ -61,20 +61,20 @@ def test_updates_equal_those_in_memory(parameters, states, tied, moments, master
     model = make_decoder(tied, "meta")
     values = random_values(model, 5)
     to_dtype(model, dtype)
-    vacate(model, "cpu")
+    to_placeholders(model, "cpu")
     fill_buffers(model, values)
     optimizer = DeepSeekAdam(model.parameters(), lr=0.01, moments=moments, master=master, kernels=KERNELS)
-    slices = find_slices(model, model, group=2)
+    layer_groups = find_layer_groups(model, model, group=2)
     home = ParamOffloader(
-        model, slices, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path, values=values
+        model, layer_groups, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path, values=values
     )  # fmt: skip
-    assert len(slices.shared.params) == tied
+    assert len(layer_groups.shared.params) == tied
 
     order = dict(zip(model.parameters(), plain.parameters(), strict=True))
     for step in range(3):
         grads = dict(zip(plain.parameters(), make_grads(plain.parameters(), step), strict=True))
         reference.step_params(list(grads), list(grads.values()))
-        for part in (slices.epilogue, *reversed(slices.groups), slices.prologue, slices.shared):
+        for part in (layer_groups.epilogue, *reversed(layer_groups.groups), layer_groups.prologue, layer_groups.shared):
             home.prefetch(part, states=True)
             home.fetch(part, states=True)
             optimizer.step_params(part.trained, [grads[order[param]] for param in part.trained])
@@ -98,9 +98,9 @@ def test_forward_passes_bring_no_states(tmp_path):
     model = make_decoder(False)
     init_weights(model, 0)
     optimizer = DeepSeekAdam(model.parameters(), kernels=KERNELS)
-    slices = find_slices(model, model)
-    home = ParamOffloader(model, slices, optimizer, "cpu", parameters="host", states="disk", folder=tmp_path)
-    for part in slices:
+    layer_groups = find_layer_groups(model, model)
+    home = ParamOffloader(model, layer_groups, optimizer, "cpu", parameters="host", states="disk", folder=tmp_path)
+    for part in layer_groups:
         home.fetch(part)
         home.prefetch(part)
         home.release(part, changed=False)
@@ -115,9 +115,9 @@ def test_frozen_parameters_have_no_states_and_are_not_written_back(tmp_path):
     for param in model.model.layers[0].parameters():
         param.requires_grad_(False)
     optimizer = DeepSeekAdam([p for p in model.parameters() if p.requires_grad], kernels=KERNELS)
-    slices = find_slices(model, model)
-    home = ParamOffloader(model, slices, optimizer, "cpu", parameters="disk", states="disk", folder=tmp_path)
-    part = slices.groups[0]
+    layer_groups = find_layer_groups(model, model)
+    home = ParamOffloader(model, layer_groups, optimizer, "cpu", parameters="disk", states="disk", folder=tmp_path)
+    part = layer_groups.groups[0]
     home.fetch(part, states=True)
     home.release(part, changed=True)
     assert home.states.read(part.name) == {}

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.shapes import KERNELS, make_batch
 from tests.models.test_hf_models import make, make_inputs
 from tests.ops.compare import LargestTensor
-from tilewright.memory.tiled_mlp import tile_mlps
+from tilewright.memory.tiled_mlp import chunk_mlps
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
@@ -58,7 +58,7 @@ def assert_equal_results(got, want, rtol):
 def test_equals_the_whole_mlp(tiles, shape):
     layer, x = make_layer(), torch.randn(*shape, dtype=torch.float64)
     whole = results(copy.deepcopy(layer), x)
-    assert tile_mlps(layer, tiles, quiet) == ["mlp"]
+    assert chunk_mlps(layer, tiles, quiet) == ["mlp"]
     assert_equal_results(results(layer, x), whole, 1e-14)  # FP64 sums in another order
     assert list(layer.state_dict()) == ["mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"]
 
@@ -66,7 +66,7 @@ def test_equals_the_whole_mlp(tiles, shape):
 def test_inside_of_a_layer_that_is_recomputed():
     layer, x = make_layer(), torch.randn(3, 11, 12, dtype=torch.float64)
     whole = results(copy.deepcopy(layer), x)
-    tile_mlps(layer, 4, quiet)
+    chunk_mlps(layer, 4, quiet)
     assert_equal_results(
         results(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False)), whole, 1e-14
     )  # fmt: skip
@@ -78,7 +78,7 @@ def test_the_hidden_values_of_one_tile_are_alive():
     for tiles in (1, 4):
         model = copy.deepcopy(layer)
         if tiles > 1:
-            tile_mlps(model, tiles, quiet)
+            chunk_mlps(model, tiles, quiet)
         with LargestTensor() as largest:
             results(model, torch.randn(tokens, 12))
         sizes[tiles] = largest.num_bytes
@@ -94,7 +94,7 @@ def test_each_weight_gets_one_gradient_summed_in_fp32():
     for name, param in layer.named_parameters():
         param.grad_dtype = torch.float32
         param.register_post_accumulate_grad_hook(lambda param, name=name: calls.append((name, param.grad.dtype)))
-    tile_mlps(layer, 8, quiet)
+    chunk_mlps(layer, 8, quiet)
     layer.mlp(x).sum().backward()
     exact.mlp(x.double()).sum().backward()
     assert sorted(calls) == sorted((name, torch.float32) for name, _ in layer.named_parameters())
@@ -107,7 +107,7 @@ def test_draws_the_same_numbers_again_and_leaves_the_generator_alone():
     torch.manual_seed(1)
     mlp = nn.Sequential(nn.Linear(6, 30), nn.Dropout(0.5), nn.Linear(30, 6)).double()
     tiled, x = Layer(copy.deepcopy(mlp)), torch.randn(20, 6, dtype=torch.float64, requires_grad=True)
-    tile_mlps(tiled, 4, quiet)
+    chunk_mlps(tiled, 4, quiet)
     tiled.mlp.eval()(x)  # the trial of its class
     tiled.train()
     torch.manual_seed(2)
@@ -125,7 +125,7 @@ def test_draws_the_same_numbers_again_and_leaves_the_generator_alone():
 def test_frozen_weights_and_inputs_without_gradient():
     layer = make_layer()
     layer.mlp.up_proj.requires_grad_(False)
-    tile_mlps(layer, 3, quiet)
+    chunk_mlps(layer, 3, quiet)
     layer.mlp(torch.randn(10, 12, dtype=torch.float64)).sum().backward()
     assert layer.mlp.up_proj.weight.grad is None
     assert layer.mlp.gate_proj.weight.grad.any()
@@ -141,7 +141,7 @@ def test_own_decoder_in_low_precision(mode):
         init_weights(model, 0)
         convert(model, mode, kernels=KERNELS)
         if tiles > 1:
-            assert len(tile_mlps(model, tiles, quiet)) == 2
+            assert len(chunk_mlps(model, tiles, quiet)) == 2
         loss = model.loss(batch).loss_sum
         loss.backward()
         losses[tiles], grads[tiles] = loss.item(), {name: p.grad for name, p in model.named_parameters()}
@@ -157,7 +157,7 @@ def test_foreign_models(name):
     model, whole = (make(name).double().eval() for _ in range(2))
     batch = make_inputs(model)
     notes = []
-    assert len(tile_mlps(model, 3, notes.append)) == 2
+    assert len(chunk_mlps(model, 3, notes.append)) == 2
     for each in (whole, model):
         each.loss(batch).loss_sum.backward()
     assert notes == (["BloomMLP is not cut into tiles: it takes more than its tokens."] if name == "bloom" else [])
@@ -178,13 +178,13 @@ def test_what_cannot_be_tiled_runs_whole_and_is_told():
     notes, layer = [], Layer(Mixing())
     x = torch.randn(2, 6, 4)
     want = layer(x)
-    tile_mlps(layer, 2, notes.append)
+    chunk_mlps(layer, 2, notes.append)
     torch.testing.assert_close(layer(x), want)
     layer(x)
     assert len(notes) == 1
     assert "Mixing is not cut into tiles: a token's result depends on the others" in notes[0]
     mixture, notes = make("mixtral"), []
-    assert tile_mlps(mixture, 2, notes.append) == []
+    assert chunk_mlps(mixture, 2, notes.append) == []
     assert "mixtures of experts" in notes[0]
     assert "no effect" in notes[1]
 
@@ -193,6 +193,6 @@ def test_what_cannot_be_tiled_runs_whole_and_is_told():
 def test_inside_of_a_compiled_layer():
     layer, x = make_layer(torch.float32), torch.randn(2, 50, 12)
     whole = results(copy.deepcopy(layer), x)
-    tile_mlps(layer, 3, quiet, compile=True)
+    chunk_mlps(layer, 3, quiet, compile=True)
     layer.compile()
     assert_equal_results(results(layer, x), whole, 1e-5)

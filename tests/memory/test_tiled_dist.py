@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright.memory.tiled_mlp import tile_mlps
+from tilewright.memory.tiled_mlp import chunk_mlps
 
 
 def make_layer():
@@ -37,7 +37,7 @@ def _rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     plain = Model()
-    assert tile_mlps(plain, 3, print) == ["layer.mlp"]
+    assert chunk_mlps(plain, 3, print) == ["layer.mlp"]
     model = DistributedDataParallel(plain)
     for _ in range(2):  # buckets are built anew after the first
         model.zero_grad()

@@ -47,35 +47,35 @@ def log(monkeypatch):
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_bytes_go_both_ways(tier, log, tmp_path):
     draw, expected = random.Random(0), [float(i) for i in range(4)]
-    with OffloadPool(tier, "cpu", folder=tmp_path) as arena:
+    with OffloadPool(tier, "cpu", folder=tmp_path) as pool:
         for i in range(4):
-            arena.add(i, {"w": torch.full((100 + i,), float(i))})
-        arena.seal()
+            pool.add(i, {"w": torch.full((100 + i,), float(i))})
+        pool.seal()
         for _ in range(60):
             key = draw.randrange(4)
-            arena.prefetch(draw.randrange(4))
-            with arena.using(key, changed=True) as tensors:
+            pool.prefetch(draw.randrange(4))
+            with pool.using(key, changed=True) as tensors:
                 assert tensors["w"].unique().tolist() == [expected[key]]
                 tensors["w"].add_(1)
                 expected[key] += 1
-        arena.flush()
-        assert [arena.read(i)["w"].unique().tolist() for i in range(4)] == [[value] for value in expected]
-        slot_bytes = arena.num_bytes["device"]
-        assert arena.num_bytes["host"] - (arena.num_bytes[tier] if tier == "host" else 0) == (
+        pool.flush()
+        assert [pool.read(i)["w"].unique().tolist() for i in range(4)] == [[value] for value in expected]
+        slot_bytes = pool.num_bytes["device"]
+        assert pool.num_bytes["host"] - (pool.num_bytes[tier] if tier == "host" else 0) == (
             slot_bytes if tier == "disk" else 0
         ), "page-locked memory in front of the disk, and none in front of the host"
     assert log.count("synchronize") > 60
 
 
 def test_copies_wait_for_the_computation(log, tmp_path):
-    with OffloadPool("host", "cpu", prefetch=0) as arena:
+    with OffloadPool("host", "cpu", prefetch=0) as pool:
         for i in range(2):
-            arena.add(i, {"w": torch.zeros(10)})
-        arena.seal()
-        arena.fetch(0)
+            pool.add(i, {"w": torch.zeros(10)})
+        pool.seal()
+        pool.fetch(0)
         assert log == ["synchronize"], "a new buffer: nothing to wait for"
-        arena.release(0, changed=True)
-        arena.flush()
+        pool.release(0, changed=True)
+        pool.flush()
         assert log == ["synchronize", "record", "wait", "synchronize"]
-        arena.fetch(1)
+        pool.fetch(1)
         assert log[4:] == ["wait", "synchronize"], "the buffer was in use"

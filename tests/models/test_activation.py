@@ -14,7 +14,7 @@ from tests.ops.compare import assert_snr, snr_db
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.models.base.checkpointing import EXACT_INPUTS, hush_torch, run_from_codes
+from tilewright.models.base.checkpointing import EXACT_INPUTS, checkpoint_fp8_input, silence_checkpoint_warning
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
@@ -26,8 +26,8 @@ layer is a smooth function of its input, whose derivative passes the noise on at
 
 
 def test_one_piece_of_advice_is_dropped_and_no_other_word_of_torch(caplog):
-    hush_torch()
-    hush_torch()
+    silence_checkpoint_warning()
+    silence_checkpoint_warning()
     log = logging.getLogger("torch._higher_order_ops.wrap")
     assert len(log.filters) == 1
     with caplog.at_level(logging.WARNING, logger=log.name):
@@ -51,7 +51,7 @@ def test_gradient_is_that_at_the_decoded_input_and_exact_along_the_residual():
     def layer(x):
         return x + (x @ weight).tanh(), x.shape
 
-    out, shape = run_from_codes(KERNELS, layer, x)
+    out, shape = checkpoint_fp8_input(KERNELS, layer, x)
     assert shape == x.shape
     assert torch.equal(out, layer(x)[0])
     got = torch.autograd.grad(out, (x, weight), upstream)
@@ -59,17 +59,17 @@ def test_gradient_is_that_at_the_decoded_input_and_exact_along_the_residual():
     want = torch.autograd.grad(layer(decoded)[0], (decoded, weight), upstream)
     assert_snr(got[0], want[0], 120, "input")
     assert_snr(got[1], want[1], 120, "weight")
-    linear = run_from_codes(KERNELS, lambda x: x * 2.0, x)
+    linear = checkpoint_fp8_input(KERNELS, lambda x: x * 2.0, x)
     assert torch.equal(torch.autograd.grad(linear, x, upstream)[0], 2.0 * upstream)
 
 
 def test_backward_twice_and_without_gradients():
     x = torch.randn(3, 130, requires_grad=True)
-    out = run_from_codes(KERNELS, torch.square, x)
+    out = checkpoint_fp8_input(KERNELS, torch.square, x)
     first, second = (torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     with torch.no_grad():
-        assert torch.equal(run_from_codes(KERNELS, torch.square, x), x.square())
+        assert torch.equal(checkpoint_fp8_input(KERNELS, torch.square, x), x.square())
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "hybrid"])

@@ -109,12 +109,12 @@ def test_adapters_alone_have_gradients_and_states():
 def measured_activations(recipe, vocab_size=512) -> int:
     """Live bytes that a second forward pass leaves."""
     gc.collect()  # garbage of other tests must not go while bytes are counted
-    model, batch, ledger = real_model(recipe, vocab_size), make_batch(recipe, vocab_size), MemoryTracker("cpu")
+    model, batch, memory_tracker = real_model(recipe, vocab_size), make_batch(recipe, vocab_size), MemoryTracker("cpu")
     QuantizedWeights(model, torch.optim.SGD(model.parameters()))
     for _ in range(2):
-        with ledger.phase("forward"):
+        with memory_tracker.phase("forward"):
             out = model.loss(batch)
-        row = ledger.snapshot(model, None)
+        row = memory_tracker.snapshot(model, None)
         out.loss_sum.backward()
     return row["phase_owners"]["forward"]["activations"]
 

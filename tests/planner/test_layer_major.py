@@ -12,7 +12,7 @@ from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.layerwise.hf_view import layered
-from tilewright.models.layerwise.view import find_slices
+from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.planner.summary import make_plan
@@ -36,7 +36,7 @@ def parts_of(recipe):
         model.parameters(), moments=recipe.optim.moments, master=recipe.optim.master, kernels=Kernels(MACHINE)
     )
     view = layered(model)
-    return model, optimizer, view, find_slices(model, view, recipe.memory.group)
+    return model, optimizer, view, find_layer_groups(model, view, recipe.memory.group)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -45,15 +45,15 @@ def parts_of(recipe):
 def test_bytes_on_the_device_are_those_of_real_tiers(parameters, states, group, tied, tmp_path):
     memory = {"parameters": parameters, "states": states, "group": group}
     recipe = layer_major_recipe(tied, memory=memory)
-    model, optimizer, _, slices = parts_of(recipe)
-    home = ParamOffloader(model, slices, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path)
+    model, optimizer, _, layer_groups = parts_of(recipe)
+    home = ParamOffloader(model, layer_groups, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path)
     update = plan_of(recipe).phases["update"]
-    for owner, arena in (("parameters", home.parameters), ("optimizer", home.states)):
-        found = arena.num_bytes
+    for owner, pool in (("parameters", home.parameters), ("optimizer", home.states)):
+        found = pool.num_bytes
         measured = found["device"] + found["host"]  # one memory here
         # Buffers are aligned, and norms stay in FP32 where the plan spreads bytes evenly.
         assert update[owner] == pytest.approx(measured, rel=0.03), (owner, update[owner] / measured - 1)
-    trained = [sum(p.numel() for p in part.params) for part in slices]
+    trained = [sum(p.numel() for p in part.params) for part in layer_groups]
     slices_ = max(trained[1:-1]) + trained[-1]  # a tied matrix' gradient stays
     assert any(update["gradients"] == pytest.approx(4 * busiest, rel=0.01) for busiest in (slices_, 512 * 128))
 
@@ -63,11 +63,12 @@ def test_bytes_on_the_device_are_those_of_real_tiers(parameters, states, group, 
 def test_layer_inputs_are_those_of_a_real_forward_pass(inputs, group):
     train = {"micro_batch": 2, "batch_size": 6, "checkpoint_inputs": inputs}
     recipe = layer_major_recipe(memory={"group": group}, train=train)
-    model, optimizer, view, slices = parts_of(recipe)
-    store, ledger = ActivationStore("device", "cpu", inputs, kernels=Kernels(MACHINE)), MemoryTracker("cpu")
+    model, optimizer, view, layer_groups = parts_of(recipe)
+    store, memory_tracker = ActivationStore("device", "cpu", inputs, kernels=Kernels(MACHINE)), MemoryTracker("cpu")
     run = LayerMajor(
-        view, slices, inputs=store, residence=ParamOffloader(model, slices, optimizer, "cpu"), replay=Replay("cpu"),
-        phase=ledger.phase, device=torch.device("cpu"), retry=lambda piece, relief: piece(),
+        view, layer_groups, inputs=store, offloader=ParamOffloader(model, layer_groups, optimizer, "cpu"),
+        replay=Replay("cpu"), phase=memory_tracker.phase, device=torch.device("cpu"),
+        retry=lambda piece, on_oom: piece(),
     )  # fmt: skip
     run.forward([make_batch(recipe)] * 3)
     forward = plan_of(recipe).phases["forward"]

@@ -87,12 +87,12 @@ def test_the_timeline_peaks_where_the_plan_does(plans):
 def test_42_billion_parameters_on_one_card_by_hand():
     train = {"batch_size": 4, "micro_batch": 4}
     sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": train, "optim": {"clip": "lagged"}}
-    slices = {"executor": "layer_major"}
-    recipe = make_recipe(**sections, memory=slices | {"undo": "checkpoint"})
+    layer_groups = {"executor": "layer_major"}
+    recipe = make_recipe(**sections, memory=layer_groups | {"undo": "checkpoint"})
     planner = on_h200(recipe, 128256, OPEN)
     plan = planner.plan(Budget(139 * GIB, 128 * GIB, LINKS))
     assert plan is not None
-    with_journal = planner.with_recipe(make_recipe(**sections, memory=slices))
+    with_journal = planner.with_recipe(make_recipe(**sections, memory=layer_groups))
     assert with_journal.plan(Budget(139 * GIB, 128 * GIB, LINKS)) is None  # its bytes again, on the host
     budget = Budget(139 * GIB, 128 * GIB, LINKS)
     changes = cheapest_changes(with_journal.recipe, budget, None, replan_with(with_journal))

@@ -93,11 +93,11 @@ def test_inputs_that_are_rounded_are_not_kept_exactly_in_some_layers(deep):
 def test_a_placement_has_the_price_of_the_plan_that_made_it(deep, on_a_cpu):
     for planner, budget in ((deep, Budget(1.5 * GIB, 64 * GIB, LINKS)), (on_a_cpu, cpu_budget(2 * GIB, disk=1e9))):
         plan = planner.plan(budget)
-        again = planner.priced(plan.setting, plan.placement, plan.budget)
+        again = planner.priced(plan.setting, plan.memory_plan, plan.budget)
         assert again.step_s == pytest.approx(plan.step_s)
         assert again.peak_bytes == pytest.approx(plan.peak_bytes)
         assert {n: dict(p) for n, p in again.phases.items()} == {n: pytest.approx(p) for n, p in plan.phases.items()}
-        assert again.placement == plan.placement
+        assert again.memory_plan == plan.memory_plan
         assert again.host == pytest.approx(plan.host)
     with pytest.raises(ValueError, match="3 layers"):
         deep.priced(plan.setting, MemoryPlan.uniform(3), budget)
@@ -131,13 +131,13 @@ def test_the_journal_is_counted_and_lies_on_a_disk_only_where_slices_do():
 def test_a_run_that_goes_on_changes_no_number(on_a_cpu):
     planner, device = tight(on_a_cpu)
     plan = planner.plan(cpu_budget(device))
-    again = Replanner(planner, plan.setting, plan.placement, cpu_budget(device))
-    assert again.plan(device).placement == plan.placement
+    again = Replanner(planner, plan.setting, plan.memory_plan, cpu_budget(device))
+    assert again.plan(device).memory_plan == plan.memory_plan
     wider = again.plan(64 * GIB)
-    assert {layer.activations for layer in wider.placement.layers} == {"keep"}
+    assert {layer.activations for layer in wider.memory_plan.layers} == {"keep"}
     assert wider.step_s < plan.step_s
     less = again.plan(device, memory_factor=1.05)
-    kept = [sum(layer.activations == "keep" for layer in one.placement.layers) for one in (plan, less, wider)]
+    kept = [sum(layer.activations == "keep" for layer in one.memory_plan.layers) for one in (plan, less, wider)]
     assert kept[0] >= kept[1]
     assert less.plan.setting == plan.setting == wider.plan.setting
     assert less.peak_bytes <= device * (1 + 1e-9)
@@ -151,10 +151,10 @@ def test_longer_rows_keep_less(on_a_cpu):
     setting = planner.plan(cpu_budget(device * 1.1)).setting
     again = Replanner(planner, setting, MemoryPlan.uniform(16), cpu_budget(1.1 * device))
     short, long = again.plan(1.1 * device, 512), again.plan(1.1 * device, 2048)
-    assert {layer.activations for layer in short.placement.layers} == {"keep"}
-    assert {layer.activations for layer in long.placement.layers} != {"keep"}
+    assert {layer.activations for layer in short.memory_plan.layers} == {"keep"}
+    assert {layer.activations for layer in long.memory_plan.layers} != {"keep"}
     now = again.predict(MemoryPlan.uniform(16), 512)
-    assert now.placement == MemoryPlan.uniform(16)
+    assert now.memory_plan == MemoryPlan.uniform(16)
     assert now.peak_bytes == pytest.approx(short.peak_bytes)
     assert again.predict(MemoryPlan.uniform(16), 2048).peak_bytes > 1.5 * now.peak_bytes
 
@@ -166,21 +166,21 @@ def test_layers_cut_differently_keep_their_cuts_when_planned_again(deep):
         LayerMemory(activations="recompute", mlp_tiles=cuts[i % 3][0], attention_block=cuts[i % 3][1])
         for i in range(16)
     )
-    placement = MemoryPlan(layers=layers)
+    memory_plan = MemoryPlan(layers=layers)
     wide = Budget(64 * GIB, 64 * GIB, LINKS)
     setting = deep.with_fixed(Constraints(executor="layer_major", micro_batch=8)).plan(wide).setting
-    again = Replanner(deep, setting, placement, wide)
+    again = Replanner(deep, setting, memory_plan, wide)
     whole, least = again.plan(64 * GIB), again.smallest()
     middle = again.plan((whole.peak_bytes + least.peak_bytes) / 2)
     for found in (whole, middle, least):
-        assert [(one.mlp_tiles, one.attention_block) for one in found.placement.layers] == [
+        assert [(one.mlp_tiles, one.attention_block) for one in found.memory_plan.layers] == [
             cuts[i % 3] for i in range(16)
         ]
-        priced = again.predict(found.placement)
+        priced = again.predict(found.memory_plan)
         fragments = FRAGMENTS * (priced.plan.budget.device - found.plan.budget.device)  # counted of the budget
         assert priced.peak_bytes - fragments == pytest.approx(found.peak_bytes)
         assert priced.step_s == pytest.approx(found.step_s)
-    assert len(set(middle.placement.layers)) > 3
+    assert len(set(middle.memory_plan.layers)) > 3
     assert whole.step_s <= middle.step_s <= least.step_s * (1 + 1e-3)
     assert least.peak_bytes <= middle.peak_bytes <= whole.peak_bytes
 
@@ -191,11 +191,11 @@ def test_layers_that_may_keep_different_things_when_fused(deep):
     machine = replace(make_machine(64 * GIB), device="cuda")
     planner = Planner(recipe, 512, machine, make_rates())
     kinds = ("selective", "keep", "attention", "recompute")
-    placement = MemoryPlan(layers=tuple(LayerMemory(activations=kind) for kind in kinds))
-    again = Replanner(planner, GlobalConfig.of(recipe), placement, Budget(64 * GIB, 64 * GIB, LINKS))
+    memory_plan = MemoryPlan(layers=tuple(LayerMemory(activations=kind) for kind in kinds))
+    again = Replanner(planner, GlobalConfig.of(recipe), memory_plan, Budget(64 * GIB, 64 * GIB, LINKS))
     for found, other in ((again.plan(64 * GIB), "keep"), (again.smallest(), "recompute")):
         expected = [kind if kind in ("selective", "products", "attention") else other for kind in kinds]
-        assert [layer.activations for layer in found.placement.layers] == expected
+        assert [layer.activations for layer in found.memory_plan.layers] == expected
 
 
 def test_formats_that_scale_the_loss_stay_with_the_standard_executor():
@@ -228,4 +228,4 @@ def test_what_a_layer_keeps_moves_only_where_that_changes_no_bit(sections, fused
     planner = Planner(recipe, 512, machine, make_rates())
     setting, budget = GlobalConfig.of(recipe), Budget(64 * GIB, 64 * GIB, LINKS)
     again = Replanner(planner, setting, MemoryPlan.uniform(3, activations=kind), budget)
-    assert {layer.activations for layer in again.plan(64 * GIB).placement.layers} <= same
+    assert {layer.activations for layer in again.plan(64 * GIB).memory_plan.layers} <= same

@@ -100,11 +100,11 @@ def test_a_kernel_that_does_not_use_the_unit_is_a_fallback():
     assert row.fallback.startswith("operands are decoded to 16 bits by dequant")
     assert 'ops.tile_gemm = "dequant" was asked for' in row.fallback
     with pytest.raises(HardwareError, match="3 layers ran in another way") as error:
-        Audit(model).refuse_fallbacks()
+        Audit(model).check_no_fallbacks()
     assert "the first is up" in str(error.value)
     plain = converted("bf16_mixed")
     step(plain)
-    Audit(plain).refuse_fallbacks()
+    Audit(plain).check_no_fallbacks()
 
 
 def test_frozen_layers_are_told_apart():

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from tests.models.shapes import make_batch, make_decoder
 from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
-from tilewright.precision.controller.monitor import tile_layers
+from tilewright.precision.controller.monitor import named_float8_layers
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert, evaluating
@@ -34,7 +34,7 @@ def plain_loss(model, x):
 
 
 def gemms(model):
-    return {name: str(layer.gemms) for name, layer in tile_layers(model)}
+    return {name: str(layer.gemms) for name, layer in named_float8_layers(model)}
 
 
 def outliers(rows=128):
@@ -112,7 +112,7 @@ def test_a_step_that_is_not_finite_in_any_format_is_not_applied():
 
 def test_the_gradients_of_a_redone_step_are_those_of_bf16_alone():
     model, wide = two_layers(), two_layers()
-    for _, layer in tile_layers(wide):
+    for _, layer in named_float8_layers(wide):
         layer.set_gemms(Gemms.all("bf16"))
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
     control = PrecisionController(model, ControllerSettings(budget=1.0, every=1000))
@@ -125,7 +125,7 @@ def test_the_gradients_of_a_redone_step_are_those_of_bf16_alone():
         return plain_loss(model, x)() * (float("nan") if len(calls) == 1 else 1.0)
 
     model.zero_grad()
-    verdict = control.guard(lambda: _backward(model, loss))
+    verdict = control.run_guarded(lambda: _backward(model, loss))
     _backward(wide, plain_loss(wide, x))
     assert verdict[1] is None
     for ours, theirs in zip(model.parameters(), wide.parameters(), strict=True):
@@ -201,10 +201,10 @@ def test_experts_that_ran_as_one_operation_follow_too():
     convert(model, Policy("fp8_tile", keep="value"))
     control = PrecisionController(model, FREE)
     batch = make_batch(rows=4)
-    layer = dict(tile_layers(model))["model.layers.1.mlp.experts.0.gate_proj"]
+    layer = dict(named_float8_layers(model))["model.layers.1.mlp.experts.0.gate_proj"]
     outcome = control.run(lambda: model.loss(batch).loss_sum)
     assert outcome.apply
-    with control.raised():
+    with control.wider_precision():
         assert layer.gemms == Gemms.all("bf16") or layer.gemms == Gemms.all("fp32")
         model.loss(batch).loss_sum.backward()
     formats = control.controller.formats()
@@ -224,7 +224,7 @@ def test_moves_samples_and_redone_steps_compile_nothing_anew():
         switches += sum(before[name] != now for name, now in gemms(model).items())
         before = gemms(model)
         if step == 0:
-            with control.raised():
+            with control.wider_precision():
                 plain_loss(model, calm)().backward()
             graphs = counters["stats"]["unique_graphs"]
     assert switches >= 10

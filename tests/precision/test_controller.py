@@ -47,7 +47,7 @@ def settings(**changes):
 
 def test_a_bad_product_goes_up_alone_and_says_why():
     controller = Controller(SITES, settings())
-    (move,) = controller.judge(0, evidence({(LAYERS[1], "wgrad"): BAD}))
+    (move,) = controller.decide(0, evidence({(LAYERS[1], "wgrad"): BAD}))
     assert (move.layer, move.gemm, move.before, move.after) == (LAYERS[1], "wgrad", "fp8_tile", "bf16")
     assert move.evidence in LIMITS
     assert move.threshold == LIMITS[move.evidence].escalate
@@ -59,41 +59,41 @@ def test_bf16_that_is_bad_goes_up_to_fp32_and_no_further():
     controller = Controller(SITES[:1], settings(cooldown=1))
     names = []
     for step in range(4):
-        controller.judge(step, evidence(BAD, bf16=BAD))
+        controller.decide(step, evidence(BAD, bf16=BAD))
         names += controller.formats().values()
     assert names == ["bf16", "fp32", "fp32", "fp32"]
 
 
 def test_between_the_limits_nothing_moves():
     controller = Controller(SITES, settings())
-    assert controller.judge(0, evidence(MIDDLING)) == []
-    controller.judge(200, evidence(BAD))
+    assert controller.decide(0, evidence(MIDDLING)) == []
+    controller.decide(200, evidence(BAD))
     for step in range(400, 4000, 200):
-        assert controller.judge(step, evidence(MIDDLING)) == []
+        assert controller.decide(step, evidence(MIDDLING)) == []
     assert set(controller.formats().values()) == {"bf16"}
 
 
 def test_it_comes_down_after_quiet_samples_and_the_count_starts_again_when_one_is_not():
     controller = Controller(SITES[:1], settings(cooldown=1))
-    controller.judge(0, evidence(BAD))
-    verdicts = [controller.judge(step, evidence(e)) for step, e in enumerate([GOOD, GOOD, MIDDLING, GOOD, GOOD], 10)]
+    controller.decide(0, evidence(BAD))
+    verdicts = [controller.decide(step, evidence(e)) for step, e in enumerate([GOOD, GOOD, MIDDLING, GOOD, GOOD], 10)]
     assert verdicts == [[]] * 5
-    (move,) = controller.judge(20, evidence(GOOD))
+    (move,) = controller.decide(20, evidence(GOOD))
     assert (move.before, move.after) == ("bf16", "fp8_tile")
 
 
 def test_recalibration_does_not_wait_for_quiet():
     controller = Controller(SITES[:1], settings(cooldown=1))
-    controller.judge(0, evidence(BAD))
-    assert len(controller.judge(5, evidence(GOOD), recalibrate=True)) == 1
+    controller.decide(0, evidence(BAD))
+    assert len(controller.decide(5, evidence(GOOD), recalibrate=True)) == 1
 
 
 def test_what_was_not_measured_is_not_judged():
     controller = Controller(SITES, settings(cooldown=1))
-    assert controller.judge(0, QuantStats({})) == []
-    controller.judge(1, evidence(BAD))
+    assert controller.decide(0, QuantStats({})) == []
+    controller.decide(1, evidence(BAD))
     for step in range(2, 20):
-        assert controller.judge(step, QuantStats({}), recalibrate=True) == []
+        assert controller.decide(step, QuantStats({}), recalibrate=True) == []
 
 
 BROKEN_NUMBERS = [
@@ -108,7 +108,7 @@ BROKEN_NUMBERS = [
 def test_evidence_that_is_not_finite_is_the_worst(signal, value):
     broken = GemmStats(**{**vars(GOOD), signal: value})
     controller = Controller(SITES, settings(budget=0.06))  # room for one product of the first layer
-    (move,) = controller.judge(0, evidence({(LAYERS[0], "dgrad"): broken, (LAYERS[0], "fprop"): BAD}))
+    (move,) = controller.decide(0, evidence({(LAYERS[0], "dgrad"): broken, (LAYERS[0], "fprop"): BAD}))
     assert move.gemm == "dgrad"
     assert [refused.gemm for refused in controller.refused] == ["fprop"]
 
@@ -141,7 +141,7 @@ def test_excess_is_a_ratio_of_errors():
 def test_the_worst_come_first_where_the_budget_is_small_and_the_others_are_told():
     bad = {(LAYERS[0], "fprop"): BAD, (LAYERS[0], "dgrad"): GemmStats(0.5, 1.0, 0.5, 0.0)}
     controller = Controller(SITES, settings(budget=1.5 / 18))
-    moves = controller.judge(0, evidence(bad))
+    moves = controller.decide(0, evidence(bad))
     assert [move.gemm for move in moves] == ["dgrad"]
     assert [move.gemm for move in controller.refused] == ["fprop"]
     assert controller.share_above_8bit == pytest.approx(1 / 18)
@@ -169,7 +169,7 @@ def test_settings_that_make_no_sense():
 
 def test_three_levels_move_as_groups():
     controller = Controller(SITES, settings(policy="three_level"))
-    moves = controller.judge(0, evidence({(LAYERS[2], "wgrad"): BAD}))
+    moves = controller.decide(0, evidence({(LAYERS[2], "wgrad"): BAD}))
     assert {(move.layer, move.gemm) for move in moves} == {(layer, gemm) for layer in LAYERS[1:] for gemm in GEMMS[1:]}
     assert {move.unit for move in moves} == {"gradient"}
 
@@ -193,9 +193,9 @@ def test_never_below_policy_or_schedule():
 
 def test_a_product_that_the_policy_keeps_in_bf16_may_go_up_from_there():
     controller = Controller([GemmSite(LAYERS[0], "dgrad", 1, 1.0)], settings(cooldown=1))
-    (move,) = controller.judge(0, evidence(BAD, bf16=BAD))
+    (move,) = controller.decide(0, evidence(BAD, bf16=BAD))
     assert (move.before, move.after) == ("bf16", "fp32")
-    moves = [controller.judge(step, evidence(BAD, bf16=GOOD)) for step in range(1, 6)]
+    moves = [controller.decide(step, evidence(BAD, bf16=GOOD)) for step in range(1, 6)]
     assert [(m.before, m.after) for found in moves for m in found] == [("fp32", "bf16")]
 
 
@@ -218,7 +218,7 @@ def test_a_bad_step_is_redone_and_applied_if_wider_formats_mend_it(loss, norm, n
     assert (verdict, spike.name) == (REDO, name)
     assert controller.observe_again(3.0, 1.0, spike) == (APPLY, None)
     assert controller.suspect is spike
-    moves = controller.judge(20, evidence({(LAYERS[1], "wgrad"): MIDDLING}))  # not bad enough without the spike
+    moves = controller.decide(20, evidence({(LAYERS[1], "wgrad"): MIDDLING}))  # not bad enough without the spike
     assert [(move.layer, move.gemm) for move in moves] == [(LAYERS[1], "wgrad")]
 
 
@@ -227,7 +227,7 @@ def test_after_a_mended_spike_something_moves_even_where_all_evidence_is_good():
     steady(controller)
     _, spike = controller.observe(9.0, 1.0)
     controller.observe_again(3.0, 1.0, spike)
-    (move,) = controller.judge(20, evidence(GOOD))
+    (move,) = controller.decide(20, evidence(GOOD))
     assert (move.evidence, move.value) == ("loss spike", 9.0)
 
 
@@ -293,7 +293,7 @@ def play(controller, samples, start=0, step=0):
         if verdict == REDO:
             controller.observe_again(3.0 if bf16 is GOOD else loss, 1.0, spike)
         fp8 = {(site.layer, site.gemm): product for site, product in zip(SITES, products, strict=True)}
-        moves += controller.judge(step, evidence(fp8, bf16), recalibrate=recalibrate)
+        moves += controller.decide(step, evidence(fp8, bf16), recalibrate=recalibrate)
         assert controller.share_above_8bit <= controller.settings.budget + 1e-9
     return moves, step
 

@@ -39,11 +39,11 @@ def decide(rank: int, world: int) -> list[dict]:
             _empty(batches, rank == world - 1)
         control.enter(step)
         if control.due(step):
-            control.look(step, [_pass(model, batch) for batch in batches])
+            control.sample(step, [_pass(model, batch) for batch in batches])
         result = executor.step(batches, lr=1e-2)
         told.append({"redone": result.redone is not None, "skipped": result.skipped is not None})
         if control.controller.suspect is not None:
-            control.look(step, [_pass(model, batch) for batch in batches])
+            control.sample(step, [_pass(model, batch) for batch in batches])
         told += [{k: v for k, v in row.items() if k != "noise"} for row in control.take_rows()]
     return [*told, {"state": control.controller.state_dict()["units"]}]
 
@@ -105,7 +105,7 @@ def test_ranks_decide_alike_and_as_one_process_does(world, alone, tmp_path):
 
 
 def _reduce(rank: int, folder: str) -> None:
-    from tilewright.precision.controller.monitor import agree
+    from tilewright.precision.controller.monitor import all_reduce_worst
     from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -113,7 +113,7 @@ def _reduce(rank: int, folder: str) -> None:
     mine = {"a": LayerStats(products={"fprop.fp8_tile": (good, broken)[rank]})}
     if rank == 1:  # an expert that saw rows on this rank alone
         mine["b"] = LayerStats(products={"dgrad.fp8_tile": good})
-    found = agree(QuantStats(mine), ["a", "b", "c"])
+    found = all_reduce_worst(QuantStats(mine), ["a", "b", "c"])
     Path(folder, f"{rank}.json").write_text(json.dumps(found.to_json()))
     dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear, freeze_in_fp8
 from tilewright.precision.float8.gemm.operands import gradient_spec
 from tilewright.precision.float8.linear import Float8Linear
-from tilewright.precision.lora.lora import adapted_layers, add_lora, load_codes, load_lora_decoder, merge_lora
+from tilewright.precision.lora.lora import adapted_layers, add_lora, load_fp8_weights, load_lora_decoder, merge_lora
 from tilewright.precision.lora.peft_io import load_adapter, save_adapter
 from tilewright.precision.policy.gemm_formats import Gemms
 
@@ -388,7 +388,7 @@ def test_a_hugging_face_model_gets_the_folders_codes(tmp_path):
     write_plain(NETS["llama ragged"](), tmp_path)
     model = load_hf(tmp_path, "causal_lm", "load").net
     names = add_lora(model, rank=4, kernels=KERNELS)
-    assert load_codes(model, tmp_path) == names
+    assert load_fp8_weights(model, tmp_path) == names
     stored = load_file(tmp_path / "model.safetensors")
     for name in names:
         assert torch.equal(model.get_buffer(f"{name}.weight_scale_inv"), stored[f"{name}.weight_scale_inv"])

@@ -11,7 +11,7 @@ from tests.models.shapes import make_batch, make_decoder
 from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
-from tilewright.precision.controller.monitor import Monitor, compare, measure_layer, picked_rows, tile_layers
+from tilewright.precision.controller.monitor import Monitor, compare, measure_layer, named_float8_layers, picked_rows
 from tilewright.precision.controller.stats import COMPARED, TENSORS, LayerStats
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
@@ -173,7 +173,7 @@ def test_a_sample_leaves_the_model_as_it_was(kind):
     batch = make_batch()
     model.loss(batch).loss_sum.backward()
     before, notes = state(model), model._load_LE
-    layers = tile_layers(model)
+    layers = named_float8_layers(model)
     hooks = [len(layer._forward_hooks) for _, layer in layers]
     torch.rand(3)
     rng = torch.get_rng_state()

@@ -39,7 +39,7 @@ def twin(weight_MK, bias_M, gemms, power_of_two=True, output=torch.float32):
             layer.bias.copy_(bias_M)
     layer.__class__ = Float8Linear
     layer.kernels, layer.output_dtype = KERNELS, output
-    layer.settle(gemms, power_of_two=power_of_two)
+    layer.configure(gemms, power_of_two=power_of_two)
     return layer
 
 

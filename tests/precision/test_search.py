@@ -20,10 +20,10 @@ from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms, expected
 from tilewright.precision.policy.policy import Policy, Rule
 from tilewright.precision.search.gemm_time import UnitTime, estimate, measure_times
 from tilewright.precision.search.gradient_error import Compared, GradientChange, GradientTally, lost_by_batch
-from tilewright.precision.search.layer_stats import SearchUnit, tile_layers
-from tilewright.precision.search.loss_model import LossModel, drawn_together, loss_slope, parse_budget
+from tilewright.precision.search.layer_stats import SearchUnit, find_float8_layers
+from tilewright.precision.search.loss_model import LossModel, loss_slope, parse_budget, shrink_to_mean
 from tilewright.precision.search.policy_file import PolicyFile, fold
-from tilewright.precision.search.search import SearchSpace, curve, fastest, landmarks
+from tilewright.precision.search.search import SearchSpace, baselines, curve, fastest
 from tilewright.precision.search.sensitivity import (
     BASE,
     FormatSwitch,
@@ -139,7 +139,7 @@ def test_a_product_that_gave_nan_is_never_chosen():
     space = space_of(1, broken=(broken,))
     assert math.isinf(space.model.costs[broken])
     assert broken not in fastest(space, 1.0).fp8
-    assert broken not in landmarks(space)[1].fp8
+    assert broken not in baselines(space)[1].fp8
     with pytest.raises(FitError, match="inf"):
         fastest(space_of(1, broken=(broken,), fixed={broken: "fp8_tile"}), 1.0)
 
@@ -151,16 +151,16 @@ def test_the_curve_falls_and_ends_at_all_fp8_or_faster():
     assert len(points) > 3
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] <= space.candidate("", space.allowed()).seconds + 1e-9
-    assert [mark.name for mark in landmarks(space)] == ["all BF16", "all FP8", "first and last block BF16"]
+    assert [mark.name for mark in baselines(space)] == ["all BF16", "all FP8", "first and last block BF16"]
 
 
 # ---- prediction ----
 
 
 def test_noisy_changes_are_drawn_together_and_sharp_ones_are_not():
-    noisy = drawn_together({("a", "fprop"): (-1.0, 3.0), ("b", "fprop"): (0.0, 3.0)})
+    noisy = shrink_to_mean({("a", "fprop"): (-1.0, 3.0), ("b", "fprop"): (0.0, 3.0)})
     assert noisy["a", "fprop"] == noisy["b", "fprop"] == 1.25
-    sharp = drawn_together({("a", "fprop"): (1.0, 1.0), ("b", "fprop"): (3.0, 3.0)})
+    sharp = shrink_to_mean({("a", "fprop"): (1.0, 1.0), ("b", "fprop"): (3.0, 3.0)})
     assert (sharp["a", "fprop"], sharp["b", "fprop"]) == (1.0, 3.0)
 
 
@@ -243,7 +243,7 @@ def sensitivity(model, batches):
 
 def by_hand(model, batch, name, gemm):
     """Loss and flat FP64 gradient with one product in FP8."""
-    layers = tile_layers(model)
+    layers = find_float8_layers(model)
     for layer in layers.values():
         layer.set_gemms(BASE, power_of_two=True)
     if name:
@@ -316,12 +316,12 @@ def test_measuring_leaves_the_model_as_it_was(model, batches):
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(weights[name], param) for name, param in model.named_parameters())
     assert all(param.grad is None for param in model.parameters())
-    assert {layer.gemms for layer in tile_layers(model).values()} == {TILES}
+    assert {layer.gemms for layer in find_float8_layers(model).values()} == {TILES}
 
 
 def test_single_switches_add_up(model, batches, sensitivity):
     """What all products lose together is within 2x of the sum over single switches: independent errors' squares add."""
-    everything = measure_policy(model, batches, dict.fromkeys(tile_layers(model), TILES))
+    everything = measure_policy(model, batches, dict.fromkeys(find_float8_layers(model), TILES))
     for i in range(len(batches)):
         total = sum(switch.gradients[i].lost for switch in sensitivity.switches)
         assert 0.5 < total / everything.gradients[i].lost < 2
@@ -366,7 +366,7 @@ def test_only_linear_layers_that_rules_leave_free_are_switched():
     )
     model = Decoder(config, Kernels.default())
     convert(model, measuring_policy(Policy("bf16_mixed", rules=(Rule("*.up_proj", compute="bf16"),))))
-    names = {name.rpartition(".")[2] for name in tile_layers(model)}
+    names = {name.rpartition(".")[2] for name in find_float8_layers(model)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"}
 
 
@@ -379,7 +379,7 @@ def test_weights_that_are_not_finite_tell_nothing(model, batches):
         measure(model, batches[:1])
     with torch.no_grad():
         weight.copy_(kept)
-    assert {layer.gemms for layer in tile_layers(model).values()} == {TILES}
+    assert {layer.gemms for layer in find_float8_layers(model).values()} == {TILES}
 
 
 def test_a_gradient_that_vanished_loses_the_whole_step():

@@ -135,7 +135,7 @@ def test_the_kind_of_scale_is_settled_at_conversion():
 def test_a_strict_layer_refuses_to_be_moved_to_what_is_emulated():
     layer = Float8Linear(8, 8)
     layer.kernels = KERNELS
-    layer.settle(Gemms.all("bf16"), power_of_two=True, keep="value", strict=True)
+    layer.configure(Gemms.all("bf16"), power_of_two=True, keep="value", strict=True)
     layer.set_gemms(Gemms.all("fp32"))
     with pytest.raises(HardwareError, match=r"precision\.strict"):
         layer.set_gemms(Gemms("bf16", "fp8_tile", "bf16"))

@@ -208,7 +208,7 @@ CASES: dict[str, list[tuple[str, Case, VerdictState]]] = {
         ("no memory", Case(columns={"memory_bytes": [None] * COUNT}), NOT_MEASURED),
         (
             "planned again",
-            Case(files=memory(2.0) | {"events": [{"step": 3, "kind": "regroup", "after": "8 x recompute"}]}),
+            Case(files=memory(2.0) | {"events": [{"step": 3, "kind": "replan", "after": "8 x recompute"}]}),
             NOT_MEASURED,
         ),
     ],

@@ -12,7 +12,7 @@ from tests.models.test_hf_models import make, make_inputs
 from tests.training.test_layer_major_step import LR, executor, reference, worst
 from tilewright.core.hardware import detect_machine
 from tilewright.models.layerwise.hf_view import HFLayers, layered
-from tilewright.models.layerwise.view import SingleBlock, find_slices
+from tilewright.models.layerwise.view import SingleBlock, find_layer_groups
 from tilewright.ops.backends.native import loss
 from tilewright.ops.backends.native.loss import ChunkStep, masked_softmax_, row_lse
 from tilewright.ops.kernels import Kernels
@@ -88,11 +88,11 @@ def test_blocks_are_found_and_every_parameter_is_in_one_slice(name):
     view = layered(model)
     assert isinstance(view, HFLayers), model.notes
     assert len(view.blocks) == 2
-    slices = find_slices(model, view)
-    owned = [param for part in slices for param in part.params]
+    layer_groups = find_layer_groups(model, view)
+    owned = [param for part in layer_groups for param in part.params]
     assert len(owned) == len(set(owned)) == len(list(model.parameters()))
     tied = model.task != "image_classification" and model.net.config.tie_word_embeddings
-    assert bool(slices.shared.params) == bool(tied)
+    assert bool(layer_groups.shared.params) == bool(tied)
 
 
 def test_a_model_with_batch_norms_is_kept_whole_and_right():

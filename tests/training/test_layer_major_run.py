@@ -43,9 +43,9 @@ def test_resume_equals_never_having_stopped(data, tmp_path):
 def test_group_cuts_the_layers(data, tmp_path):
     for group, names in ((1, ["layers.0", "layers.1"]), (2, ["layers.0-1"])):
         parts = assemble.build(assemble.set_up(tiny(data, tmp_path, memory__group=group, **LAYERS)), fresh=True)
-        assert [part.name for part in parts.executor.run.slices.groups] == names
+        assert [part.name for part in parts.executor.run.layer_groups.groups] == names
         parts.stream.close()
-        parts.ledger.close()
+        parts.memory_tracker.close()
 
 
 def lose(monkeypatch, steps):

@@ -11,7 +11,7 @@ from tilewright.core.errors import NumericsError
 from tilewright.memory.layer_major.replay import Replay
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.activations import ActivationStore
-from tilewright.models.layerwise.view import find_slices
+from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.delayed_clip import SURGE
@@ -29,8 +29,8 @@ LR = 5e-4
 def executor(model, view=None, *, group=1, clip=None, **options):
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
     view = view or model
-    slices = find_slices(model, view, group)
-    return LayerMajorExecutor(model, view, slices, optimizer, clip=clip or GradClip(0.0), **options)
+    layer_groups = find_layer_groups(model, view, group)
+    return LayerMajorExecutor(model, view, layer_groups, optimizer, clip=clip or GradClip(0.0), **options)
 
 
 def steps(num=5):
@@ -115,7 +115,7 @@ def test_one_slice_is_alive_at_a_time():
     model = make_decoder("gqa").train()
     run = executor(model)
     seen = []
-    real = run.run.slices
+    real = run.run.layer_groups
     owners = {param: part.name for part in real for param in part.params}
 
     def look(part, grads):
@@ -349,8 +349,8 @@ def test_choices_of_foreign_routers_are_replayed():
     """At `torch.topk`, in whatever module it is called."""
     layer = ForeignExperts()
     replay, scores = Replay("cpu"), torch.tensor([[0.1, 0.4, 0.3, 0.2]])
-    first = replay.first("key", layer, lambda: torch.topk(scores, 2, dim=-1))
-    again = replay.again("key", layer, lambda: (1 - scores).topk(2, dim=-1))
+    first = replay.record("key", layer, lambda: torch.topk(scores, 2, dim=-1))
+    again = replay.replay("key", layer, lambda: (1 - scores).topk(2, dim=-1))
     assert first.indices.tolist() == again.indices.tolist() == [[1, 2]]
     torch.testing.assert_close(again.values, torch.tensor([[0.6, 0.7]]))
 
@@ -364,8 +364,8 @@ def test_eight_bit_products_follow_their_weights():
         optimizer = DeepSeekAdam(decay_groups(model, 0.1))
         codes = QuantizedWeights(model, optimizer)
         if model is ours:
-            slices = find_slices(model, model)
-            runs.append(LayerMajorExecutor(model, model, slices, optimizer, clip=GradClip(0.0), weights=codes))
+            layer_groups = find_layer_groups(model, model)
+            runs.append(LayerMajorExecutor(model, model, layer_groups, optimizer, clip=GradClip(0.0), weights=codes))
         else:
             runs.append(StandardExecutor(model, optimizer, clip=GradClip(0.0)))
     for microbatches in steps(3):

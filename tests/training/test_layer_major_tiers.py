@@ -74,7 +74,7 @@ def test_prefetch_takes_buffers(data, tmp_path):
         held.append(len(parts.sliced.home.parameters._slots.slots))
         parts.sliced.home.close()
         parts.stream.close()
-        parts.ledger.close()
+        parts.memory_tracker.close()
     assert held == [1, 2, 3]
 
 

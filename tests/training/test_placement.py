@@ -20,12 +20,12 @@ from tests.training.test_placing import saved_bytes
 from tests.training.tiny import tiny, write_text
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
-from tilewright.memory.layer_major.apply_plan import by_slice, input_tiers
+from tilewright.memory.layer_major.apply_plan import by_group, input_tiers
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.layerwise.hf_view import layered
-from tilewright.models.layerwise.view import find_slices
+from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
@@ -39,22 +39,24 @@ TIERS = ("device", "host", "disk")
 LR = 1e-3
 
 
-def layer_major(model, placement, folder, *, group=1, lagged=False, codes=False):
+def layer_major(model, memory_plan, folder, *, group=1, lagged=False, codes=False):
     """An executor whose slices and inputs are where the placement says."""
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
     view = layered(model)
-    slices = find_slices(model, view, group)
-    wanted = by_slice(placement, slices)
+    layer_groups = find_layer_groups(model, view, group)
+    wanted = by_group(memory_plan, layer_groups)
     homes = [{name: getattr(layer, kind) for name, layer in wanted.items()} for kind in ("parameters", "states")]
-    residence = ParamOffloader(model, slices, optimizer, "cpu", parameters=homes[0], states=homes[1], folder=folder)
+    offloader = ParamOffloader(
+        model, layer_groups, optimizer, "cpu", parameters=homes[0], states=homes[1], folder=folder
+    )
     weights = None
     if codes:
-        away = [m for part in slices for m in part.modules if residence.homes(part)[0] != "device"]
+        away = [m for part in layer_groups for m in part.modules if offloader.homes(part)[0] != "device"]
         weights = QuantizedWeights(model, optimizer, without=away)
     return LayerMajorExecutor(
-        model, view, slices, optimizer, clip=GradClip(0.5), lagged=lagged,
-        undo=RollbackBuffer("host", "cpu") if lagged else None, residence=residence, weights=weights,
-        inputs=ActivationStore(input_tiers(placement, slices), "cpu", folder=folder), placement=placement,
+        model, view, layer_groups, optimizer, clip=GradClip(0.5), lagged=lagged,
+        undo=RollbackBuffer("host", "cpu") if lagged else None, offloader=offloader, weights=weights,
+        inputs=ActivationStore(input_tiers(memory_plan, layer_groups), "cpu", folder=folder), memory_plan=memory_plan,
     )  # fmt: skip
 
 
@@ -81,13 +83,13 @@ def outcome(executor, made, changes=()):
     results = []
     for number, microbatches in enumerate(made):
         if number < len(changes):
-            executor.place(changes[number])
-            assert executor.placement == changes[number]
+            executor.apply_memory_plan(changes[number])
+            assert executor.memory_plan == changes[number]
         result = executor.step(microbatches, LR)
         assert result.skipped is None
         results.append((result.loss, result.grad_norm))
-    home, found = executor.run.residence, {}
-    for part in executor.run.slices:
+    home, found = executor.run.offloader, {}
+    for part in executor.run.layer_groups:
         found |= home.parameters.read(part.name) | home.states.read(part.name)
     executor.close()
     return results, found
@@ -108,9 +110,9 @@ def test_random_placements_change_no_number(name, group, lagged, tmp_path):
         model = make_decoder(name).train()
         for block in model.blocks:
             block.self_attn.o_proj = Dropped(block.self_attn.o_proj)
-        placement = drawn(random.Random(seed), group=group) if seed else plain()
-        executor = layer_major(model, placement, tmp_path, group=group, lagged=lagged)
-        assert executor.placement.layers == placement.layers
+        memory_plan = drawn(random.Random(seed), group=group) if seed else plain()
+        executor = layer_major(model, memory_plan, tmp_path, group=group, lagged=lagged)
+        assert executor.memory_plan.layers == memory_plan.layers
         torch.manual_seed(5)
         got = outcome(executor, made), torch.get_rng_state()
         want = want or got
@@ -185,9 +187,9 @@ def test_kept_graphs_hold_no_memory_of_slices_that_leave(tmp_path):
 
     def spoil_after(batches):
         finite = forward(batches)
-        arena = executor.run.residence.parameters
-        arena.flush()
-        for slot in arena._slots.slots:
+        pool = executor.run.offloader.parameters
+        pool.flush()
+        for slot in pool._slots.slots:
             slot.buffer.live.fill_(255)
             slot.holds = None
         return finite
@@ -223,7 +225,7 @@ class Faulty:
     def __init__(self, draw):
         self.draw, self.failed = draw, 0
 
-    def again(self, piece, relief):
+    def again(self, piece, on_oom):
         for _ in range(2):
             try:
                 with OneOperationFails(self.draw.randrange(60)):
@@ -278,7 +280,7 @@ def test_kept_graphs_can_be_let_go_in_mid_step(tmp_path):
     def then_let_go(batches):
         finite = forward(batches)
         assert executor.run._graphs
-        executor.run.let_go()
+        executor.run.free_saved_graphs()
         return finite
 
     executor.run.forward = then_let_go
@@ -296,7 +298,7 @@ def test_a_checkpoint_is_the_same_wherever_slices_have_moved_to(tmp_path):
         state = parts.state()
         microbatches = [parts.stream.next_step() for _ in range(2)]
         parts.executor.step(microbatches[0], LR)
-        parts.executor.place(change)
+        parts.executor.apply_memory_plan(change)
         parts.executor.step(microbatches[1], LR)
         assert parts.sound()
         with parts.passing():
@@ -322,17 +324,17 @@ def test_what_cannot_be_changed_changes_nothing(tmp_path):
     made = steps(3)
     want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
     executor = layer_major(make_decoder("gqa").train(), drawn(random.Random(1)), tmp_path)
-    before = executor.placement
+    before = executor.memory_plan
     refused = [
         (MemoryPlan.uniform(3), "another model"),
         (MemoryPlan.uniform(2, activations="selective"), "selected activations"),
         (MemoryPlan.uniform(2, mlp_tiles=2), "cannot change while a run goes on"),
         (MemoryPlan.uniform(2, attention_block=8), "cannot change while a run goes on"),
     ]
-    for placement, says in refused:
+    for memory_plan, says in refused:
         with pytest.raises(ConfigError, match=says):
-            executor.place(placement)
-        assert executor.placement == before
+            executor.apply_memory_plan(memory_plan)
+        assert executor.memory_plan == before
     assert_same(outcome(executor, made), want)
 
 
@@ -349,7 +351,7 @@ def test_a_tier_without_room_leaves_all_where_it_was(tmp_path, monkeypatch):
     want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
     first = MemoryPlan.uniform(2, parameters="host", inputs="host", activations="recompute")
     executor = layer_major(make_decoder("gqa").train(), first, tmp_path)
-    home, moved = executor.run.residence, []
+    home, moved = executor.run.offloader, []
     move = home.parameters.move
 
     def full(name, tier):
@@ -358,13 +360,13 @@ def test_a_tier_without_room_leaves_all_where_it_was(tmp_path, monkeypatch):
         moved.append(name)
         move(name, tier)
 
-    before = executor.placement
+    before = executor.memory_plan
     monkeypatch.setattr(home.parameters, "move", full)
     with pytest.raises(torch.OutOfMemoryError):
-        executor.place(MemoryPlan.uniform(2, parameters="disk", states="disk", inputs="disk"))
+        executor.apply_memory_plan(MemoryPlan.uniform(2, parameters="disk", states="disk", inputs="disk"))
     assert len(moved) > 2
     monkeypatch.undo()
-    assert executor.placement == before
+    assert executor.memory_plan == before
     assert_same(outcome(executor, made), want)
 
 
@@ -373,9 +375,9 @@ def test_without_a_residence_all_begins_on_the_device(tmp_path):
     want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
     model = make_decoder("gqa").train()
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
-    executor = LayerMajorExecutor(model, model, find_slices(model, model), optimizer, clip=GradClip(0.5))
-    assert executor.placement == plain()
+    executor = LayerMajorExecutor(model, model, find_layer_groups(model, model), optimizer, clip=GradClip(0.5))
+    assert executor.memory_plan == plain()
     moved = MemoryPlan.uniform(2, states="host", activations="keep")
-    executor.place(moved)
-    assert executor.placement == moved
+    executor.apply_memory_plan(moved)
+    assert executor.memory_plan == moved
     assert_same(outcome(executor, made), want)

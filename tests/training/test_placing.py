@@ -31,21 +31,21 @@ KINDS = ("keep", "selective", "products", "attention", "recompute")
 LR = 1e-3
 
 
-def placement(*kinds, **options):
+def memory_plan(*kinds, **options):
     return MemoryPlan(layers=tuple(LayerMemory(activations=kind, **options) for kind in kinds))
 
 
 def standard(model, given):
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
-    return StandardExecutor(model, optimizer, clip=GradClip(0.5), places=ActivationPolicy(model, given))
+    return StandardExecutor(model, optimizer, clip=GradClip(0.5), policy=ActivationPolicy(model, given))
 
 
 def outcome(model, made, given, changes=()):
     executor, results = standard(model, given), []
     for number, microbatches in enumerate(made):
         if number < len(changes):
-            executor.place(changes[number])
-            assert executor.placement == changes[number]
+            executor.apply_memory_plan(changes[number])
+            assert executor.memory_plan == changes[number]
         results.append(executor.step(microbatches, LR).loss)
     return results, [param.detach().clone() for param in model.parameters()]
 
@@ -73,7 +73,7 @@ def test_any_mix_changes_no_number(name, mode):
     want = None
     for kinds in itertools.product(KINDS, KINDS):
         model, made = make_model(name, mode)
-        got = outcome(model, made, placement(*kinds)), torch.get_rng_state()
+        got = outcome(model, made, memory_plan(*kinds)), torch.get_rng_state()
         want = want or got
         assert_same(got[0], want[0])
         assert torch.equal(got[1], want[1])
@@ -84,11 +84,11 @@ def test_any_mix_changes_no_number(name, mode):
 def test_a_change_between_steps_changes_no_number(name):
     model, _ = make_model(name)
     made = steps(6) if isinstance(model, Decoder) else hf_steps(model, 6)
-    want = outcome(model, made, placement("keep", "keep"))
+    want = outcome(model, made, memory_plan("keep", "keep"))
     draw = random.Random(name)
-    changes = [placement(draw.choice(KINDS), draw.choice(KINDS)) for _ in made]
+    changes = [memory_plan(draw.choice(KINDS), draw.choice(KINDS)) for _ in made]
     model, _ = make_model(name)
-    assert_same(outcome(model, made, placement("recompute", "keep"), changes), want)
+    assert_same(outcome(model, made, memory_plan("recompute", "keep"), changes), want)
 
 
 @pytest.mark.parametrize("name", ["gqa", "llama"])
@@ -97,7 +97,7 @@ def test_layers_are_computed_again_where_it_says_so(name):
     calls = {}
     for kinds in itertools.product(KINDS, KINDS):
         model, made = make_model(name)
-        checkpoint_layers(model, placement(*kinds))
+        checkpoint_layers(model, memory_plan(*kinds))
         model.loss(made[0][0])  # foreign models are tried out with their first batch
         told = calls[kinds] = [0, 0]
         for index, layer in enumerate(model.layers):
@@ -127,11 +127,11 @@ def saved_bytes(model, batch):
 
 def test_what_is_kept_is_less_where_it_says_so():
     model, made = make_model("gqa")
-    checkpoint_layers(model, placement("keep", "keep"))
+    checkpoint_layers(model, memory_plan("keep", "keep"))
     all_of_it = saved_bytes(model, made[0][0])
-    checkpoint_layers(model, placement("keep", "recompute"))
+    checkpoint_layers(model, memory_plan("keep", "recompute"))
     assert saved_bytes(model, made[0][0])[1] < 0.2 * all_of_it[1]
-    checkpoint_layers(model, placement("recompute", "keep"))
+    checkpoint_layers(model, memory_plan("recompute", "keep"))
     assert saved_bytes(model, made[0][0])[0] < 0.2 * all_of_it[0]
 
 
@@ -145,7 +145,7 @@ def test_compiled_layers_of_a_mode_share_a_graph():
         model = Decoder(shape, KERNELS)
         init_weights(model, 0)
         model.train().compile_blocks()
-        executor = standard(model, placement(*kinds))
+        executor = standard(model, memory_plan(*kinds))
         torch._dynamo.utils.counters.clear()
         model.blocks[0](torch.randn(3, 16, 64), torch.ones(1, 16, 8), torch.zeros(1, 16, 8), None)
         graphs = torch._dynamo.utils.counters["stats"]
@@ -156,7 +156,7 @@ def test_compiled_layers_of_a_mode_share_a_graph():
         for number, microbatches in enumerate(made):
             losses.append(executor.step(microbatches[:1], LR).loss)
             if number == 0:
-                executor.place(placement(*reversed(kinds)))
+                executor.apply_memory_plan(memory_plan(*reversed(kinds)))
         want = want or losses
         assert losses == want
 
@@ -199,32 +199,32 @@ def test_parts_of_foreign_layers():
 
 
 def refused(executor, given, says):
-    before = executor.placement
+    before = executor.memory_plan
     with pytest.raises(ConfigError, match=says):
-        executor.place(given)
-    assert executor.placement == before
+        executor.apply_memory_plan(given)
+    assert executor.memory_plan == before
 
 
 def test_what_cannot_be_changed():
-    executor = standard(make_decoder("gqa"), placement("keep", "recompute"))
-    refused(executor, placement("keep"), "another model")
-    refused(executor, placement("keep", "keep", states="host"), "keeps everything on the device")
-    refused(executor, replace(placement("keep", "keep"), head=LayerMemory(parameters="disk")), "everything on the")
-    refused(executor, placement("keep", "keep", mlp_tiles=2), "cannot change while a run goes on")
+    executor = standard(make_decoder("gqa"), memory_plan("keep", "recompute"))
+    refused(executor, memory_plan("keep"), "another model")
+    refused(executor, memory_plan("keep", "keep", states="host"), "keeps everything on the device")
+    refused(executor, replace(memory_plan("keep", "keep"), head=LayerMemory(parameters="disk")), "everything on the")
+    refused(executor, memory_plan("keep", "keep", mlp_tiles=2), "cannot change while a run goes on")
     model = make_decoder("gqa")
     model.checkpoint_inputs = "fp8"
-    executor = standard(model, placement("keep", "recompute"))
-    refused(executor, placement("recompute", "recompute"), "8-bit inputs")
-    executor.place(placement("selective", "recompute"))
+    executor = standard(model, memory_plan("keep", "recompute"))
+    refused(executor, memory_plan("recompute", "recompute"), "8-bit inputs")
+    executor.apply_memory_plan(memory_plan("selective", "recompute"))
 
 
 def test_a_model_without_a_list_of_layers_does_the_same_everywhere():
     model = make_hf("resnet")
     assert model.layers == ()
-    executor = standard(model, placement("keep", "keep", "keep"))
-    assert executor.placement == placement("keep", "keep", "keep")
-    refused(executor, placement("keep", "keep", "recompute"), "each in its own way")
-    refused(executor, placement("recompute", "recompute", "recompute"), "no activation checkpointing")
+    executor = standard(model, memory_plan("keep", "keep", "keep"))
+    assert executor.memory_plan == memory_plan("keep", "keep", "keep")
+    refused(executor, memory_plan("keep", "keep", "recompute"), "each in its own way")
+    refused(executor, memory_plan("recompute", "recompute", "recompute"), "no activation checkpointing")
 
 
 def test_modes_by_layer_are_checked():
@@ -249,11 +249,11 @@ def test_a_run_is_built_as_its_placement_says(executor, tmp_path):
     for number in range(2):
         loaded = tiny(tmp_path, tmp_path, precision__mode="fp32", memory__executor=executor)
         setup = assemble.set_up(loaded)
-        given = placement("recompute", "keep") if number else None
+        given = memory_plan("recompute", "keep") if number else None
         if number and executor == "layer_major":
             given = replace(given, layers=(replace(given.layers[0], states="disk", inputs="disk"), given.layers[1]))
-        parts = assemble.build(setup, fresh=True, placement=given)
-        assert parts.executor.placement == (given or memory_plan_of(loaded.recipe, 2))
+        parts = assemble.build(setup, fresh=True, memory_plan=given)
+        assert parts.executor.memory_plan == (given or memory_plan_of(loaded.recipe, 2))
         made = made or [parts.stream.next_step() for _ in range(3)]
         losses = [parts.executor.step(microbatches, LR).loss for microbatches in made]
         parts.close()

@@ -227,7 +227,7 @@ def test_a_run_whose_layers_are_cut_differently_is_planned_again(data, tmp_path,
             train(load(data, tmp_path, **sliced, run__name=name, memory__plan=str(tmp_path / "mixed.toml")))
         assert len(met) == (name == "failed")
     assert_same_run(tmp_path / "failed", tmp_path / "plain", products=False)
-    told = [row for row in events(tmp_path / "failed", "regroup") if row["trigger"] == "out_of_memory"]
+    told = [row for row in events(tmp_path / "failed", "replan") if row["trigger"] == "out_of_memory"]
     assert [row["step"] for row in told] == [4]
     assert "2 keep" in told[0]["before"]
     assert told[0]["after"] != told[0]["before"]
@@ -457,7 +457,7 @@ def test_a_recipe_in_slices_recomputes_as_it_says(data, tmp_path):
     found = plan_run(loaded, site(loaded, tmp_path))
     assert found.decided is None
     replanner = found.replanner
-    assert {layer.activations for layer in replanner.plan(64 * 2**30).placement.layers} == {"recompute"}
+    assert {layer.activations for layer in replanner.plan(64 * 2**30).memory_plan.layers} == {"recompute"}
 
 
 def test_the_run_can_be_planned_anew(data, tmp_path):
@@ -465,10 +465,10 @@ def test_the_run_can_be_planned_anew(data, tmp_path):
     found = plan_run(loaded, site(loaded, tmp_path))
     replanner = found.replanner
     wide = replanner.plan(64 * 2**30)
-    assert {layer.activations for layer in wide.placement.layers} == {"keep"}
+    assert {layer.activations for layer in wide.memory_plan.layers} == {"keep"}
     least = replanner.smallest()
     tighter = replanner.plan(least.peak_bytes)
-    assert tighter is None or {layer.activations for layer in tighter.placement.layers} != {"keep"}
+    assert tighter is None or {layer.activations for layer in tighter.memory_plan.layers} != {"keep"}
     off = plan_run(load(data, tmp_path, memory__plan=""), site(loaded, tmp_path))
     assert off.replanner is None
 

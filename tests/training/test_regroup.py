@@ -12,7 +12,7 @@ import torch
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 from tilewright.training.executor.standard import StepResult, row_length
-from tilewright.training.executor.transaction import PartialUpdateError, half_updated, retried
+from tilewright.training.executor.transaction import PartialUpdateError, partial_update, run_with_retries
 from tilewright.training.planning.describe import tighter, words
 from tilewright.training.planning.forecast import peak_of
 from tilewright.training.planning.replan import AdaptiveReplanner
@@ -27,7 +27,7 @@ KINDS = tuple(LayerMemory(activations=kind) for kind in KEPT if kind != "attenti
 
 @dataclass(frozen=True)
 class Expected:
-    placement: MemoryPlan
+    memory_plan: MemoryPlan
     phases: dict
     step_s: float
 
@@ -40,13 +40,13 @@ class PlayedPlanner:
         self.num_layers = num_layers
         self.kinds = kinds
 
-    def predict(self, placement, seq_len=None, *, memory_factor=1.0, time_factor=1.0):
+    def predict(self, memory_plan, seq_len=None, *, memory_factor=1.0, time_factor=1.0):
         longer = (seq_len or 512) / 512
-        kept = sum(KEPT[layer.activations] for layer in placement.layers if layer.inputs == "device") * longer
+        kept = sum(KEPT[layer.activations] for layer in memory_plan.layers if layer.inputs == "device") * longer
         phases = {"load": {"parameters": 10.0}, "forward": {"parameters": BASE * memory_factor}}
         phases["backward"] = {"parameters": BASE * memory_factor, "activations": kept * memory_factor}
-        seconds = sum(SECONDS[one.activations] + (one.inputs != "device") for one in placement.layers)
-        return Expected(placement, phases, seconds * time_factor)
+        seconds = sum(SECONDS[one.activations] + (one.inputs != "device") for one in memory_plan.layers)
+        return Expected(memory_plan, phases, seconds * time_factor)
 
     def _all(self, seq_len, factors):
         for layers in combinations_with_replacement(self.kinds, self.num_layers):
@@ -63,7 +63,7 @@ class PlayedPlanner:
 
 @dataclass
 class PlayedWhole:
-    relieved: list = field(default_factory=list)
+    oom_messages: list = field(default_factory=list)
     freed: int = 0
 
     def free_memory(self):
@@ -73,9 +73,9 @@ class PlayedWhole:
 class PlayedExecutor:
     """Takes what its placement takes on a machine that differs from the plan by a factor."""
 
-    def __init__(self, placement=KEEP, *, factor=1.0) -> None:
-        self.placement = placement
-        self.whole = PlayedWhole()
+    def __init__(self, memory_plan=KEEP, *, factor=1.0) -> None:
+        self.memory_plan = memory_plan
+        self.transaction = PlayedWhole()
         self.factor = factor
         self.trouble: list[BaseException | Callable] = []
         self.steps = 0
@@ -91,17 +91,17 @@ class PlayedExecutor:
                 raise trouble
             trouble()
         self.steps += 1
-        seconds = self._planner.predict(self.placement, self.length).step_s * 2
+        seconds = self._planner.predict(self.memory_plan, self.length).step_s * 2
         return StepResult(1.0, 1, 1, 1.0, None, 1.0, seconds)
 
-    def place(self, placement):
+    def place(self, memory_plan):
         if self.refuses:
             raise ConfigError("It does not go.", got="a", need="b", try_="c")
-        self.placement = placement
+        self.memory_plan = memory_plan
 
     def peaks(self):
         return {
-            "backward": int(peak_of(self._planner.predict(self.placement, self.length)) * self.factor),
+            "backward": int(peak_of(self._planner.predict(self.memory_plan, self.length)) * self.factor),
             "load": 9999,
         }
 
@@ -117,12 +117,12 @@ class Play:
     give_back: Callable | None = None
 
     def __post_init__(self):
-        self.regroup = AdaptiveReplanner(
+        self.replanner = AdaptiveReplanner(
             self.executor,
             lambda: self.planner,
             budget=lambda: self.budget,
             peaks=self.executor.peaks,
-            tell=lambda step, text, **numbers: self.events.append((step, text, numbers)),
+            record_event=lambda step, text, **numbers: self.events.append((step, text, numbers)),
             steps=1000,
             ladder=self.ladder,
             give_back=self.give_back,
@@ -130,17 +130,19 @@ class Play:
 
     def step(self, length=512):
         self.number += 1
-        return looked_at(self.regroup, self.number, [{"input_ids": torch.zeros(1, length, dtype=torch.int64)}], 0.1)
+        return looked_at(self.replanner, self.number, [{"input_ids": torch.zeros(1, length, dtype=torch.int64)}], 0.1)
 
     def triggers(self):
         return [numbers["trigger"] for _, _, numbers in self.events]
 
 
-def looked_at(regroup, number, microbatches, lr):
+def looked_at(replanner, number, microbatches, lr):
     """A step as the training loop takes it where it looks at every one."""
-    regroup.before(number, row_length(microbatches))
-    result = retried(partial(regroup.executor.step, microbatches, lr), partial(regroup.tighten, number))
-    regroup.after(number, result.seconds)
+    replanner.before_step(number, row_length(microbatches))
+    result = run_with_retries(
+        partial(replanner.executor.step, microbatches, lr), partial(replanner.reduce_memory, number)
+    )
+    replanner.after_step(number, result.seconds)
     return result
 
 
@@ -156,24 +158,24 @@ def test_a_run_that_goes_as_planned_says_so_once():
     assert (step, numbers["trigger"], numbers["error"], numbers["threshold"]) == (1, "calibration", 0.0, 0.05)
     assert "600 B measured, 600 B expected: +0.0%, within 5%" in text
     assert play.planner.asked == []
-    assert play.executor.placement == KEEP
+    assert play.executor.memory_plan == KEEP
 
 
 def test_the_first_step_corrects_every_later_plan():
     """The machine takes a quarter more than planned: what fitted on paper does not."""
     play = Play(PlayedExecutor(factor=1.25), budget=700.0)
-    assert play.regroup.forecast.expected is None
+    assert play.replanner.forecast.expected is None
     play.step()
-    assert play.regroup.forecast.memory_factor == 1.25
+    assert play.replanner.forecast.memory_factor == 1.25
     assert play.triggers() == ["calibration"]
     assert "+25.0% (threshold 5%)" in play.events[0][1]
     assert "from 4 keep to" in play.events[0][1]
-    assert play.executor._planner.predict(play.executor.placement).phases["backward"]["activations"] * 1.25 <= 450
+    assert play.executor._planner.predict(play.executor.memory_plan).phases["backward"]["activations"] * 1.25 <= 450
     play.step()
     play.step()
     assert len(play.events) == 1  # as expected from here on
-    assert play.regroup.forecast.peak_bytes == pytest.approx(play.executor.peaks()["backward"], rel=0.01)
-    assert play.regroup.forecast.time_factor == 2.0
+    assert play.replanner.forecast.peak_bytes == pytest.approx(play.executor.peaks()["backward"], rel=0.01)
+    assert play.replanner.forecast.time_factor == 2.0
 
 
 @pytest.mark.parametrize(("budget", "late"), [(610.0, 0.03), (610.0, 0.0), (640.0, 0.03)])
@@ -187,7 +189,7 @@ def test_a_step_that_takes_more_than_the_run_may_use_is_planned_again(budget, la
         play.step()
     assert play.executor.peaks()["backward"] <= budget
     if budget > 618:
-        assert play.executor.placement == KEEP
+        assert play.executor.memory_plan == KEEP
         return
     (text,) = [text for _, text, _ in play.events if "multiplied" in text]
     assert "618 B measured, 600 B expected: +3.0% (threshold 1%)" in text
@@ -207,7 +209,7 @@ def test_free_blocks_that_pile_up_are_given_back_and_change_no_plan():
         play.step()
         play.executor.factor += 0.004
     assert len(given) == 2
-    assert play.regroup.forecast.memory_factor == pytest.approx(1.004 * 1.03, abs=2e-3)  # of the second step
+    assert play.replanner.forecast.memory_factor == pytest.approx(1.004 * 1.03, abs=2e-3)  # of the second step
     assert play.triggers() == ["calibration"]
 
 
@@ -225,8 +227,8 @@ def test_free_blocks_that_pile_up_fast(budget):
         play.step()
         play.executor.factor += 0.012
     assert len(given) == (3 if budget > 1000 else 5)
-    assert play.regroup.forecast.memory_factor == pytest.approx(1.012 * 1.03, abs=1e-3)  # of the second step
-    assert play.executor.placement == KEEP
+    assert play.replanner.forecast.memory_factor == pytest.approx(1.012 * 1.03, abs=1e-3)  # of the second step
+    assert play.executor.memory_plan == KEEP
 
 
 def test_what_is_needed_and_not_free_corrects_the_plan_after_all():
@@ -238,34 +240,34 @@ def test_what_is_needed_and_not_free_corrects_the_plan_after_all():
     for _ in range(30):
         play.step()
     assert given == [21]  # in vain
-    assert play.regroup.forecast.memory_factor == pytest.approx(1.2)
+    assert play.replanner.forecast.memory_factor == pytest.approx(1.2)
     assert play.triggers() == ["calibration", "prediction"]
-    assert play.executor.placement == KEEP
+    assert play.executor.memory_plan == KEEP
 
 
 @pytest.mark.parametrize(("budget", "near"), [(700.0, True), (1000.0, False)])
 def test_a_run_far_from_its_budget_is_neither_watched_nor_talked_of(budget, near):
     play = Play(PlayedExecutor(factor=1.07), budget=budget)
-    assert play.regroup.watches
+    assert play.replanner.watches
     play.step()
-    assert play.regroup.watches, "the second step settles what is expected"
+    assert play.replanner.watches, "the second step settles what is expected"
     play.step()
-    assert play.regroup.watches == near
+    assert play.replanner.watches == near
     assert [numbers["shown"] for _, _, numbers in play.events] == [near]
     play.executor.factor = 1.4  # a later look finds that it has come near
     play.step()
     play.step()
-    assert play.regroup.watches
+    assert play.replanner.watches
 
 
 def test_a_change_of_placement_is_always_shown_and_watched():
     play = Play(PlayedExecutor(), budget=10_000.0)
     play.step()
     play.step()
-    assert not play.regroup.watches
+    assert not play.replanner.watches
     play.executor.trouble = [no_memory()]
-    assert play.regroup.tighten(3, "no memory")
-    assert play.regroup.watches
+    assert play.replanner.reduce_memory(3, "no memory")
+    assert play.replanner.watches
     assert play.events[-1][2]["shown"]
     play.step(512)
     play.budget = 620.0
@@ -277,14 +279,16 @@ def test_less_than_planned_makes_room_where_it_pays():
     tight = MemoryPlan.uniform(LAYERS, activations="recompute")
     play = Play(PlayedExecutor(tight, factor=0.5), budget=300.0)
     play.step()
-    assert play.executor.placement == tight, "the first step's allocator may have had more free blocks than later ones"
+    assert play.executor.memory_plan == tight, (
+        "the first step's allocator may have had more free blocks than later ones"
+    )
     play.step()
-    assert play.executor.placement == KEEP
+    assert play.executor.memory_plan == KEEP
     play = Play(PlayedExecutor(tight, factor=0.5), budget=300.0)
-    play.regroup._steps = 2  # none is left: a change would not pay
+    play.replanner._steps = 2  # none is left: a change would not pay
     play.step()
     play.step()
-    assert play.executor.placement == tight
+    assert play.executor.memory_plan == tight
     assert "second step says" in play.events[0][1]
     assert "does not pay" in play.events[1][1]
 
@@ -297,7 +301,7 @@ def test_longer_rows_and_shorter_ones_again():
     assert "rows of 2048 tokens, before 512: from 4 keep to 1 selective, 3 recompute" not in play.events[0][1]
     assert "rows of 2048 tokens, before 512: from 4 keep to" in play.events[1][1]
     assert [numbers["budget_bytes"] for _, _, numbers in play.events[1:]] == [700.0, 700.0]
-    assert play.executor.placement == KEEP
+    assert play.executor.memory_plan == KEEP
     assert play.planner.asked == [(700.0, 2048), (700.0, 512)]
 
 
@@ -314,10 +318,10 @@ def test_a_budget_cut_by_a_third_and_given_back():
     assert numbers["change"] == pytest.approx(-0.3)
     assert numbers["threshold"] == -0.1
     assert "30% less (threshold 10%)" in text
-    assert peak_of(play.planner.predict(play.executor.placement)) <= 455
+    assert peak_of(play.planner.predict(play.executor.memory_plan)) <= 455
     play.budget = 650.0
     play.step()
-    assert play.executor.placement == KEEP
+    assert play.executor.memory_plan == KEEP
     assert play.triggers() == ["calibration", "budget", "budget"]
 
 
@@ -341,8 +345,8 @@ def test_a_step_that_takes_more_than_expected():
     play.step()
     assert play.triggers() == ["calibration", "prediction"]
     assert play.events[-1][2]["error"] == pytest.approx(1.2 / 1.04 - 1)  # the second step has settled what is expected
-    assert play.regroup.forecast.memory_factor == pytest.approx(1.2)
-    assert play.executor.placement != KEEP
+    assert play.replanner.forecast.memory_factor == pytest.approx(1.2)
+    assert play.executor.memory_plan != KEEP
 
 
 @pytest.mark.parametrize("error", [no_memory(), MemoryError()])
@@ -376,12 +380,12 @@ def test_no_tighter_plan():
 
 def test_other_errors_go_through():
     play = Play(PlayedExecutor())
-    for error in (RuntimeError("shapes do not match"), half_updated(no_memory(), "3 of 4 slices were updated")):
+    for error in (RuntimeError("shapes do not match"), partial_update(no_memory(), "3 of 4 slices were updated")):
         play.executor.trouble = [error]
         with pytest.raises(type(error)):
             play.step()
     assert play.events == []
-    assert "3 of 4 slices" in str(half_updated(no_memory(), "3 of 4 slices were updated"))
+    assert "3 of 4 slices" in str(partial_update(no_memory(), "3 of 4 slices were updated"))
     assert PartialUpdateError.exit_code == 3
 
 
@@ -391,18 +395,18 @@ def test_a_placement_that_is_refused_leaves_the_old_one():
     play.executor.refuses = True
     play.budget = 400.0
     play.step()
-    assert play.executor.placement == KEEP
+    assert play.executor.memory_plan == KEEP
     assert "was refused: It does not go." in play.events[-1][1]
 
 
 def test_a_step_that_went_on_makes_the_next_one_tighter():
     play = Play(PlayedExecutor())
     play.step()
-    play.executor.trouble = [lambda: play.executor.whole.relieved.extend(["CUDA out of memory."])]
+    play.executor.trouble = [lambda: play.executor.transaction.oom_messages.extend(["CUDA out of memory."])]
     play.step()
     assert "found no memory 1 times in what cannot be taken back" in play.events[-1][1]
-    assert play.executor.placement != KEEP
-    assert play.executor.whole.relieved == []
+    assert play.executor.memory_plan != KEEP
+    assert play.executor.transaction.oom_messages == []
     play.step()
 
 
@@ -411,13 +415,13 @@ def test_the_second_step_settles_what_is_expected(factor):
     """Also by less than the threshold, up or down, and without a word: the first one compiles."""
     play = Play(PlayedExecutor())
     play.step()
-    assert play.regroup.forecast.memory_factor == 1.0
+    assert play.replanner.forecast.memory_factor == 1.0
     play.executor.factor = factor
     play.step()
-    assert play.regroup.forecast.memory_factor == pytest.approx(factor, rel=0.01)
+    assert play.replanner.forecast.memory_factor == pytest.approx(factor, rel=0.01)
     play.executor.factor = factor * 1.03  # within what is expected now
     play.step()
-    assert play.regroup.forecast.memory_factor == pytest.approx(factor, rel=0.01)
+    assert play.replanner.forecast.memory_factor == pytest.approx(factor, rel=0.01)
     assert play.triggers() == ["calibration"]
 
 
@@ -427,11 +431,11 @@ def test_a_second_step_that_makes_the_run_go_over_to_another_placement():
     play.step()
     play.executor.factor = 1.1
     play.step()
-    assert play.executor.placement != KEEP
-    assert play.regroup.forecast.time_factor == pytest.approx(2.0)
-    assert play.regroup.forecast.memory_factor == pytest.approx(1.1)
+    assert play.executor.memory_plan != KEEP
+    assert play.replanner.forecast.time_factor == pytest.approx(2.0)
+    assert play.replanner.forecast.memory_factor == pytest.approx(1.1)
     play.step()
-    assert play.regroup.forecast.peak_bytes <= 620
+    assert play.replanner.forecast.peak_bytes <= 620
 
 
 def test_a_model_that_nobody_can_plan_keeps_less_and_less():
@@ -443,7 +447,7 @@ def test_a_model_that_nobody_can_plan_keeps_less_and_less():
     play.step()
     assert [words(one) for one in tighter(KEEP)] == ["4 selective", "4 attention", "4 recompute"]
     assert [words(one) for one in tighter(KEEP, ["recompute"])] == ["4 recompute"]
-    assert words(play.executor.placement) == "4 recompute"
+    assert words(play.executor.memory_plan) == "4 recompute"
     play.executor.trouble = [no_memory(), no_memory()]
     with pytest.raises(torch.OutOfMemoryError):
         play.step()
@@ -453,7 +457,7 @@ def test_what_the_recipe_sets_stays():
     play = Play(PlayedExecutor(), planner=None, ladder=())
     play.executor.trouble = [no_memory()]
     play.step()
-    assert play.executor.placement == KEEP
+    assert play.executor.memory_plan == KEEP
     assert "there is no tighter placement" in play.events[-1][1]
 
 
@@ -462,7 +466,7 @@ def test_nothing_fits_into_a_smaller_budget():
     play.step()
     play.budget = 100.0
     play.step()
-    assert words(play.executor.placement) == "4 recompute"
+    assert words(play.executor.memory_plan) == "4 recompute"
     assert "nothing fits, so the smallest placement" in play.events[-1][1]
     count = len(play.events)
     play.step()

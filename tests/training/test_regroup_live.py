@@ -35,11 +35,11 @@ LENGTHS = (512, 512, 2048, 512, 512)
 
 def make(which, folder, shape="gqa"):
     model = make_decoder(shape).train()
-    placement = MemoryPlan(layers=(KINDS[which][0],) * NUM_LAYERS)
+    memory_plan = MemoryPlan(layers=(KINDS[which][0],) * NUM_LAYERS)
     if which == "layer_major":
-        return layer_major(model, placement, folder)
-    optimizer, places = DeepSeekAdam(decay_groups(model, 0.1)), ActivationPolicy(model, placement)
-    return StandardExecutor(model, optimizer, clip=GradClip(0.5), places=places)
+        return layer_major(model, memory_plan, folder)
+    optimizer, policy = DeepSeekAdam(decay_groups(model, 0.1)), ActivationPolicy(model, memory_plan)
+    return StandardExecutor(model, optimizer, clip=GradClip(0.5), policy=policy)
 
 
 def batches(lengths=LENGTHS):
@@ -50,9 +50,9 @@ def weights_of(executor):
     """Every parameter and state, wherever it is at home."""
     if isinstance(executor, StandardExecutor):
         return [value.clone() for value in executor.model.state_dict().values()]
-    slices, home = executor.run.slices, executor.run.residence
+    layer_groups, home = executor.run.layer_groups, executor.run.offloader
     found = []
-    for part in slices:
+    for part in layer_groups:
         home.fetch(part, states=True)
         found += [param.detach().clone() for param in part.params]
         found += [value.clone() for p in part.trained for value in executor.optimizer.state[p].values()]
@@ -68,18 +68,18 @@ class Run:
         planner = PlayedPlanner(NUM_LAYERS, KINDS[which])
 
         def peaks():  # as expected
-            return {"backward": int(peak_of(planner.predict(self.executor.placement, self.length)))}
+            return {"backward": int(peak_of(planner.predict(self.executor.memory_plan, self.length)))}
 
         self.length = 512
-        self.regroup = AdaptiveReplanner(
+        self.replanner = AdaptiveReplanner(
             self.executor, lambda: planner, budget=lambda: self.budget, peaks=peaks,
-            tell=lambda step, text, **numbers: self.events.append(numbers["trigger"]),
+            record_event=lambda step, text, **numbers: self.events.append(numbers["trigger"]),
         )  # fmt: skip
 
     def step(self, number, microbatches):
         self.length = microbatches[0]["input_ids"].shape[1]
-        result = looked_at(self.regroup, number, microbatches, LR)
-        self.seen.append(self.executor.placement)
+        result = looked_at(self.replanner, number, microbatches, LR)
+        self.seen.append(self.executor.memory_plan)
         return result.loss, result.grad_norm
 
 

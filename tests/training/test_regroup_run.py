@@ -59,7 +59,7 @@ def test_a_run_with_an_out_of_memory_is_the_run_without(case, data, tmp_path, mo
     assert len(met) == 1
     run = tmp_path / "failed" / "tiny"
     assert_same_run(run, tmp_path / "plain" / "tiny", products=False)
-    told = [row for row in rows(run / "events.jsonl") if row["kind"] == "regroup" and row["trigger"] == "out_of_memory"]
+    told = [row for row in rows(run / "events.jsonl") if row["kind"] == "replan" and row["trigger"] == "out_of_memory"]
     assert len(told) == 1
     assert told[0]["step"] == 5
     assert "can't allocate memory" in told[0]["message"] or "CUDA out of memory" in told[0]["message"]
@@ -92,7 +92,7 @@ def test_a_step_that_could_not_be_finished_stops_the_run(data, tmp_path, monkeyp
 def test_without_a_plan_a_step_is_computed_again_and_nothing_else(data, tmp_path, monkeypatch):
     failing_at(monkeypatch, 5, [300])
     train(tiny(data, tmp_path, memory__plan=""))
-    (told,) = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "regroup"]
+    (told,) = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "replan"]
     assert told["step"] == 5
     assert "there is no tighter placement" in told["message"]
     assert "after" not in told
@@ -104,10 +104,10 @@ def test_a_run_far_from_its_budget_asks_no_planner_and_prints_nothing_of_it(data
 
     monkeypatch.setattr(Replanner, "__init__", asked)
     train(tiny(data, tmp_path))
-    events = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "regroup"]
+    events = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "replan"]
     assert events[0]["trigger"] == "calibration"
     assert events[0]["threshold"] == 0.05
-    assert "regroup" not in capsys.readouterr().out
+    assert "replan" not in capsys.readouterr().out
 
 
 def test_what_a_run_may_use():
@@ -177,7 +177,7 @@ def test_a_budget_cut_by_30_percent_in_mid_run(data, tmp_path):
     plain, cut = tmp_path / "plain" / "tiny", tmp_path / "cut" / "tiny"
     losses = [[row["loss"] for row in rows(run / "metrics.jsonl") if "loss" in row] for run in (plain, cut)]
     assert losses[0] == losses[1]
-    events = [row for row in rows(cut / "events.jsonl") if row["kind"] == "regroup" and row["trigger"] == "budget"]
+    events = [row for row in rows(cut / "events.jsonl") if row["kind"] == "replan" and row["trigger"] == "budget"]
     assert len(events) == 1, json.dumps(events)
     assert events[0]["change"] == pytest.approx(-0.3)
     assert events[0]["before"] == "8 keep"

@@ -13,7 +13,7 @@ from tests.models.shapes import make_batch, make_decoder
 from tests.training.test_layer_major_step import steps
 from tilewright.core.errors import NumericsError
 from tilewright.models.base.protocols import LossOutput
-from tilewright.models.layerwise.view import find_slices
+from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
@@ -185,10 +185,10 @@ def test_the_last_of_several_bad_steps_leaves_nothing_behind_either():
 def test_layer_major_leaves_nothing_behind(lagged):
     """A mixture of experts notes how many tokens each expert got; a skipped step's are not counted."""
     model = make_decoder("deepseek").train()
-    slices = find_slices(model, model, 1)
+    layer_groups = find_layer_groups(model, model, 1)
     clip = GradClip(1.0)
     executor = LayerMajorExecutor(
-        model, model, slices, DeepSeekAdam(decay_groups(model, 0.1)), clip=clip, lagged=lagged
+        model, model, layer_groups, DeepSeekAdam(decay_groups(model, 0.1)), clip=clip, lagged=lagged
     )
     batches = steps(1)[0][:2]
     executor.step(batches, 1e-3)

@@ -104,12 +104,12 @@ def test_restoring_holds_one_tensor_beside_the_model(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save(1, state.tensors(), state.meta(), now=True)
     state.restore(store.path_of(1))  # code and caches
-    ledger = MemoryTracker("cpu")
-    with ledger.phase("restore"):
-        before = ledger.baseline_bytes
+    memory_tracker = MemoryTracker("cpu")
+    with memory_tracker.phase("restore"):
+        before = memory_tracker.baseline_bytes
         state.restore(store.path_of(1))
-    assert ledger.snapshot(None, None)["phases"]["restore"] - before < 40 * 2**20
-    ledger.close()
+    assert memory_tracker.snapshot(None, None)["phases"]["restore"] - before < 40 * 2**20
+    memory_tracker.close()
 
 
 def test_states_made_beforehand_keep_their_dtype(tmp_path):

@@ -14,7 +14,7 @@ from tests.training.out_of_memory import Allocator
 from tests.training.test_layer_major_step import Dropped, steps
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.models.layerwise.view import find_slices
+from tilewright.models.layerwise.view import find_layer_groups
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.param_groups import decay_groups
@@ -80,9 +80,11 @@ def make(
     clip = GradClip(0.5, adaptive=1.1)
     if layer_major:
         undo = RollbackBuffer("host", "cpu") if layer_major == "journal" else None
-        slices = find_slices(model, model, group)
+        layer_groups = find_layer_groups(model, model, group)
         lagged = layer_major != "exact"
-        return LayerMajorExecutor(model, model, slices, optimizer, clip=clip, lagged=lagged, undo=undo, weights=weights)
+        return LayerMajorExecutor(
+            model, model, layer_groups, optimizer, clip=clip, lagged=lagged, undo=undo, weights=weights
+        )
     scaler = DynamicScaler(init_scale=1024.0, window=2) if mode == "hybrid" else None
     found = PrecisionController(model, ControllerSettings(budget=0.5)) if control else None
     return StandardExecutor(model, optimizer, clip=clip, scaler=scaler, control=found)

@@ -194,7 +194,7 @@ class Ranks:
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Around the import of torch in a command: nothing is searched for garbage meanwhile, and what was imported never.
 
     Its modules make a million objects, of which a hundred are garbage afterwards. Looking through them again and again

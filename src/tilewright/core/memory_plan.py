@@ -57,8 +57,8 @@ class MemoryPlan:
     """All layers of a model in order, and the two ends.
 
     Example:
-        >>> placement = MemoryPlan.uniform(3, states="disk", activations="recompute")
-        >>> placement.layers[2].states, placement.head.states, placement.head.activations
+        >>> memory_plan = MemoryPlan.uniform(3, states="disk", activations="recompute")
+        >>> memory_plan.layers[2].states, memory_plan.head.states, memory_plan.head.activations
         ('disk', 'disk', 'keep')
     """
 

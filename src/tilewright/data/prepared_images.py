@@ -17,7 +17,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.rows import IGNORE
 from tilewright.data.common.cache import cached, file_digest
-from tilewright.data.common.progress import PrepareProgress, timed
+from tilewright.data.common.progress import ProgressBar, timed
 
 DOMAIN = "images"
 _MAX_PIXELS = 1 << 26  # three bytes each once decoded; Pillow itself refuses at 179 million
@@ -140,7 +140,7 @@ def build_images(
     holdout: float,
     seed: int,
     *,
-    progress: PrepareProgress,
+    progress: ProgressBar,
 ) -> None:
     """Fill `folder` with the files of the entry. Arguments as in `prepare`; `files`: names and paths of the images.
 

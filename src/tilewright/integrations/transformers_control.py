@@ -68,7 +68,7 @@ class ControllerCallback(TrainerCallback, ExportableState):
         if self._evidence is not None:
             evidence, self._evidence = self._evidence(), None
             self._watching.close()
-            ours.judge(state.global_step, evidence)
+            ours.decide(state.global_step, evidence)
         # The loss is not told here, and the norm is that after the Trainer's clipping.
         if ours.check(0.0, grad_norm(ours.model)) is not None:
             self.dropped += 1

@@ -1,7 +1,7 @@
 """MLPs computed some tokens at a time: the wide hidden values of one tile are alive, in forward and in backward.
 
-`tile_mlps(model, tiles)` finds the token-wise MLPs of a model, by the names that models give them, and changes how
-they run; `tile_layers` does it with a number for each layer. Their parameters and names stay what they were. A tiled
+`chunk_mlps(model, tiles)` finds the token-wise MLPs of a model, by the names that models give them, and changes how
+they run; `chunk_layers` does it with a number for each layer. Their parameters and names stay what they were. A tiled
 MLP is an autograd function of the tokens and the weights: each weight gets one gradient, summed in FP32 over the tiles,
 so hooks of DDP and FSDP see what they always see. Backward computes a tile again, then its gradient. It may stand
 inside of a layer that is itself recomputed.
@@ -38,7 +38,7 @@ _MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 16 bit twice or thrice."""
 
 
-def tile_mlps(model: nn.Module, tiles: int, note: Callable[[str], None], *, compile: bool = False) -> list[str]:
+def chunk_mlps(model: nn.Module, tiles: int, note: Callable[[str], None], *, compile: bool = False) -> list[str]:
     """Make a model's MLPs run in tiles.
 
     Args:
@@ -54,16 +54,16 @@ def tile_mlps(model: nn.Module, tiles: int, note: Callable[[str], None], *, comp
     Example:
         >>> layer = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))})
         >>> whole = layer["mlp"](torch.ones(2, 6, 4))
-        >>> tile_mlps(layer, 3, print), torch.allclose(layer["mlp"](torch.ones(2, 6, 4)), whole)
+        >>> chunk_mlps(layer, 3, print), torch.allclose(layer["mlp"](torch.ones(2, 6, 4)), whole)
         (['mlp'], True)
     """
     return _tile([("", model, tiles)], note, compile)
 
 
-def tile_layers(
+def chunk_layers(
     layers: Sequence[nn.Module], tiles: Sequence[int], note: Callable[[str], None], *, compile: bool = False
 ) -> list[str]:
-    """The same, each layer's MLP with a number of its own; see `tile_mlps`.
+    """The same, each layer's MLP with a number of its own; see `chunk_mlps`.
 
     Args:
         layers: of one model.

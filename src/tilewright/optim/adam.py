@@ -20,7 +20,7 @@ from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.states import Layout, Master, Moments, StateFormat, loadable, readable
-from tilewright.optim.validate import refuse_param, refuse_replaced, refuse_update
+from tilewright.optim.validate import check_not_replaced, check_param, check_update
 
 _OWN = ("kernels", "format", "seed", "num_updates")
 """What a copy has besides torch's."""
@@ -102,7 +102,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         try:
             for param in self.param_groups[-1]["params"]:
                 if param.requires_grad:
-                    refuse_param(param, self.format)
+                    check_param(param, self.format)
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -212,7 +212,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         params = self._all_params()
-        refuse_replaced(params)
+        check_not_replaced(params)
         if not self.state and params and all(param.grad is None for param in params):
             warnings.warn(
                 f"DeepSeekAdam.step changed nothing: none of its {len(params)} parameters has a gradient. "
@@ -244,7 +244,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
             grads = [param.grad for param in params if param.grad is not None]
         for param, grad in zip(params, grads, strict=True):
             self._place(param)
-            refuse_update(param, grad, self.state.get(param, {}), self.format)
+            check_update(param, grad, self.state.get(param, {}), self.format)
         self.init_states(params)
         done: list[Tensor] = []
         try:

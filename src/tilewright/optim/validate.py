@@ -17,14 +17,14 @@ from tilewright.optim.states import StateFormat, described, fits, of_layout
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def refuse_param(param: Tensor, format: StateFormat) -> None:
+def check_param(param: Tensor, format: StateFormat) -> None:
     """Raise where a parameter cannot be updated with states of this format.
 
     Raises:
         ConfigError: its dtype, or its sharding.
     """
     if isinstance(param, DTensor):
-        _refuse_sharded(param, format)
+        _check_not_sharded(param, format)
     if param.dtype not in _DTYPES:
         numbers = " (for complex numbers: their torch.view_as_real)" if param.is_complex() else ""
         raise _refused(param, f"a parameter of {param.dtype}", f"FP32, FP64, BF16 or FP16{numbers}")
@@ -36,7 +36,7 @@ def refuse_param(param: Tensor, format: StateFormat) -> None:
         raise _refused(param, "an FP64 parameter with 8-bit moments", need, 'moments="fp32"')
 
 
-def refuse_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: StateFormat) -> None:
+def check_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format: StateFormat) -> None:
     """Raise where this gradient cannot be applied to this parameter.
 
     Args:
@@ -46,9 +46,9 @@ def refuse_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format:
         format: of the states.
 
     Raises:
-        ConfigError: see `refuse_param`; or the gradient is sparse or of another tensor, or the states are.
+        ConfigError: see `check_param`; or the gradient is sparse or of another tensor, or the states are.
     """
-    refuse_param(param, format)
+    check_param(param, format)
     if grad.layout != torch.strided:
         need = "a dense gradient: AdamW moves all elements in each step"
         raise _refused(param, f"a sparse gradient ({grad.layout})", need, "nn.Embedding(..., sparse=False)")
@@ -77,7 +77,7 @@ def refuse_update(param: Tensor, grad: Tensor, state: Mapping[str, Any], format:
         )
 
 
-def refuse_replaced(params: Iterable[Tensor]) -> None:
+def check_not_replaced(params: Iterable[Tensor]) -> None:
     """Raise where `fully_shard` has put another parameter into the model instead of one of these.
 
     Raises:
@@ -94,7 +94,7 @@ def refuse_replaced(params: Iterable[Tensor]) -> None:
         )
 
 
-def _refuse_sharded(param: DTensor, format: StateFormat) -> None:
+def _check_not_sharded(param: DTensor, format: StateFormat) -> None:
     if param.dtype != torch.float32 or format.moments != "fp32":
         got = f"a sharded parameter (DTensor, {_described(param)}) with {format}"
         need = "FP32 parameters and FP32 moments where parameters are sharded"

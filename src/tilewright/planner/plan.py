@@ -1,7 +1,7 @@
 """A plan: what was decided for a model and its layers, and what that is expected to take.
 
 `planner.planner` makes plans, `planner.plan_file` writes and reads them, `planner.describe` puts them into words.
-`placement` is what the executors get.
+`memory_plan` is what the executors get.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import KIND_OF, LayerMemory, MemoryPlan
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
-from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, journal_bytes
+from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.model.gemms import Weights
 from tilewright.planner.model.shape import ModelShape, ranges
@@ -117,7 +117,7 @@ class Plan:
         used = sum(row.count * row.cost.disk for row in self.rows)
         if not any("disk" in (row.choice.parameters, row.choice.states) for row in self.rows):
             return used
-        return used + journal_bytes(
+        return used + rollback_bytes(
             FixedBytes.of(self.shape, self.setting, self.recipe, self.machine), self.setting, self.recipe
         )
 
@@ -144,7 +144,7 @@ class Plan:
         return 1 - self.recipe.plan.margin
 
     @property
-    def placement(self) -> MemoryPlan:
+    def memory_plan(self) -> MemoryPlan:
         """What the executors are told."""
         layers = [self.row_of(layer).choice for layer in range(self.shape.num_layers)]
         ends = {

@@ -55,7 +55,7 @@ class PlanFile:
     predicted: Mapping[str, Any]
 
     @property
-    def placement(self) -> MemoryPlan:
+    def memory_plan(self) -> MemoryPlan:
         """What the executors get."""
         return MemoryPlan(layers=self.layers, **self.ends)
 
@@ -170,13 +170,13 @@ def read_plan(path: str | Path) -> PlanFile:
             for index in _numbers(row["layers"]):
                 if index in layers:
                     raise ValueError(f"layer {index} is there twice")
-                layers[index] = _placement(row)
+                layers[index] = _memory_plan(row)
         if sorted(layers) != list(range(raw["model"]["layers"])):
             raise ValueError(f"layers {ranges(sorted(layers))}, not all of 0-{raw['model']['layers'] - 1}")
         strange = sorted(set(raw["settings"]) - SETTINGS)
         if strange:
             raise ValueError(f"[settings] holds {', '.join(strange)}, which no plan decides")
-        ends = {row["name"]: _placement(row) for row in raw.get("ends", [])}
+        ends = {row["name"]: _memory_plan(row) for row in raw.get("ends", [])}
         if set(ends) - {"embedding", "head"}:
             raise ValueError(f"[[ends]] are embedding and head, not {', '.join(ends)}")
         made = {name: raw["machine"][name] for name in ("name", "device", "device_bytes", "host_bytes", "disk_bytes")}
@@ -210,7 +210,7 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
-def _placement(row: Mapping[str, Any]) -> LayerMemory:
+def _memory_plan(row: Mapping[str, Any]) -> LayerMemory:
     """What a row says of its layers.
 
     Raises:

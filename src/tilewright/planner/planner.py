@@ -25,8 +25,8 @@ from tilewright.planner.cost.phases import (
     FixedBytes,
     OffloadFlags,
     host_base,
-    journal_bytes,
     phases,
+    rollback_bytes,
 )
 from tilewright.planner.cost.solve import Answer, ChoiceGroup, Counts, PlanProblem, least_seconds, seconds, solve
 from tilewright.planner.machine.ceilings import Ceilings
@@ -180,7 +180,7 @@ class Planner:
         without = self.plan(replace(budget, links=replace(budget.links, disk=None), disk=0.0))
         if without is not None:
             return without
-        real = self.with_recipe(found.recipe).priced(found.setting, found.placement, budget)
+        real = self.with_recipe(found.recipe).priced(found.setting, found.memory_plan, budget)
         return replace(real, narrowed=found.narrowed) if real.least_device <= budget.device else None
 
     def smallest(self, budget: Budget) -> Plan | None:
@@ -220,22 +220,22 @@ class Planner:
     def as_it_stands(self, budget: Budget) -> Plan:
         """What the recipe takes with every choice as it says, whether it fits or not. Of a model that cannot be traced
         the bytes that are known (`ModelShape.unknown`)."""
-        placement = memory_plan_of(self.recipe, self.shape(self.recipe).num_layers)
-        return self.priced(GlobalConfig.of(self.recipe), placement, budget)
+        memory_plan = memory_plan_of(self.recipe, self.shape(self.recipe).num_layers)
+        return self.priced(GlobalConfig.of(self.recipe), memory_plan, budget)
 
-    def priced(self, setting: GlobalConfig, placement: MemoryPlan, budget: Budget) -> Plan:
+    def priced(self, setting: GlobalConfig, memory_plan: MemoryPlan, budget: Budget) -> Plan:
         """What a given placement is expected to take, whether it fits or not.
 
         Raises:
             ValueError: it is for another number of layers.
         """
         shape = self.shape(self.recipe)
-        if len(placement.layers) != shape.num_layers:
-            raise ValueError(f"a placement of {len(placement.layers)} layers for a model of {shape.num_layers}")
-        homes = {home for layer in placement for home in (layer.parameters, layer.states)}
-        known = OffloadFlags(travels=homes != {"device"}, on_disk="disk" in homes)
+        if len(memory_plan.layers) != shape.num_layers:
+            raise ValueError(f"a placement of {len(memory_plan.layers)} layers for a model of {shape.num_layers}")
+        homes = {home for layer in memory_plan for home in (layer.parameters, layer.states)}
+        known = OffloadFlags(is_offloaded=homes != {"device"}, on_disk="disk" in homes)
         table = self._table(self.recipe, shape, setting, budget, known)
-        layers, ends = placement.layers, {"embedding": placement.embedding, "head": placement.head}
+        layers, ends = memory_plan.layers, {"embedding": memory_plan.embedding, "head": memory_plan.head}
         if shape.tied:  # both ends read the one matrix: it stays on the device
             ends = dict.fromkeys(ends, LayerMemory())
         rows: list[PlanRow] = []
@@ -295,9 +295,9 @@ class Planner:
         left = 1 - recipe.plan.margin
         device = left * budget.device * (1.0 if cpu else 1 - FRAGMENTS)
         limit = float("inf") if cpu else left * budget.host
-        journal = journal_bytes(base, setting, recipe) if homes.on_disk else 0.0
+        rollback = rollback_bytes(base, setting, recipe) if homes.on_disk else 0.0
         problem = PlanProblem(
-            tuple(groups), tuple(moments), device, limit, sum(host.values()), left * budget.disk - journal
+            tuple(groups), tuple(moments), device, limit, sum(host.values()), left * budget.disk - rollback
         )
         return _Table(setting, classes, options, problem, host)
 
@@ -305,7 +305,7 @@ class Planner:
         """As they will be if a disk that there is is used; see `_settled`."""
         fixed = {self.fixed.parameters, self.fixed.states}
         on_disk = budget.links.disk is not None
-        return OffloadFlags(travels=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
+        return OffloadFlags(is_offloaded=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
     def _head_seconds(self, shape: ModelShape, setting: GlobalConfig, recipe: Recipe, links: Links) -> dict[str, float]:
         """Of what stands around the layers; a layer-major step that clips by the exact norm runs it twice."""

@@ -22,7 +22,7 @@ STEP_PHASES = ("load", "forward", "loss", "backward", "update")
 class Replan:
     """A placement and what it is expected to take, corrected by what was measured."""
 
-    placement: MemoryPlan
+    memory_plan: MemoryPlan
     phases: Mapping[str, Mapping[str, float]]
     """Device bytes by owner at each phase."""
     step_s: float
@@ -50,11 +50,13 @@ class Replanner:
         budget: of the run; host and disk stay.
     """
 
-    def __init__(self, planner: Planner, setting: GlobalConfig, placement: MemoryPlan, budget: Budget) -> None:
+    def __init__(self, planner: Planner, setting: GlobalConfig, memory_plan: MemoryPlan, budget: Budget) -> None:
         self.setting = setting
         self.budget = budget
         fused = fuses(planner.shape(planner.recipe).compiled, planner.machine)
-        self._planner = planner.with_fixed(same_numbers(planner.fixed, planner.recipe, setting, placement, fused=fused))
+        self._planner = planner.with_fixed(
+            same_numbers(planner.fixed, planner.recipe, setting, memory_plan, fused=fused)
+        )
         self._by_length: dict[int, Planner] = {planner.recipe.data.seq_len: self._planner}
 
     def plan(
@@ -77,11 +79,16 @@ class Replanner:
         return None if found is None else _corrected(found, memory_factor, 1.0)
 
     def predict(
-        self, placement: MemoryPlan, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
+        self,
+        memory_plan: MemoryPlan,
+        seq_len: int | None = None,
+        *,
+        memory_factor: float = 1.0,
+        time_factor: float = 1.0,
     ) -> Replan:
         """What a given placement is expected to take."""
-        found = self._of(seq_len).priced(self.setting, placement, self.budget)
-        return replace(_corrected(found, memory_factor, time_factor), placement=placement)
+        found = self._of(seq_len).priced(self.setting, memory_plan, self.budget)
+        return replace(_corrected(found, memory_factor, time_factor), memory_plan=memory_plan)
 
     def _of(self, seq_len: int | None) -> Planner:
         recipe = self._planner.recipe
@@ -92,7 +99,7 @@ class Replanner:
 
 
 def same_numbers(
-    fixed: Constraints, recipe: Recipe, setting: GlobalConfig, placement: MemoryPlan, *, fused: bool
+    fixed: Constraints, recipe: Recipe, setting: GlobalConfig, memory_plan: MemoryPlan, *, fused: bool
 ) -> Constraints:
     """What a run fixes whose losses must stay.
 
@@ -112,7 +119,7 @@ def same_numbers(
     whole = replace(
         fixed, executor=setting.executor, micro_batch=setting.micro_batch, loss_tile=setting.loss_tile, layers=()
     )
-    layers = tuple(of(layer) for layer in placement.layers)
+    layers = tuple(of(layer) for layer in memory_plan.layers)
     return replace(layers[0], layers=layers if len(set(layers)) > 1 else ())
 
 
@@ -120,4 +127,4 @@ def _corrected(found: Plan, memory_factor: float, time_factor: float) -> Replan:
     phases = {
         name: {owner: size * memory_factor for owner, size in owners.items()} for name, owners in found.phases.items()
     }
-    return Replan(found.placement, phases, found.step_s * time_factor, found)
+    return Replan(found.memory_plan, phases, found.step_s * time_factor, found)

@@ -20,7 +20,7 @@ from tilewright.models.base.eval_mode import evaluation
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.assign.decide import ConversionPlan, decide_all, fp32_functions
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite
-from tilewright.precision.assign.validate import refuse_fallbacks, refuse_lost_rules
+from tilewright.precision.assign.validate import check_no_fallbacks, check_rules_kept
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import give_over, tile_weights
 from tilewright.precision.float8.wiring import group_experts, share_inputs
@@ -60,9 +60,9 @@ def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Ker
         ('bf16', torch.float32, torch.float32)
     """
     plan = decide_all(model, _placed(model, policy))
-    refuse_lost_rules(plan.report.policy, plan.sites)
+    check_rules_kept(plan.report.policy, plan.sites)
     if plan.report.policy.strict:
-        refuse_fallbacks(plan.report, plan.sites)
+        check_no_fallbacks(plan.report, plan.sites)
     moved = _store(plan)
     if moved:
         plan = replace(plan, report=replace(plan.report, notes=(*plan.report.notes, moved)))
@@ -237,7 +237,7 @@ def _set_weight(site: ModuleSite, decision: FormatDecision, policy: Policy, kern
 
 def _set_gemms(module: nn.Module, gemms: Gemms, policy: Policy) -> None:
     if isinstance(module, Float8Linear):
-        module.settle(gemms, power_of_two=policy.power_of_two, keep=policy.keep, strict=policy.strict)
+        module.configure(gemms, power_of_two=policy.power_of_two, keep=policy.keep, strict=policy.strict)
     else:
         module.set_gemms(gemms, power_of_two=policy.power_of_two)
 

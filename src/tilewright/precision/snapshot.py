@@ -110,7 +110,7 @@ class Snapshot:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def preserved(model: nn.Module) -> Iterator[None]:
     """Inside, gradients start empty; afterwards model, gradients and generators are what they were."""
     before = Snapshot(ModuleSlots(model))
     grads = [(param, param.grad) for param in model.parameters()]

@@ -31,7 +31,7 @@ class ReplanRow:
 
 def decisions(run: RunData) -> list[ReplanRow]:
     """All of a run, in order."""
-    return [_decision(event) for event in run.kinds("regroup")]
+    return [_decision(event) for event in run.kinds("replan")]
 
 
 def summary(found: Sequence[ReplanRow]) -> str:

@@ -26,8 +26,8 @@ from tilewright.data.batches.stream import Stream
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_images import PreparedImages
-from tilewright.memory.offload.lazy_params import fill_buffers, vacate
-from tilewright.memory.tracking.process_memory import give_back_free_pages
+from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
+from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import Model
 from tilewright.ops.base.compile import compiles_layers
@@ -58,10 +58,10 @@ from tilewright.training.executor.activation_policy import ActivationPolicy, che
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.layer_major_setup import (
     LayerMajorParts,
-    comes_in_slices,
-    first_values,
+    check_no_loss_scaling,
+    has_layer_groups,
+    initial_values,
     make_executor,
-    refuse_loss_scaling,
     slice_up,
 )
 from tilewright.training.executor.standard import Batch, Executor, StandardExecutor, all_finite
@@ -97,9 +97,9 @@ class RunContext:
         return self.planned.plan
 
     @property
-    def placement(self) -> MemoryPlan | None:
+    def memory_plan(self) -> MemoryPlan | None:
         """What is done with each layer; None: the same with all, as the recipe says."""
-        return self.planned.placement
+        return self.planned.memory_plan
 
     def replanner(self) -> Replanner | None:
         """Plans the run again while it runs; made at the first call. None where it cannot be: see `resolve.note`."""
@@ -152,7 +152,7 @@ class Components:
     clip: GradClip
     schedule: LRSchedule
     stream: Stream
-    ledger: MemoryTracker
+    memory_tracker: MemoryTracker
     executor: Executor
     counters: Counters
     setup: RunContext
@@ -188,23 +188,23 @@ class Components:
     def close(self) -> None:
         """Give back threads, files and memory off the device."""
         self.stream.close()
-        self.ledger.close()
+        self.memory_tracker.close()
         if isinstance(self.executor, LayerMajorExecutor):
             self.executor.close()
 
     def passing(self) -> AbstractContextManager[None]:
         """Forward passes of the model are possible inside, wherever its slices are at home."""
         sliced = self.sliced
-        if sliced is None or not sliced.travels:
+        if sliced is None or not sliced.is_offloaded:
             return nullcontext()
-        return passing(self.model, sliced.view, sliced.slices, sliced.home)
+        return passing(self.model, sliced.view, sliced.layer_groups, sliced.home)
 
     def sound(self) -> bool:
         """Whether every parameter and buffer is finite."""
-        if self.sliced is None or not self.sliced.travels:
+        if self.sliced is None or not self.sliced.is_offloaded:
             return all_finite(self.model.named_parameters()) and all_finite(self.model.named_buffers())
-        with SummonedParams(self.model, None, self.sliced.slices, self.sliced.home) as visit:
-            for part in self.sliced.slices:
+        with SummonedParams(self.model, None, self.sliced.layer_groups, self.sliced.home) as visit:
+            for part in self.sliced.layer_groups:
                 visit.open(part)
                 if not all_finite((part.name, param) for param in part.params):
                     return False
@@ -226,7 +226,7 @@ def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool =
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
     recipe = loaded.recipe
-    refuse_ranks()
+    check_one_rank()
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     prepared = prepare_data(recipe)
@@ -235,12 +235,12 @@ def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool =
     tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
     site = PlanContext(prepared.vocab_size, machine, rates, tier_dir)
     planned = plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
-    give_back_free_pages()  # what all of this used; a plan is of the run
+    trim_malloc()  # what all of this used; a plan is of the run
     settings = planned.loaded.recipe
     return RunContext(machine, Kernels.from_sections(machine, settings.ops, settings.memory), prepared, planned)
 
 
-def build(setup: RunContext, *, fresh: bool, placement: MemoryPlan | None = None) -> Components:
+def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = None) -> Components:
     """Model, precision, optimizer, data stream and executor, in the state before the first step.
 
     Args:
@@ -249,26 +249,26 @@ def build(setup: RunContext, *, fresh: bool, placement: MemoryPlan | None = None
         placement: what is done with each layer; None: what the plan, or the recipe, says.
     """
     recipe, device = setup.recipe, setup.device
-    placement = placement or setup.placement
+    memory_plan = memory_plan or setup.memory_plan
     seed_everything(recipe.run.seed)
-    ledger = MemoryTracker(device)
-    with explained(ledger, recipe, "while the model was made"), ledger.phase("load"):
-        model, each = _model(setup, fresh, placement)
-        values = first_values(recipe, model)
+    memory_tracker = MemoryTracker(device)
+    with explained(memory_tracker, recipe, "while the model was made"), memory_tracker.phase("load"):
+        model, each = _model(setup, fresh, memory_plan)
+        values = initial_values(recipe, model)
         policy, schedule, scaled = _precision(setup, model)
         if values is not None:
-            vacate(model, device)
+            to_placeholders(model, device)
             fill_buffers(model, values)
         cut_layers(model, each, compile=setup.compiles)
         optimizer = _optimizer(recipe, model, setup.kernels)
         sliced = None
         if recipe.memory.executor == "layer_major":
             sliced = slice_up(
-                recipe, model, optimizer, device, folder=setup.tier_dir, values=values, placement=placement
+                recipe, model, optimizer, device, folder=setup.tier_dir, values=values, memory_plan=memory_plan
             )
         codes = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
         modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, codes)
-    ledger.watch(model)
+    memory_tracker.watch(model)
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
     optim = recipe.optim
@@ -276,22 +276,35 @@ def build(setup: RunContext, *, fresh: bool, placement: MemoryPlan | None = None
     control = _control(setup, model)
     executor: Executor
     if sliced is not None:
-        refuse_loss_scaling(scaler is not None)
+        check_no_loss_scaling(scaler is not None)
         executor = make_executor(
             recipe, model, sliced, optimizer,
-            clip=clip, ledger=ledger, kernels=setup.kernels, weights=codes, folder=setup.tier_dir, placement=placement,
+            clip=clip, memory_tracker=memory_tracker, kernels=setup.kernels, weights=codes,
+            folder=setup.tier_dir, memory_plan=memory_plan,
         )  # fmt: skip
     else:
         executor = StandardExecutor(
-            model, optimizer, scaler=scaler, clip=clip, device=device, ledger=ledger,
-            control=control.control if control is not None else None, places=ActivationPolicy(model, each),
+            model, optimizer, scaler=scaler, clip=clip, device=device, memory_tracker=memory_tracker,
+            control=control.control if control is not None else None, policy=ActivationPolicy(model, each),
         )  # fmt: skip
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     stream = _stream(recipe, setup.prepared)
     return Components(
-        model, modes, optimizer, scaler, clip, rates, stream, ledger, executor, Counters(), setup, control, sliced
+        model,
+        modes,
+        optimizer,
+        scaler,
+        clip,
+        rates,
+        stream,
+        memory_tracker,
+        executor,
+        Counters(),
+        setup,
+        control,
+        sliced,
     )
 
 
@@ -302,7 +315,7 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def refuse_ranks() -> None:
+def check_one_rank() -> None:
     """Several processes would each train a whole run into one folder.
 
     Raises:
@@ -329,13 +342,13 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
     )
 
 
-def _model(setup: RunContext, fresh: bool, placement: MemoryPlan | None) -> tuple[Model, MemoryPlan]:
+def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tuple[Model, MemoryPlan]:
     """The model, and what is done with each of its layers."""
     recipe = setup.recipe
-    device = "meta" if comes_in_slices(recipe) else setup.device
+    device = "meta" if has_layer_groups(recipe) else setup.device
     model = build_adapted(recipe, setup.prepared.vocab_size, setup.kernels, device, fresh=fresh and device != "meta")
     check_export(recipe, model)
-    each = placement or memory_plan_of(recipe, len(model.layers) or 1)
+    each = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
     if recipe.memory.executor == "standard":
         checkpoint_layers(model, each)
     model.checkpoint_inputs = recipe.train.checkpoint_inputs

@@ -33,7 +33,7 @@ def dry_run(loaded: Loaded) -> int:
             result = parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
             compiled = " (compiles)" if step == 0 and setup.compiles else ""
             say(f"step {step + 1}: loss {result.loss:.4f}, {format_seconds(time.perf_counter() - started)}{compiled}")
-        memory = parts.ledger.snapshot(parts.model, parts.optimizer)
+        memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer)
     finally:
         parts.close()
     for line in comparison(setup.plan, memory, result.seconds):

@@ -12,14 +12,14 @@ import time
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import say
 from tilewright.planner.plan_file import PlanFile
-from tilewright.training.assemble import Components, RunContext, build, refuse_ranks, set_up
+from tilewright.training.assemble import Components, RunContext, build, check_one_rank, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.components.signals import StopRequest
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.layer_major import UnrecoverableStepError
 from tilewright.training.executor.standard import MAX_BAD_STEPS
 from tilewright.training.planning.resolve import load_run_plan
-from tilewright.training.replan_setup import regroup_for
+from tilewright.training.replan_setup import replanner_for
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
 from tilewright.training.run import Run, RunResult
 from tilewright.training.runlog.files import RunLog
@@ -40,7 +40,7 @@ def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
         TilewrightError: its subclass says what kind of trouble; everything that was done is written down before.
     """
     began = time.perf_counter()
-    refuse_ranks()
+    check_one_rank()
     if dry_run:
         return RunResult(None, run_dry(loaded))
     recipe = loaded.recipe
@@ -118,8 +118,8 @@ def _train(
         restore(found, parts, recorder)
         _write_facts(folder, setup, parts)
         resumed = found.checkpoint is not None
-        regroup = regroup_for(setup, parts, recorder)
-        run = Run(setup, parts, parts.state(), store, folder, recorder, regroup, resumed=resumed, left_out=left_out)
+        replanner = replanner_for(setup, parts, recorder)
+        run = Run(setup, parts, parts.state(), store, folder, recorder, replanner, resumed=resumed, left_out=left_out)
         run.begin(began)
         with StopRequest() as stop:
             return run.train(stop)

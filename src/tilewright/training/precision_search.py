@@ -17,15 +17,15 @@ from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, fp8_choice
-from tilewright.data.common.progress import PrepareProgress
+from tilewright.data.common.progress import ProgressBar
 from tilewright.models.base.protocols import Model
 from tilewright.precision.convert import set_mode
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.search.gemm_time import UnitTime, estimate, measure_times
-from tilewright.precision.search.layer_stats import SearchUnit, group_layers, tile_layers
+from tilewright.precision.search.layer_stats import SearchUnit, find_float8_layers, group_layers
 from tilewright.precision.search.loss_model import LossModel, Prediction, Product, loss_slope
-from tilewright.precision.search.search import PolicyCandidate, SearchSpace, curve, fastest, landmarks
+from tilewright.precision.search.search import PolicyCandidate, SearchSpace, baselines, curve, fastest
 from tilewright.precision.search.sensitivity import Sensitivity, measure, measure_policy, measuring_policy, num_passes
 from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.executor.standard import Batch
@@ -61,7 +61,7 @@ class SearchResult:
     space: SearchSpace
     time: str
     chosen: PolicyCandidate
-    landmarks: tuple[PolicyCandidate, ...]
+    baselines: tuple[PolicyCandidate, ...]
     curve: tuple[PolicyCandidate, ...]
     checked: Mapping[str, Prediction]
     policy: Policy
@@ -95,7 +95,7 @@ class SearchResult:
             "loss_slope": self.space.model.slope,
             "time": self.time,
             "chosen": _candidate_json(self.chosen, self.checked),
-            "landmarks": [_candidate_json(mark, self.checked) for mark in self.landmarks],
+            "landmarks": [_candidate_json(mark, self.checked) for mark in self.baselines],
             "curve": [_candidate_json(point, {}) for point in self.curve],
             "units": units,
         }
@@ -116,17 +116,17 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
     """
     _refuse(loaded.recipe)
     setup = set_up(replace(loaded, recipe=_searchable(loaded.recipe)))
-    with PrepareProgress("precision search") as progress:
+    with ProgressBar("precision search") as progress:
         parts = build(setup, fresh=weights is None)
         try:
             steps, losses = weights(parts.model) if weights else _warm_up(parts, settings.warmup, progress)
             batches = _batches(setup, parts, 2 * settings.batches, settings.rows)
         finally:
             parts.stream.close()
-            parts.ledger.close()
+            parts.memory_tracker.close()
         policy = recipe_policy(loaded.recipe, setup.machine)
         set_mode(parts.model, measuring_policy(policy))
-        _refuse_nothing(parts.model)
+        _check_not_empty(parts.model)
         fixed = fixed_products(policy, group_layers(parts.model))
         seen, fresh = batches[: settings.batches], batches[settings.batches :]
         sensitivity = _measure(parts.model, seen, progress)
@@ -137,7 +137,7 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
         model = LossModel(sensitivity, loss_slope(steps, losses))
         space = SearchSpace(sensitivity.units, model, times, fixed)
         chosen = fastest(space, settings.budget)
-        marks = tuple(landmarks(space))
+        marks = tuple(baselines(space))
         points = tuple(curve(space))
         progress.phase("check on fresh batches", 1 + len(marks))
         checked = {}
@@ -202,8 +202,8 @@ def _refuse(recipe: Recipe) -> None:
         )
 
 
-def _refuse_nothing(model: Model) -> None:
-    if not tile_layers(model):
+def _check_not_empty(model: Model) -> None:
+    if not find_float8_layers(model):
         raise ConfigError(
             "The model has no linear layer that could compute in FP8.",
             got="rules or fp32_ops that keep all of them out, or a model without such layers",
@@ -213,7 +213,7 @@ def _refuse_nothing(model: Model) -> None:
         )
 
 
-def _warm_up(parts: Components, steps: int, progress: PrepareProgress) -> tuple[list[float], list[float]]:
+def _warm_up(parts: Components, steps: int, progress: ProgressBar) -> tuple[list[float], list[float]]:
     progress.phase("BF16 steps before measuring", steps)
     losses = []
     for step in range(steps):
@@ -228,7 +228,7 @@ def _batches(setup: RunContext, parts: Components, num: int, rows: int | None) -
     return [{name: tensor[:rows].to(setup.device) for name, tensor in batch.items()} for batch in found]
 
 
-def _measure(model: Model, batches: Sequence[Batch], progress: PrepareProgress) -> Sensitivity:
+def _measure(model: Model, batches: Sequence[Batch], progress: ProgressBar) -> Sensitivity:
     total, done = num_passes(model, len(batches)), 0
     progress.phase(f"{total} forward and backward passes", total)
 
@@ -240,7 +240,7 @@ def _measure(model: Model, batches: Sequence[Batch], progress: PrepareProgress) 
     return measure(model, batches, advance=advance)
 
 
-def _times(units: Sequence[SearchUnit], time: str, micro_batches: int, setup: RunContext, progress: PrepareProgress):
+def _times(units: Sequence[SearchUnit], time: str, micro_batches: int, setup: RunContext, progress: ProgressBar):
     found: dict[str, UnitTime] = {}
     known: dict[tuple[int, ...], UnitTime] = {}
     for unit in units:

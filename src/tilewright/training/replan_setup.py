@@ -10,7 +10,7 @@ import torch
 from tilewright.core.config.edit import changed
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
-from tilewright.memory.tracking.process_memory import give_back_free_pages
+from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.planner.model.constraints import fuses, same_bits
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.planning.refused import fixes_of
@@ -23,7 +23,7 @@ LESS = 0.95
 """Of the planned peak of a run that found no memory, what proposals are to stay below."""
 
 
-def regroup_for(
+def replanner_for(
     setup: RunContext, parts: Components, recorder: MetricsLogger, *, budget: Callable[[], float] | None = None
 ) -> AdaptiveReplanner:
     """What watches the steps of this run. With `memory.plan = ""` all placements stay, but for a step without memory.
@@ -38,33 +38,33 @@ def regroup_for(
 
     planned = bool(setup.recipe.memory.plan)
 
-    def tell(step: int, text: str, *, shown: bool, **numbers: object) -> None:
-        recorder.event(step, "regroup", text, shown=shown, **numbers)
+    def record_event(step: int, text: str, *, shown: bool, **numbers: object) -> None:
+        recorder.event(step, "replan", text, shown=shown, **numbers)
 
     def peaks() -> dict[str, int]:
-        return {name: size + reserve for name, size in parts.ledger.take_peaks().items()}
+        return {name: size + reserve for name, size in parts.memory_tracker.take_peaks().items()}
 
     return AdaptiveReplanner(
         parts.executor,
         setup.replanner,
         budget=budget or MemoryWatch(setup.memory_limit, setup.device, reserve),
         peaks=peaks,
-        tell=tell,
+        record_event=record_event,
         state_bytes=lambda: state_bytes(parts.optimizer, setup.device),
         steps=setup.recipe.train.steps,
-        ladder=_ladder(setup, parts.executor.placement),
-        give_back=give_back_free_pages if setup.device.type == "cpu" else None,
+        ladder=_ladder(setup, parts.executor.memory_plan),
+        give_back=trim_malloc if setup.device.type == "cpu" else None,
         watch=planned,
         known=None if setup.plan.unknown else _Known.of(setup, parts),
     )
 
 
-def _ladder(setup: RunContext, placement: MemoryPlan) -> frozenset[str]:
+def _ladder(setup: RunContext, memory_plan: MemoryPlan) -> frozenset[str]:
     """What layers may be treated as where no planner knows the model: what changes no bit, and what is open."""
     if not setup.recipe.memory.plan or "train.activation_checkpoint" in setup.planned.user_settings:
         return frozenset()
     fused = fuses(setup.compiles, setup.machine)
-    kinds = [same_bits(setup.recipe, fused, layer.activations) for layer in placement.layers]
+    kinds = [same_bits(setup.recipe, fused, layer.activations) for layer in memory_plan.layers]
     return frozenset.intersection(*map(frozenset, kinds))
 
 
@@ -72,7 +72,7 @@ def _ladder(setup: RunContext, placement: MemoryPlan) -> frozenset[str]:
 class _Known:
     """What the run's first plan says of the placement that it begins with."""
 
-    placement: MemoryPlan
+    memory_plan: MemoryPlan
     phases: Mapping[str, Mapping[str, float]]
     step_s: float
 
@@ -80,7 +80,7 @@ class _Known:
     def of(cls, setup: RunContext, parts: Components) -> "_Known":
         outside = {"process": float(setup.plan.reserve_bytes)}
         phases = {name: {**owners, **outside} for name, owners in setup.plan.phases.items()}
-        return cls(parts.executor.placement, phases, setup.plan.step_s)
+        return cls(parts.executor.memory_plan, phases, setup.plan.step_s)
 
 
 class MemoryWatch:

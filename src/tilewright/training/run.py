@@ -17,7 +17,7 @@ import psutil
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.memory.tracking.process_memory import give_back_free_pages
+from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
@@ -28,7 +28,7 @@ from tilewright.training.components.signals import StopRequest
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
 from tilewright.training.executor.layer_major import UnrecoverableStepError, left_out
 from tilewright.training.executor.standard import Batch, StepResult, row_length
-from tilewright.training.executor.transaction import PartialUpdateError, retried
+from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
 from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
@@ -62,7 +62,7 @@ class Run:
     store: CheckpointStore
     folder: RunFolder
     recorder: MetricsLogger
-    regroup: AdaptiveReplanner
+    replanner: AdaptiveReplanner
     resumed: bool
     left_out: frozenset[int] = frozenset()
     """Steps, counted from 0, whose batches are drawn and not learned from: their gradients turn bad half-way."""
@@ -131,7 +131,7 @@ class Run:
                     raise
                 raise self._out_of_memory(error) from error
             if self.step == first + 1:
-                self._refuse_fallbacks()
+                self._check_no_fallbacks()
             if self.resumed and self.step == first + 1:
                 self._tell_recovery()
             self._between_steps()
@@ -168,7 +168,7 @@ class Run:
             self.last = self._compute(number, microbatches, lr, due)
         self._drawn = None
         parts.counters.add(self.last)
-        memory = parts.ledger.snapshot(parts.model, parts.optimizer) if due else None
+        memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer) if due else None
         row = self.recorder.log.step(parts.counters, self.last, lr, parts.stream.wait_s, memory)
         if due or self.last.skipped is not None or self.last.redone is not None:
             self.recorder.step(row, parts.counters, self.last)
@@ -181,19 +181,19 @@ class Run:
     def _compute(self, number: int, microbatches: Sequence[Batch], lr: float, due: bool) -> StepResult:
         """The executor's step, between two looks of the re-planner where it has something to look at: the run is near
         its memory budget, its rows have another length, or a progress line is due."""
-        regroup, executor = self.regroup, self.parts.executor
+        replanner, executor = self.replanner, self.parts.executor
         length = row_length(microbatches)
-        looks = regroup.watches or (regroup.active and (due or length != regroup.forecast.row_length))
+        looks = replanner.watches or (replanner.active and (due or length != replanner.forecast.row_length))
         if looks:
-            regroup.before(number, length)
-        result = retried(partial(executor.step, microbatches, lr), partial(regroup.tighten, number))
-        if looks or regroup.watches or executor.whole.relieved:
-            regroup.after(number, result.seconds)
+            replanner.before_step(number, length)
+        result = run_with_retries(partial(executor.step, microbatches, lr), partial(replanner.reduce_memory, number))
+        if looks or replanner.watches or executor.transaction.oom_messages:
+            replanner.after_step(number, result.seconds)
         return result
 
     def _retried(self, work: Callable[[], None]) -> None:
         """A pass of the precision controller, again under a tighter plan where memory runs out."""
-        retried(work, partial(self.regroup.tighten, self.step + 1))
+        run_with_retries(work, partial(self.replanner.reduce_memory, self.step + 1))
 
     def _enter_mode(self) -> None:
         """Go over to the precision mode that begins with this step."""
@@ -249,11 +249,11 @@ class Run:
     def _give_back(self) -> None:
         """What steps leave free has not the sizes that an evaluation asks for, and the other way round."""
         if self.setup.device.type == "cpu":
-            give_back_free_pages()
+            trim_malloc()
 
     # ---- checkpoints ----
 
-    def _refuse_fallbacks(self) -> None:
+    def _check_no_fallbacks(self) -> None:
         """Stop a strict run whose products ran in another way than its recipe says; the record tells which.
 
         Raises:
@@ -261,7 +261,7 @@ class Run:
         """
         if self.recipe.precision.strict:
             self.folder.write_json(audit_table.FILE, self.parts.audit.to_json(self.step))
-            self.parts.audit.refuse_fallbacks()
+            self.parts.audit.check_no_fallbacks()
 
     def _save(self, now: bool = False) -> float:
         """Save this step and the audit up to it; returns the seconds that training stood still."""
@@ -322,7 +322,7 @@ class Run:
     def _out_of_memory(self, error: RuntimeError | MemoryError) -> FitError:
         """The error of a step that found no memory under any placement. The step has changed nothing, so the steps
         before it are saved."""
-        memory = self.parts.ledger.snapshot(self.parts.model, self.parts.optimizer)
+        memory = self.parts.memory_tracker.snapshot(self.parts.model, self.parts.optimizer)
         when, fixes = f"in step {self.step + 1}", cheapest_fixes(self.setup)
         fit = no_memory(error, memory, when, self.recipe, fixes)
         self.recorder.event(self.step, "stop", str(fit), memory_phases=memory["known_phases"])

@@ -13,7 +13,7 @@ import click
 
 from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, recipe_argument, verbosity
 from tilewright.core.config.load import load_recipe
-from tilewright.core.env import quick_imports
+from tilewright.core.env import gc_paused
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_seconds
@@ -52,7 +52,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     """
     loaded = load_recipe(recipe, overrides(ctx))
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
-    with quick_imports():
+    with gc_paused():
         from tilewright.cli.commands.plan_output import show, to_json
         from tilewright.planner.advice.changes import idle_memory
         from tilewright.planner.advice.sweep import pareto

@@ -70,16 +70,16 @@ def _cell(size: float) -> str:
 
 def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """What is done with each kind of layers: columns and rows."""
-    columns = ["layers", "number", "parameters", "states", "activations", "slices", "per layer"]
+    columns = ["layers", "number", "parameters", "states", "activations", "chunks", "per layer"]
     rows = []
     for row in plan.rows:
         choice = row.choice
-        slices = [f"MLP in {choice.mlp_tiles} tiles"] if choice.mlp_tiles > 1 else []
-        slices += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
+        chunks = [f"MLP in {choice.mlp_tiles} chunks"] if choice.mlp_tiles > 1 else []
+        chunks += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
         kept = kept_in_words(choice) if row.indices else "-"
         cells = [describe(row), str(row.count), choice.parameters, choice.states, kept]
         seconds = "-" if plan.shape.unknown else format_seconds(row.cost.seconds)
-        rows.append([*cells, ", ".join(slices) or "-", seconds])
+        rows.append([*cells, ", ".join(chunks) or "-", seconds])
     return columns, rows
 
 

@@ -58,7 +58,7 @@ def search(
 
     share = parse_budget(budget)
     files = {suffix: out.with_suffix(suffix) for suffix in (".toml", ".json", ".svg")}
-    _refuse_files(files, loaded.path, force)
+    _check_files(files, loaded.path, force)
     from tilewright.cli.commands import precision_output as output
     from tilewright.report.figures.tradeoff import tradeoff_svg
     from tilewright.training.precision_search import SearchSettings, search
@@ -83,7 +83,7 @@ def search(
     say(f"next   tilewright train {files['.toml']}")
 
 
-def _refuse_files(files: dict[str, Path], recipe: Path | None, force: bool) -> None:
+def _check_files(files: dict[str, Path], recipe: Path | None, force: bool) -> None:
     """Before anything is measured: no file is lost, and a policy does not extend itself.
 
     Raises:

@@ -108,7 +108,7 @@ def show(found: SearchResult, budget: str) -> None:
         click.echo(f"... and {len(units) - SHOWN} layers that hurt less; all of them are in the policy file")
     click.echo(f"\nspeed of the linear products is {TIMES[found.time]}")
     lines = []
-    for candidate in (found.chosen, *found.landmarks):
+    for candidate in (found.chosen, *found.baselines):
         share = f"{len(candidate.fp8)} of {3 * len(units)}"
         measured = str(found.checked[candidate.name])
         lines.append((candidate.name, share, _times_as_fast(found, candidate), str(candidate.predicted), measured))
@@ -120,7 +120,7 @@ def show(found: SearchResult, budget: str) -> None:
 
 
 def _times_as_fast(found: SearchResult, candidate: PolicyCandidate) -> str:
-    return f"{speed_up(found.landmarks, candidate):.3g}x"
+    return f"{speed_up(found.baselines, candidate):.3g}x"
 
 
 def _switches(found: SearchResult, unit: SearchUnit) -> dict[str, FormatSwitch]:

@@ -6,7 +6,7 @@ import click
 
 from tilewright.cli.common import RecipeCommand, overrides, recipe_argument, verbosity
 from tilewright.core.config.load import Loaded, load_recipe
-from tilewright.core.env import quick_imports
+from tilewright.core.env import gc_paused
 from tilewright.core.errors import TilewrightError
 from tilewright.core.log import say
 
@@ -24,7 +24,7 @@ def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
     loaded = load_recipe(recipe, overrides(ctx))
     for note in loaded.notes:
         say(f"note: {note}")
-    with quick_imports():
+    with gc_paused():
         from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
 
     try:

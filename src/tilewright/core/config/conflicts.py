@@ -204,8 +204,8 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             "micro_batch at most batch_size",
             f"train.micro_batch = {train.batch_size}, or train.batch_size = {train.micro_batch}",
         )
-    slices = recipe.memory.executor == "layer_major"
-    if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full" and not slices:
+    layer_major = recipe.memory.executor == "layer_major"
+    if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full" and not layer_major:
         yield Conflict(
             ("train.checkpoint_inputs", "train.activation_checkpoint"),
             "only layers that are recomputed whole keep nothing but their inputs",
@@ -213,7 +213,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             'train.activation_checkpoint = "full" with FP8 inputs',
             'train.activation_checkpoint = "full", or train.checkpoint_inputs = "exact"',
         )
-    if slices and train.activation_checkpoint != "none":
+    if layer_major and train.activation_checkpoint != "none":
         yield Conflict(
             ("train.activation_checkpoint", "memory.executor"),
             "the layer-major executor recomputes every layer anyway",
@@ -221,7 +221,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             'train.activation_checkpoint = "none"',
             'train.activation_checkpoint = "none"; memory.group for coarser recomputation',
         )
-    if slices and recipe.precision.moves_products:
+    if layer_major and recipe.precision.moves_products:
         yield Conflict(
             ("precision.controller", "precision.fp8_from", "precision.fp8_until", "memory.executor"),
             "products cannot be moved between formats where a step updates its layers on the way",
@@ -229,7 +229,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             "formats that stay",
             'memory.executor = "standard", or precision.controller = false and no fp8_from and fp8_until',
         )
-    if recipe.optim.clip == "lagged" and not slices:
+    if recipe.optim.clip == "lagged" and not layer_major:
         yield Conflict(
             ("optim.clip", "memory.executor"),
             "the standard executor knows the whole gradient before it updates, so it clips exactly",

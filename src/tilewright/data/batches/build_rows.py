@@ -13,11 +13,11 @@ import xxhash
 
 from tilewright.data.batches.pack import Packing, pack
 from tilewright.data.common.cache import file_digest
-from tilewright.data.common.progress import PrepareProgress
+from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.build import SPLITS
 
 
-def build_rows(folder: Path, corpus: Path, task: str, seq_len: int, *, progress: PrepareProgress) -> None:
+def build_rows(folder: Path, corpus: Path, task: str, seq_len: int, *, progress: ProgressBar) -> None:
     """Pack both splits of `corpus`, domain by domain, and write the tables and their meaning."""
     progress.phase("packing")
     table = pq.read_table(corpus / "documents.parquet", columns=["split", "domain", "length"])

@@ -9,7 +9,7 @@ from types import TracebackType
 log = logging.getLogger(__name__)
 
 
-class PrepareProgress:
+class ProgressBar:
     """A context manager; `phase` starts a phase of `total` units, `advance` counts some of them.
 
     `seconds` maps each phase to its wall time.
@@ -20,12 +20,12 @@ class PrepareProgress:
         self._title, self._bar, self._task = title, None, None
         self._name, self._started = "", 0.0
 
-    def __enter__(self) -> "PrepareProgress":
+    def __enter__(self) -> "ProgressBar":
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import PrepareProgress as Bar
+            from rich.progress import Progress
 
-            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._bar = Progress(console=Console(stderr=True), transient=True)
             self._bar.start()
         return self
 
@@ -56,6 +56,6 @@ class PrepareProgress:
 
 def timed(title: str, build: Callable[..., None], *args: object, **kwargs: object) -> dict[str, float]:
     """`build` under a bar of its own, passed to it as `progress`; the seconds of its phases."""
-    with PrepareProgress(title) as progress:
+    with ProgressBar(title) as progress:
         build(*args, progress=progress, **kwargs)
     return progress.seconds

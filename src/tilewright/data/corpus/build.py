@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from tilewright.core.errors import DataError
 from tilewright.data.common.hashing import hash64
-from tilewright.data.common.progress import PrepareProgress
+from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tilewright.data.corpus.encode import Text, encode_stream
 from tilewright.data.corpus.holdout import Split, choose_holdout
@@ -40,7 +40,7 @@ def build_corpus(
     vocab_size: int,
     tokenizer: str,
     seed: int,
-    progress: PrepareProgress,
+    progress: ProgressBar,
 ) -> None:
     """Fill `folder` with the files of the entry. Arguments as in `prepare`.
 

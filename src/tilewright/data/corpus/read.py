@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from tilewright.core.errors import DataError
-from tilewright.data.common.progress import PrepareProgress
+from tilewright.data.common.progress import ProgressBar
 from tilewright.data.sources.documents import Document, Part, Reject, Source, cut
 
 _SLACK = 0.003  # share of the limit that may stay unused: no further round of sharing for less
@@ -52,7 +52,7 @@ class Spool:
 
 
 def collect(
-    source: Source, path: Path, *, domains: tuple[str, ...], max_bytes: int, seed: int, progress: PrepareProgress
+    source: Source, path: Path, *, domains: tuple[str, ...], max_bytes: int, seed: int, progress: ProgressBar
 ) -> Spool:
     """Read `source` into a spool file at `path`. `max_bytes` 0 means no limit; `domains` empty means all.
 
@@ -157,7 +157,7 @@ def _readable(part: Part) -> Iterator[Document | Reject]:
 class _Sink:
     """Appends documents to the spool; knows which texts it has seen."""
 
-    def __init__(self, file: BinaryIO, spool: Spool, rejects: "_Rejects", progress: PrepareProgress):
+    def __init__(self, file: BinaryIO, spool: Spool, rejects: "_Rejects", progress: ProgressBar):
         self.rejects = rejects
         self._file, self._spool, self._progress = file, spool, progress
         self._seen: set[bytes] = set()

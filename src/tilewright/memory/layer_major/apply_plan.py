@@ -1,9 +1,9 @@
 """What a layer-major run does with each slice, as a `MemoryPlan`; and from one to the next between two steps.
 
     homes = by_slice(placement, slices)                     # checked against the slices
-    places = PlanApplier(run, placement, weights)
-    places.now                                              # read off what is really where
-    places.change(placement)
+    policy = PlanApplier(run, placement, weights)
+    policy.now                                              # read off what is really where
+    policy.apply(placement)
 
 Which activations are kept and where bytes are at home changes no number, so it may change at any time. Into how many
 parts MLPs and attention are cut rounds differently, so that stays as the run began. Called by
@@ -24,18 +24,18 @@ Homes = tuple[Tier, Tier]
 """Of parameters and of states."""
 
 
-def by_slice(placement: MemoryPlan, slices: LayerGroups) -> dict[str, LayerMemory]:
+def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, LayerMemory]:
     """What is done with each slice, by its name. Not the shared one, which is always on the device.
 
     Raises:
         ConfigError: the placement is of another number of layers, cuts a slice, or asks for what is not offered.
     """
-    num_layers = sum(len(part.layers) for part in slices.groups)
-    if len(placement.layers) != num_layers:
-        raise other_layers(len(placement.layers), num_layers)
-    found = {slices.prologue.name: placement.embedding, slices.epilogue.name: placement.head}
-    for part in slices.groups:
-        layers = [placement.layers[index] for index in part.layers]
+    num_layers = sum(len(part.layers) for part in layer_groups.groups)
+    if len(memory_plan.layers) != num_layers:
+        raise other_layers(len(memory_plan.layers), num_layers)
+    found = {layer_groups.prologue.name: memory_plan.embedding, layer_groups.epilogue.name: memory_plan.head}
+    for part in layer_groups.groups:
+        layers = [memory_plan.layers[index] for index in part.layers]
         selected = next((one.activations for one in layers if one.activations not in ("keep", "recompute")), None)
         if selected is not None:
             raise ConfigError(
@@ -67,13 +67,13 @@ def other_layers(asked: int, there: int) -> ConfigError:
     )
 
 
-def input_tiers(placement: MemoryPlan, slices: LayerGroups) -> dict[int, Tier]:
+def input_tiers(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[int, Tier]:
     """Where the input of each slice waits, by its place; the last one's output waits for the loss."""
-    found = {place: placement.layers[part.layers[0]].inputs for place, part in enumerate(slices.groups)}
-    return found | {len(slices.groups): placement.head.inputs}
+    found = {place: memory_plan.layers[part.layers[0]].inputs for place, part in enumerate(layer_groups.groups)}
+    return found | {len(layer_groups.groups): memory_plan.head.inputs}
 
 
-def refuse_other_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None:
+def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None:
     """Refuse a change in mid-run that would not leave the numbers as they are.
 
     Args:
@@ -111,36 +111,36 @@ class PlanApplier:
     """Reads and changes the placement of a layer-major run.
 
     Args:
-        run: its slices are at home as `placement` says, and so are the inputs.
+        run: its slices are at home as `memory_plan` says, and so are the inputs.
         placement: the first one; None: all on the device, everything recomputed.
         weights: 8-bit codes of weights at home on the device, which follow them.
 
     Raises:
-        ConfigError: see `by_slice`.
+        ConfigError: see `by_group`.
     """
 
     def __init__(
-        self, run: LayerMajor, placement: MemoryPlan | None = None, weights: QuantizedWeights | None = None
+        self, run: LayerMajor, memory_plan: MemoryPlan | None = None, weights: QuantizedWeights | None = None
     ) -> None:
-        num_layers = sum(len(part.layers) for part in run.slices.groups)
+        num_layers = sum(len(part.layers) for part in run.layer_groups.groups)
         self._run, self._weights = run, weights
-        self._asked = placement or MemoryPlan.uniform(num_layers, activations="recompute")
+        self._asked = memory_plan or MemoryPlan.uniform(num_layers, activations="recompute")
         run.keeps = self._keeps(self._asked)
 
     @property
     def now(self) -> MemoryPlan:
         """What is done now, from what is really where."""
-        slices, run = self._run.slices, self._run
+        layer_groups, run = self._run.layer_groups, self._run
         layers: list[LayerMemory] = []
-        for place, part in enumerate(slices.groups):
+        for place, part in enumerate(layer_groups.groups):
             kind = "keep" if place in run.keeps else "recompute"
             told = self._told(part, place)
             layers += [replace(self._asked.layers[index], activations=kind, **told) for index in part.layers]
-        embedding = replace(self._asked.embedding, **self._told(slices.prologue))
-        head = replace(self._asked.head, **self._told(slices.epilogue, len(slices.groups)))
+        embedding = replace(self._asked.embedding, **self._told(layer_groups.prologue))
+        head = replace(self._asked.head, **self._told(layer_groups.epilogue, len(layer_groups.groups)))
         return MemoryPlan(layers=tuple(layers), embedding=embedding, head=head)
 
-    def change(self, placement: MemoryPlan) -> None:
+    def apply(self, memory_plan: MemoryPlan) -> None:
         """From the next step on, do this. All of it or, where that fails, nothing.
 
         Raises:
@@ -150,33 +150,33 @@ class PlanApplier:
             RuntimeError: the device has not so much memory.
         """
         before = self.now
-        wanted = by_slice(placement, self._run.slices)
-        refuse_other_numbers(placement, before, exact=self._run.inputs.kind == "exact")
+        wanted = by_group(memory_plan, self._run.layer_groups)
+        check_same_numbers(memory_plan, before, exact=self._run.inputs.kind == "exact")
         homes = {name: (layer.parameters, layer.states) for name, layer in wanted.items()}
-        self._run.inputs.place(input_tiers(placement, self._run.slices))
+        self._run.inputs.place(input_tiers(memory_plan, self._run.layer_groups))
         try:
             self._move(homes)
         except BaseException:
-            self._run.inputs.place(input_tiers(before, self._run.slices))
+            self._run.inputs.place(input_tiers(before, self._run.layer_groups))
             raise
-        self._run.keeps, self._asked = self._keeps(placement), placement
+        self._run.keeps, self._asked = self._keeps(memory_plan), memory_plan
 
-    def _keeps(self, placement: MemoryPlan) -> frozenset[int]:
-        wanted = by_slice(placement, self._run.slices)
-        groups = enumerate(self._run.slices.groups)
+    def _keeps(self, memory_plan: MemoryPlan) -> frozenset[int]:
+        wanted = by_group(memory_plan, self._run.layer_groups)
+        groups = enumerate(self._run.layer_groups.groups)
         return frozenset(place for place, part in groups if wanted[part.name].activations == "keep")
 
     def _told(self, part: LayerGroup, place: int | None = None) -> Mapping[str, Tier]:
-        parameters, states = self._run.residence.homes(part)
+        parameters, states = self._run.offloader.homes(part)
         told = {"parameters": parameters, "states": states}
         return told if place is None else told | {"inputs": self._run.inputs.tier_of(place)}
 
     def _move(self, homes: Mapping[str, Homes]) -> None:
         """Move slices, those that make room on the device first; move them back where one of them cannot."""
         todo = []
-        for part in self._run.slices:
-            old = self._run.residence.homes(part)
-            if part is not self._run.slices.shared and homes[part.name] != old:
+        for part in self._run.layer_groups:
+            old = self._run.offloader.homes(part)
+            if part is not self._run.layer_groups.shared and homes[part.name] != old:
                 todo.append((part, old, homes[part.name]))
         todo.sort(key=lambda move: move[2].count("device") - move[1].count("device"))
         moved: list[tuple[LayerGroup, Homes]] = []
@@ -193,6 +193,6 @@ class PlanApplier:
         parameters, states = homes
         if self._weights is not None and parameters != "device":
             self._weights.leave(part.modules)
-        self._run.residence.move(part, parameters=parameters, states=states)
+        self._run.offloader.move(part, parameters=parameters, states=states)
         if self._weights is not None and parameters == "device":
             self._weights.keep(part.modules)

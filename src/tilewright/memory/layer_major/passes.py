@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tilewright.memory.layer_major.replay import Replay
-from tilewright.memory.layer_major.saved_views import lending
+from tilewright.memory.layer_major.saved_views import rebind_saved_views
 from tilewright.memory.offload.activations import ActivationStore
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.models.base.protocols import LossOutput
@@ -54,19 +54,19 @@ class LayerMajor:
     def __init__(
         self,
         view: LayerwiseModel,
-        slices: LayerGroups,
+        layer_groups: LayerGroups,
         *,
         inputs: ActivationStore,
-        residence: ParamOffloader,
+        offloader: ParamOffloader,
         replay: Replay,
         phase: Phase,
         device: torch.device,
         retry: Retry,
     ) -> None:
         self.view = view
-        self.slices = slices
+        self.layer_groups = layer_groups
         self.inputs = inputs
-        self.residence = residence
+        self.offloader = offloader
         self.replay = replay
         self.device = device
         self.keeps: frozenset[int] = frozenset()
@@ -90,7 +90,7 @@ class LayerMajor:
         self._batches, self._contexts, self._counted = batches, [], [[] for _ in batches]
         with self._phase("forward"):
             xs = self._forward_prologue()
-            for place, part in enumerate(self.slices.groups):
+            for place, part in enumerate(self.layer_groups.groups):
                 with self._live(part, self._after(place)):
                     for micro, x in enumerate(xs):
                         keep = place in self.keeps
@@ -98,32 +98,32 @@ class LayerMajor:
                         xs[micro] = (self._keep_layers if keep else self._forward_layers)(place, micro, x)
             finite = torch.ones((), dtype=torch.bool, device=self.device)
             for micro, x in enumerate(xs):
-                self.inputs.put(len(self.slices.groups), micro, x, exact=True)
+                self.inputs.put(len(self.layer_groups.groups), micro, x, exact=True)
                 finite &= x.isfinite().all()
         return bool(finite)
 
     def _forward_prologue(self) -> list[Tensor]:
         xs = []
-        with self._live(self.slices.prologue, self._after(-1)):
+        with self._live(self.layer_groups.prologue, self._after(-1)):
             for micro, batch in enumerate(self._batches):
                 run = _Prologue(self.view, batch)
-                xs.append(self.replay.first(("prologue", micro), None, run))
+                xs.append(self.replay.record(("prologue", micro), None, run))
                 self._contexts.append(run.context)
         return xs
 
     def _keep_layers(self, place: int, micro: int, x: Tensor) -> Tensor:
         """`_forward_layers`, whose graph is kept."""
-        part, start = self.slices.groups[place], x.detach().requires_grad_()
-        stays = self.residence.homes(part)[0] == "device"
-        around = nullcontext() if stays else lending(part.params)
+        part, start = self.layer_groups.groups[place], x.detach().requires_grad_()
+        stays = self.offloader.homes(part)[0] == "device"
+        around = nullcontext() if stays else rebind_saved_views(part.params)
         with torch.enable_grad(), around:
             out = self._forward_layers(place, micro, start)
         self._graphs[place, micro] = start, out
         return out.detach()
 
     def _forward_layers(self, place: int, micro: int, x: Tensor) -> Tensor:
-        for index in self.slices.groups[place].layers:
-            x, counted = self._run_layer(index, micro, x, self.replay.first)
+        for index in self.layer_groups.groups[place].layers:
+            x, counted = self._run_layer(index, micro, x, self.replay.record)
             if counted is not None:
                 self._counted[micro].append(counted.detach())
         return x
@@ -132,11 +132,11 @@ class LayerMajor:
         context = self._contexts[micro]
         return how((index, micro), self.view.blocks[index], lambda: self.view.layer(index, x, context))
 
-    def tell(self) -> dict[str, Tensor]:
+    def aux_metrics(self) -> dict[str, Tensor]:
         """What the model reports besides its loss, summed over the micro-batches. Once a forward pass."""
         told: dict[str, Tensor] = {}
         for counted in self._counted:
-            for name, value in self.view.tell(counted).items():
+            for name, value in self.view.aux_metrics(counted).items():
                 told[name] = told[name] + value if name in told else value
         return told
 
@@ -161,15 +161,15 @@ class LayerMajor:
         """
         with self._phase("backward"):
             loss, grads = self._backward_epilogue(factor, done, after_loss, last)
-            for place in reversed(range(len(self.slices.groups))):
-                part = self.slices.groups[place]
+            for place in reversed(range(len(self.layer_groups.groups))):
+                part = self.layer_groups.groups[place]
                 with self._live(part, self._before(place), changed=last):
                     self._backward_layers(place, part, grads, last)
                     self._finish(part, done)
-            with self._live(self.slices.prologue, None, changed=last):
+            with self._live(self.layer_groups.prologue, None, changed=last):
                 self._backward_prologue(grads)
-                self._finish(self.slices.prologue, done)
-            self._finish(self.slices.shared, done)
+                self._finish(self.layer_groups.prologue, done)
+            self._finish(self.layer_groups.shared, done)
         return loss
 
     def _backward_epilogue(
@@ -179,14 +179,14 @@ class LayerMajor:
         after_loss: Callable[[float], None] | None,
         last: bool,
     ) -> tuple[float, list[Tensor | None]]:
-        place, part = len(self.slices.groups), self.slices.epilogue
-        wanted = [*part.trained, *self.slices.shared.trained]
+        place, part = len(self.layer_groups.groups), self.layer_groups.epilogue
+        wanted = [*part.trained, *self.layer_groups.shared.trained]
         loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
         loss_sum = loss_sum.to(self.device)
         grads: list[Tensor | None] = []
         with self._live(part, self._before(place), changed=last):
             for micro in range(len(self._batches)):
-                loss_one, grad = self.retry(_Piece(self._epilogue_piece, wanted, micro, factor), self.let_go)
+                loss_one, grad = self.retry(_Piece(self._epilogue_piece, wanted, micro, factor), self.free_saved_graphs)
                 self._drop(place, micro, last)
                 loss_sum += loss_one
                 grads.append(grad)
@@ -198,24 +198,24 @@ class LayerMajor:
 
     def _epilogue_piece(self, wanted: list[Tensor], micro: int, factor: float) -> tuple[Tensor, Tensor | None]:
         """One micro-batch's loss, and its gradient at the last layer's output."""
-        x = self.inputs.get(len(self.slices.groups), micro).requires_grad_()
+        x = self.inputs.get(len(self.layer_groups.groups), micro).requires_grad_()
         out = self._run_epilogue(micro, x)
         (out.loss_sum * factor).backward(inputs=[x, *wanted])
         return out.loss_sum.detach(), x.grad
 
     def _run_epilogue(self, micro: int, x: Tensor) -> LossOutput:
         key, batch, context = ("epilogue", micro), self._batches[micro], self._contexts[micro]
-        how = self.replay.again if self.replay.knows(key) else self.replay.first
+        how = self.replay.replay if self.replay.knows(key) else self.replay.record
         return how(key, None, lambda: self.view.epilogue(x, context, batch))
 
     def _backward_layers(self, place: int, part: LayerGroup, grads: list[Tensor | None], last: bool) -> None:
-        wanted = [*part.trained, *self.slices.shared.trained]
+        wanted = [*part.trained, *self.layer_groups.shared.trained]
         for micro, grad in enumerate(grads):
             if micro + 1 < len(grads):
                 self.inputs.prefetch(place, micro + 1)
             elif place:
                 self.inputs.prefetch(place - 1, 0)
-            grads[micro] = self.retry(_Piece(self._layers_piece, wanted, place, micro, grad), self.let_go)
+            grads[micro] = self.retry(_Piece(self._layers_piece, wanted, place, micro, grad), self.free_saved_graphs)
             self._drop(place, micro, last)
 
     def _layers_piece(self, wanted: list[Tensor], place: int, micro: int, grad: Tensor | None) -> Tensor | None:
@@ -231,19 +231,19 @@ class LayerMajor:
         if kept is not None:
             return kept
         start = x = self.inputs.get(place, micro).requires_grad_()
-        for index in self.slices.groups[place].layers:
-            x, _ = self._run_layer(index, micro, x, self.replay.again)
+        for index in self.layer_groups.groups[place].layers:
+            x, _ = self._run_layer(index, micro, x, self.replay.replay)
         return start, x
 
     def _backward_prologue(self, grads: list[Tensor | None]) -> None:
-        wanted = [*self.slices.prologue.trained, *self.slices.shared.trained]
+        wanted = [*self.layer_groups.prologue.trained, *self.layer_groups.shared.trained]
         for micro, grad in enumerate(grads):
             if wanted and grad is not None:
-                self.retry(_Piece(self._prologue_piece, wanted, micro, grad), self.let_go)
+                self.retry(_Piece(self._prologue_piece, wanted, micro, grad), self.free_saved_graphs)
             grads[micro] = None
 
     def _prologue_piece(self, wanted: list[Tensor], micro: int, grad: Tensor) -> None:
-        x = self.replay.again(("prologue", micro), None, _Prologue(self.view, self._batches[micro]))
+        x = self.replay.replay(("prologue", micro), None, _Prologue(self.view, self._batches[micro]))
         if x.requires_grad and wanted:
             x.backward(grad, inputs=wanted)
 
@@ -251,7 +251,7 @@ class LayerMajor:
         if last:
             self.inputs.drop(place, micro)
 
-    def let_go(self) -> None:
+    def free_saved_graphs(self) -> None:
         """Free the graphs that are kept; their slices are recomputed instead, for the same gradients."""
         self._graphs.clear()
 
@@ -268,29 +268,29 @@ class LayerMajor:
         self._graphs.clear()
         self.inputs.clear()
         self.replay.clear()
-        for part in self.slices:
+        for part in self.layer_groups:
             for param in part.params:
                 param.grad = None
         self._batches, self._contexts, self._counted = (), [], []
 
     def _after(self, place: int) -> LayerGroup:
         """The slice that the forward pass reads after that of this place."""
-        groups = self.slices.groups
-        return groups[place + 1] if place + 1 < len(groups) else self.slices.epilogue
+        groups = self.layer_groups.groups
+        return groups[place + 1] if place + 1 < len(groups) else self.layer_groups.epilogue
 
     def _before(self, place: int) -> LayerGroup:
         """The slice that the backward pass reads after that of this place."""
-        return self.slices.groups[place - 1] if place else self.slices.prologue
+        return self.layer_groups.groups[place - 1] if place else self.layer_groups.prologue
 
     @contextmanager
     def _live(self, part: LayerGroup, following: LayerGroup | None, *, changed: bool = False) -> Iterator[None]:
-        self.residence.fetch(part, states=changed)
+        self.offloader.fetch(part, states=changed)
         try:
             if following is not None:
-                self.residence.prefetch(following, states=changed)
+                self.offloader.prefetch(following, states=changed)
             yield
         finally:
-            self.residence.release(part, changed=changed)
+            self.offloader.release(part, changed=changed)
 
 
 class _Piece:

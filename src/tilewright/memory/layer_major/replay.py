@@ -1,7 +1,7 @@
 """The same random numbers and the same choices of experts, when a layer is computed a second time.
 
-    replay.first(key, layer, function)     # computes, and remembers what was drawn and chosen
-    replay.again(key, layer, function)     # computes with the same draws and choices; generators are left alone
+    replay.record(key, layer, function)     # computes, and remembers what was drawn and chosen
+    replay.replay(key, layer, function)     # computes with the same draws and choices; generators are left alone
 
 Without it a dropout mask of the backward pass is another one than that of the forward pass, and a router whose scores
 come out in another last bit (compiled otherwise, or from a rounded input) may send a token to another expert. Choices
@@ -63,7 +63,7 @@ class Replay:
         self._taken: dict[Hashable, _Taken] = {}
         self._routers: dict[nn.Module, tuple[list[Router], bool]] = {}
 
-    def first(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
+    def record(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
         """function(), remembered under `key`. Where it fails, nothing was drawn and nothing is remembered."""
         taken, before = _Taken(), torch_states(self._device)
         try:
@@ -78,7 +78,7 @@ class Replay:
         self._taken[key] = taken
         return out
 
-    def again(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
+    def replay(self, key: Hashable, layer: nn.Module | None, function: Callable[[], Any]) -> Any:
         """function() with the draws and choices that were remembered."""
         taken = self._taken[key]
         with drawing(taken.states), self._choosing(layer, taken.choices.rewind()):

@@ -98,7 +98,7 @@ class RollbackBuffer:
         self._kept[part.name] = _Kept(part, tensors, layout)
 
     @torch.no_grad()
-    def rollback(self, residence: ParamOffloader) -> None:
+    def rollback(self, offloader: ParamOffloader) -> None:
         """Give all kept tensors the values that they had; nothing is kept afterwards.
 
         Raises:
@@ -111,10 +111,10 @@ class RollbackBuffer:
             else:
                 flat = self._free_buffer(kept.layout.num_bytes).memory[: kept.layout.num_bytes]
                 self._store.read(name, [flat])
-            residence.fetch(kept.part, states=True)
+            offloader.fetch(kept.part, states=True)
             for tensor, value in zip(kept.tensors, kept.layout.views(flat).values(), strict=True):
                 tensor.copy_(value)
-            residence.release(kept.part, changed=True)
+            offloader.release(kept.part, changed=True)
         self._kept.clear()
 
     def commit(self) -> None:

@@ -1,8 +1,9 @@
 """Graphs that outlive the memory of the parameters that they were made with.
 
 A slice that is at home off the device has other memory each time it is fetched. What autograd saves of a weight is
-often a view of it, into a buffer that holds another slice by the time of the backward pass. Inside of `lending` such a
-view is saved as its place in the parameter, and made again, from where the parameter is then, when backward wants it.
+often a view of it, into a buffer that holds another slice by the time of the backward pass. Inside of
+`rebind_saved_views` such a view is saved as its place in the parameter, and made again, from where the parameter is
+then, when backward wants it.
 
     with lending(part.params):
         out = layer(x)
@@ -31,7 +32,7 @@ class _SavedView:
 
 
 @contextmanager
-def lending(params: Sequence[Tensor]) -> Iterator[None]:
+def rebind_saved_views(params: Sequence[Tensor]) -> Iterator[None]:
     """Graphs made inside hold nothing of the memory that these parameters have now.
 
     Args:

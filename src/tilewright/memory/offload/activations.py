@@ -8,8 +8,8 @@
     store.place({3: "host"})              # between steps: where later ones are kept; the rest on the device
 
 Exact, or as E4M3 codes with a scale for each 1x128 tile: half of BF16's bytes, and a layer that is recomputed from them
-has gradients that are about 3 % off (as `models.base.checkpointing.run_from_codes`). On a CPU run device and host are
-the same memory, so nothing moves between them. How the tiers hold bytes is `activation_stores`.
+has gradients that are about 3 % off (as `models.base.checkpointing.checkpoint_fp8_input`). On a CPU run device and host
+are the same memory, so nothing moves between them. How the tiers hold bytes is `activation_stores`.
 
 Legend: ... any leading dimensions  D width of the residual stream.
 """

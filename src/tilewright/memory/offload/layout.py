@@ -35,11 +35,11 @@ class Layout:
         }
 
 
-def vacant(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """A tensor of this shape that holds one value: NaN, or the largest integer. Each call has memory of its own.
 
     Example:
-        >>> vacant((2, 3), torch.bfloat16, "cpu").isnan().all().item()
+        >>> placeholder((2, 3), torch.bfloat16, "cpu").isnan().all().item()
         True
     """
     if dtype.is_floating_point or dtype.is_complex:

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tilewright.memory.offload.layout import vacant
+from tilewright.memory.offload.layout import placeholder
 from tilewright.models.base.protocols import InitialValues
 
 
 @torch.no_grad()
-def vacate(model: nn.Module, device: torch.device | str) -> None:
+def to_placeholders(model: nn.Module, device: torch.device | str) -> None:
     """Give meta parameters a shape, dtype and device, but one value and no memory; buffers get memory, unfilled.
 
     The parameters are new objects, and stay the same ones from here on: make the optimizer afterwards. Tied ones stay
@@ -33,7 +33,7 @@ def vacate(model: nn.Module, device: torch.device | str) -> None:
             if param is None or not param.is_meta:
                 continue
             if param not in made:
-                made[param] = nn.Parameter(vacant(param.shape, param.dtype, device), param.requires_grad)
+                made[param] = nn.Parameter(placeholder(param.shape, param.dtype, device), param.requires_grad)
                 made[param].__dict__.update(param.__dict__)
             module._parameters[name] = made[param]
         for name, buffer in module._buffers.items():
@@ -47,13 +47,13 @@ def fill_buffers(model: nn.Module, values: InitialValues) -> None:
 
 
 @contextmanager
-def lent_values(model: nn.Module) -> Iterator[None]:
+def dummy_values(model: nn.Module) -> Iterator[None]:
     """Vacant parameters have values inside: for trying out how a model behaves before it has its own.
 
     All are views of one buffer of random numbers for each dtype, as large as the largest parameter: weights around
     zero, vectors (norms, biases) around one. Nothing may be written to them, and they mean nothing.
     """
-    lent = [param for param in model.parameters() if _is_vacant(param)]
+    lent = [param for param in model.parameters() if _is_placeholder(param)]
     before = [param.data for param in lent]
     buffers: dict[tuple[torch.dtype, bool], Tensor] = {}
     for param in sorted(lent, key=torch.numel, reverse=True):
@@ -70,7 +70,7 @@ def lent_values(model: nn.Module) -> Iterator[None]:
             param.data = value
 
 
-def _is_vacant(param: Tensor) -> bool:
-    """Whether `layout.vacant` made it, and nothing has come in its place."""
+def _is_placeholder(param: Tensor) -> bool:
+    """Whether `layout.placeholder` made it, and nothing has come in its place."""
     alone = param.untyped_storage().nbytes() == param.itemsize
     return alone and (param.numel() > 1 or bool(param.isnan().all()))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.core.config.recipe import Tier
-from tilewright.memory.offload.layout import vacant
+from tilewright.memory.offload.layout import placeholder
 from tilewright.memory.offload.pool import OffloadPool
 from tilewright.models.base.protocols import InitialValues
 from tilewright.models.layerwise.view import LayerGroup, LayerGroups
@@ -36,7 +36,7 @@ class ParamOffloader:
     """Brings slices to the device and takes them away.
 
     Args:
-        model: its parameters are real, or vacant (`lazy_params.vacate`) where there are `values`.
+        model: its parameters are real, or vacant (`lazy_params.to_placeholders`) where there are `values`.
         slices: of the model.
         optimizer: without states yet.
         device: where the model computes.
@@ -55,7 +55,7 @@ class ParamOffloader:
     def __init__(
         self,
         model: nn.Module,
-        slices: LayerGroups,
+        layer_groups: LayerGroups,
         optimizer: DeepSeekAdam,
         device: torch.device | str,
         *,
@@ -70,16 +70,16 @@ class ParamOffloader:
         self.states = OffloadPool("device", device, folder=folder, prefetch=prefetch)
         self._states_live: set[str] = set()
         names = {param: name for name, param in model.named_parameters()}
-        for part in slices:
+        for part in layer_groups:
             own = {names[param]: param for param in part.params}
-            tier = _home(parameters, part, slices)
-            self.parameters.add(part.name, own, fill=values, tier=tier, resident=part is slices.shared)
+            tier = _home(parameters, part, layer_groups)
+            self.parameters.add(part.name, own, fill=values, tier=tier, resident=part is layer_groups.shared)
         self.parameters.seal()
-        for part in slices:
+        for part in layer_groups:
             fill = _StateValues(self.parameters, part.name)
-            own = _vacant_states(optimizer, {names[param]: param for param in part.trained})
-            tier = _home(states, part, slices)
-            self.states.add(part.name, own, fill=fill, tier=tier, resident=part is slices.shared)
+            own = _placeholder_states(optimizer, {names[param]: param for param in part.trained})
+            tier = _home(states, part, layer_groups)
+            self.states.add(part.name, own, fill=fill, tier=tier, resident=part is layer_groups.shared)
         self.states.seal()
 
     def prefetch(self, part: LayerGroup, *, states: bool = False) -> None:
@@ -126,9 +126,9 @@ class ParamOffloader:
         self.states.flush()
 
     @property
-    def travels(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether anything is at home off the device."""
-        return self.parameters.travels or self.states.travels
+        return self.parameters.is_offloaded or self.states.is_offloaded
 
     def move(self, part: LayerGroup, *, parameters: Tier, states: Tier) -> None:
         """Give a slice other homes; see `OffloadPool.move`. Not the slice that several others read.
@@ -147,8 +147,8 @@ class ParamOffloader:
         self.states.close()
 
 
-def _home(homes: Homes, part: LayerGroup, slices: LayerGroups) -> Tier:
-    if part is slices.shared:
+def _home(homes: Homes, part: LayerGroup, layer_groups: LayerGroups) -> Tier:
+    if part is layer_groups.shared:
         return "device"
     return homes if isinstance(homes, str) else homes[part.name]
 
@@ -169,12 +169,12 @@ class _StateValues:
                 tensor.zero_()
 
 
-def _vacant_states(optimizer: DeepSeekAdam, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _placeholder_states(optimizer: DeepSeekAdam, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """Give the optimizer states without memory for these parameters; the states by name."""
     made: dict[str, Tensor] = {}
     for name, param in params.items():
         state = optimizer.state[param]
         state["step"] = torch.tensor(0, dtype=torch.int64)
         for key, (shape, dtype) in optimizer.state_layout(param).items():
-            state[key] = made[f"{name}.{key}"] = vacant(shape, dtype, param.device)
+            state[key] = made[f"{name}.{key}"] = placeholder(shape, dtype, param.device)
     return made

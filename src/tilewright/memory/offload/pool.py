@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.config.recipe import Tier
-from tilewright.memory.offload.layout import Layout, vacant
+from tilewright.memory.offload.layout import Layout, placeholder
 from tilewright.memory.offload.slots import StagingBuffers
 from tilewright.memory.offload.stores import Store, make_store
 from tilewright.memory.offload.transfer import Traffic, Transfer, make_transfer
@@ -59,9 +59,9 @@ class _Slice:
         for name, view in self.layout.views(flat).items():
             self.tensors[name].data = view
 
-    def vacate(self, device: torch.device) -> None:
+    def to_placeholders(self, device: torch.device) -> None:
         """Make what stands in for the tensors while their bytes are in a tier."""
-        self.away = {name: vacant(tensor.shape, tensor.dtype, device) for name, tensor in self.tensors.items()}
+        self.away = {name: placeholder(tensor.shape, tensor.dtype, device) for name, tensor in self.tensors.items()}
         self.leave()
 
     def leave(self) -> None:
@@ -88,7 +88,7 @@ class OffloadPool:
         self.tier: Tier = tier
         self.device = torch.device(device)
         self._folder, self._num_slots = folder, prefetch + 1
-        self._slices: dict[Hashable, _Slice] = {}
+        self._layer_groups: dict[Hashable, _Slice] = {}
         self._owners: dict[int, Hashable] = {}
         self._slots = StagingBuffers()
         self._transfers: dict[Tier, Transfer] = {}
@@ -109,7 +109,7 @@ class OffloadPool:
 
         Args:
             slice_id: any name.
-            tensors: contiguous ones on the device, by name; `vacant` ones where there is a `fill`.
+            tensors: contiguous ones on the device, by name; `placeholder` ones where there is a `fill`.
             fill: makes the first values, called once, with host tensors under the same names, so that the values need
                 not be anywhere before. None takes those that the tensors have.
             tier: its home; None for the arena's.
@@ -118,7 +118,7 @@ class OffloadPool:
         tier = "device" if resident else tier or self.tier
         if tier == "disk" and self._folder is None:
             raise ValueError(f"slice {slice_id!r} on disk needs an arena with a folder")
-        if self._sealed or slice_id in self._slices:
+        if self._sealed or slice_id in self._layer_groups:
             raise AssertionError(f"slice {slice_id!r} is added twice, or after seal()")
         for name, tensor in tensors.items():
             if tensor.is_meta or (fill is None and not tensor.is_contiguous()):
@@ -126,7 +126,7 @@ class OffloadPool:
             owner = self._owners.setdefault(id(tensor), slice_id)
             if owner != slice_id:
                 raise AssertionError(f"{name} is in slices {owner!r} and {slice_id!r}: add it to one that is resident")
-        self._slices[slice_id] = _Slice(dict(tensors), fill, tier, fixed=resident)
+        self._layer_groups[slice_id] = _Slice(dict(tensors), fill, tier, fixed=resident)
 
     def seal(self) -> None:
         """Take the tiers' room, then the bytes, slice by slice; afterwards nothing is live but what always is.
@@ -138,17 +138,17 @@ class OffloadPool:
         """
         assert not self._sealed, "seal() once"
         self._sealed = True
-        for tier in dict.fromkeys(item.tier for item in self._slices.values() if not item.resident):
-            items = {slice_id: item for slice_id, item in self._slices.items() if item.tier == tier}
+        for tier in dict.fromkeys(item.tier for item in self._layer_groups.values() if not item.resident):
+            items = {slice_id: item for slice_id, item in self._layer_groups.items() if item.tier == tier}
             for item in items.values():
                 item.layout = Layout.of(item.tensors)
             self._to(tier).store.take({slice_id: item.layout.num_bytes for slice_id, item in items.items()})
-        for slice_id, item in self._slices.items():
+        for slice_id, item in self._layer_groups.items():
             if item.resident:
                 self._fill_on_device(item)
             else:
                 self._write_values(slice_id, item, self._to(item.tier).store)
-                item.vacate(self.device)
+                item.to_placeholders(self.device)
         self._make_slots()
 
     def _to(self, tier: Tier) -> Transfer:
@@ -159,7 +159,7 @@ class OffloadPool:
 
     def _make_slots(self) -> None:
         """Staging buffers for what is off the device now."""
-        moving = [item for item in self._slices.values() if not item.resident]
+        moving = [item for item in self._layer_groups.values() if not item.resident]
         if moving:
             largest = max(item.layout.num_bytes for item in moving)
             # A buffer for a disk serves the host too, not the other way round.
@@ -194,7 +194,7 @@ class OffloadPool:
 
     def prefetch(self, slice_id: Hashable) -> bool:
         """Start bringing a slice in. False where no buffer is free for it: the slice comes when it is fetched."""
-        item = self._slices[slice_id]
+        item = self._layer_groups[slice_id]
         if item.resident or item.live:
             return True
         if not self._slots.slots:
@@ -207,7 +207,7 @@ class OffloadPool:
         Raises:
             HardwareError: the disk fails, now or when an earlier slice was written back.
         """
-        item = self._slices[slice_id]
+        item = self._layer_groups[slice_id]
         if item.live:
             raise AssertionError(f"slice {slice_id!r} is live already: release it first")
         if not item.resident:
@@ -219,7 +219,7 @@ class OffloadPool:
 
     def release(self, slice_id: Hashable, *, changed: bool) -> None:
         """Let a slice go; `changed` writes it back in the background."""
-        item = self._slices[slice_id]
+        item = self._layer_groups[slice_id]
         if not item.live:
             raise AssertionError(f"slice {slice_id!r} is not live")
         item.live = False
@@ -239,7 +239,7 @@ class OffloadPool:
     def read(self, slice_id: Hashable) -> dict[str, Tensor]:
         """Copies of a slice's tensors in host memory, as they are now. What is live stays so, what is not does not
         become it."""
-        item = self._slices[slice_id]
+        item = self._layer_groups[slice_id]
         if item.resident or item.live:
             return {name: _host_copy(tensor) for name, tensor in item.tensors.items()}
         return {name: _host_copy(view) for name, view in self._views(slice_id, item).items()}
@@ -273,7 +273,7 @@ class OffloadPool:
     @property
     def num_bytes(self) -> dict[Tier, int]:
         """Bytes held by tier: on the device what always stays there and the staging buffers."""
-        fixed = [item for item in self._slices.values() if item.resident]
+        fixed = [item for item in self._layer_groups.values() if item.resident]
         held: dict[Tier, int] = {"device": sum(t.nbytes for item in fixed for t in item.tensors.values())}
         held |= {"host": 0, "disk": 0}
         for tier, transfer in self._transfers.items():
@@ -294,12 +294,12 @@ class OffloadPool:
 
     def tier_of(self, slice_id: Hashable) -> Tier:
         """Where a slice is at home."""
-        return self._slices[slice_id].tier
+        return self._layer_groups[slice_id].tier
 
     @property
-    def travels(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether any slice is at home off the device."""
-        return any(not item.resident for item in self._slices.values())
+        return any(not item.resident for item in self._layer_groups.values())
 
     @torch.no_grad()
     def move(self, slice_id: Hashable, tier: Tier) -> None:
@@ -314,7 +314,7 @@ class OffloadPool:
             HardwareError: the disk fails, now or when an earlier slice was written back.
             RuntimeError: the device has not so much memory; the slice stays where it is.
         """
-        item = self._slices[slice_id]
+        item = self._layer_groups[slice_id]
         if tier == item.tier:
             return
         if not self._sealed or item.fixed or (tier == "disk" and self._folder is None):
@@ -350,7 +350,7 @@ class OffloadPool:
             raise
         item.tier = tier
         if not item.away:
-            item.vacate(self.device)
+            item.to_placeholders(self.device)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

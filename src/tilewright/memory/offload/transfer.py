@@ -92,11 +92,11 @@ class Transfer:
     ) -> None:
         for write in after:
             write.result()
-        self._refuse_after_failure()
+        self._check_no_failure()
         self._load(key, buffer, mark)
 
     def _read(self, key: Hashable, host_bytes: Tensor) -> None:
-        self._refuse_after_failure()
+        self._check_no_failure()
         self.store.read(key, [host_bytes])
 
     def _save_or_note(self, key: Hashable, buffer: Buffer, mark: torch.cuda.Event | None) -> None:
@@ -106,7 +106,7 @@ class Transfer:
             self._failure = error
             raise
 
-    def _refuse_after_failure(self) -> None:
+    def _check_no_failure(self) -> None:
         """Once something could not be written, the store is not what it should be, and nothing is taken from it."""
         if self._failure is not None:
             raise self._failure

@@ -82,7 +82,7 @@ def _find_mallinfo() -> Any:
     return function
 
 
-def give_back_free_pages() -> None:
+def trim_malloc() -> None:
     """Let glibc return to the system what it keeps of freed blocks. Nothing with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:

@@ -42,7 +42,7 @@ class _Moment:
     live: int
     kept: int
     gradients: int
-    told: Mapping[str, int]
+    reported: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class _Stretch:
     before: _Moment
     after: _Moment
 
-    def told(self, owner: str) -> int | None:
-        """The larger of what a keeper told, None where nobody did."""
-        if owner not in self.before.told | self.after.told:
+    def reported(self, owner: str) -> int | None:
+        """The larger of what a keeper reported, None where nobody did."""
+        if owner not in self.before.reported | self.after.reported:
             return None
-        return max(self.before.told.get(owner, 0), self.after.told.get(owner, 0))
+        return max(self.before.reported.get(owner, 0), self.after.reported.get(owner, 0))
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _Window:
     """The stretch with the highest peak of each phase."""
     activations: int = 0
     elsewhere: dict[Tier, dict[str, int]] = field(default_factory=dict)
-    """Most bytes that keepers told of other tiers."""
+    """Most bytes that keepers reported of other tiers."""
 
 
 class MemoryTracker:
@@ -102,7 +102,7 @@ class MemoryTracker:
         """Count this model's gradients at the boundaries of phases, as they may be gone when a snapshot is taken."""
         self._params, self._gradient_bytes = list(model.parameters()), {}
 
-    def own(self, owner: str, num_bytes: Callable[[], Mapping[Tier, int]]) -> None:
+    def register_owner(self, owner: str, num_bytes: Callable[[], Mapping[Tier, int]]) -> None:
         """Ask this keeper for an owner's bytes by tier, instead of looking into model and optimizer.
 
         It is asked at every boundary, so it must be quick. Several keepers of one owner add up. On the CPU, device and
@@ -151,15 +151,15 @@ class MemoryTracker:
         return peaks
 
     def _moment(self) -> _Moment:
-        told: dict[str, int] = {}
+        reported: dict[str, int] = {}
         for owner, num_bytes in self._keepers:
             for tier, size in num_bytes().items():
                 if tier == "device" or (tier == "host" and self.device.type == "cpu"):
-                    told[owner] = told.get(owner, 0) + size
+                    reported[owner] = reported.get(owner, 0) + size
                 elif size:
                     most = self._window.elsewhere.setdefault(tier, {})
                     most[owner] = max(most.get(owner, 0), size)
-        return _Moment(*self._probe.live_and_kept(), self._gradients(), told)
+        return _Moment(*self._probe.live_and_kept(), self._gradients(), reported)
 
     def _gradients(self) -> int:
         """Bytes of the gradients that are there now."""
@@ -219,8 +219,8 @@ def _split(phase: str, stretch: _Stretch, owned: Mapping[str, int], window: _Win
     wanted["gradients"] = max(stretch.before.gradients, stretch.after.gradients)
     wanted["activations"] = window.activations if phase in ("forward", "backward") else 0
     for owner in wanted:
-        told = stretch.told(owner)
-        wanted[owner] = wanted[owner] if told is None else told
+        reported = stretch.reported(owner)
+        wanted[owner] = wanted[owner] if reported is None else reported
     wanted["allocator"] = min(stretch.before.kept, stretch.after.kept)
     result, left = dict.fromkeys(OWNERS, 0), stretch.peak
     for owner in ("parameters", "optimizer", "buffers", "gradients", "activations", "allocator"):

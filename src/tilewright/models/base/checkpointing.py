@@ -1,8 +1,8 @@
 """Activation checkpointing of a layer: keep everything, keep expensive results, or recompute it whole.
 
 The five modes give bitwise the same loss and gradients on a CPU; they trade memory for recomputation. With inputs kept
-in 8 bits (`run_from_codes`) the loss stays exact and gradients do not: the layer is recomputed from the rounded input.
-Not the saving of runs to disk (`training.checkpoint.store`).
+in 8 bits (`checkpoint_fp8_input`) the loss stays exact and gradients do not: the layer is recomputed from the rounded
+input. Not the saving of runs to disk (`training.checkpoint.store`).
 
 Legend: ... any leading dimensions  D width of the residual stream.
 """
@@ -61,7 +61,7 @@ CONTEXTS = {mode: functools.partial(create_selective_checkpoint_contexts, kept) 
 compiled layers share their graph."""
 
 
-def hush_torch() -> None:
+def silence_checkpoint_warning() -> None:
     """Drop torch's advice, once a compiled layer keeps selected results, to have no in-place operation there: ours have
     none, and nobody who trains could do anything about it."""
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice)  # one object: added once
@@ -119,7 +119,7 @@ def run_checkpointed(mode: ActivationCheckpoint, function: Callable[..., Any], *
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=CONTEXTS[mode])
 
 
-def run_from_codes(
+def checkpoint_fp8_input(
     kernels: Kernels, function: Callable[..., Any], x: Tensor, *args: Any, preserve_rng_state: bool = False
 ) -> Any:
     """function(x, *args), keeping for backward x in E4M3 with a scale for each 1x128 tile, and nothing else.
@@ -137,7 +137,7 @@ def run_from_codes(
 
     Example:
         >>> x = torch.tensor([[1.0, 1.0625]], requires_grad=True)
-        >>> out = run_from_codes(Kernels.default(), torch.square, x)
+        >>> out = checkpoint_fp8_input(Kernels.default(), torch.square, x)
         >>> out.sum().backward()
         >>> out.tolist(), x.grad.tolist()
         ([[1.0, 1.12890625]], [[2.0, 2.0]])
@@ -180,7 +180,7 @@ class _Value(torch.autograd.Function):
 
 
 class Fp8Checkpoint:
-    """`run_from_codes` in the form in which transformers' layers call their checkpoint function.
+    """`checkpoint_fp8_input` in the form in which transformers' layers call their checkpoint function.
 
     Args:
         kernels: implementations of the operations.
@@ -199,7 +199,7 @@ class Fp8Checkpoint:
         if self.compiles:
             function = self._compile(function)
         if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            return run_from_codes(self._kernels, function, *args, preserve_rng_state=True)
+            return checkpoint_fp8_input(self._kernels, function, *args, preserve_rng_state=True)
         self._note("A layer gets its input by name, so recomputation keeps it as it is, not in 8 bits.")
         return checkpoint(function, *args, use_reentrant=False)
 

@@ -24,10 +24,10 @@ from tilewright.models.base.checkpointing import (
     CONTEXTS,
     EXACT_INPUTS,
     check_modes,
+    checkpoint_fp8_input,
     common_mode,
-    hush_torch,
     run_checkpointed,
-    run_from_codes,
+    silence_checkpoint_warning,
 )
 from tilewright.models.base.head import head_loss
 from tilewright.models.base.protocols import LossOutput
@@ -80,7 +80,7 @@ class Block(nn.Module):
         """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None)."""
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
         if self.keeps_codes:
-            return run_from_codes(self.kernels, run, x_BSD, cos, sin, segments_BS)
+            return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments_BS)
         return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments_BS)
 
     def _run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
         x_BSD, context = self.prologue(batch)
         x_BSD, loads = self._run_layers(x_BSD, context)
         out = self.epilogue(x_BSD, context, batch)
-        return LossOutput(out.loss_sum, out.count, self.tell(loads))
+        return LossOutput(out.loss_sum, out.count, self.aux_metrics(loads))
 
     # ---- `view.LayerwiseModel`: the same, in parts that can be run one at a time ----
 
@@ -294,7 +294,7 @@ class Decoder(nn.Module):
         attention, norms, shared experts, and one graph of variable length for all routed experts. Layers that keep
         different things for backward have a graph for each way, made when it first runs.
         """
-        hush_torch()
+        silence_checkpoint_warning()
         options, limit = layer_options(), graph_limit()
         for block in self.blocks:
             if self.checkpoint_inputs == "fp8" and not block.is_moe:
@@ -346,7 +346,7 @@ class Decoder(nn.Module):
             self.notes.append(EXACT_INPUTS)
 
     @torch.no_grad()
-    def tell(self, loads: Sequence[Tensor]) -> dict[str, Tensor]:
+    def aux_metrics(self, loads: Sequence[Tensor]) -> dict[str, Tensor]:
         """Add this micro-batch's loads up for `after_step`; how far the fullest expert is above the mean."""
         if not loads:
             return {}

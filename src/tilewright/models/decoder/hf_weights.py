@@ -37,9 +37,9 @@ from tilewright.models.folder.safetensors import (
     INDEX,
     SINGLE,
     StoredTensor,
+    check_no_adapters,
     mismatch_error,
     open_file,
-    refuse_adapters,
     scan_folder,
 )
 
@@ -173,7 +173,7 @@ def save_decoder(
     coded, high = _split_linears(model, keep) if dtype == CODE_DTYPE else (set(), set())
     rest = torch.bfloat16 if dtype == CODE_DTYPE else dtype
     config = to_hf_config(model.config, str(rest).removeprefix("torch.")) | dict(extra or {})
-    refuse_adapters(state, folder)
+    check_no_adapters(state, folder)
     if coded:
         config["quantization_config"] = layout_settings(sorted(high))
         warn_of_ragged({name: _matrix(state[name]) for name in coded})

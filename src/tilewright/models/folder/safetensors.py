@@ -88,7 +88,7 @@ def mismatch_error(
     )
 
 
-def refuse_adapters(state: Mapping[str, Tensor], folder: Path | str) -> None:
+def check_no_adapters(state: Mapping[str, Tensor], folder: Path | str) -> None:
     """Raise where a model holds adapters or frozen FP8 weights, which a folder of whole weights has no names for.
 
     Raises:

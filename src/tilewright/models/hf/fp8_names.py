@@ -58,7 +58,7 @@ def plan_fp8(net: Any) -> Fp8Plan:
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     skeleton = _skeleton(net)
-    _refuse_unreadable(net, skeleton)
+    _check_readable(net, skeleton)
     convertible, scales, stored = _convertible(skeleton), _scale_counts(net, skeleton), _stored_pieces(net)
     coded = {module for module, params in scales.items() if all(_fits(stored[p], n) for p, n in params.items())}
     renamings = get_model_conversion_mapping(net)
@@ -76,7 +76,7 @@ def plan_fp8(net: Any) -> Fp8Plan:
     return Fp8Plan(frozenset(name for m in coded for param in scales[m] for name in stored[param]), tuple(high))
 
 
-def _refuse_unreadable(net: Any, skeleton: nn.Module) -> None:
+def _check_readable(net: Any, skeleton: nn.Module) -> None:
     """transformers (seen in 5.23) reads no FP8 folder of a model whose mapping splits a stored weight in several.
 
     Raises:

@@ -29,7 +29,7 @@ from tilewright.models.base.protocols import LossOutput
 from tilewright.models.base.routers import find_routers
 from tilewright.models.folder.fp8_weights import encode_folder
 from tilewright.models.folder.json_file import read_json, write_json
-from tilewright.models.folder.safetensors import refuse_adapters
+from tilewright.models.folder.safetensors import check_no_adapters
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments
 from tilewright.models.hf.probe import InputStyle, probe_language_model
@@ -235,7 +235,7 @@ class HFModel(nn.Module):
         plan = plan_fp8(self.net) if dtype == CODE_DTYPE else None
         rest, first = (dtype, dtype) if plan is None else (torch.bfloat16, torch.float32)
         state = self.net.state_dict()
-        refuse_adapters(state, folder)
+        check_no_adapters(state, folder)
         if live is not None:  # transformers writes whole models
             state = {name: live(f"net.{name}", tensor).detach().cpu().clone() for name, tensor in state.items()}
         state = {name: tensor.to(first) if tensor.is_floating_point() else tensor for name, tensor in state.items()}

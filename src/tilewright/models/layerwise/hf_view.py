@@ -130,7 +130,7 @@ class HFLayers:
         """The model's own loss, with `x` as what its layers gave."""
         return self._run(batch, lambda index, args, kwargs: self._place.pack(x))
 
-    def tell(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
+    def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
         """Nothing: foreign layers count nothing."""
         return {}
 
@@ -174,7 +174,7 @@ def _cut(model: HFModel) -> HFLayers:
         model.loss(batch)  # what a model finds out about itself with its first batch, it finds out here
         view = HFLayers(model, _find_blocks(model, batch))
         _compare(model, view, batch)
-        _refuse_changed_buffers(model, buffers)
+        _check_buffers_unchanged(model, buffers)
         view.look(batch)
     return view
 
@@ -311,7 +311,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= _CLOSE * scale)
 
 
-def _refuse_changed_buffers(model: HFModel, before: Mapping[str, Tensor]) -> None:
+def _check_buffers_unchanged(model: HFModel, before: Mapping[str, Tensor]) -> None:
     """Raise where the passes so far have changed what the next one computes."""
     changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
     if changed:

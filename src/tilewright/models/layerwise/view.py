@@ -3,9 +3,8 @@
     prologue(batch) -> x, context      layer(0 .. L-1, x, context) -> x      epilogue(x, context, batch) -> loss
 
 `Decoder` is such a row itself; `hf_view` finds one in a foreign model; `SingleBlock` is what is left of a model that
-cannot be cut: no layers, all of it epilogue. `find_slices` says which parameters belong together when layers are run
-and updated by groups.
-"""
+cannot be cut: no layers, all of it epilogue. `find_layer_groups` says which parameters belong together when layers are
+run and updated by groups."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +37,7 @@ class LayerwiseModel(Protocol):
         """The loss, from the last layer's output. `aux` is left empty."""
         ...
 
-    def tell(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
+    def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
         """`LossOutput.aux` of one micro-batch, from what its layers counted. Once a forward pass."""
         ...
 
@@ -63,7 +62,7 @@ class SingleBlock:
     def epilogue(self, x: Tensor, context: Any, batch: Mapping[str, Tensor]) -> LossOutput:
         return self.model.loss(batch)
 
-    def tell(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
+    def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
         return {}
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -100,7 +99,7 @@ class LayerGroups:
         yield from (self.prologue, *self.groups, self.epilogue, self.shared)
 
 
-def find_slices(model: nn.Module, view: LayerwiseModel, group: int = 1) -> LayerGroups:
+def find_layer_groups(model: nn.Module, view: LayerwiseModel, group: int = 1) -> LayerGroups:
     """Cut a model: `group` layers to a slice, and what stands around them.
 
     A parameter that nothing reads (a head that this task has no use for) goes with the prologue.

@@ -151,11 +151,11 @@ def choices(
     if (links.disk and not links.host) or fixed.inputs == "disk":
         kinds.append(("recompute", "disk"))
     whole = found.active_parameters == found.weights.count  # experts stay whole
-    slices = fixed.slices(whole and bool(found.mlp_kept(1)), bool(found.mask) and shape.seq_len > BLOCK_ROWS)
+    chunkings = fixed.chunkings(whole and bool(found.mlp_kept(1)), bool(found.mask) and shape.seq_len > BLOCK_ROWS)
     homes = itertools.product(fixed.tiers("parameters", tiers), fixed.tiers("states", tiers), fixed.kinds(kinds))
     for parameters, states, (kind, waits) in homes:
-        for tiles, block in slices:
-            if kind != "keep" or (parameters == "device" and (tiles, block) == slices[0]):
+        for tiles, block in chunkings:
+            if kind != "keep" or (parameters == "device" and (tiles, block) == chunkings[0]):
                 yield LayerMemory(
                     parameters=parameters,
                     states=states,

@@ -27,11 +27,10 @@ FRAGMENTS = 0.02
 class OffloadFlags:
     """What follows from where parameters and states are at home, before it is decided for each layer.
 
-    `travels`: some are off the device, so a checkpoint is written slice by slice and without a copy of all. `on_disk`:
-    some are on disk, and so the journal is.
-    """
+    `is_offloaded`: some are off the device, so a checkpoint is written slice by slice and without a copy of all.
+    `on_disk`: some are on disk, and so the journal is."""
 
-    travels: bool
+    is_offloaded: bool
     on_disk: bool
 
 
@@ -101,7 +100,7 @@ def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
     return found
 
 
-def journal_bytes(base: FixedBytes, setting: GlobalConfig, recipe: Recipe) -> float:
+def rollback_bytes(base: FixedBytes, setting: GlobalConfig, recipe: Recipe) -> float:
     """Bytes of what undoes a step that was applied half-way: all that a step changes, once more."""
     kept = recipe.optim.clip == "lagged" and recipe.memory.undo == "journal"
     return base.state if setting.executor == "layer_major" and kept else 0.0
@@ -111,8 +110,8 @@ def host_base(base: FixedBytes, setting: GlobalConfig, recipe: Recipe, homes: Of
     """Bytes of the host that no choice changes, by owner: the process, the copy that a background checkpoint writes
     from, and the journal, where no slices are on disk."""
     copied = setting.executor == "standard" and written_beside(recipe)
-    journal = journal_bytes(base, setting, recipe) if not homes.on_disk else 0.0
-    return {"process": float(HOST_PROCESS_BYTES), "checkpoint": base.state if copied else 0.0, "journal": journal}
+    rollback = rollback_bytes(base, setting, recipe) if not homes.on_disk else 0.0
+    return {"process": float(HOST_PROCESS_BYTES), "checkpoint": base.state if copied else 0.0, "journal": rollback}
 
 
 def phases(
@@ -142,11 +141,11 @@ def _layer_major(
 ) -> list[Phase]:
     cpu = machine.device == "cpu"
     always = {"process": base.process}
-    always["journal"] = journal_bytes(base, setting, recipe) if cpu and not homes.on_disk else 0.0
+    always["journal"] = rollback_bytes(base, setting, recipe) if cpu and not homes.on_disk else 0.0
     stream = {"activations": base.stream}  # the last layer's output waits for the head
     shared = {"gradients": base.head_gradient if shape.tied else 0.0}  # complete only when both ends are through
     head = {"activations": base.stream + base.head_kept, "gradients": base.head_gradient}
-    copy = base.state if cpu and not homes.travels and written_beside(recipe) else 0.0
+    copy = base.state if cpu and not homes.is_offloaded and written_beside(recipe) else 0.0
     pages: Transient = "backward" if cpu else "none"  # what the layers' work left
     left = layers if cpu else frozenset[str]()
     found = [

@@ -63,7 +63,7 @@ class Constraints:
             if self.inputs in (None, tier) and (self.activations is None or kind in self.activations)
         ]
 
-    def slices(self, tiled: bool, blocked: bool) -> list[tuple[int, int]]:
+    def chunkings(self, tiled: bool, blocked: bool) -> list[tuple[int, int]]:
         """(MLP tiles, attention rows) to try; `tiled`, `blocked`: whether the layer can be cut so."""
         tiles = ((1, *SLICES) if tiled else (1,)) if self.mlp_tiles is None else (self.mlp_tiles,)
         blocks = ((0, BLOCK_ROWS) if blocked else (0,)) if self.attention_block is None else (self.attention_block,)

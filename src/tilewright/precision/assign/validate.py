@@ -19,7 +19,7 @@ _OWN_FP32 = ("softmax", "log_softmax", "cross_entropy", "silu")
 """Functions that tilewright's own operations compute in FP32 in every mode."""
 
 
-def refuse_lost_rules(policy: Policy, decided: Decided) -> None:
+def check_rules_kept(policy: Policy, decided: Decided) -> None:
     """A rule that matches no module is a misspelt name: the run would go on without what was asked for.
 
     Raises:
@@ -49,7 +49,7 @@ def refuse_lost_rules(policy: Policy, decided: Decided) -> None:
         raise ConfigError.from_problems(problems)
 
 
-def refuse_fallbacks(report: ConversionReport, decided: Decided) -> None:
+def check_no_fallbacks(report: ConversionReport, decided: Decided) -> None:
     """For a strict policy: nothing may be emulated or run in another format.
 
     Raises:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilewright.precision.controller.groups import LEVELS, GemmGroup, GemmSite, Move, units_of
-from tilewright.precision.controller.settings import ControllerSettings, refuse_budget
+from tilewright.precision.controller.settings import ControllerSettings, check_budget
 from tilewright.precision.controller.spikes import Spike, SpikeDetector
 from tilewright.precision.controller.stats import LayerStats, QuantStats
 from tilewright.precision.controller.thresholds import Finding, find
@@ -50,7 +50,7 @@ class Controller:
         >>> from tilewright.precision.controller.stats import GemmStats
         >>> controller = Controller([GemmSite("up", "wgrad", 0, 1.0)], ControllerSettings(budget=1.0))
         >>> bad = LayerStats(products={"wgrad.fp8_tile": GemmStats(0.9, 0.9, 0.999, 19.0)})
-        >>> print(*controller.judge(100, QuantStats({"up": bad})))
+        >>> print(*controller.decide(100, QuantStats({"up": bad})))
         up wgrad fp8_tile -> bf16 (gain_error 0.1, limit 0.02)
     """
 
@@ -69,7 +69,7 @@ class Controller:
         self._detector = SpikeDetector(factor=self.settings.spike_factor)
         self._bad_steps = 0
         self._total = sum(site.flops for site in self.sites) or 1.0
-        refuse_budget(self.sites, self.settings.budget)
+        check_budget(self.sites, self.settings.budget)
 
     # ---- the formats as they are ----
 
@@ -121,7 +121,7 @@ class Controller:
 
     # ---- samples ----
 
-    def judge(self, step: int, evidence: QuantStats, *, recalibrate: bool = False) -> list[Move]:
+    def decide(self, step: int, evidence: QuantStats, *, recalibrate: bool = False) -> list[Move]:
         """The moves that a sample calls for, carried out in the state.
 
         Units come down first, which frees budget; then those that need it most go up. After a step that wider formats

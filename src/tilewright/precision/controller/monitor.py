@@ -26,13 +26,13 @@ from tilewright.ops.kernels import Kernels
 from tilewright.precision.controller.stats import GemmStats, LayerStats, QuantStats, TensorStats
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_NAMES
-from tilewright.precision.snapshot import untouched
+from tilewright.precision.snapshot import preserved
 
 _ROWS = 128
 """Rows of a tile of the column-wise copies: rows are picked in such runs."""
 
 
-def tile_layers(model: nn.Module) -> list[tuple[str, Float8Linear]]:
+def named_float8_layers(model: nn.Module) -> list[tuple[str, Float8Linear]]:
     """The layers whose products have formats of their own, by name, in the order of the model."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear)]
 
@@ -67,7 +67,7 @@ class Monitor:
         """
         found = []
         for run in passes:
-            with untouched(self._model), self.watching() as evidence:
+            with preserved(self._model), self.watching() as evidence:
                 run()
             found.append(evidence())
         return QuantStats.worst(found)
@@ -75,7 +75,7 @@ class Monitor:
     @contextmanager
     def watching(self) -> Iterator[Callable[[], QuantStats]]:
         """Look at the passes that run inside, which run in eager mode. Gives a function that returns what was seen."""
-        layers = tile_layers(self._model)
+        layers = named_float8_layers(self._model)
         seen: list[QuantStats] = []
         # Experts that run as one operation are not called as modules: inside they run one by one.
         runners = [(m, m.expert_runner) for m in self._model.modules() if vars(m).get("expert_runner") is not None]
@@ -213,7 +213,7 @@ def compare(narrow: Tensor, shadow: Tensor) -> GemmStats:
     return GemmStats(gain, gain, cosine, sqnr)
 
 
-def agree(evidence: QuantStats, names: Sequence[str], device: torch.device | str = "cpu") -> QuantStats:
+def all_reduce_worst(evidence: QuantStats, names: Sequence[str], device: torch.device | str = "cpu") -> QuantStats:
     """The worse of each number over all ranks, so that all of them decide alike: one all-reduce.
 
     Without `torch.distributed` initialised, or on one rank, the evidence itself.

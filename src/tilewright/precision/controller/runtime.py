@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import ConfigError
 from tilewright.precision.controller.controller import APPLY, REDO, SKIP, Controller
 from tilewright.precision.controller.groups import LEVELS, GemmSite
-from tilewright.precision.controller.monitor import Monitor, agree, tile_layers
+from tilewright.precision.controller.monitor import Monitor, all_reduce_worst, named_float8_layers
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.controller.stats import QuantStats
 from tilewright.precision.float8.linear import Float8Linear
@@ -82,7 +82,7 @@ class PrecisionController:
         self.told: set[str] = set()
         """Products that the budget refused to move, as far as was reported."""
         self._rows: deque[dict[str, Any]] = deque()
-        self._before = [(layer, layer.gemms) for _, layer in tile_layers(model)]
+        self._before = [(layer, layer.gemms) for _, layer in named_float8_layers(model)]
 
     @property
     def active(self) -> bool:
@@ -112,7 +112,7 @@ class PrecisionController:
 
     def _set(self, formats: Mapping[tuple[str, str], str]) -> bool:
         changed = False
-        for name, layer in tile_layers(self.model):
+        for name, layer in named_float8_layers(self.model):
             gemms = Gemms(*(formats[name, gemm] for gemm in GEMM_NAMES)) if (name, "fprop") in formats else layer.gemms
             if gemms != layer.gemms:
                 layer.set_gemms(gemms, power_of_two=layer.power_of_two)
@@ -122,7 +122,7 @@ class PrecisionController:
         return changed
 
     @contextmanager
-    def raised(self) -> Iterator[None]:
+    def wider_precision(self) -> Iterator[None]:
         """Inside, all products are at least in BF16; in FP32, where all of them are in BF16 already."""
         formats = self.controller.formats()
         least = 1 if any(name == LEVELS[0] for name in formats.values()) else 2
@@ -143,16 +143,16 @@ class PrecisionController:
         """Whether that sample is one of the larger ones."""
         return self.settings is not None and step > 0 and step % self.settings.recalibrate == 0
 
-    def look(self, step: int, passes: Iterable[Callable[[], object]]) -> None:
+    def sample(self, step: int, passes: Iterable[Callable[[], object]]) -> None:
         """Take a sample from extra passes (see `Monitor.sample`), judge it, and carry the moves out."""
-        self.judge(step, self.monitor.sample(passes))
+        self.decide(step, self.monitor.sample(passes))
 
-    def judge(self, step: int, evidence: QuantStats) -> None:
+    def decide(self, step: int, evidence: QuantStats) -> None:
         """Judge evidence of this rank, with that of the others, and carry the moves out."""
-        names = [name for name, _ in tile_layers(self.model)]
-        evidence = agree(evidence, names, _device_of(self.model))
+        names = [name for name, _ in named_float8_layers(self.model)]
+        evidence = all_reduce_worst(evidence, names, _device_of(self.model))
         why = str(self.controller.suspect) if self.controller.suspect is not None else None
-        moves = self.controller.judge(step, evidence, recalibrate=self.recalibrates(step))
+        moves = self.controller.decide(step, evidence, recalibrate=self.recalibrates(step))
         share, noise = self.controller.share_above_8bit, self.controller.noise
         layers = evidence.to_json(digits=5)
         row = {"kind": "sample", "step": step + 1, "above_8bit": share, "noise": noise, "layers": layers}
@@ -169,7 +169,7 @@ class PrecisionController:
 
     # ---- steps ----
 
-    def guard(self, compute: Callable[[], tuple[float, float]]) -> tuple[str | None, str | None]:
+    def run_guarded(self, compute: Callable[[], tuple[float, float]]) -> tuple[str | None, str | None]:
         """Compute a step, again in wider formats where it is bad.
 
         Args:
@@ -194,7 +194,7 @@ class PrecisionController:
             raise AssertionError("a step is redone for a reason")
         for param in self.model.parameters():
             param.grad = None
-        with self.raised():
+        with self.wider_precision():
             verdict, still = self.controller.observe_again(*compute(), spike)
         if verdict == APPLY:
             return str(spike), None
@@ -223,7 +223,7 @@ class PrecisionController:
         step, self.steps = self.steps, self.steps + 1
         self.enter(step)
         if self.due(step):
-            self.look(step, [lambda: compute_loss().backward()])
+            self.sample(step, [lambda: compute_loss().backward()])
         found: list[tuple[float, float]] = []
 
         def compute() -> tuple[float, float]:
@@ -234,9 +234,9 @@ class PrecisionController:
             found.append(_over_ranks(float(loss.detach()), grad_norm(self.model), _device_of(self.model)))
             return found[-1]
 
-        redone, skipped = self.guard(compute)
+        redone, skipped = self.run_guarded(compute)
         if self.controller.suspect is not None:
-            self.look(step, [lambda: compute_loss().backward()])
+            self.sample(step, [lambda: compute_loss().backward()])
         return Outcome(*found[-1], skipped is None, redone, skipped)
 
     # ---- checkpoints ----
@@ -260,7 +260,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
     Raises:
         ConfigError: see `PrecisionController`.
     """
-    layers = tile_layers(model)
+    layers = named_float8_layers(model)
     others = [(n, str(layer.gemms)) for n, layer in layers if set(_eight_bit(layer)) - {LEVELS[0]}]
     if others or not any(_eight_bit(layer) for _, layer in layers):
         raise ConfigError(

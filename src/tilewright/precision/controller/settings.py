@@ -52,7 +52,7 @@ class ControllerSettings:
             )
 
 
-def refuse_budget(sites: Sequence[GemmSite], budget: float) -> None:
+def check_budget(sites: Sequence[GemmSite], budget: float) -> None:
     """The policy itself may keep more work above 8 bits than a budget allows.
 
     Raises:

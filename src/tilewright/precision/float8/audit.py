@@ -84,7 +84,7 @@ class Audit:
             for fqn, ran in found.items()
         }
 
-    def refuse_fallbacks(self) -> None:
+    def check_no_fallbacks(self) -> None:
         """For strict runs.
 
         Raises:

@@ -151,7 +151,7 @@ def thaw(module: FrozenFloat8Linear, weight_MK: Tensor) -> None:
             module.compute_dtype = SPECS[module.fprop].dtype
     module.__class__ = plain
     if isinstance(module, Float8Linear) and "fprop" in vars(module):
-        module.settle(Gemms(module.fprop, module.dgrad, module.fprop), power_of_two=module.power_of_two)
+        module.configure(Gemms(module.fprop, module.dgrad, module.fprop), power_of_two=module.power_of_two)
     for name in ("plain_class", "fprop", "dgrad"):
         vars(module).pop(name, None)
     module.register_parameter("weight", nn.Parameter(weight_MK))

@@ -35,11 +35,11 @@ class Float8Linear(Cast, nn.Linear):
     """x W^T + b with the formats of `gemms`. x [..., K] any float dtype -> [..., M] `output_dtype`.
 
     Made from an `nn.Linear` by `convert`, in place; parameters stay what they were. `convert` settles what compiled
-    code depends on (`settle`); `set_gemms` moves products between formats at run time and compiles nothing again.
+    code depends on (`configure`); `set_gemms` moves products between formats at run time and compiles nothing again.
     """
 
     gemms: Gemms = Gemms.all("bf16")
-    """Present formats. Written by `settle` and `set_gemms` alone, as `formats` says the same to the products."""
+    """Present formats. Written by `configure` and `set_gemms` alone, as `formats` says the same to the products."""
     formats: Tensor
     """int64 [3] on the host; see `gemm_ops.RuntimeFormats`. No buffer: it does not move with the model."""
     counts: Tensor
@@ -61,7 +61,7 @@ class Float8Linear(Cast, nn.Linear):
     weight_store: Tensor | None
     """A buffer with these data, see `weight_store.new_store`; None: the weight is quantised in each pass."""
 
-    def settle(self, gemms: Gemms, *, power_of_two: bool, keep: str = "codes", strict: bool = False) -> None:
+    def configure(self, gemms: Gemms, *, power_of_two: bool, keep: str = "codes", strict: bool = False) -> None:
         """Set the formats, and for them what compiled code and producers of the input depend on.
 
         Args:
@@ -114,7 +114,7 @@ class Float8Linear(Cast, nn.Linear):
                 where="precision",
             )
         if self.strict and self.kernels is not None:
-            _refuse_emulated(gemms, self.kernels.machine)
+            _check_not_emulated(gemms, self.kernels.machine)
         self._write(gemms)
 
     def _write(self, gemms: Gemms) -> None:
@@ -216,7 +216,7 @@ def _indices(gemms: Gemms) -> Tensor:
     return torch.tensor([GEMM_FORMATS.index(name) for name in gemms.formats], dtype=torch.int64, device="cpu")
 
 
-def _refuse_emulated(gemms: Gemms, machine: Machine) -> None:
+def _check_not_emulated(gemms: Gemms, machine: Machine) -> None:
     choice = fp8_choice(machine)
     lost = [name for name in gemms.formats if name in FP8_FORMATS and name not in choice.native]
     if lost:

@@ -51,7 +51,7 @@ class Float8Weight:
         self.compute_dtype, self.output_dtype = SPECS[compute].dtype, SPECS[output].dtype
 
     def set_gemms(self, gemms: Gemms, output: str, *, power_of_two: bool) -> None:
-        """Set the format of each product; see `Float8Linear.settle`."""
+        """Set the format of each product; see `Float8Linear.configure`."""
         self.gemms, self.power_of_two, self.output_dtype = gemms, power_of_two, SPECS[output].dtype
         self.switch.formats.copy_(new_switch(gemms).formats)
 

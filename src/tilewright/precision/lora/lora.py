@@ -169,7 +169,7 @@ def load_lora_decoder(
 
 
 @torch.no_grad()
-def load_codes(model: nn.Module, folder: Path | str) -> list[str]:
+def load_fp8_weights(model: nn.Module, folder: Path | str) -> list[str]:
     """Give FP8 layers the codes and scales of a folder as they are, for models that were loaded decoded.
 
     Without it the weights were rounded twice where the folder's scales are no powers of two.

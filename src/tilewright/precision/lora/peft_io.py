@@ -105,7 +105,7 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
     """
     folder, root = Path(folder), _root(model)
     config = read_json(folder, CONFIG)
-    _refuse_other_kinds(config, folder)
+    _check_kinds(config, folder)
     with open_file(folder / WEIGHTS) as reader:
         stored = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 - not a mapping
     suffix = ".lora_A.weight"
@@ -131,7 +131,7 @@ def load_adapter(model: nn.Module, folder: Path | str, base: Literal["fp8", "kee
     return list(layers)
 
 
-def _refuse_other_kinds(config: dict[str, Any], folder: Path) -> None:
+def _check_kinds(config: dict[str, Any], folder: Path) -> None:
     wrong = [
         f"{key} = {config[key]!r}" for key, allowed in _ONLY.items() if key in config and config[key] not in allowed
     ]

@@ -39,7 +39,7 @@ class SearchUnit:
     underflow: Mapping[str, float] = field(default_factory=dict)
 
 
-def tile_layers(model: nn.Module) -> dict[str, Float8Linear]:
+def find_float8_layers(model: nn.Module) -> dict[str, Float8Linear]:
     """The layers whose products can be switched, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
 
@@ -47,7 +47,7 @@ def tile_layers(model: nn.Module) -> dict[str, Float8Linear]:
 def group_layers(model: nn.Module) -> list[SearchUnit]:
     """The units of a model, in its order."""
     units: dict[str, SearchUnit] = {}
-    for name, layer in tile_layers(model).items():
+    for name, layer in find_float8_layers(model).items():
         key = re.sub(r"(?<=experts\.)\d+(?=\.)", "*", name)
         same = units.get(key)
         layers = (*same.layers, name) if same else (name,)

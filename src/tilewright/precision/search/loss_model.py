@@ -47,7 +47,7 @@ class LossModel:
             (s.unit, s.gemm): tuple(change + slope * lost for change, lost in zip(s.loss_change, s.lost, strict=True))
             for s in finite
         }
-        drawn = drawn_together({(s.unit, s.gemm): s.loss_change for s in finite if s.gemm == "fprop"})
+        drawn = shrink_to_mean({(s.unit, s.gemm): s.loss_change for s in finite if s.gemm == "fprop"})
         self.costs: dict[Product, float] = {(s.unit, s.gemm): math.inf for s in sensitivity.switches}
         """Predicted change of each switch, never below zero; infinite where it gave infinities or NaN."""
         for s in finite:
@@ -69,11 +69,11 @@ class LossModel:
         return Prediction(statistics.fmean(sums), standard_error(sums))
 
 
-def drawn_together(values: Mapping[Product, Sequence[float]]) -> dict[Product, float]:
+def shrink_to_mean(values: Mapping[Product, Sequence[float]]) -> dict[Product, float]:
     """Means of noisy values, drawn towards their common mean by the share of their spread that is noise.
 
     Example: the two differ by far less than each wavers, so they are hardly told apart.
-        >>> drawn = drawn_together({("a", "fprop"): (-2.0, 4.0), ("b", "fprop"): (-1.0, 5.0)})
+        >>> drawn = shrink_to_mean({("a", "fprop"): (-2.0, 4.0), ("b", "fprop"): (-1.0, 5.0)})
         >>> drawn["a", "fprop"], drawn["b", "fprop"]
         (1.5, 1.5)
     """

@@ -142,7 +142,7 @@ def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[PolicyCandidate]:
     return list(found.values())
 
 
-def landmarks(space: SearchSpace) -> list[PolicyCandidate]:
+def baselines(space: SearchSpace) -> list[PolicyCandidate]:
     """The policies that people choose without a search: all BF16, all FP8, and FP8 but for the first and last block."""
     marks = [space.candidate("all BF16", frozenset()), space.candidate("all FP8", space.allowed())]
     blocks = {unit.name: int(found[1]) for unit in space.units if (found := re.search(r"(?<![^.])(\d+)\.", unit.name))}

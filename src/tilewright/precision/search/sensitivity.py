@@ -22,7 +22,7 @@ from tilewright.precision.float8.wiring import group_experts, share_inputs
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy, Rule
 from tilewright.precision.search.gradient_error import Compared, GradientChange, GradientTally, lost_by_batch
-from tilewright.precision.search.layer_stats import SearchUnit, facts, group_layers, tile_layers
+from tilewright.precision.search.layer_stats import SearchUnit, facts, find_float8_layers, group_layers
 
 Batch = Mapping[str, Tensor]
 BASE = Gemms.all("fp32")
@@ -108,7 +108,7 @@ def measure(
         for batch in batches:
             base_loss = one_pass(model, batch)
             base = GradientTally(model)
-            _refuse_not_finite(base_loss, base)
+            _check_finite(base_loss, base)
             losses.append(base_loss)
             for unit, gemm, own, loss, tally in _tries(model, layers, units, batch, base):
                 tried.setdefault((unit.name, gemm), []).append((loss / base_loss - 1, tally, tally.change(own)))
@@ -134,7 +134,7 @@ def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Map
         for batch in batches:
             base_loss = one_pass(model, batch)
             base = GradientTally(model)
-            _refuse_not_finite(base_loss, base)
+            _check_finite(base_loss, base)
             for name, gemms in formats.items():
                 set_formats(layers[name], gemms)
             loss_changes.append(one_pass(model, batch) / base_loss - 1)
@@ -147,7 +147,7 @@ def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Map
 @contextmanager
 def all_in(model: nn.Module, gemms: Gemms):
     """All switchable layers in one format; yields them by name, and puts everything back as it was."""
-    layers = tile_layers(model)
+    layers = find_float8_layers(model)
     before = {name: layer.gemms for name, layer in layers.items()}
     try:
         _set_all(model, layers, dict.fromkeys(layers, gemms))
@@ -209,7 +209,7 @@ def _switch(unit: str, gemm: str, found: Sequence[tuple[float, Compared, Gradien
     )
 
 
-def _refuse_not_finite(loss: float, base: GradientTally) -> None:
+def _check_finite(loss: float, base: GradientTally) -> None:
     if math.isfinite(loss) and base.finite:
         return
     raise NumericsError(

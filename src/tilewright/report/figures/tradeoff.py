@@ -21,10 +21,10 @@ def tradeoff_svg(found: SearchResult, title: str) -> str:
         found: what a search found.
         title: of the picture.
     """
-    base = next(mark for mark in found.landmarks if mark.name == "all BF16")
+    base = next(mark for mark in found.baselines if mark.name == "all BF16")
     points = sorted(found.curve, key=lambda point: (point.predicted.change, point.seconds))
     series = [_series("fastest policy", points, base, 0, "step")]
-    named = [found.chosen, *found.landmarks]
+    named = [found.chosen, *found.baselines]
     series += [_series(point.name, [point], base, colour, "dots") for colour, point in enumerate(named, start=1)]
     chart = line_chart(
         [one for one in series if one.xs],

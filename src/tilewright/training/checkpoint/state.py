@@ -50,10 +50,12 @@ class TrainState:
     @contextmanager
     def live(self, *, changes: bool = False) -> Iterator[SummonedParams | None]:
         """What gives the tensors their bytes inside; None where they have them."""
-        if self.sliced is None or not self.sliced.travels:
+        if self.sliced is None or not self.sliced.is_offloaded:
             yield None
             return
-        with SummonedParams(self.model, self.optimizer, self.sliced.slices, self.sliced.home, changes=changes) as visit:
+        with SummonedParams(
+            self.model, self.optimizer, self.sliced.layer_groups, self.sliced.home, changes=changes
+        ) as visit:
             yield visit
 
     def save(self, store: CheckpointStore, step: int, meta: Mapping[str, Any], *, now: bool = False) -> float:

@@ -6,7 +6,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, init_weights
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.lora.lora import add_lora, load_codes, load_lora_decoder
+from tilewright.precision.lora.lora import add_lora, load_fp8_weights, load_lora_decoder
 
 
 def build_adapted(
@@ -38,5 +38,5 @@ def build_adapted(
     if lora.rank:
         add_lora(built, *adapters, kernels=kernels, seed=recipe.run.seed)
         if coded:
-            load_codes(built.net, model.path)
+            load_fp8_weights(built.net, model.path)
     return built

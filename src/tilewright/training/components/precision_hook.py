@@ -55,7 +55,7 @@ class PrecisionHook:
             self._look(step, microbatches, recorder)
 
     def _look(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
-        self.control.look(step, [self._pass(batch) for batch in microbatches])
+        self.control.sample(step, [self._pass(batch) for batch in microbatches])
         rows = self.control.take_rows()
         for row in rows:
             recorder.log.precision(**row)

@@ -2,8 +2,8 @@
 
     checkpoint_layers(model, placement)                     # before it is compiled
     cut_layers(model, placement, compile=...)               # after `precision.convert`
-    places = ActivationPolicy(model, placement)
-    places.change(another)
+    policy = ActivationPolicy(model, placement)
+    policy.apply(another)
 
 For the standard executor, which keeps all bytes on the device; `memory.layer_major.apply_plan` is this for the
 layer-major one, which shares `cut_layers`.
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import KIND_OF, Activations, MemoryPlan
-from tilewright.memory.layer_major.apply_plan import other_layers, refuse_other_numbers
-from tilewright.memory.tiled_mlp import tile_layers, tile_mlps
+from tilewright.memory.layer_major.apply_plan import check_same_numbers, other_layers
+from tilewright.memory.tiled_mlp import chunk_layers, chunk_mlps
 from tilewright.models.base.protocols import Model
 from tilewright.models.decoder.decoder import Decoder
 
@@ -24,18 +24,18 @@ _MODES: dict[Activations, Any] = {kind: mode for mode, kind in KIND_OF.items()}
 Item = TypeVar("Item")
 
 
-def checkpoint_layers(model: Model, placement: MemoryPlan) -> None:
+def checkpoint_layers(model: Model, memory_plan: MemoryPlan) -> None:
     """Let each layer keep for backward what the placement says.
 
     Raises:
         ConfigError: the placement is of other layers, or asks for what the model or the standard executor cannot do.
     """
-    _refuse_tiers(placement)
-    modes = _for_layers(model, [_MODES[layer.activations] for layer in placement.layers], "activations")
+    _check_offload(memory_plan)
+    modes = _for_layers(model, [_MODES[layer.activations] for layer in memory_plan.layers], "activations")
     model.checkpointing = modes
 
 
-def cut_layers(model: Model, placement: MemoryPlan, *, compile: bool) -> None:
+def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
     """Cut MLPs and attention of each layer into the parts that the placement says. Once.
 
     Args:
@@ -46,13 +46,13 @@ def cut_layers(model: Model, placement: MemoryPlan, *, compile: bool) -> None:
     Raises:
         ConfigError: the placement is of other layers, or asks for what the model cannot do.
     """
-    tiles = _for_layers(model, [layer.mlp_tiles for layer in placement.layers], "mlp_tiles")
+    tiles = _for_layers(model, [layer.mlp_tiles for layer in memory_plan.layers], "mlp_tiles")
     if len(set(tiles)) == 1:
         if tiles[0] > 1:  # wherever they are: also in a model whose layers were not found
-            tile_mlps(model, tiles[0], model.notes.append, compile=compile)
+            chunk_mlps(model, tiles[0], model.notes.append, compile=compile)
     else:
-        tile_layers(model.layers, tiles, model.notes.append, compile=compile)
-    blocks = _for_layers(model, [layer.attention_block for layer in placement.layers], "attention_block")
+        chunk_layers(model.layers, tiles, model.notes.append, compile=compile)
+    blocks = _for_layers(model, [layer.attention_block for layer in memory_plan.layers], "attention_block")
     if set(blocks) != {model.kernels.attention_block}:
         if not isinstance(model, Decoder):
             raise ConfigError(
@@ -85,8 +85,8 @@ def _for_layers(model: Model, wanted: Sequence[Item], name: str) -> tuple[Item, 
     return (wanted[0],)
 
 
-def _refuse_tiers(placement: MemoryPlan) -> None:
-    away = {tier for layer in placement for tier in (layer.parameters, layer.states, layer.inputs)} - {"device"}
+def _check_offload(memory_plan: MemoryPlan) -> None:
+    away = {tier for layer in memory_plan for tier in (layer.parameters, layer.states, layer.inputs)} - {"device"}
     if away:
         raise ConfigError(
             "The standard executor keeps everything on the device.",
@@ -101,16 +101,16 @@ class ActivationPolicy:
     """Reads and changes what the layers of a model keep.
 
     Args:
-        model: treated as `placement` says.
+        model: treated as `memory_plan` says.
         placement: the first one.
 
     Raises:
         ConfigError: see `checkpoint_layers`.
     """
 
-    def __init__(self, model: Model, placement: MemoryPlan) -> None:
-        self._model, self._asked = model, placement
-        checkpoint_layers(model, placement)
+    def __init__(self, model: Model, memory_plan: MemoryPlan) -> None:
+        self._model, self._asked = model, memory_plan
+        checkpoint_layers(model, memory_plan)
 
     @property
     def now(self) -> MemoryPlan:
@@ -121,14 +121,14 @@ class ActivationPolicy:
         layers = tuple(replace(layer, activations=KIND_OF[mode]) for layer, mode in rows)
         return replace(self._asked, layers=layers)
 
-    def change(self, placement: MemoryPlan) -> None:
+    def apply(self, memory_plan: MemoryPlan) -> None:
         """From the next step on, keep this. Between steps only.
 
         Raises:
             ConfigError: it cannot be done by this executor, or not while the run goes on; nothing has changed then.
         """
-        if len(placement.layers) != len(self._asked.layers):
-            raise other_layers(len(placement.layers), len(self._asked.layers))
-        refuse_other_numbers(placement, self.now, exact=self._model.checkpoint_inputs == "exact")
-        checkpoint_layers(self._model, placement)
-        self._asked = placement
+        if len(memory_plan.layers) != len(self._asked.layers):
+            raise other_layers(len(memory_plan.layers), len(self._asked.layers))
+        check_same_numbers(memory_plan, self.now, exact=self._model.checkpoint_inputs == "exact")
+        checkpoint_layers(self._model, memory_plan)
+        self._asked = memory_plan

@@ -107,7 +107,7 @@ class LayerMajorExecutor:
         residence: brings slices to the device; by default they live there.
         weights: 8-bit codes to refresh after updates.
         ledger: measures memory by phase, if given.
-        placement: what is done with each layer; `inputs` and `residence` are as it says. None: all is recomputed.
+        placement: what is done with each layer; `inputs` and `offloader` are as it says. None: all is recomputed.
 
     Raises:
         ConfigError: the placement is of other layers, or asks for what is not offered; see
@@ -118,7 +118,7 @@ class LayerMajorExecutor:
         self,
         model: TrainableModel,
         view: LayerwiseModel,
-        slices: LayerGroups,
+        layer_groups: LayerGroups,
         optimizer: DeepSeekAdam,
         *,
         clip: GradClip,
@@ -126,32 +126,32 @@ class LayerMajorExecutor:
         undo: RollbackBuffer | None = None,
         device: torch.device | str = "cpu",
         inputs: ActivationStore | None = None,
-        residence: ParamOffloader | None = None,
+        offloader: ParamOffloader | None = None,
         weights: QuantizedWeights | None = None,
-        ledger: MemoryTracker | None = None,
-        placement: MemoryPlan | None = None,
+        memory_tracker: MemoryTracker | None = None,
+        memory_plan: MemoryPlan | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.clip = clip
         self.device = torch.device(device)
-        self.ledger = ledger
+        self.memory_tracker = memory_tracker
         self.weights = weights
         self.undo = undo
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self.lagged = DelayedClip(clip, self._params, self.device) if lagged else None
-        self.whole = StepTransaction(model, self._params, self.device, [clip])
+        self.transaction = StepTransaction(model, self._params, self.device, [clip])
         self.run = LayerMajor(
             view,
-            slices,
+            layer_groups,
             inputs=inputs or ActivationStore("device", self.device),
-            residence=residence or ParamOffloader(model, slices, optimizer, self.device),
+            offloader=offloader or ParamOffloader(model, layer_groups, optimizer, self.device),
             replay=Replay(self.device),
             phase=self._phase,
             device=self.device,
-            retry=self.whole.finish,
+            retry=self.transaction.retry_on_oom,
         )
-        self._places = PlanApplier(self.run, placement, weights)
+        self._policy = PlanApplier(self.run, memory_plan, weights)
         self._bad_steps = 0
         for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
@@ -176,7 +176,7 @@ class LayerMajorExecutor:
         attempt = _LayerMajorAttempt(1.0 / num_targets)
         lagged = self.lagged.now() if self.lagged is not None else None
         try:
-            with self.whole.attempt(irrevocable=lambda: self._why_half(attempt)) as before:
+            with self.transaction.rollback_on_oom(irrevocable=lambda: self._why_half(attempt)) as before:
                 batches = [to_device(batch, self.device) for batch in microbatches]
                 norm = self._lagged(batches, attempt) if self.lagged is not None else self._exact(batches, attempt)
                 self.run.end()
@@ -194,24 +194,24 @@ class LayerMajorExecutor:
             self.run.end()
         if self.undo is not None:
             self.undo.commit()
-        self.run.residence.flush()
+        self.run.offloader.flush()
         seconds = time.perf_counter() - started
         return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, attempt.aux)
 
     @property
-    def placement(self) -> MemoryPlan:
+    def memory_plan(self) -> MemoryPlan:
         """What is done with each layer now."""
-        return self._places.now
+        return self._policy.now
 
-    def place(self, placement: MemoryPlan) -> None:
+    def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
         """Between steps: do this with each layer from now on; see
-        `memory.layer_major.apply_plan.PlanApplier.change`."""
-        self._places.change(placement)
+        `memory.layer_major.apply_plan.PlanApplier.apply`."""
+        self._policy.apply(memory_plan)
 
     def close(self) -> None:
         """Give back threads, files and memory. What is at home off the device is lost."""
         self.run.inputs.close()
-        self.run.residence.close()
+        self.run.offloader.close()
         if self.undo is not None:
             self.undo.close()
 
@@ -251,7 +251,7 @@ class LayerMajorExecutor:
             if not finite:
                 raise _Bad(_NOT_FINITE)
             attempt.loss_sum = self.run.backward(
-                attempt.factor, lambda part: self._apply_lagged(part, attempt), after_loss=_refuse_not_finite
+                attempt.factor, lambda part: self._apply_lagged(part, attempt), after_loss=_check_finite
             )
         except _Bad as bad:
             self._take_back(attempt, str(bad))
@@ -291,7 +291,7 @@ class LayerMajorExecutor:
         if self.undo is None:
             raise UnrecoverableStepError(
                 "A bad gradient was met in the middle of a step.",
-                got=f"{why}, after {len(attempt.updated)} of {sum(1 for _ in self.run.slices)} slices were updated",
+                got=f"{why}, after {len(attempt.updated)} of {len(list(self.run.layer_groups))} slices were updated",
                 need="a finite gradient, or a checkpoint to go back to",
                 try_='memory.undo = "journal", or optim.clip = "exact"',
             )
@@ -300,7 +300,7 @@ class LayerMajorExecutor:
     def _roll_back(self, attempt: _LayerMajorAttempt) -> None:
         undo = self.undo
         assert undo is not None
-        self._finish(lambda: undo.rollback(self.run.residence))
+        self._finish(lambda: undo.rollback(self.run.offloader))
         for part in attempt.updated:
             self._refresh(part)
         attempt.updated.clear()
@@ -310,7 +310,7 @@ class LayerMajorExecutor:
         if not attempt.updated:
             return None
         if self.undo is None:
-            return f"{len(attempt.updated)} of {sum(1 for _ in self.run.slices)} slices were updated"
+            return f"{len(attempt.updated)} of {sum(1 for _ in self.run.layer_groups)} slices were updated"
         self._roll_back(attempt)
         return None
 
@@ -319,11 +319,11 @@ class LayerMajorExecutor:
     def _finish(self, work: Callable[[], Result]) -> Result:
         """`StepTransaction.finish`; kept graphs are freed where memory runs out, since their slices can be
         recomputed."""
-        return self.whole.finish(work, self.run.let_go)
+        return self.transaction.retry_on_oom(work, self.run.free_saved_graphs)
 
     def _told(self, num_batches: int) -> dict[str, float]:
         """What the model reports besides its loss, mean over the micro-batches."""
-        return {name: float(value) / num_batches for name, value in self.run.tell().items()}
+        return {name: float(value) / num_batches for name, value in self.run.aux_metrics().items()}
 
     @torch.no_grad()
     def _measure(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> Tensor:
@@ -373,7 +373,7 @@ class LayerMajorExecutor:
             )
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        return self.ledger.phase(name) if self.ledger is not None else nullcontext()
+        return self.memory_tracker.phase(name) if self.memory_tracker is not None else nullcontext()
 
 
 def _gradients(part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
@@ -382,6 +382,6 @@ def _gradients(part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
     return params, [param.grad for param in params]
 
 
-def _refuse_not_finite(loss_sum: float) -> None:
+def _check_finite(loss_sum: float) -> None:
     if not math.isfinite(loss_sum):
         raise _Bad(_NOT_FINITE)

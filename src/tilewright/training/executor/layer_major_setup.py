@@ -15,17 +15,17 @@ from torch import nn
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
-from tilewright.memory.layer_major.apply_plan import by_slice, input_tiers
+from tilewright.memory.layer_major.apply_plan import by_group, input_tiers
 from tilewright.memory.layer_major.passes import LayerMajor
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.activations import ActivationStore
-from tilewright.memory.offload.lazy_params import lent_values
+from tilewright.memory.offload.lazy_params import dummy_values
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.layerwise.hf_view import layered
 from tilewright.models.layerwise.lazy_init import random_values, stored_values
-from tilewright.models.layerwise.view import LayerGroups, LayerwiseModel, find_slices
+from tilewright.models.layerwise.view import LayerGroups, LayerwiseModel, find_layer_groups
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -38,29 +38,29 @@ class LayerMajorParts:
     """A model in slices."""
 
     view: LayerwiseModel
-    slices: LayerGroups
+    layer_groups: LayerGroups
     home: ParamOffloader
 
     @property
-    def travels(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether parameters or states are at home off the device."""
-        return self.home.travels
+        return self.home.is_offloaded
 
     @property
     def away(self) -> set[nn.Module]:
         """Modules whose parameters are at home off the device."""
-        parts = (part for part in self.slices if self.home.homes(part)[0] != "device")
+        parts = (part for part in self.layer_groups if self.home.homes(part)[0] != "device")
         return {module for part in parts for module in part.modules}
 
 
-def comes_in_slices(recipe: Recipe) -> bool:
+def has_layer_groups(recipe: Recipe) -> bool:
     """Whether parameters get their first bytes slice by slice, each in its tier."""
     return recipe.memory.executor == "layer_major"
 
 
-def first_values(recipe: Recipe, model: Model) -> InitialValues | None:
+def initial_values(recipe: Recipe, model: Model) -> InitialValues | None:
     """What fills the slices of a model on the meta device; None where the model has its values."""
-    if not comes_in_slices(recipe):
+    if not has_layer_groups(recipe):
         return None
     if recipe.model.weights == "load":
         return stored_values(model, recipe.model.path)
@@ -75,7 +75,7 @@ def slice_up(
     *,
     folder: Path,
     values: InitialValues | None,
-    placement: MemoryPlan | None = None,
+    memory_plan: MemoryPlan | None = None,
 ) -> LayerMajorParts:
     """Cut a model and give its parameters and states their homes.
 
@@ -93,13 +93,13 @@ def slice_up(
         ConfigError: the folder cannot be written, or the placement is of other layers.
     """
     memory = recipe.memory
-    with lent_values(model):  # a foreign model has to be run before it can be cut
+    with dummy_values(model):  # a foreign model has to be run before it can be cut
         view = layered(model)
-    slices = find_slices(model, view, memory.group)
-    wanted = by_slice(placement or memory_plan_of(recipe, len(view.blocks)), slices)
+    layer_groups = find_layer_groups(model, view, memory.group)
+    wanted = by_group(memory_plan or memory_plan_of(recipe, len(view.blocks)), layer_groups)
     home = ParamOffloader(
         model,
-        slices,
+        layer_groups,
         optimizer,
         device,
         parameters={name: layer.parameters for name, layer in wanted.items()},
@@ -108,7 +108,7 @@ def slice_up(
         prefetch=memory.prefetch,
         values=values,
     )
-    return LayerMajorParts(view, slices, home)
+    return LayerMajorParts(view, layer_groups, home)
 
 
 def make_executor(
@@ -118,11 +118,11 @@ def make_executor(
     optimizer: DeepSeekAdam,
     *,
     clip: GradClip,
-    ledger: MemoryTracker,
+    memory_tracker: MemoryTracker,
     kernels: Kernels,
     weights: QuantizedWeights | None,
     folder: Path,
-    placement: MemoryPlan | None = None,
+    memory_plan: MemoryPlan | None = None,
 ) -> LayerMajorExecutor:
     """The executor of a sliced model.
 
@@ -132,36 +132,38 @@ def make_executor(
     Raises:
         ConfigError: the disk tier's folder cannot be written.
     """
-    placement = placement or memory_plan_of(recipe, len(sliced.view.blocks))
-    tiers = input_tiers(placement, sliced.slices)
-    inputs = ActivationStore(tiers, ledger.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder)
+    memory_plan = memory_plan or memory_plan_of(recipe, len(sliced.view.blocks))
+    tiers = input_tiers(memory_plan, sliced.layer_groups)
+    inputs = ActivationStore(
+        tiers, memory_tracker.device, recipe.train.checkpoint_inputs, kernels=kernels, folder=folder
+    )
     executor = LayerMajorExecutor(
         model,
         sliced.view,
-        sliced.slices,
+        sliced.layer_groups,
         optimizer,
         clip=clip,
         lagged=recipe.optim.clip == "lagged",
-        undo=_journal(recipe, placement, ledger.device, folder),
-        device=ledger.device,
+        undo=_rollback(recipe, memory_plan, memory_tracker.device, folder),
+        device=memory_tracker.device,
         inputs=inputs,
-        residence=sliced.home,
+        offloader=sliced.home,
         weights=weights,
-        ledger=ledger,
-        placement=placement,
+        memory_tracker=memory_tracker,
+        memory_plan=memory_plan,
     )
-    _tell(ledger, sliced, executor.run)
+    _tell(memory_tracker, sliced, executor.run)
     return executor
 
 
-def _tell(ledger: MemoryTracker, sliced: LayerMajorParts, run: LayerMajor) -> None:
+def _tell(memory_tracker: MemoryTracker, sliced: LayerMajorParts, run: LayerMajor) -> None:
     """Let the ledger know whose bytes are where, while some are off the device; else it finds out by itself."""
 
     def parameters() -> Mapping[Tier, int]:
-        return sliced.home.parameters.num_bytes if sliced.travels else {}
+        return sliced.home.parameters.num_bytes if sliced.is_offloaded else {}
 
     def states() -> Mapping[Tier, int]:
-        return sliced.home.states.num_bytes if sliced.travels else {}
+        return sliced.home.states.num_bytes if sliced.is_offloaded else {}
 
     def activations() -> Mapping[Tier, int]:
         held = run.inputs.num_bytes
@@ -170,19 +172,19 @@ def _tell(ledger: MemoryTracker, sliced: LayerMajorParts, run: LayerMajor) -> No
         return held if set(held) != {"device"} else {}
 
     for owner, num_bytes in (("parameters", parameters), ("optimizer", states), ("activations", activations)):
-        ledger.own(owner, num_bytes)
+        memory_tracker.register_owner(owner, num_bytes)
 
 
-def _journal(recipe: Recipe, placement: MemoryPlan, device: torch.device, folder: Path) -> RollbackBuffer | None:
+def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, folder: Path) -> RollbackBuffer | None:
     """What keeps the bytes that a lagged step changes: on disk, where some of them are at home there."""
     memory = recipe.memory
     if recipe.optim.clip != "lagged" or memory.undo != "journal":
         return None
-    on_disk = any("disk" in (layer.parameters, layer.states) for layer in placement)
+    on_disk = any("disk" in (layer.parameters, layer.states) for layer in memory_plan)
     return RollbackBuffer("disk" if on_disk else "host", device, folder=folder)
 
 
-def refuse_loss_scaling(scaled: bool) -> None:
+def check_no_loss_scaling(scaled: bool) -> None:
     """Slices are updated before the whole gradient is seen, so an overflow could not be told in time.
 
     Raises:

@@ -83,15 +83,15 @@ class _Progress:
 class Executor(Protocol):
     """Runs optimizer steps. Implementations differ in what is in memory when, never in the result."""
 
-    whole: StepTransaction
+    transaction: StepTransaction
     """What makes a step happen whole or not at all."""
 
     @property
-    def placement(self) -> MemoryPlan:
+    def memory_plan(self) -> MemoryPlan:
         """What is done with each layer now."""
         ...
 
-    def place(self, placement: MemoryPlan) -> None:
+    def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
         """Between steps: do this with each layer from now on. No number changes. All of it or, on an error, nothing.
 
         Raises:
@@ -128,7 +128,7 @@ class StandardExecutor:
         device: where batches are moved.
         ledger: measures memory by phase, if given.
         control: redoes bad steps in wider formats, if given.
-        places: what the model's layers keep for backward, if that is to be read and changed.
+        policy: what the model's layers keep for backward, if that is to be read and changed.
 
     Raises:
         HardwareError: several ranks, and parameters that are sharded: their gradients would not be summed right.
@@ -142,39 +142,39 @@ class StandardExecutor:
         scaler: DynamicScaler | None = None,
         clip: GradClip,
         device: torch.device | str = "cpu",
-        ledger: MemoryTracker | None = None,
+        memory_tracker: MemoryTracker | None = None,
         control: PrecisionController | None = None,
-        places: ActivationPolicy | None = None,
+        policy: ActivationPolicy | None = None,
     ) -> None:
         self.control = control
-        self._places = places
+        self._policy = policy
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
         self.clip = clip
         self.device = torch.device(device)
-        self.ledger = ledger
+        self.memory_tracker = memory_tracker
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self._world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._bad_steps = 0
-        self.whole = StepTransaction(
+        self.transaction = StepTransaction(
             model, self._params, self.device, [part for part in (clip, scaler, control) if part is not None]
         )
-        self._refuse_sharded()
+        self._check_not_sharded()
         for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
                 param.grad_dtype = torch.float32
 
     @property
-    def placement(self) -> MemoryPlan:
-        """What is done with each layer now. Of an executor that was made with `places`."""
-        assert self._places is not None, "made without places"
-        return self._places.now
+    def memory_plan(self) -> MemoryPlan:
+        """What is done with each layer now. Of an executor that was made with `policy`."""
+        assert self._policy is not None, "made without a policy"
+        return self._policy.now
 
-    def place(self, placement: MemoryPlan) -> None:
+    def apply_memory_plan(self, memory_plan: MemoryPlan) -> None:
         """Between steps: do this with each layer from now on; see `placing.ActivationPolicy.change`."""
-        assert self._places is not None, "made without places"
-        self._places.change(placement)
+        assert self._policy is not None, "made without a policy"
+        self._policy.apply(memory_plan)
 
     def step(self, microbatches: Sequence[Batch], lr: float) -> StepResult:
         """See `Executor.step`.
@@ -185,7 +185,7 @@ class StandardExecutor:
         """
         started = time.perf_counter()
         progress = _Progress()
-        with self.whole.attempt(irrevocable=lambda: self._why_half(progress)) as before:
+        with self.transaction.rollback_on_oom(irrevocable=lambda: self._why_half(progress)) as before:
             totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)])
             self._sum_over_ranks([totals])
             num_targets, num_tokens = totals.tolist()
@@ -220,7 +220,7 @@ class StandardExecutor:
             attempts.append(self._attempt(microbatches, num_targets, scale))
             return attempts[-1].loss, attempts[-1].norm
 
-        redone, skipped = control.guard(compute)
+        redone, skipped = control.run_guarded(compute)
         return replace(attempts[-1], skipped=attempts[-1].skipped or skipped), redone
 
     def _attempt(self, microbatches: Sequence[Batch], num_targets: int, scale: float) -> _StandardAttempt:
@@ -263,7 +263,7 @@ class StandardExecutor:
         progress.gradients = self._num_gradients()
         self._update()
         progress.updated = True
-        self.whole.finish(self.model.after_step)
+        self.transaction.retry_on_oom(self.model.after_step)
 
     def _update(self) -> None:
         optimizer = self.optimizer
@@ -277,7 +277,7 @@ class StandardExecutor:
                 optimizer.zero_grad(set_to_none=True)
             optimizer.step()
 
-        self.whole.finish(go_on)
+        self.transaction.retry_on_oom(go_on)
 
     def _num_gradients(self) -> int:
         return sum(param.grad is not None for param in self._params)
@@ -306,7 +306,7 @@ class StandardExecutor:
 
     # ---- several ranks, one replica each ----
 
-    def _refuse_sharded(self) -> None:
+    def _check_not_sharded(self) -> None:
         if self._world > 1 and any(isinstance(param, DTensor) for param in self._params):
             raise HardwareError(
                 "The standard executor cannot train a sharded model on several ranks.",
@@ -328,7 +328,7 @@ class StandardExecutor:
             self._sum_over_ranks([param.grad for param in self._params if param.grad is not None])
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        return self.ledger.phase(name) if self.ledger is not None else nullcontext()
+        return self.memory_tracker.phase(name) if self.memory_tracker is not None else nullcontext()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

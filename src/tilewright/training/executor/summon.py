@@ -34,7 +34,7 @@ class SummonedParams:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        slices: LayerGroups,
+        layer_groups: LayerGroups,
         home: ParamOffloader,
         *,
         changes: bool = False,
@@ -44,7 +44,7 @@ class SummonedParams:
         self._found: dict[str, tuple[int, LayerGroup, nn.Parameter, str]] = {}
         self._optimizer = optimizer
         names = {param: name for name, param in model.named_parameters()}
-        for number, part in enumerate(slices):
+        for number, part in enumerate(layer_groups):
             for param in part.params:
                 self._found[f"model.{names[param]}"] = number, part, param, ""
                 for key in optimizer.state.get(param, {}) if optimizer is not None else ():
@@ -84,21 +84,21 @@ class SummonedParams:
 
 
 @contextmanager
-def passing(model: nn.Module, view: LayerwiseModel, slices: LayerGroups, home: ParamOffloader) -> Iterator[None]:
+def passing(model: nn.Module, view: LayerwiseModel, layer_groups: LayerGroups, home: ParamOffloader) -> Iterator[None]:
     """Forward passes of the model inside find each slice on the device when they come to it.
 
     Nothing is compiled inside: the layers' hooks are not part of what was.
     """
-    visit = SummonedParams(model, None, slices, home)
+    visit = SummonedParams(model, None, layer_groups, home)
 
     def enter(part: LayerGroup) -> Any:
         return lambda *_: visit.open(part)
 
     handles = []
-    for part in (slices.prologue, slices.epilogue):
+    for part in (layer_groups.prologue, layer_groups.epilogue):
         handles += [module.register_forward_pre_hook(enter(part)) for module in part.modules]
-    for place, part in enumerate(slices.groups):
-        following = slices.groups[place + 1] if place + 1 < len(slices.groups) else slices.epilogue
+    for place, part in enumerate(layer_groups.groups):
+        following = layer_groups.groups[place + 1] if place + 1 < len(layer_groups.groups) else layer_groups.epilogue
         handles.append(view.blocks[part.layers[0]].register_forward_pre_hook(enter(part)))
         # The head may be read without being called, so what follows the last layer comes at its end.
         handles.append(view.blocks[part.layers[-1]].register_forward_hook(enter(following)))

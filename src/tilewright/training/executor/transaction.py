@@ -1,18 +1,18 @@
 """The transaction of a step: it happens whole or not at all, also where an allocator finds no memory in its middle.
 
-    whole = StepTransaction(model, params, device, parts=(clip, scaler))
-    with whole.attempt():          # inside the step. Forward, backward: out of memory restores what was, and is raised
-        ...
-        whole.finish(update)       # what has begun to change weights continues where it stood
+    transaction = StepTransaction(model, params, device, parts=(clip, scaler))
+    with transaction.rollback_on_oom():        # inside the step: out of memory restores the state before it
+        ...                                    # forward, backward
+        transaction.retry_on_oom(update)       # a piece that changes weights is called again until it is through
 
-    retried(step, tighten)         # around the step: computes it again after `tighten` has made the plan smaller
+    run_with_retries(step, reduce_memory)      # around the step: computed again after the plan was made smaller
 
 Up to the update, what a step changes is little: generators, the state of clipping and loss scale, buffers, what modules
 note. It is copied before the step and put back. The update itself cannot be undone without a copy of weights and
 states, so it is made of pieces that can be called again, and is brought to its end. Only where that fails is a step
 half done: `PartialUpdateError`, and the run stops.
 
-The executors use `StepTransaction`, the training loop `retried`; which plan is tighter, `replan` knows.
+The executors use `StepTransaction`, the training loop `run_with_retries`; which plan is tighter, `replan` knows.
 """
 
 import gc
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tilewright.core.errors import FitError
 from tilewright.memory.tracking.format import is_out_of_memory
-from tilewright.memory.tracking.process_memory import give_back_free_pages
+from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.precision.snapshot import ModuleSlots, Snapshot
 
 Result = TypeVar("Result")
@@ -94,11 +94,11 @@ class StepTransaction:
         self._params = params
         self._device = device
         self._parts = parts
-        self.relieved: list[str] = []
+        self.oom_messages: list[str] = []
         """What the allocator said where a piece was called again, since the caller last emptied this list."""
 
     @contextmanager
-    def attempt(self, *, irrevocable: Callable[[], str | None] = lambda: None) -> Iterator[StateBefore]:
+    def rollback_on_oom(self, *, irrevocable: Callable[[], str | None] = lambda: None) -> Iterator[StateBefore]:
         """Where an allocator finds no memory inside, everything is put back, and its error is raised.
 
         Gives what was before, for a step that turns out to be skipped.
@@ -117,16 +117,16 @@ class StepTransaction:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._let_go(error)
+            self._free_after_error(error)
             why = irrevocable()
             if why is not None:
-                raise half_updated(error, why) from error
+                raise partial_update(error, why) from error
             for param in self._params:
                 param.grad = None
             before.restore()
             raise
 
-    def finish(self, work: Callable[[], Result], relief: Callable[[], None] | None = None) -> Result:
+    def retry_on_oom(self, work: Callable[[], Result], on_oom: Callable[[], None] | None = None) -> Result:
         """work(); called again where an allocator finds no memory, until it is through.
 
         Args:
@@ -142,10 +142,10 @@ class StepTransaction:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or not left:
                     raise
-                self.relieved.append(first_line(error))
-                self._let_go(error)
-            if relief is not None:
-                relief()
+                self.oom_messages.append(first_line(error))
+                self._free_after_error(error)
+            if on_oom is not None:
+                on_oom()
             free_memory(self._device)
         raise AssertionError("the last try returns or raises")
 
@@ -153,13 +153,13 @@ class StepTransaction:
         """Let go of all that nothing reads any more."""
         free_memory(self._device)
 
-    def _let_go(self, error: BaseException) -> None:
+    def _free_after_error(self, error: BaseException) -> None:
         """The error's frames hold what was computed up to it."""
         traceback.clear_frames(error.__traceback__)
         free_memory(self._device)
 
 
-def retried(work: Callable[[], Result], tighten: Callable[[str], bool]) -> Result:
+def run_with_retries(work: Callable[[], Result], tighten: Callable[[str], bool]) -> Result:
     """work(); called again where an allocator finds no memory, each time after `tighten`.
 
     Args:
@@ -185,7 +185,7 @@ def retried(work: Callable[[], Result], tighten: Callable[[str], bool]) -> Resul
 def free_memory(device: torch.device) -> None:
     """Let go of what nothing reads any more, and of the allocators' free blocks."""
     gc.collect()
-    give_back_free_pages()
+    trim_malloc()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -195,7 +195,7 @@ def first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def half_updated(error: BaseException, why: str) -> PartialUpdateError:
+def partial_update(error: BaseException, why: str) -> PartialUpdateError:
     """The error of a step that can be neither finished nor taken back."""
     return PartialUpdateError(
         "Memory ran out in the middle of an update, and making some free did not help.",

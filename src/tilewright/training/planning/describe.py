@@ -15,7 +15,7 @@ _TIGHTER: dict[Activations, tuple[Activations, ...]] = {
 }
 
 
-def words(placement: MemoryPlan) -> str:
+def words(memory_plan: MemoryPlan) -> str:
     """How many layers are treated how.
 
     Example:
@@ -24,7 +24,7 @@ def words(placement: MemoryPlan) -> str:
         >>> words(MemoryPlan.uniform(2, activations="recompute", inputs="disk", states="host"))
         '2 recompute (inputs disk, states host)'
     """
-    counts = Counter(_layer(layer) for layer in placement.layers)
+    counts = Counter(_layer(layer) for layer in memory_plan.layers)
     return ", ".join(f"{count} {text}" for text, count in counts.items())
 
 
@@ -34,29 +34,29 @@ def _layer(layer: LayerMemory) -> str:
     return f"{layer.activations} ({told})" if told else layer.activations
 
 
-def loosest(placement: MemoryPlan) -> bool:
+def loosest(memory_plan: MemoryPlan) -> bool:
     """Whether everything is kept, and all of it on the device.
 
     Example:
         >>> loosest(MemoryPlan.uniform(2)), loosest(MemoryPlan.uniform(2, states="disk"))
         (True, False)
     """
-    home = all((one.parameters, one.states, one.inputs) == ("device",) * 3 for one in placement)
-    return home and all(layer.activations == "keep" for layer in placement.layers)
+    home = all((one.parameters, one.states, one.inputs) == ("device",) * 3 for one in memory_plan)
+    return home and all(layer.activations == "keep" for layer in memory_plan.layers)
 
 
-def tighter(placement: MemoryPlan, modes: Collection[str] = tuple(_TIGHTER)) -> Iterator[MemoryPlan]:
+def tighter(memory_plan: MemoryPlan, modes: Collection[str] = tuple(_TIGHTER)) -> Iterator[MemoryPlan]:
     """Placements that keep less for the backward pass, one step after the other, with these modes.
 
     Example:
         >>> [words(found) for found in tighter(MemoryPlan.uniform(2))]
         ['2 selective', '2 attention', '2 recompute']
     """
-    present = {layer.activations for layer in placement.layers}
+    present = {layer.activations for layer in memory_plan.layers}
     loosest = next((mode for mode in _TIGHTER if mode in present), "recompute")
     for mode in (mode for mode in _TIGHTER[loosest] if mode in modes):
-        layers = [replace(layer, activations=_tightest(layer.activations, mode)) for layer in placement.layers]
-        yield replace(placement, layers=tuple(layers))
+        layers = [replace(layer, activations=_tightest(layer.activations, mode)) for layer in memory_plan.layers]
+        yield replace(memory_plan, layers=tuple(layers))
 
 
 def _tightest(one: Activations, other: Activations) -> Activations:

@@ -23,7 +23,7 @@ class Expected(Protocol):
     """A placement and what it takes: `planner.replan.Replan`, or what a plan file says."""
 
     @property
-    def placement(self) -> MemoryPlan: ...
+    def memory_plan(self) -> MemoryPlan: ...
 
     @property
     def phases(self) -> Mapping[str, Mapping[str, float]]: ...
@@ -79,7 +79,7 @@ class Forecast:
             self._planner, self._looked = self._find_planner(), True
             known, self._known = self._known, None
             if self._planner is not None and known is not None and self.expected is known:
-                self.expected = self._planner.predict(self._executor.placement, self.row_length)
+                self.expected = self._planner.predict(self._executor.memory_plan, self.row_length)
                 # What was measured stays; the planner may say otherwise than who spoke before.
                 self.memory_factor *= peak_of(known) / peak_of(self.expected)
                 self.time_factor *= known.step_s / self.expected.step_s
@@ -88,7 +88,7 @@ class Forecast:
     def is_known(self) -> bool:
         """Whether anything is expected of what runs now; a planner is asked where nothing is."""
         if self.expected is None and (planner := self.planner()) is not None:
-            self.expected = planner.predict(self._executor.placement, self.row_length)
+            self.expected = planner.predict(self._executor.memory_plan, self.row_length)
         return self.expected is not None
 
     @property

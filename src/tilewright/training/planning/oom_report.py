@@ -39,7 +39,7 @@ def no_memory(
 
 
 @contextmanager
-def explained(ledger: MemoryTracker, recipe: Recipe, when: str) -> Iterator[None]:
+def explained(memory_tracker: MemoryTracker, recipe: Recipe, when: str) -> Iterator[None]:
     """Inside, an allocator's error becomes `no_memory`.
 
     Raises:
@@ -50,7 +50,7 @@ def explained(ledger: MemoryTracker, recipe: Recipe, when: str) -> Iterator[None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise no_memory(error, ledger.snapshot(None, None), when, recipe) from error
+        raise no_memory(error, memory_tracker.snapshot(None, None), when, recipe) from error
 
 
 def _proposals(recipe: Recipe) -> list[str]:

@@ -1,9 +1,9 @@
 """Regroups the slices of a run while it goes on: measures, plans again, and makes room for a step that found no memory.
 
-    regroup = AdaptiveReplanner(executor, planner, budget=..., peaks=ledger.take_peaks, tell=...)
-    regroup.before(number, row_length(microbatches))                          # of each step where `watches`
-    result = retried(step, lambda said: regroup.tighten(number, said))        # of each step
-    regroup.after(number, result.seconds)                                     # of each step where `watches`
+    replanner = AdaptiveReplanner(executor, planner, budget=..., peaks=ledger.take_peaks, record_event=...)
+    replanner.before_step(number, row_length(microbatches))                          # of each step where `watches`
+    result = run_with_retries(step, lambda said: replanner.reduce_memory(number, said))        # of each step
+    replanner.after_step(number, result.seconds)                                     # of each step where `watches`
 
 The first two steps say how far the plan is off (`forecast`): measured over planned bytes, by which every later plan is
 multiplied (upwards by the first, downwards by the second: the first step's allocator has free blocks that no later one
@@ -74,7 +74,7 @@ class AdaptiveReplanner:
         peaks: peak bytes by phase since it was asked last.
         state_bytes: bytes of the optimizer's states on the device now: they are made by the first update, and the
             first step's peaks lack them.
-        tell: records an event: step, text, shown (on the screen too), numbers.
+        record_event: records an event: step, text, shown (on the screen too), numbers.
         steps: of the run: what a change saves is weighed against the steps that are left.
         ladder: what layers may be treated as after an out-of-memory, where there is no planner.
         give_back: makes the allocator return its free blocks, where they are in `peaks`.
@@ -91,7 +91,7 @@ class AdaptiveReplanner:
         *,
         budget: Callable[[], float],
         peaks: Callable[[], Mapping[str, int]],
-        tell: Callable[..., None],
+        record_event: Callable[..., None],
         state_bytes: Callable[[], int] = lambda: 0,
         steps: int = 10**9,
         ladder: Collection[str] = ("selective", "attention", "recompute"),
@@ -110,7 +110,7 @@ class AdaptiveReplanner:
         self._budget = budget
         self._peaks = peaks
         self._state_bytes = state_bytes
-        self._tell_event = tell
+        self._record_event = record_event
         self._steps = steps
         self._ladder = ladder
         self._give_back = give_back
@@ -128,7 +128,7 @@ class AdaptiveReplanner:
 
     # ---- before a step ----
 
-    def before(self, number: int, row_length: int | None) -> None:
+    def before_step(self, number: int, row_length: int | None) -> None:
         """Plan again where the rows' length or the free memory has changed.
 
         Args:
@@ -157,7 +157,7 @@ class AdaptiveReplanner:
 
     # ---- after a step ----
 
-    def after(self, number: int, seconds: float) -> None:
+    def after_step(self, number: int, seconds: float) -> None:
         """Compare the steps since the last look with what was expected of them.
 
         Args:
@@ -165,7 +165,7 @@ class AdaptiveReplanner:
             seconds: that it took.
         """
         self._number = number
-        if self.executor.whole.relieved:
+        if self.executor.transaction.oom_messages:
             self._tighten_after_relief()
         if not self.active:
             return
@@ -199,7 +199,7 @@ class AdaptiveReplanner:
             within = error >= -self.rules.error
             then = f"within {self.rules.error:.0%}" if within else "and the second step says whether it stays"
             text = f"{self.forecast.words()}, {then}"
-            self._tell("calibration", text, shown=self._near(), error=error, threshold=self.rules.error)
+            self._record("calibration", text, shown=self._near(), error=error, threshold=self.rules.error)
 
     def _second_look(self, seconds: float) -> None:
         """The second step settles both factors, up or down; a new plan is made where it is far off."""
@@ -245,7 +245,7 @@ class AdaptiveReplanner:
 
     # ---- out of memory ----
 
-    def tighten(self, number: int, said: str) -> bool:
+    def reduce_memory(self, number: int, said: str) -> bool:
         """Make room for a step that found no memory and has changed nothing; False where there is no tighter placement.
 
         Args:
@@ -257,7 +257,7 @@ class AdaptiveReplanner:
 
     def _tighten_after_relief(self) -> None:
         """A step met an out-of-memory in its update, made memory free, and came to its end."""
-        said = self.executor.whole.relieved
+        said = self.executor.transaction.oom_messages
         text = f"an allocator found no memory {len(said)} times in what cannot be taken back ({said[0]}); it went on"
         said.clear()
         self._tighten(text)
@@ -270,13 +270,13 @@ class AdaptiveReplanner:
         self.forecast.is_known()
         least = self.forecast.peak_bytes
         for found, limit in self._smaller(planner, least):
-            if found.placement != self.executor.placement and peak_of(found) < least:
+            if found.memory_plan != self.executor.memory_plan and peak_of(found) < least:
                 self._limit = min(self._limit, limit)
                 numbers = {"expected_bytes": least, "threshold": -self.rules.cut, "limit_bytes": limit}
                 if self._switch("out_of_memory", text, found, **numbers):
                     self._planned_for = self._allowed()
                     return True
-        self._tell("out_of_memory", f"{text}; there is no tighter placement", expected_bytes=least)
+        self._record("out_of_memory", f"{text}; there is no tighter placement", expected_bytes=least)
         return False
 
     def _smaller(self, planner: "Replanner", peak_bytes: float) -> Iterable[tuple[Expected, float]]:
@@ -293,10 +293,10 @@ class AdaptiveReplanner:
             yield found, peak_of(found)
 
     def _tighten_unplanned(self, text: str) -> bool:
-        for placement in tighter(self.executor.placement, self._ladder):
-            if self._place("out_of_memory", text, placement):
+        for memory_plan in tighter(self.executor.memory_plan, self._ladder):
+            if self._place("out_of_memory", text, memory_plan):
                 return True
-        self._tell("out_of_memory", f"{text}; there is no tighter placement")
+        self._record("out_of_memory", f"{text}; there is no tighter placement")
         return False
 
     # ---- decisions ----
@@ -315,9 +315,9 @@ class AdaptiveReplanner:
 
         def stays(why: str) -> None:
             if not quiet:
-                self._tell(trigger, f"{text}; the placement stays: {why}", shown=self._near(), **numbers)
+                self._record(trigger, f"{text}; the placement stays: {why}", shown=self._near(), **numbers)
 
-        if self._fits(budget) and self.forecast.is_known() and loosest(self.executor.placement):
+        if self._fits(budget) and self.forecast.is_known() and loosest(self.executor.memory_plan):
             return stays("it fits, and nothing is faster than to keep everything")
         planner = self.forecast.planner()
         if planner is None or not self.forecast.is_known():  # the run has said so when it began
@@ -327,7 +327,7 @@ class AdaptiveReplanner:
         none_fits = found is None
         found = found or planner.smallest(self.forecast.row_length, memory_factor=self.forecast.memory_factor)
         numbers |= {"plan_s": time.perf_counter() - started}
-        if found is None or found.placement == self.executor.placement:
+        if found is None or found.memory_plan == self.executor.memory_plan:
             return stays("nothing fits better" if none_fits else "it is the best for this")
         saved_s = self.forecast.step_s - found.step_s
         if self.forecast.peak_bytes <= budget and not self._pays(saved_s):
@@ -348,26 +348,26 @@ class AdaptiveReplanner:
     def _switch(self, trigger: str, text: str, found: Expected, **numbers: Any) -> bool:
         numbers |= {"peak_bytes": peak_of(found), "step_s": found.step_s}
         told = f"; {format_bytes(peak_of(found))} and {format_seconds(found.step_s)} a step expected"
-        return self._place(trigger, text, found.placement, told, **numbers)
+        return self._place(trigger, text, found.memory_plan, told, **numbers)
 
-    def _place(self, trigger: str, text: str, placement: MemoryPlan, told: str = "", **numbers: Any) -> bool:
+    def _place(self, trigger: str, text: str, memory_plan: MemoryPlan, told: str = "", **numbers: Any) -> bool:
         """Go over to a placement; False where the executor cannot, and the old one runs on."""
-        before, after = words(self.executor.placement), words(placement)
+        before, after = words(self.executor.memory_plan), words(memory_plan)
         try:
-            self.executor.place(placement)
+            self.executor.apply_memory_plan(memory_plan)
         except TilewrightError as error:
-            self._tell(trigger, f"{text}; {after} was refused: {error.problems[0].what}", **numbers)
+            self._record(trigger, f"{text}; {after} was refused: {error.problems[0].what}", **numbers)
             return False
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)
-            self._tell(trigger, f"{text}; no memory to go over to {after}", **numbers)
+            self._record(trigger, f"{text}; no memory to go over to {after}", **numbers)
             return False
-        self._tell(trigger, f"{text}: from {before} to {after}{told}", before=before, after=after, **numbers)
+        self._record(trigger, f"{text}: from {before} to {after}{told}", before=before, after=after, **numbers)
         self.forecast.restart(self.forecast.row_length)
         self.watches, self._gave_back = self.active, False
-        self.executor.whole.free_memory()  # what the old one took is measured no more
+        self.executor.transaction.free_memory()  # what the old one took is measured no more
         self._peaks()  # those up to now are of the old one
         return True
 
@@ -379,6 +379,6 @@ class AdaptiveReplanner:
     def _allowed(self) -> float:
         return min(self._budget(), self._limit)
 
-    def _tell(self, trigger: str, text: str, *, shown: bool = True, **numbers: Any) -> None:
+    def _record(self, trigger: str, text: str, *, shown: bool = True, **numbers: Any) -> None:
         text = f"{trigger.replace('_', ' ')}: {text}"
-        self._tell_event(self._number, text, shown=shown, trigger=trigger, **numbers)
+        self._record_event(self._number, text, shown=shown, trigger=trigger, **numbers)

@@ -60,9 +60,9 @@ class ResolvedPlan:
     """Why the planner decides nothing here, and cannot plan again."""
 
     @property
-    def placement(self) -> MemoryPlan | None:
+    def memory_plan(self) -> MemoryPlan | None:
         """What is done with each layer; None: the same with all, as the recipe's settings say."""
-        return self.decided.placement if self.decided is not None and self.decided.shape.classes else None
+        return self.decided.memory_plan if self.decided is not None and self.decided.shape.classes else None
 
     def write(self, folder: Path) -> None:
         """Keep the plan in the run's folder, or take an old one away."""
@@ -77,7 +77,11 @@ class ResolvedPlan:
         if self.note or self.loaded.recipe.memory.plan == NONE:
             return None
         recipe = self.loaded.recipe
-        disk = "disk" in _tiers(self.placement) | {recipe.memory.parameters, recipe.memory.states, recipe.memory.inputs}
+        disk = "disk" in _tiers(self.memory_plan) | {
+            recipe.memory.parameters,
+            recipe.memory.states,
+            recipe.memory.inputs,
+        }
         fixed = written(recipe, self.user_settings)
         if self.decided is None and recipe.memory.executor == "layer_major":
             fixed = replace(fixed, activations=frozenset(["recompute"]))  # as it stands it fits, and does not grow
@@ -86,9 +90,9 @@ class ResolvedPlan:
         if not num_layers:
             say("note: no re-planning in this run: the layers of this model cannot be recomputed one by one")
             return None
-        placement = self.placement or memory_plan_of(recipe, num_layers)
+        memory_plan = self.memory_plan or memory_plan_of(recipe, num_layers)
         budget = self.site.budget(recipe, disk=disk and recipe.memory.executor == "layer_major")
-        return Replanner(planner, GlobalConfig.of(recipe), placement, budget)
+        return Replanner(planner, GlobalConfig.of(recipe), memory_plan, budget)
 
 
 def plan_run(
@@ -146,9 +150,9 @@ def _user_settings(loaded: Loaded) -> frozenset[str]:
     return frozenset(name for name, source in loaded.sources.items() if source not in (DEFAULT, f"plan {FILE}"))
 
 
-def _tiers(placement: MemoryPlan | None) -> set[str]:
+def _tiers(memory_plan: MemoryPlan | None) -> set[str]:
     """Where parameters, states or inputs of some layer are."""
-    return {tier for layer in placement or () for tier in (layer.parameters, layer.states, layer.inputs)}
+    return {tier for layer in memory_plan or () for tier in (layer.parameters, layer.states, layer.inputs)}
 
 
 # ---- under the plan of the run's folder ----
@@ -188,8 +192,8 @@ def _priced(recipe: Recipe, file: PlanFile, site: PlanContext) -> Plan:
     file.check_machine(site.machine)
     planner = site.planner(recipe)
     file.check(planner.shape(recipe))
-    budget = site.budget(recipe, disk="disk" in _tiers(file.placement))
-    return planner.priced(GlobalConfig.of(recipe), file.placement, budget)
+    budget = site.budget(recipe, disk="disk" in _tiers(file.memory_plan))
+    return planner.priced(GlobalConfig.of(recipe), file.memory_plan, budget)
 
 
 # ---- as the recipe says ----
@@ -255,7 +259,7 @@ def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
 def _with_decision(unmodified: ResolvedPlan, found: AutoPlan) -> ResolvedPlan:
     plan = found.plan
     numbers = {"peak_bytes": int(plan.peak_bytes), "budget_bytes": int(plan.budget.device), "step_s": plan.step_s}
-    events: list[tuple[str, Mapping[str, Any]]] = [(f"{verdict(plan)} {words(plan.placement)}", numbers)]
+    events: list[tuple[str, Mapping[str, Any]]] = [(f"{verdict(plan)} {words(plan.memory_plan)}", numbers)]
     for change in found.departures:
         text = f"{change.name} {change.before} -> {change.after}: {found.reason}"
         least = {} if found.least_bytes is None else {"least_bytes": int(found.least_bytes)}
@@ -269,7 +273,7 @@ def _with_decision(unmodified: ResolvedPlan, found: AutoPlan) -> ResolvedPlan:
 
 def _from_file(loaded: Loaded, file: PlanFile, site: PlanContext) -> ResolvedPlan:
     """A run as a plan file says, which leaves nothing to the recipe."""
-    _refuse_contradiction(loaded, file)
+    _check_no_contradiction(loaded, file)
     before = loaded.recipe
     loaded = with_settings(loaded, file.settings, file.path.name)
     found = _priced(loaded.recipe, file, site)
@@ -277,7 +281,7 @@ def _from_file(loaded: Loaded, file: PlanFile, site: PlanContext) -> ResolvedPla
         file.check_fit(found)
     numbers = {"peak_bytes": int(found.peak_bytes), "budget_bytes": int(found.budget.device), "step_s": found.step_s}
     text = f"{file.path}: {format_bytes(found.peak_bytes)}, {format_seconds(found.step_s)} a step expected here; "
-    events: list[tuple[str, Mapping[str, Any]]] = [(text + words(found.placement), numbers)]
+    events: list[tuple[str, Mapping[str, Any]]] = [(text + words(found.memory_plan), numbers)]
     for name, value in file.settings.items():
         old = value_of(before, name)
         if old != value:
@@ -286,7 +290,7 @@ def _from_file(loaded: Loaded, file: PlanFile, site: PlanContext) -> ResolvedPla
     return ResolvedPlan(loaded, summarize(found), site, frozenset(), found, tuple(events))
 
 
-def _refuse_contradiction(loaded: Loaded, file: PlanFile) -> None:
+def _check_no_contradiction(loaded: Loaded, file: PlanFile) -> None:
     """Raise ConfigError where something was typed that the plan says otherwise."""
     said = {
         name: loaded.sources[name]
