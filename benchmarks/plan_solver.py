@@ -44,8 +44,8 @@ DEEPSEEK_V3 = {
 CHILD = """
 import json, sys, time
 start, cpu = time.perf_counter(), time.process_time()
-from tilewright.core.env import quick_imports
-with quick_imports():
+from tilewright.core.env import gc_paused
+with gc_paused():
     from tilewright.core.config.recipe import Recipe
     from tilewright.core.hardware import detect_machine
     from tilewright.planner.planner import Planner

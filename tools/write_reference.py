@@ -82,7 +82,7 @@ PUBLIC = {
         *("QuantizedWeights", "FP8Quantizer", "PrecisionController", "ControllerSettings"),
     ),
     "Optimizer": ("DeepSeekAdam", "GradClip", "LRSchedule"),
-    "LoRA": ("add_lora", "merge_lora", "save_adapter", "load_adapter", "load_lora_decoder", "load_codes"),
+    "LoRA": ("add_lora", "merge_lora", "save_adapter", "load_adapter", "load_lora_decoder", "load_fp8_weights"),
     "Model": ("Decoder", "DecoderConfig"),
     "Machine": ("detect_machine", "Machine", "fp8_choice", "Kernels"),
     "Errors": (

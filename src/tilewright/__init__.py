@@ -44,7 +44,7 @@ _PUBLIC = {
     "explain": "tilewright.precision.convert",
     "fp8_choice": "tilewright.core.hardware",
     "load_adapter": "tilewright.precision.lora.peft_io",
-    "load_codes": "tilewright.precision.lora.lora",
+    "load_fp8_weights": "tilewright.precision.lora.lora",
     "load_lora_decoder": "tilewright.precision.lora.lora",
     "load_recipe": "tilewright.core.config.load",
     "merge_lora": "tilewright.precision.lora.lora",

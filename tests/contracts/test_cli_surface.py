@@ -41,7 +41,7 @@ PUBLIC = {
     "explain",
     "fp8_choice",
     "load_adapter",
-    "load_codes",
+    "load_fp8_weights",
     "load_lora_decoder",
     "load_recipe",
     "merge_lora",

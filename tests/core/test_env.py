@@ -72,13 +72,13 @@ def test_colour_and_compiler():
 def test_what_was_imported_is_never_searched_for_garbage():
     code = """
 import gc
-from tilewright.core.env import quick_imports
-with quick_imports():
+from tilewright.core.env import gc_paused
+with gc_paused():
     assert not gc.isenabled()
     import torch
 assert gc.isenabled()
 frozen = gc.get_freeze_count()
-with quick_imports():
+with gc_paused():
     kept = [[] for _ in range(100)]
 print(frozen > 100_000, gc.get_freeze_count() == frozen)
 """

@@ -64,7 +64,7 @@ STAND_IN = """
 import dataclasses
 from tests.planner.rates import make_rates
 from tilewright.core.subprocess_call import answer
-from tilewright.planner import ceilings
+from tilewright.planner.machine import ceilings
 
 def measured(machine, key, threads, progress):
     progress("measuring")

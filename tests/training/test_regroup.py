@@ -94,7 +94,7 @@ class PlayedExecutor:
         seconds = self._planner.predict(self.memory_plan, self.length).step_s * 2
         return StepResult(1.0, 1, 1, 1.0, None, 1.0, seconds)
 
-    def place(self, memory_plan):
+    def apply_memory_plan(self, memory_plan):
         if self.refuses:
             raise ConfigError("It does not go.", got="a", need="b", try_="c")
         self.memory_plan = memory_plan

@@ -71,7 +71,7 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         "page.html",
         run=run,
         judgement=judgement,
-        VerdictState=VerdictState,
+        State=VerdictState,
         headline=judgement.headline(learned),
         learned=learned,
         state=state(run),

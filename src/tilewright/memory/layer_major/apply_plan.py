@@ -1,9 +1,9 @@
 """What a layer-major run does with each slice, as a `MemoryPlan`; and from one to the next between two steps.
 
-    homes = by_slice(placement, slices)                     # checked against the slices
-    policy = PlanApplier(run, placement, weights)
+    homes = by_group(memory_plan, layer_groups)  # checked against the slices
+    policy = PlanApplier(run, memory_plan, weights)
     policy.now                                              # read off what is really where
-    policy.apply(placement)
+    policy.apply(memory_plan)
 
 Which activations are kept and where bytes are at home changes no number, so it may change at any time. Into how many
 parts MLPs and attention are cut rounds differently, so that stays as the run began. Called by

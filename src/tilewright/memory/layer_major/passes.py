@@ -1,9 +1,9 @@
 """All micro-batches through one slice of layers, then the next: forward, and backward by recomputation.
 
-    run = LayerMajor(view, slices, inputs=..., residence=..., replay=..., phase=...)
-    run.keeps = frozenset({3})                # slices whose graphs are kept instead
-    run.forward(batches)                      # keeps the input of each slice, and nothing else
-    run.backward(factor, done)                # done(slice): its gradients are in `.grad`, whole; None afterwards
+    run = LayerMajor(view, layer_groups, inputs=..., residence=..., replay=..., phase=...)
+    run.keeps = frozenset({3})  # slices whose graphs are kept instead
+    run.forward(batches)  # keeps the input of each slice, and nothing else
+    run.backward(factor, done)  # done(slice): its gradients are in `.grad`, whole; None afterwards
     run.end()
 
 So one slice's activations and one slice's gradients are alive at a time, and a slice can be updated in `done`, before

@@ -1,7 +1,7 @@
 """The same random numbers and the same choices of experts, when a layer is computed a second time.
 
-    replay.record(key, layer, function)     # computes, and remembers what was drawn and chosen
-    replay.replay(key, layer, function)     # computes with the same draws and choices; generators are left alone
+    replay.record(key, layer, function)  # computes, and remembers what was drawn and chosen
+    replay.replay(key, layer, function)  # computes with the same draws and choices; generators are left alone
 
 Without it a dropout mask of the backward pass is another one than that of the forward pass, and a router whose scores
 come out in another last bit (compiled otherwise, or from a rounded input) may send a token to another expert. Choices

@@ -1,8 +1,8 @@
 """What a step changes, as it was before: so that a step that turns out bad half way can be taken back whole.
 
-    journal.begin()
-    journal.keep(part, tensors)       # just before the slice's first change
-    journal.rollback(residence)       # or commit()
+    rollback.begin()
+    rollback.keep(part, tensors)  # just before the slice's first change
+    rollback.rollback(residence)  # or commit()
 
 As many bytes as all slices that a step changes, parameters and states, on the host or on disk; room is taken when a
 slice is kept for the first time, and used again in every step. Copies to the host are in order with the computation. A

@@ -5,7 +5,7 @@ often a view of it, into a buffer that holds another slice by the time of the ba
 `rebind_saved_views` such a view is saved as its place in the parameter, and made again, from where the parameter is
 then, when backward wants it.
 
-    with lending(part.params):
+    with rebind_saved_views(part.params):
         out = layer(x)
     ...                             # the slice leaves, and comes back somewhere else
     out.backward(grad)

@@ -1,11 +1,11 @@
 """The inputs of layers between forward and backward: kept on the device, on the host or on disk, layer by layer.
 
     store = ActivationStore("disk", device, folder=folder)
-    store.put(layer, micro, x)            # forward
-    store.prefetch(layer, micro)          # backward, a little ahead
-    x = store.get(layer, micro)           # any number of times
+    store.put(layer, micro, x)  # forward
+    store.prefetch(layer, micro)  # backward, a little ahead
+    x = store.get(layer, micro)  # any number of times
     store.drop(layer, micro)
-    store.place({3: "host"})              # between steps: where later ones are kept; the rest on the device
+    store.place({3: "host"})  # between steps: where later ones are kept; the rest on the device
 
 Exact, or as E4M3 codes with a scale for each 1x128 tile: half of BF16's bytes, and a layer that is recomputed from them
 has gradients that are about 3 % off (as `models.base.checkpointing.checkpoint_fp8_input`). On a CPU run device and host

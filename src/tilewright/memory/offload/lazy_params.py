@@ -1,11 +1,11 @@
 """A model without memory, ready to be filled slice by slice.
 
     model = build_model(section, vocab_size, kernels, "meta")
-    values = random_values(model, seed)            # or stored_values(model, folder); see models.first_values
-    convert(model, policy)                         # dtypes are chosen on meta
-    vacate(model, device)
+    values = random_values(model, seed)  # or stored_values(model, folder); see models.initial_values
+    convert(model, policy)  # dtypes are chosen on meta
+    to_placeholders(model, device)
     fill_buffers(model, values)
-    arena.add("layers.0", {name: parameter, ...}, fill=values)   # and so on; bytes are made in arena.seal()
+    pool.add("layers.0", {name: parameter, ...}, fill=values)  # and so on; bytes are made in arena.seal()
 
 So a parameter's first bytes are those in its tier, and nothing ever holds the model twice.
 """

@@ -1,12 +1,12 @@
 """A model's parameters and its optimizer's states at home in tiers, each slice in its own.
 
-    home = ParamOffloader(model, slices, optimizer, device, parameters="host", states="disk", folder=folder)
-    home.prefetch(next_part)
-    home.fetch(part, states=True)
+    offloader = ParamOffloader(model, layer_groups, optimizer, device, parameters="host", states="disk", folder=folder)
+    offloader.prefetch(next_part)
+    offloader.fetch(part, states=True)
     optimizer.step_params(part.trained, grads)
-    home.release(part, changed=True)
-    home.flush()                              # once a step: errors of the disk come out here at the latest
-    home.move(part, parameters="device", states="disk")       # between steps
+    offloader.release(part, changed=True)
+    offloader.flush()  # once a step: errors of the disk come out here at the latest
+    offloader.move(part, parameters="device", states="disk")  # between steps
 
 States are made here, where the optimizer has none yet, and are never all in memory unless their tier is the device. A
 slice's parameters are named as in the model, its states `<parameter>.<state>`. The optimizer's step counters are no

@@ -1,15 +1,15 @@
 """The arena: tensors of a model, slice by slice, each in its tier; on the device only while they are used.
 
-    arena = OffloadPool("disk", device, folder=run_folder)
-    for slice_id, tensors in slices.items():
-        arena.add(slice_id, tensors)                # or in another tier than the arena's: tier="host"
-    arena.seal()                                    # the tiers take the bytes over
+    pool = OffloadPool("disk", device, folder=run_folder)
+    for slice_id, tensors in layer_groups.items():
+        pool.add(slice_id, tensors)  # or in another tier than the arena's: tier="host"
+    pool.seal()  # the tiers take the bytes over
     for slice_id in slices:
-        arena.prefetch(next_one)
-        tensors = arena.fetch(slice_id)             # live now
+        pool.prefetch(next_one)
+        tensors = pool.fetch(slice_id)  # live now
         ...
-        arena.release(slice_id, changed=True)       # written back in the background
-    arena.move(slice_id, "host")                    # between uses: to another tier
+        pool.release(slice_id, changed=True)  # written back in the background
+    pool.move(slice_id, "host")  # between uses: to another tier
 
 A tensor keeps its identity: while it is live, `tensor.data` is a view of a staging buffer; else it is one NaN (of an
 integer: the largest) in its shape, which takes no memory, shows wherever it is used, and cannot be written to. On

@@ -2,8 +2,8 @@
 
     slots.make(transfer, num_bytes, count)
     slots.prefetch(key, transfer)
-    flat = slots.fetch(key, transfer)           # the slice's bytes; may be changed until
-    slots.release(key, changed=True)            # written back in the background
+    flat = slots.fetch(key, transfer)  # the slice's bytes; may be changed until
+    slots.release(key, changed=True)  # written back in the background
 
 A slice that is released and fetched again before its buffer was needed is not read again.
 """

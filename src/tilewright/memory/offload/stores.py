@@ -1,10 +1,10 @@
 """Where bytes lie that are not on the device: host memory, or a file. Rooms of exact sizes, each under a key.
 
     store = make_store("disk", device, folder)
-    store.take({"layers.0": size_a, "layers.1": size_b})    # all of them, or none
-    store.write("layers.0", [bytes_a, bytes_b])             # pieces one after another
+    store.take({"layers.0": size_a, "layers.1": size_b})  # all of them, or none
+    store.write("layers.0", [bytes_a, bytes_b])  # pieces one after another
     store.read("layers.0", [bytes_a, bytes_b])
-    store.give_back(["layers.0"])                           # to the system, not only to this object
+    store.give_back(["layers.0"])  # to the system, not only to this object
 
 A store knows keys and bytes, nothing about tensors and slices. All pieces are flat uint8 tensors in host memory. On the
 host each room is an allocation. On disk all are in one file without a name: it is gone from its folder as soon as it is

@@ -1,10 +1,10 @@
 """The ledger: measured bytes by owner, at the peak of every phase of a step.
 
-    ledger = MemoryTracker(device)                       # before the model is built
-    with ledger.phase("load"): model = ...
-    ledger.watch(model)
-    with ledger.phase("forward"): loss = ...      # any number of times
-    row = ledger.snapshot(model, optimizer)       # since the last snapshot
+    memory_tracker = MemoryTracker(device)  # before the model is built
+    with memory_tracker.phase("load"): model = ...
+    memory_tracker.watch(model)
+    with memory_tracker.phase("forward"): loss = ...  # any number of times
+    row = memory_tracker.snapshot(model, optimizer)  # since the last snapshot
 
 Parameters, optimizer states, gradients and buffers are exact (unique storages); what is not on the device, or is not to
 be found in model and optimizer, its keeper tells (`own`). `activations` is what a forward phase leaves allocated for

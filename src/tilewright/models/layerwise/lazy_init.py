@@ -1,6 +1,6 @@
 """First values of a model that has no memory yet, in pieces: what `memory.offload.lazy_params` fills its slices with.
 
-    values = random_values(model, seed)                 # or stored_values(model, folder)
+    values = random_values(model, seed)  # or stored_values(model, folder)
     values({"model.layers.3.mlp.up_proj.weight": tensor, ...})
 
 Each tensor gets the same values as the whole model does by `build.init_weights` or by loading the folder, whatever

@@ -1,8 +1,8 @@
 """What a model does with each of its layers, as a `MemoryPlan` says; and from one to the next between two steps.
 
-    checkpoint_layers(model, placement)                     # before it is compiled
-    cut_layers(model, placement, compile=...)               # after `precision.convert`
-    policy = ActivationPolicy(model, placement)
+    checkpoint_layers(model, memory_plan)  # before it is compiled
+    cut_layers(model, memory_plan, compile=...)  # after `precision.convert`
+    policy = ActivationPolicy(model, memory_plan)
     policy.apply(another)
 
 For the standard executor, which keeps all bytes on the device; `memory.layer_major.apply_plan` is this for the

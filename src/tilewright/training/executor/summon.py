@@ -1,8 +1,8 @@
 """Using a model whose slices are at home off the device, otherwise than by a step: one slice is there at a time.
 
-    with Visit(sliced) as visit:             # checkpoints: any tensor, with its bytes
+    with Visit(sliced) as visit:  # checkpoints: any tensor, with its bytes
         tensor = visit.tensor("model.layers.3.mlp.up_proj.weight")
-    with passing(sliced):                    # forward passes: evaluation, samples
+    with passing(sliced):  # forward passes: evaluation, samples
         model.loss(batch)
 
 Tensors asked for slice by slice (`SummonedParams.sorted`) are fetched once.

@@ -1,11 +1,11 @@
 """The transaction of a step: it happens whole or not at all, also where an allocator finds no memory in its middle.
 
     transaction = StepTransaction(model, params, device, parts=(clip, scaler))
-    with transaction.rollback_on_oom():        # inside the step: out of memory restores the state before it
+    with transaction.rollback_on_oom():  # inside the step: out of memory restores the state before it
         ...                                    # forward, backward
-        transaction.retry_on_oom(update)       # a piece that changes weights is called again until it is through
+        transaction.retry_on_oom(update)  # a piece that changes weights is called again until it is through
 
-    run_with_retries(step, reduce_memory)      # around the step: computed again after the plan was made smaller
+    run_with_retries(step, reduce_memory)  # around the step: computed again after the plan was made smaller
 
 Up to the update, what a step changes is little: generators, the state of clipping and loss scale, buffers, what modules
 note. It is copied before the step and put back. The update itself cannot be undone without a copy of weights and

@@ -1,9 +1,9 @@
 """Regroups the slices of a run while it goes on: measures, plans again, and makes room for a step that found no memory.
 
-    replanner = AdaptiveReplanner(executor, planner, budget=..., peaks=ledger.take_peaks, record_event=...)
-    replanner.before_step(number, row_length(microbatches))                          # of each step where `watches`
-    result = run_with_retries(step, lambda said: replanner.reduce_memory(number, said))        # of each step
-    replanner.after_step(number, result.seconds)                                     # of each step where `watches`
+    replanner = AdaptiveReplanner(executor, planner, budget=..., peaks=memory_tracker.take_peaks, record_event=...)
+    replanner.before_step(number, row_length(microbatches))  # of each step where `watches`
+    result = run_with_retries(step, lambda said: replanner.reduce_memory(number, said))  # of each step
+    replanner.after_step(number, result.seconds)  # of each step where `watches`
 
 The first two steps say how far the plan is off (`forecast`): measured over planned bytes, by which every later plan is
 multiplied (upwards by the first, downwards by the second: the first step's allocator has free blocks that no later one
