@@ -147,22 +147,22 @@ CUT = """
 import json, sys
 from pathlib import Path
 from tests.training.tiny import tiny
-from tilewright.training import regroup_run
+from tilewright.training import replan_setup
 from tilewright.training.loop import train
 
-class Cut(regroup_run.MemoryWatch):
+class Cut(replan_setup.MemoryWatch):
     step = 0
 
     def __call__(self):
         return self.limit * (0.7 if self.step >= 3 else 1.0)
 
-class Watching(regroup_run.AdaptiveReplanner):
+class Watching(replan_setup.AdaptiveReplanner):
     def before(self, number, row_length):
         Cut.step = number
         super().before(number, row_length)
 
 if sys.argv[3] == "cut":
-    regroup_run.MemoryWatch, regroup_run.AdaptiveReplanner = Cut, Watching
+    replan_setup.MemoryWatch, replan_setup.AdaptiveReplanner = Cut, Watching
 train(tiny(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[4])))
 """
 """In a process of its own, because what a process holds besides counts on a CPU."""
