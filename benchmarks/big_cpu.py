@@ -23,7 +23,7 @@ from tilewright.training.executor.evaluate import evaluate, pooled
 CLAIM = (
     "3 billion parameters or more, classic state over 24 GiB, train full-parameter on this machine, the loss falling"
 )
-SEVEN_B = {"model.dim": "4096", "model.ffn_dim": "11008", "model.num_layers": "34", "memory.parameters": "disk"} | {
+SEVEN_B = {"model.dim": "4096", "model.ffn_dim": "11008", "model.num_layers": "34", "memory.offload_params": "disk"} | {
     "model.num_heads": "32"
 }
 TINY = {
@@ -62,8 +62,8 @@ def main() -> None:
     parser.add_argument("--7b", dest="seven", action="store_true", help="the 7B shape, weights on disk too")
     parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
     args = parser.parse_args()
-    settings = {"data.seq_len": str(args.seq), "train.batch_size": str(args.rows), "run.device": "cpu"}
-    settings |= {"train.micro_batch": str(max(1, args.rows // 2)), "plan.enforce": "false", "run.name": "big_cpu"}
+    settings = {"data.seq_len": str(args.seq), "train.global_batch_size": str(args.rows), "run.device": "cpu"}
+    settings |= {"train.micro_batch_size": str(max(1, args.rows // 2)), "plan.enforce": "false", "run.name": "big_cpu"}
     name = "big_cpu_tiny" if args.tiny else "big_cpu_7b" if args.seven else "big_cpu_3b"
     settings |= (SEVEN_B if args.seven else {}) | (TINY if args.tiny else {})
     started = time.perf_counter()

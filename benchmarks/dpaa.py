@@ -37,22 +37,28 @@ SHAPE = {
     "data.vocab_size": "1024",
     "data.max_bytes": "4MB",
     "data.seq_len": "128",
-    "train.batch_size": "8",
-    "train.micro_batch": "8",
+    "train.global_batch_size": "8",
+    "train.micro_batch_size": "8",
     "train.eval_batches": "4",
     "optim.lr": "3e-3",
     "run.device": "cpu",
     "train.compile": "off",
 }
 CONTROL = {
-    "precision.controller": "true", "precision.controller_every": "25", "precision.controller_cooldown": "50",
-    "precision.controller_budget": "1.0", "precision.controller_recalibrate": "100",
-}  # fmt: skip
+    "precision.controller.enabled": "true",
+    "precision.controller.interval": "25",
+    "precision.controller.cooldown": "50",
+    "precision.controller.budget": "1.0",
+    "precision.controller.recalibrate_interval": "100",
+}
 
 
 def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
     """Held-out loss of one run; of the controller also the share of the work in 8 bits, step by step."""
-    changes = {"precision.mode": "bf16_mixed" if mode == "bf16_mixed" else "fp8_tile", "precision.decouple": "[]"}
+    changes = {
+        "precision.mode": "bf16_mixed" if mode == "bf16_mixed" else "fp8_tile",
+        "precision.bf16_grad_layers": "[]",
+    }
     changes |= CONTROL if mode == "controller" else {}
     loaded = load_recipe("default", SHAPE | changes | {"run.seed": str(seed), "train.steps": str(steps)}, environ={})
     parts = build(set_up(loaded), fresh=True)

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--compile", choices=("auto", "off"), default="auto")
     args = parser.parse_args()
-    changes = {"precision.controller": "true", "train.compile": args.compile}
+    changes = {"precision.controller.enabled": "true", "train.compile": args.compile}
     setup = set_up(load_recipe("fp8_tile", changes, environ={}))
     parts = build(setup, fresh=True)
     if parts.control is None:
@@ -51,12 +51,12 @@ def main() -> None:
     results = {
         "unit": "seconds",
         "compile": setup.compiles,
-        "rows_a_step": setup.recipe.train.batch_size,
-        "steps_between_samples": section.controller_every,
+        "rows_a_step": setup.recipe.train.global_batch_size,
+        "steps_between_samples": section.controller.interval,
         **{name: spread(values) for name, values in seconds.items()},
         "sample_over_step": middle["sample"] / middle["step"],
         "sample_over_step_cpu": middle["sample_cpu"] / middle["step_cpu"],
-        "share_of_time_percent": 100 * middle["sample_cpu"] / middle["step_cpu"] / section.controller_every,
+        "share_of_time_percent": 100 * middle["sample_cpu"] / middle["step_cpu"] / section.controller.interval,
     }
     write_result(f"dpaa_cost_{machine_kind()}", CLAIM, results)
 

@@ -37,7 +37,7 @@ def page_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[st
     return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
-def products() -> list[str]:
+def matmuls() -> list[str]:
     """Three products of a linear layer, and the best that FP8 can be."""
     rows = []
     for inputs, outputs in LAYERS:
@@ -75,26 +75,26 @@ def memory() -> list[str]:
     rows = []
     for name, recipe in cases.items():
         number = count_parameters(decoder_config(recipe.model, recipe.data.vocab_size)).total
-        tokens = recipe.train.batch_size * recipe.data.seq_len
+        tokens = recipe.train.global_batch_size * recipe.data.seq_len
         found = floor(number, tokens)
         at_least = max(found.values())
         rows.append(
             [
                 f"{name} ({number / 1e9:.1f}B parameters, {tokens:,} tokens)",
-                f"{found['products_s']:.1f}",
+                f"{found['matmul_s']:.1f}",
                 f"{found['states_each_way_s']:.1f}",
                 f"{tokens / at_least:,.0f}",
             ]
         )
     title = "A layer-major step with every layer recomputed, 8-bit states crossing the link both ways, in seconds:"
-    return [title, "", *page_table(["model", "products", "states, each way", "tokens/s at most"], rows)]
+    return [title, "", *page_table(["model", "matmuls", "states, each way", "tokens/s at most"], rows)]
 
 
 def loss() -> list[str]:
     """How many steps the loss curves can have."""
     recipe = load_recipe("default", LOSS_SHAPE, environ={}).recipe
     config = decoder_config(recipe.model, recipe.data.vocab_size)
-    tokens = recipe.train.batch_size * recipe.data.seq_len
+    tokens = recipe.train.global_batch_size * recipe.data.seq_len
     seconds = tokens * count_flops(config, recipe.data.seq_len).step() / RATES["bf16_flops"]
     number = count_parameters(config).total
     return [
@@ -106,7 +106,7 @@ def loss() -> list[str]:
 
 def tables() -> str:
     """What stands between the marks."""
-    return "\n".join([START, "", *products(), *step(), *memory(), *loss(), END])
+    return "\n".join([START, "", *matmuls(), *step(), *memory(), *loss(), END])
 
 
 def main() -> None:

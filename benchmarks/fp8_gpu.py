@@ -170,14 +170,14 @@ class Products:
         flops = 3 * 2 * self.tokens * self.inputs * self.outputs
         quantised = self.tokens * (self.inputs + self.outputs)
         moved = 4 * quantised * (1 + 2 / 128)
-        products, quantise = flops / RATES["fp8_flops"], moved / RATES["bytes"]
+        matmuls, quantise = flops / RATES["fp8_flops"], moved / RATES["bytes"]
         return {
             "flops": flops,
             "quantise_bytes": moved,
             "bf16_floor_ms": 1e3 * flops / RATES["bf16_flops"],
-            "fp8_products_floor_ms": 1e3 * products,
+            "fp8_products_floor_ms": 1e3 * matmuls,
             "quantise_floor_ms": 1e3 * quantise,
-            "fp8_floor_ms": 1e3 * (products + quantise),
+            "fp8_floor_ms": 1e3 * (matmuls + quantise),
         }
 
 
@@ -185,27 +185,27 @@ def gemm_part(tiny: bool) -> None:
     """The layers, one after the other."""
     results: dict[str, Any] = {"unit": "ms", "rates": RATES}
     for inputs, outputs in ((200, 136),) if tiny else LAYERS:
-        products = Products(96 if tiny else TOKENS, inputs, outputs)
-        name = f"{products.tokens} tokens, {inputs} to {outputs}"
-        results[name] = case = {"roofline": products.floor()}
+        matmuls = Products(96 if tiny else TOKENS, inputs, outputs)
+        name = f"{matmuls.tokens} tokens, {inputs} to {outputs}"
+        results[name] = case = {"roofline": matmuls.floor()}
         write_result("gemm", CLAIMS["gemm"], results)
-        case |= layer(products, tiny)
+        case |= layer(matmuls, tiny)
         say(name, case)
         write_result("gemm", CLAIMS["gemm"], results)
 
 
-def layer(products: Products, tiny: bool) -> dict[str, Any]:
+def layer(matmuls: Products, tiny: bool) -> dict[str, Any]:
     """BF16's three products, then those of each candidate with and without the quantisation of x and dy."""
-    x, dy = random(products.tokens, products.inputs), random(products.tokens, products.outputs)
-    weight = random(products.outputs, products.inputs)
+    x, dy = random(matmuls.tokens, matmuls.inputs), random(matmuls.tokens, matmuls.outputs)
+    weight = random(matmuls.outputs, matmuls.inputs)
     bf16 = milliseconds(lambda: (x @ weight.T, dy @ weight, dy.T @ x))
-    case: dict[str, Any] = {"bf16": bf16, "bf16_tflops": products.floor()["flops"] / bf16["median"] / 1e9}
+    case: dict[str, Any] = {"bf16": bf16, "bf16_tflops": matmuls.floor()["flops"] / bf16["median"] / 1e9}
     both = next(iter(runnable(QUANTIZE_BOTH, tiny)[0].values()))
     blocks = next(iter(runnable(QUANTIZE, tiny)[0].values()))(weight, E4M3, BLOCK_TILE)
-    turned = TiledTensor(blocks.codes.T.contiguous(), blocks.scale_inv.T, BLOCK_TILE, E4M3)
+    turned = TiledTensor(blocks.qdata.T.contiguous(), blocks.scale_inv.T, BLOCK_TILE, E4M3)
     (x_row, x_column), (dy_row, dy_column) = both(x, E4M3), both(dy, E4M3)
     case["quantize"] = milliseconds(lambda: (both(x, E4M3), both(dy, E4M3)))
-    case["weight_transpose"] = milliseconds(lambda: blocks.codes.T.contiguous())
+    case["weight_transpose"] = milliseconds(lambda: blocks.qdata.T.contiguous())
     runs, case["not_run"] = runnable(TILE_GEMM, tiny, "tiles")
     calls = {
         "fprop": lambda run: run(x_row, blocks, None, torch.bfloat16),
@@ -222,7 +222,7 @@ def layer(products: Products, tiny: bool) -> dict[str, Any]:
         case[candidate] = parts
         if all("median" in part for part in parts.values()):
             total = sum(part["median"] for part in parts.values())
-            parts["tflops"] = products.floor()["flops"] / total / 1e9
+            parts["tflops"] = matmuls.floor()["flops"] / total / 1e9
             parts["speedup_products"] = bf16["median"] / total
             parts["speedup_with_quantize"] = bf16["median"] / (total + case["quantize"]["median"])
     return case

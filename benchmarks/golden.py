@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.common import RESULTS, machine_facts, machine_kind, write_result
 
 STEPS = 20
-SMALL = ("--data.seq_len", "256", "--train.batch_size", "2", "--train.micro_batch", "1")
+SMALL = ("--data.seq_len", "256", "--train.global_batch_size", "2", "--train.micro_batch_size", "1")
 RECIPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "fp8_tile": (),
@@ -30,7 +30,16 @@ CLAIM = "A change of structure changes no loss: 20 steps of five shipped recipes
 
 def losses(recipe: str, settings: tuple[str, ...], folder: Path) -> tuple[list[str], str]:
     """The losses as hexadecimal floats, and the fingerprint of the data."""
-    fixed = ("--train.steps", str(STEPS), "--train.eval_every", "0", "--save.last", "false", "--log.report", "false")
+    fixed = (
+        "--train.steps",
+        str(STEPS),
+        "--train.eval_interval",
+        "0",
+        "--checkpoint.save_last",
+        "false",
+        "--log.report",
+        "false",
+    )
     command = [sys.executable, "-m", "tilewright", "train", recipe, "--run.name", recipe, *fixed, *settings]
     done = subprocess.run([*command, "--run.threads", "2"], cwd=folder, capture_output=True, text=True)
     if done.returncode:

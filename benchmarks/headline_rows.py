@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 MICRO, ROWS, SEQ, TEXTS = 4, 2, 512, 3
 """Micro-batches a step, rows in each, tokens in a row, and different steps before rows come again (so losses fall)."""
 CHUNK = 256
-"""Tokens whose logits a peer has in memory at once: what `memory.loss_tile` of the recipe comes to."""
+"""Tokens whose logits a peer has in memory at once: what `memory.loss_chunk_bytes` of the recipe comes to."""
 TINY = {
     "data.vocab_size": "512",
     "model.dim": "64",
@@ -30,14 +30,14 @@ TINY = {
     "model.num_heads": "2",
     "model.ffn_dim": "128",
 }
-WIDE = {"optim.moments": "fp32", "optim.master": "fp32"}
-STANDARD = WIDE | {"memory.executor": "standard", "optim.clip": "exact"}
+WIDE = {"optim.moments": "fp32", "optim.master_weights": "fp32"}
+STANDARD = WIDE | {"memory.executor": "standard", "optim.clip": "two_pass"}
 OURS = {
     "standard": STANDARD,
     "recomputed": STANDARD | {"train.activation_checkpoint": "full"},
     "layer_major": WIDE,
     "bits8": {},
-    "bits8_disk": {"memory.states": "disk"},
+    "bits8_disk": {"memory.offload_optimizer": "disk"},
 }
 PEERS = ("peer", "peer_in_backward")
 ROWS_OF = {
@@ -114,13 +114,13 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
 
     recipe = recipe_of(name, tiny)
     optim, vocab, folder = recipe.optim, recipe.data.vocab_size, Path("runs") / "benchmark"
-    kernels = Kernels(detect_machine("cpu"), {}, compile=compiled, loss_tile=recipe.memory.loss_tile)
+    kernels = Kernels(detect_machine("cpu"), {}, compile=compiled, loss_chunk_bytes=recipe.memory.loss_chunk_bytes)
     sliced = layer_major_setup.has_layer_groups(recipe)
     model = build_model(recipe.model, vocab, kernels, "meta" if sliced else "cpu")
     values = layer_major_setup.initial_values(recipe, model)
     if values is None:
         init_weights(model, recipe.run.seed)
-    parameters = "" if optim.master == "fp32" else "bf16"
+    parameters = "" if optim.master_weights == "fp32" else "bf16"
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters=parameters), kernels=kernels)
     if values is not None:
         to_placeholders(model, "cpu")
@@ -132,7 +132,7 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
         model.compile_blocks()
     optimizer = DeepSeekAdam(
         decay_groups(model, optim.weight_decay), lr=optim.lr, betas=optim.betas, moments=optim.moments,
-        master=optim.master, kernels=kernels,
+        master=optim.master_weights, kernels=kernels,
     )  # fmt: skip
     clip = GradClip(optim.clip_norm)
     if sliced:

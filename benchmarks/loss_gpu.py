@@ -22,17 +22,17 @@ from tilewright.training.executor.evaluate import evaluate, pooled
 CLAIM = "fp8_tile with the controller: held-out loss within 0.25 % of bf16_mixed's after the same steps"
 SHAPE = {
     "model.dim": "2048", "model.num_layers": "16", "model.num_heads": "32", "model.num_kv_heads": "8",
-    "model.ffn_dim": "8192", "data.seq_len": "2048", "train.batch_size": "16", "train.micro_batch": "8",
+    "model.ffn_dim": "8192", "data.seq_len": "2048", "train.global_batch_size": "16", "train.micro_batch_size": "8",
     "optim.lr": "4e-4", "optim.schedule": "constant", "optim.warmup_steps": "50", "train.steps": "100000",
 }  # fmt: skip
 TINY = {
     "model.dim": "64", "model.num_layers": "2", "model.num_heads": "2", "model.num_kv_heads": "2",
     "model.ffn_dim": "128", "data.seq_len": "64", "data.vocab_size": "512", "data.max_bytes": "2MB",
-    "train.batch_size": "4", "train.micro_batch": "2", "train.compile": "off", "optim.warmup_steps": "2",
+    "train.global_batch_size": "4", "train.micro_batch_size": "2", "train.compile": "off", "optim.warmup_steps": "2",
 }  # fmt: skip
 MODES = {
     "bf16_mixed": {"precision.mode": "bf16_mixed"},
-    "fp8_tile with controller": {"precision.mode": "fp8_tile", "precision.controller": "true"},
+    "fp8_tile with controller": {"precision.mode": "fp8_tile", "precision.controller.enabled": "true"},
 }
 BF16_SHARE = 0.5
 """Of the time, building and compiling left out."""

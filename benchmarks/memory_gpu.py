@@ -40,18 +40,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONTENDERS = ("layer_major", "fsdp2_offload", "torchao_offload")
 EIGHT_B = {
     "model.dim": "4096", "model.num_layers": "32", "model.num_heads": "32", "model.num_kv_heads": "8",
-    "model.ffn_dim": "14336", "model.tie_embeddings": "false", "data.seq_len": "4096", "train.batch_size": "8",
-    "train.micro_batch": "2",
+    "model.ffn_dim": "14336", "model.tie_embeddings": "false", "data.seq_len": "4096", "train.global_batch_size": "8",
+    "train.micro_batch_size": "2",
 }  # fmt: skip
 SLICED = {
-    "memory.executor": "layer_major", "memory.states": "host", "optim.moments": "8bit", "optim.master": "stochastic",
-    "optim.clip": "lagged", "memory.undo": "checkpoint",
-}  # fmt: skip
+    "memory.executor": "layer_major",
+    "memory.offload_optimizer": "cpu",
+    "optim.moments": "8bit",
+    "optim.master_weights": "stochastic",
+    "optim.clip": "delayed",
+    "memory.rollback": "checkpoint",
+}
 TINY = {
     "run.device": "auto",
     "model.dim": "64", "model.num_layers": "3", "model.num_heads": "4", "model.num_kv_heads": "2",
     "model.ffn_dim": "128", "data.seq_len": "64", "data.vocab_size": "512", "data.max_bytes": "2MB",
-    "train.batch_size": "4", "train.micro_batch": "2", "train.compile": "off",
+    "train.global_batch_size": "4", "train.micro_batch_size": "2", "train.compile": "off",
 }  # fmt: skip
 
 
@@ -90,7 +94,7 @@ def largest_part(steps: int, tiny: bool) -> None:
     parts = build(setup, fresh=True)
     assert isinstance(parts.model, Decoder)
     parameters = count_parameters(parts.model.config).total
-    tokens = setup.recipe.train.batch_size * setup.recipe.data.seq_len
+    tokens = setup.recipe.train.global_batch_size * setup.recipe.data.seq_len
     results: dict[str, Any] = {
         "parameters": parameters,
         "tokens_per_step": tokens,
@@ -178,7 +182,7 @@ def layer_major(tiny: bool) -> Contender:
 def baseline(tiny: bool) -> tuple[Decoder, Iterator[list[Batch]]]:
     """The same decoder in BF16, compiled, layers recomputed, for other tools to train."""
     settings = EIGHT_B | {"precision.mode": "bf16_mixed", "train.activation_checkpoint": "full"}
-    setup = setup_of("default", settings | {"optim.moments": "bf16", "optim.master": "stochastic"}, tiny)
+    setup = setup_of("default", settings | {"optim.moments": "bf16", "optim.master_weights": "stochastic"}, tiny)
     parts = build(setup, fresh=True)
     assert isinstance(parts.model, Decoder)
     model = parts.model.bfloat16()  # norms too: FSDP2 wants one dtype

@@ -1,6 +1,6 @@
 """The planner's choices beside other ways to fit a step into a budget of memory: same model, same rows, same budgets.
 
-  planned     `memory.plan = "auto"` with `plan.device_budget`: what is kept, layer by layer, regrouped after the
+  planned     `memory.plan = "auto"` with `plan.device_memory`: what is kept, layer by layer, regrouped after the
               first steps, as `tilewright train` does. A plan leaves `plan.margin` free, so others are held to the peak
               that it then had
   torch       torch's `activation_memory_budget` (the partitioner of compiled layers), the fastest value that fits
@@ -49,14 +49,14 @@ CLAIM = (
 MARGIN = 0.05
 SHAPE = {
     "model.dim": "384", "model.num_layers": "8", "model.num_heads": "6", "model.num_kv_heads": "6",
-    "model.ffn_dim": "1024", "data.vocab_size": "4096", "data.max_bytes": "8MB", "train.batch_size": "4",
-    "train.micro_batch": "4", "train.eval_batches": "1", "run.device": "cpu", "plan.enforce": "false",
-    "train.steps": "10000", "plan.margin": str(MARGIN), "precision.mode": "fp32", "save.background": "false",
+    "model.ffn_dim": "1024", "data.vocab_size": "4096", "data.max_bytes": "8MB", "train.global_batch_size": "4",
+    "train.micro_batch_size": "4", "train.eval_batches": "1", "run.device": "cpu", "plan.enforce": "false",
+    "train.steps": "10000", "plan.margin": str(MARGIN), "precision.mode": "fp32", "checkpoint.async_save": "false",
     "precision.eval_fp32": "false",
 }  # fmt: skip
 TINY = {"model.dim": "64", "model.num_layers": "4", "model.num_heads": "2", "model.num_kv_heads": "2"} | {
     "model.ffn_dim": "128", "data.vocab_size": "512", "data.max_bytes": "2MB", "data.seq_len": "512",
-    "train.batch_size": "16", "train.micro_batch": "16", "train.compile": "off",
+    "train.global_batch_size": "16", "train.micro_batch_size": "16", "train.compile": "off",
 }  # fmt: skip
 TORCH_BUDGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7)
 EVERY = (2, 3, 4)
@@ -208,7 +208,7 @@ def all_settings(num_budgets: int, tiny: bool) -> list[Setting]:
     low, high = full.about["predicted_bytes"], none.about["predicted_bytes"]
     for i in range(num_budgets):
         budget = int((low + (high - low) * (i + 1) / (num_budgets + 1)) / (1 - MARGIN))
-        settings = {"memory.plan": "auto", "plan.device_budget": str(budget)}
+        settings = {"memory.plan": "auto", "plan.device_memory": str(budget)}
         found.append(Setting("planned", f"planned, {budget >> 20} MiB", {"settings": settings}, tiny))
     for share in TORCH_BUDGETS:
         found.append(Setting("torch", f"torch, {share}", unplanned("none") | {"torch_budget": share}, tiny))

@@ -4,7 +4,7 @@ Models: the default decoder, one of 48 layers that are 128 wide, recipe tiny_moe
 a foreign Llama, a foreign Qwen3. Plans:
 
   as it stands   the recipe fits, and nothing is decided
-  budget         `plan.device_budget` at 85 % of what the recipe would take: `memory.plan = "auto"` decides
+  budget         `plan.device_memory` at 85 % of what the recipe would take: `memory.plan = "auto"` decides
   selective, recomputed    `train.activation_checkpoint = "selective"`, `"full"`
   layer_major    the layer-major executor, 8-bit moments on disk
   fp8_tile, fp32           `precision.mode`
@@ -67,12 +67,12 @@ PLANS: dict[str, dict[str, str]] = {
     "budget": {},
     "selective": {"train.activation_checkpoint": "selective"},
     "recomputed": {"train.activation_checkpoint": "full"},
-    "layer_major": {"memory.executor": "layer_major", "optim.moments": "8bit", "memory.states": "disk"},
+    "layer_major": {"memory.executor": "layer_major", "optim.moments": "8bit", "memory.offload_optimizer": "disk"},
     "fp8_tile": {"precision.mode": "fp8_tile"},
     "fp32": {"precision.mode": "fp32"},
     "moments bf16": {"optim.moments": "bf16"},
     "moments 8bit": {"optim.moments": "8bit"},
-    "small rows": {"train.micro_batch": "4"},
+    "small rows": {"train.micro_batch_size": "4"},
 }
 FOUR = ("as it stands", "budget", "recomputed", "layer_major")
 FOREIGN = {"model.kind": "hf", "model.task": "causal_lm"}
@@ -160,7 +160,7 @@ def beyond_steps(setup: RunContext, parts: Components) -> dict[str, dict[str, in
         evaluate(parts.model, parts.eval_batches, device=setup.device, fp32=recipe.precision.eval_fp32)
     found["evaluate"] = parts.memory_tracker.snapshot(parts.model, parts.optimizer)["owners"]
     with tempfile.TemporaryDirectory() as folder:
-        store, state = CheckpointStore(Path(folder), background=recipe.save.background), parts.state()
+        store, state = CheckpointStore(Path(folder), background=recipe.checkpoint.async_save), parts.state()
         state.save(store, 1, state.meta())
         parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(0))
         store.close()
@@ -217,7 +217,7 @@ def measure(recipe: str, settings: dict[str, str], plans: Sequence[str], rounds:
     cases: dict[str, Case] = {}
     whole = 0.0
     for plan in plans:
-        more = {"plan.device_budget": str(int(SHARE * whole))} if plan == "budget" else PLANS[plan]
+        more = {"plan.device_memory": str(int(SHARE * whole))} if plan == "budget" else PLANS[plan]
         cases[plan] = Case(recipe, settings | more)
         cases[plan].step()  # compiles
         if plan == "as it stands":
@@ -285,7 +285,7 @@ def main() -> None:
             (Path(folder) / name / "config.json").write_text(json.dumps(config))
         order: dict[str, float] = {}
         common = {"run.dir": folder, "run.device": "cpu", "plan.enforce": "false"}
-        common |= {"save.every": "100", "train.eval_batches": "1"}
+        common |= {"checkpoint.interval": "100", "train.eval_batches": "1"}
         for model in args.only:
             recipe, settings, plans = MODELS[model]
             settings = common | settings | ({"model.path": f"{folder}/{model}"} if model in foreign else {})

@@ -57,7 +57,7 @@ with gc_paused():
 case = json.loads(sys.argv[1])
 row = find_published("h200")
 machine = row.machine(detect_machine("cpu"), case["host"])
-formats = frozenset(("optim.moments", "optim.master"))
+formats = frozenset(("optim.moments", "optim.master_weights"))
 recipe = Recipe.model_validate(case["recipe"])
 planner = Planner(recipe, case["vocab_size"], machine, row.ceilings(), formats)
 budget = Budget(case["device"], case["host"], Links(LINK_SHARE * row.link, None))
@@ -81,8 +81,8 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
 
     def of(model: dict[str, Any], vocab_size: int, seq_len: int, rows: int, host: int = 128) -> dict[str, Any]:
         recipe = {
-            "model": model, "data": {"seq_len": seq_len}, "train": {"batch_size": rows, "micro_batch": 1},
-            "optim": {"clip": "lagged"}, "memory": {"undo": "checkpoint"},
+            "model": model, "data": {"seq_len": seq_len}, "train": {"batch_size": rows, "micro_batch_size": 1},
+            "optim": {"clip": "delayed"}, "memory": {"undo": "checkpoint"},
         }  # fmt: skip
         return {"recipe": recipe, "vocab_size": vocab_size, "device": 139 * GIB, "host": host * GIB,
                 "changes": model.get("kind") != "hf"}  # fmt: skip

@@ -45,7 +45,7 @@ def search(args: argparse.Namespace, folder: Path) -> dict:
 
 def rows_of(args: argparse.Namespace) -> list[str]:
     """Settings of the batch."""
-    return ["--train.batch_size", str(args.rows), "--train.micro_batch", str(min(args.rows, 8))]
+    return ["--train.global_batch_size", str(args.rows), "--train.micro_batch_size", str(min(args.rows, 8))]
 
 
 def recipes(folder: Path, found: dict) -> dict[str, Path]:
@@ -67,10 +67,16 @@ def held_out_loss(recipe: Path, seed: int, args: argparse.Namespace) -> float:
     """Token-weighted held-out loss at the end of a run, evaluated in FP32."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
-            "run.dir": folder, "run.name": "run", "run.seed": str(seed), "train.steps": str(args.steps),
-            "train.eval_every": "0", "train.eval_batches": "8", "train.sample_tokens": "0", "save.every": "0",
+            "run.dir": folder,
+            "run.name": "run",
+            "run.seed": str(seed),
+            "train.steps": str(args.steps),
+            "train.eval_interval": "0",
+            "train.eval_batches": "8",
+            "train.sample_tokens": "0",
+            "checkpoint.interval": "0",
             "log.report": "false",
-        }  # fmt: skip
+        }
         options = [part for key, value in settings.items() for part in (f"--{key}", value)]
         tilewright("train", str(recipe), *args.settings, *rows_of(args), *options)
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -29,8 +29,8 @@ BASE = "bf16_mixed"
 MODES = (BASE, "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "fp32")
 STATES = {
     "8bit": {"optim.moments": "8bit"},
-    "8bit_split24": {"optim.moments": "8bit", "optim.master": "split24"},
-    "8bit_stochastic": {"optim.moments": "8bit", "optim.master": "stochastic"},
+    "8bit_split24": {"optim.moments": "8bit", "optim.master_weights": "split24"},
+    "8bit_stochastic": {"optim.moments": "8bit", "optim.master_weights": "stochastic"},
 }
 """Settings that come to those of BASE, by the name that stands for them among the modes."""
 RUNS = RESULTS / "quality_runs.jsonl"
@@ -45,14 +45,14 @@ def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -
     # The recipe's rate is for its 16 rows. With Adam a rate goes with the root of the batch (Malladi et al., 2022); at
     # the full rate two rows learn less and runs part by several percent (docs/log.md, 2026-11-21).
     default = load_recipe("default", {}, environ={}).recipe
-    rate = default.optim.lr * math.sqrt(rows / default.train.batch_size)
+    rate = default.optim.lr * math.sqrt(rows / default.train.global_batch_size)
     settings = {
         "run.dir": str(folder), "run.name": name, "run.seed": str(seed),
         "precision.mode": BASE if mode in STATES else mode, **STATES.get(mode, {}),
-        "train.steps": str(steps), "train.batch_size": str(rows),
-        "train.micro_batch": str(min(rows, 8)), "optim.lr": str(rate),
-        "train.eval_every": "0", "train.eval_batches": "8", "train.sample_tokens": "0",
-        "save.every": "0", "log.report": "false",
+        "train.steps": str(steps), "train.global_batch_size": str(rows),
+        "train.micro_batch_size": str(min(rows, 8)), "optim.lr": str(rate),
+        "train.eval_interval": "0", "train.eval_batches": "8", "train.sample_tokens": "0",
+        "checkpoint.interval": "0", "log.report": "false",
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]
     subprocess.run([sys.executable, "-m", "tilewright", "train", *options], check=True, stdout=subprocess.DEVNULL)

@@ -36,7 +36,7 @@ RULES = {
 """What is in 8 bits: all products, and exceptions."""
 SETTINGS = {
     "precision.mode": "bf16_mixed", "train.compile": "off", "model.dim": "192", "model.num_layers": "3",
-    "model.num_heads": "3", "data.seq_len": "256", "train.batch_size": "4", "train.micro_batch": "4",
+    "model.num_heads": "3", "data.seq_len": "256", "train.global_batch_size": "4", "train.micro_batch_size": "4",
     "train.steps": str(STEPS), "train.eval_batches": "8",
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ ROWS, VOCAB, CUT = 8, 300, 0.7
 LENGTHS = {"rows": (512, 512, 2048, 2048, 512, 512), "budget": (512,) * 6, "memory": (512,) * 4}
 SETTINGS = {
     "run.device": "cpu", "run.threads": 1, "model.dim": 128, "model.num_layers": 8, "model.num_heads": 4,
-    "data.seq_len": 512, "data.vocab_size": VOCAB, "train.batch_size": ROWS, "train.micro_batch": ROWS,
+    "data.seq_len": 512, "data.vocab_size": VOCAB, "train.global_batch_size": ROWS, "train.micro_batch_size": ROWS,
     "train.compile": "off", "train.steps": 1000, "optim.warmup_steps": 1,
 }  # fmt: skip
 

@@ -35,8 +35,8 @@ def rows(path: Path) -> list[dict]:
 def start(folder: Path) -> subprocess.Popen:
     """The default recipe, shortened, with every step logged."""
     settings = {
-        "run.dir": str(folder), "run.name": "costs", "train.steps": str(STEPS), "train.log_every": "1",
-        "train.eval_every": "0", "train.sample_tokens": "0", "save.every": str(SAVE_EVERY),
+        "run.dir": str(folder), "run.name": "costs", "train.steps": str(STEPS), "train.log_interval": "1",
+        "train.eval_interval": "0", "train.sample_tokens": "0", "checkpoint.interval": str(SAVE_EVERY),
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]
     return subprocess.Popen([sys.executable, "-m", "tilewright", "train", *options], stdout=subprocess.DEVNULL)

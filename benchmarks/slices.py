@@ -6,8 +6,8 @@ a slice saves is seen where the others are there already. Contenders:
 
   whole           every MLP, all scores and all logits at once; layer inputs exact and in memory
   all             MLPs in 8 parts, 256 query rows and 8 MiB of logits at a time, layer inputs on disk
-  without X       all but `memory.mlp_tiles`, `memory.attention_block`, `memory.loss_tile` or `memory.inputs`
-  inputs in fp8   all, with layer inputs in memory in 8 bits
+  without X       all but `memory.mlp_chunks`, `memory.attention_block`, `memory.loss_chunk_bytes` or
+  `memory.offload_activations` inputs in fp8   all, with layer inputs in memory in 8 bits
 
 Each has a process of its own, which takes a step when it is its turn. `peak` is the kernel's mark of the whole process
 in that step, `above` how far that is over what the process held before the step.
@@ -34,12 +34,12 @@ from tilewright.core.units import format_bytes
 CLAIM = (
     "without any one of the slices inside a layer the peak of long rows is higher; what each costs in seconds is told"
 )
-WHOLE = {"memory.loss_tile": "64GiB"}
+WHOLE = {"memory.loss_chunk_bytes": "64GiB"}
 SLICES = {
-    "memory.mlp_tiles": "8",
+    "memory.mlp_chunks": "8",
     "memory.attention_block": "256",
-    "memory.loss_tile": "8MiB",
-    "memory.inputs": "disk",
+    "memory.loss_chunk_bytes": "8MiB",
+    "memory.offload_activations": "disk",
 }
 CONTENDERS = {
     "whole": WHOLE,
@@ -48,7 +48,7 @@ CONTENDERS = {
         f"without {left_out.removeprefix('memory.')}": WHOLE | {k: v for k, v in SLICES.items() if k != left_out}
         for left_out in SLICES
     },
-    "inputs in fp8": SLICES | {"memory.inputs": "device", "train.checkpoint_inputs": "fp8"},
+    "inputs in fp8": SLICES | {"memory.offload_activations": "none", "train.checkpoint_inputs": "fp8"},
 }
 MICRO, TOKENS, DOCUMENTS, WARMUP = 2, 4096, 4, 1
 """Micro-batches a step, tokens in each, documents in a row, steps before those that count."""
@@ -98,7 +98,7 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     from tilewright.training.executor import layer_major_setup
 
     memory, optim = recipe.memory, recipe.optim
-    sizes = {"loss_tile": memory.loss_tile, "attention_block": memory.attention_block}
+    sizes = {"loss_chunk_bytes": memory.loss_chunk_bytes, "attention_block": memory.attention_block}
     kernels = Kernels(detect_machine("cpu"), compile=compiled, **sizes)
     model = build_model(recipe.model, recipe.data.vocab_size, kernels, "meta")
     values = layer_major_setup.initial_values(recipe, model)
@@ -109,11 +109,11 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
     if compiled:
         model.compile_blocks()
-    if memory.mlp_tiles > 1:
-        chunk_mlps(model, memory.mlp_tiles, print, compile=compiled)
+    if memory.mlp_chunks > 1:
+        chunk_mlps(model, memory.mlp_chunks, print, compile=compiled)
     optimizer = DeepSeekAdam(
         decay_groups(model, optim.weight_decay), lr=optim.lr, betas=optim.betas, moments=optim.moments,
-        master=optim.master, kernels=kernels,
+        master=optim.master_weights, kernels=kernels,
     )  # fmt: skip
     cut = layer_major_setup.slice_up(recipe, model, optimizer, torch.device("cpu"), folder=folder, values=values)
     return layer_major_setup.make_executor(

@@ -24,7 +24,7 @@ CHECKS = {
     "plan": "the planned peak of a larger sibling is within 15 % of a dry run's, or the plan says that it is not known",
     "run and export": "`tilewright train` runs, and transformers reads the weights of its last checkpoint",
     "config": "an exported config.json says what the model's own says",
-    "FP8 export": '`save.export_format = "fp8"` writes four fifths of the matrices in FP8, and they are read again',
+    "FP8 export": '`checkpoint.export_format = "fp8"` writes four fifths of the matrices in FP8; they are read again',
     "FP8 in transformers": "transformers reads the same model from that folder",
 }
 """Name of a check -> what it asks; the columns of the page."""

@@ -39,7 +39,7 @@ def plan(
 
     Args:
         recipe: a TOML file or the name of a shipped recipe.
-        settings: `{"train.micro_batch": "4"}`; the planner leaves these as they are.
+        settings: `{"train.micro_batch_size": "4"}`; the planner leaves these as they are.
         device_memory: "24GiB"; by default what the machine has.
         host_memory: of the host, for what may lie there.
         disk_memory: space on the disk that the plan may use; none by default.

@@ -47,8 +47,8 @@ def test_the_articles_quantizer_has_no_gradient():
 
 def test_a_zero_point_belongs_to_integers():
     """E4M3 is symmetric about zero and densest there: a shift would move the density away from the small values."""
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    finite = codes[codes.isfinite()]
+    qdata = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = qdata[qdata.isfinite()]
     assert torch.equal(finite.sort().values, (-finite).sort().values)
     x = torch.tensor([0.01, 0.02, -0.03])
     shifted = ((x / 0.1 + 8).to(torch.float8_e4m3fn).float() - 8) * 0.1  # what a zero point of 8 would do

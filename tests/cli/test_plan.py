@@ -14,9 +14,9 @@ MODEL = [
     "8",
     "--model.num_heads",
     "8",
-    "--train.batch_size",
+    "--train.global_batch_size",
     "2",
-    "--train.micro_batch",
+    "--train.micro_batch_size",
     "1",
 ]
 H200 = ["plan", "default", *MODEL, "--on", "h200"]
@@ -74,7 +74,18 @@ def test_why_and_largest(capsys):
     assert capsys.readouterr().out.startswith("layer 7 is one of")
     assert "layer.0 to layer.7" in error_of(capsys, "--why", "layer.8")
     assert (
-        run([*H200, "--device-memory", "1.5GiB", "--host-memory", "4.3GiB", "--train.batch_size", "1", "--largest"])
+        run(
+            [
+                *H200,
+                "--device-memory",
+                "1.5GiB",
+                "--host-memory",
+                "4.3GiB",
+                "--train.global_batch_size",
+                "1",
+                "--largest",
+            ]
+        )
         == 0
     )
     assert capsys.readouterr().out.startswith("The deepest model of this shape has ")
@@ -145,7 +156,7 @@ def test_without_a_budget_nothing_is_decided(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     (sizes,) = [line.split()[1:] for line in lines if line.startswith("parameters  ")]
     assert sizes[0] != sizes[1]
-    rows = [line.split()[1:] for line in lines if line.startswith("train.micro_batch")]
+    rows = [line.split()[1:] for line in lines if line.startswith("train.micro_batch_size")]
     assert rows == [["8", "8"]]
     assert page.read_text().count("<svg") >= 1
     assert '"memory.executor" = "standard"' in out.read_text()
@@ -154,11 +165,11 @@ def test_without_a_budget_nothing_is_decided(capsys, tmp_path):
 
 
 def test_what_does_not_fit_as_it_stands_says_what_would(capsys):
-    code = run(["plan", "default", "--run.device", "cpu", "--plan.device_budget", "900MiB"])
+    code = run(["plan", "default", "--run.device", "cpu", "--plan.device_memory", "900MiB"])
     shown = capsys.readouterr()
     assert code == 3
     assert shown.out.startswith("The run does not fit: it takes ")
     assert "checkpoint" in shown.out
     for word in ("got", "need", "try"):
         assert f"  {word} " in shown.err
-    assert "--train.micro_batch" in shown.err
+    assert "--train.micro_batch_size" in shown.err

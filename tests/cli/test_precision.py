@@ -46,8 +46,8 @@ def test_all_measurements_are_in_the_json(here):
     assert facts["budget"] == pytest.approx(5e-6)
     assert len(facts["units"]) == 14
     for unit in facts["units"]:
-        assert set(unit["products"]) == set(GEMM_NAMES)
-        assert len(unit["products"]["fprop"]["loss_change"]) == 2
+        assert set(unit["matmuls"]) == set(GEMM_NAMES)
+        assert len(unit["matmuls"]["fprop"]["loss_change"]) == 2
         assert set(unit["underflow"]) == {"x", "weight", "dy"}
     chosen = facts["chosen"]
     assert 0 < len(chosen["fp8"]) < 42
@@ -66,7 +66,7 @@ def test_the_policy_file_is_a_recipe_that_trains_as_it_says(here):
     facts = json.loads((here / "policy.json").read_text())
     rows = {row["fqn"]: row for row in json.loads((here / "runs" / "policy" / "precision.json").read_text())}
     for unit in facts["units"]:
-        wanted = [unit["products"][gemm]["format"] for gemm in GEMM_NAMES]
+        wanted = [unit["matmuls"][gemm]["format"] for gemm in GEMM_NAMES]
         row = rows[unit["name"]]
         found = [row["gemms"][gemm] for gemm in GEMM_NAMES] if row["gemms"] else [row["compute"]] * 3
         assert found == wanted

@@ -90,7 +90,7 @@ def test_dry_run_keeps_nothing(here, capsys):
 def test_plan_says_yes_or_exits_3(capsys):
     assert run(["plan", *arguments()]) == 0
     assert capsys.readouterr().out
-    assert run(["plan", "--json", *arguments(plan__device_budget="1MB")]) == 3
+    assert run(["plan", "--json", *arguments(plan__device_memory="1MB")]) == 3
     captured = capsys.readouterr()
     assert json.loads(captured.out)
     assert "tilewright: " in captured.err

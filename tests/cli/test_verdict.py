@@ -9,7 +9,7 @@ from tests.cli.test_train import arguments
 from tests.contracts.observe import fixed_ceilings, write_texts
 from tilewright.cli.app import run
 
-EVERY_STEP = {"train__eval_every": "1", "train__eval_batches": "1", "optim__schedule": "constant"}
+EVERY_STEP = {"train__eval_interval": "1", "train__eval_batches": "1", "optim__schedule": "constant"}
 # name -> (settings, exit code); the loss goes to 8e6, 345,341 and the like, with gradients finite or not
 DIVERGING = {
     "1e4": ({"optim__lr": "1e4", "train__steps": "8"}, 4),
@@ -20,8 +20,8 @@ DIVERGING = {
         {"optim__lr": "1e3", "train__steps": "8", "precision__mode": "fp8_tile", "precision__controller": "true"},
         4,
     ),
-    "lagged": (
-        {"optim__lr": "1e3", "train__steps": "8", "memory__executor": "layer_major", "optim__clip": "lagged"},
+    "delayed": (
+        {"optim__lr": "1e3", "train__steps": "8", "memory__executor": "layer_major", "optim__clip": "delayed"},
         4,
     ),
 }
@@ -74,8 +74,8 @@ def test_a_run_that_diverged_says_so_on_the_page_and_on_the_screen(here, capsys,
 
 
 def test_a_run_that_learns_says_what(here, capsys):
-    changes = {"run__name": "learns", "train__steps": "60", "train__eval_every": "20", "optim__lr": "1e-2"}
-    changes |= {"optim__clip_norm": "0", "save__every": "30"}
+    changes = {"run__name": "learns", "train__steps": "60", "train__eval_interval": "20", "optim__lr": "1e-2"}
+    changes |= {"optim__clip_norm": "0", "checkpoint__interval": "30"}
     assert run(["train", *arguments(**changes)]) == 0
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if line.startswith("verdict: ")]

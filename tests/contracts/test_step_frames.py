@@ -81,8 +81,8 @@ def trace(tmp_path_factory):
     folder, threads = tmp_path_factory.mktemp("step"), torch.get_num_threads()
     write_text(folder / "text")
     settings = {
-        "precision__mode": "bf16_mixed", "train__batch_size": 4, "train__micro_batch": 2, "train__steps": 6,
-        "train__eval_every": 0, "train__log_every": 100, "train__sample_tokens": 0, "save__every": 0,
+        "precision__mode": "bf16_mixed", "train__global_batch_size": 4, "train__micro_batch_size": 2, "train__steps": 6,
+        "train__eval_interval": 0, "train__log_interval": 100, "train__sample_tokens": 0, "checkpoint__interval": 0,
     }  # fmt: skip
     try:
         with StepTrace(Run.train.__code__, Decoder.loss.__code__) as found:

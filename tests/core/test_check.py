@@ -31,14 +31,14 @@ CASES = [
         {"model.kind": "hf", "model.path": "x", "model.task": "image_classification"},
         "the installed corpus holds no images",
     ),
-    ({"save.export_hf": "true", "model.num_experts": "4"}, "no Hugging Face layout holds this shape"),
+    ({"checkpoint.export_hf": "true", "model.num_experts": "4"}, "no Hugging Face layout holds this shape"),
     (
-        {"save.export_hf": "true", "model.num_heads": "3", "model.head_dim": "4"},
+        {"checkpoint.export_hf": "true", "model.num_heads": "3", "model.head_dim": "4"},
         "no Hugging Face layout holds this shape",
     ),
     (
         {
-            "save.export_hf": "true",
+            "checkpoint.export_hf": "true",
             "model.attention": "mla",
             "model.num_experts": "4",
             "model.num_shared_experts": "0",
@@ -57,11 +57,11 @@ CASES = [
     ({"precision.loss_scale": "0.25"}, "the first loss scale is outside its bounds"),
     ({"optim.betas": "[0.9, 1.0]"}, "AdamW's betas must be at least 0 and below 1"),
     (
-        {"optim.master": "stochastic", "precision.mode": "pure_fp16"},
+        {"optim.master_weights": "stochastic", "precision.mode": "pure_fp16"},
         "stochastic rounding keeps the weights in BF16, pure_fp16 in FP16",
     ),
-    ({"optim.master": "split24"}, "weights in 24 bits go with moments in 8 bits"),
-    ({"train.micro_batch": "17"}, "one forward pass holds more rows than the whole step"),
+    ({"optim.master_weights": "split24"}, "weights in 24 bits go with moments in 8 bits"),
+    ({"train.micro_batch_size": "17"}, "one forward pass holds more rows than the whole step"),
     ({"train.checkpoint_inputs": "fp8"}, "only layers that are recomputed whole keep nothing but their inputs"),
     ({"run.name": "a/b"}, "the run's name must be a single folder name"),
 ]

@@ -7,15 +7,15 @@ from tilewright.core.memory_plan import LayerMemory, MemoryPlan
 
 def test_uniform_says_the_same_of_all_layers():
     memory_plan = MemoryPlan.uniform(
-        4, parameters="host", states="disk", inputs="host", activations="recompute", mlp_tiles=2, attention_block=8
+        4, parameters="host", states="disk", inputs="host", activations="recompute", mlp_chunks=2, attention_block=8
     )
     layer = LayerMemory(
-        parameters="host", states="disk", inputs="host", activations="recompute", mlp_tiles=2, attention_block=8
+        parameters="host", states="disk", inputs="host", activations="recompute", mlp_chunks=2, attention_block=8
     )
     assert memory_plan.layers == (layer,) * 4
     for end in (memory_plan.embedding, memory_plan.head):
         assert (end.parameters, end.states, end.inputs) == ("host", "disk", "host")
-        assert (end.activations, end.mlp_tiles, end.attention_block) == ("keep", 1, 0)
+        assert (end.activations, end.mlp_chunks, end.attention_block) == ("keep", 1, 0)
 
 
 def test_uniform_without_words_is_the_default():
@@ -27,7 +27,7 @@ WRONG = [
     {"states": ""},
     {"inputs": "gpu"},
     {"activations": "full"},
-    {"mlp_tiles": 0},
+    {"mlp_chunks": 0},
     {"attention_block": -1},
 ]
 

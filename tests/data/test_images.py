@@ -54,7 +54,7 @@ def test_prepare_and_stream(folder, tmp_path):
         "file type .txt is not an image": 1,
     }
     assert {r["where"] for r in prepared.rejects()} == {"bee/torn.png", "bee/twin.png", "bee/readme.txt"}
-    stream = Stream(prepared, seed=1, batch_size=10, micro_batch=4, prefetch=2)
+    stream = Stream(prepared, seed=1, batch_size=10, micro_batch_size=4, prefetch=2)
     epoch = []
     for _ in range(5):
         batches = stream.next_step()

@@ -35,9 +35,9 @@ class Numbers:
         return [{"name": f"{domain}/{row}"}]
 
 
-def make(world=1, rank=0, batch_size=12, micro_batch=4, prefetch=0, rows=None, **options):
+def make(world=1, rank=0, batch_size=12, micro_batch_size=4, prefetch=0, rows=None, **options):
     return Stream(
-        rows or Numbers(), seed=5, batch_size=batch_size, micro_batch=micro_batch, rank=rank, world=world,
+        rows or Numbers(), seed=5, batch_size=batch_size, micro_batch_size=micro_batch_size, rank=rank, world=world,
         prefetch=prefetch, **options,
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_prefetch_changes_nothing_but_time():
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "world", "micro_batch", "sizes"),
+    ("batch_size", "world", "micro_batch_size", "sizes"),
     [
         (12, 1, 4, [4, 4, 4]),
         (12, 1, 5, [4, 4, 4]),
@@ -118,11 +118,11 @@ def test_prefetch_changes_nothing_but_time():
         (5, 3, 1, [1, 1]),
     ],
 )
-def test_micro_batches(batch_size, world, micro_batch, sizes):
+def test_micro_batches(batch_size, world, micro_batch_size, sizes):
     """As many on every rank, none above the limit; a rank short of a row gets one without targets."""
     seen = []
     for rank in range(world):
-        batches = make(world, rank, batch_size, micro_batch).next_step()
+        batches = make(world, rank, batch_size, micro_batch_size).next_step()
         assert [len(b["row"]) for b in batches] == sizes
         assert all((b["labels"][b["row"] == -1] == -100).all() for b in batches)
         seen += [int(s) for b in batches for s in b["sample"] if s >= 0]
@@ -193,7 +193,7 @@ def test_state_of_other_data_is_refused():
 
 
 def test_state_brings_its_own_seed():
-    first, second = make(), Stream(Numbers(), seed=99, batch_size=12, micro_batch=4, prefetch=0)
+    first, second = make(), Stream(Numbers(), seed=99, batch_size=12, micro_batch_size=4, prefetch=0)
     steps([first], 4)
     second.load_state_dict(first.state_dict())
     assert steps([first], 4) == steps([second], 4)
@@ -205,7 +205,7 @@ def test_fewer_rows_than_ranks():
 
 
 def test_batches_of_prepared_text(prepared):
-    stream = Stream(prepared, seed=1, batch_size=6, micro_batch=4, prefetch=2)
+    stream = Stream(prepared, seed=1, batch_size=6, micro_batch_size=4, prefetch=2)
     batches = stream.next_step()
     assert [tuple(b["input_ids"].shape) for b in batches] == [(3, 64), (3, 64)]
     dtypes = {name: tensor.dtype for name, tensor in batches[0].items()}

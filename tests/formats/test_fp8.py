@@ -72,10 +72,10 @@ def test_every_bf16_and_fp16_rounds_to_nearest_even(spec):
 @settings(max_examples=300, deadline=None)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.sampled_from(list(FP8_SPECS.values())))
 def test_nearest_value_by_exact_arithmetic(value, spec):
-    codes = [code for code in range(256) if (code & 0x7F) <= (0x7E if spec is E4M3 else 0x7B)]
+    qdata = [code for code in range(256) if (code & 0x7F) <= (0x7E if spec is E4M3 else 0x7B)]
     exact = Fraction(value)
     got = Fraction(decode(encode(torch.tensor([value]), spec), spec).item())
-    nearest = min(abs(Fraction(v) - exact) for v in decode(torch.tensor(codes, dtype=torch.uint8), spec).tolist())
+    nearest = min(abs(Fraction(v) - exact) for v in decode(torch.tensor(qdata, dtype=torch.uint8), spec).tolist())
     assert abs(got - exact) == nearest
     assert math.copysign(1, float(decode(encode(torch.tensor([value]), spec), spec))) == math.copysign(1, value)
 
@@ -100,9 +100,9 @@ def test_stochastic_rounding_leaves_exact_values_alone(spec):
 
 
 def test_e8m0_equals_torch():
-    codes = torch.arange(255, dtype=torch.uint8)
-    values = decode_e8m0(codes)
-    assert torch.equal(values, codes.view(torch.float8_e8m0fnu).float())
+    qdata = torch.arange(255, dtype=torch.uint8)
+    values = decode_e8m0(qdata)
+    assert torch.equal(values, qdata.view(torch.float8_e8m0fnu).float())
     assert decode_e8m0(torch.tensor([255], dtype=torch.uint8)).isnan().all()
 
 
@@ -148,7 +148,7 @@ def matrices(draw):
 @given(matrices(), st.sampled_from(TILES), st.sampled_from(list(FP8_SPECS.values())), st.booleans())
 def test_tiles_equal_one_tile_at_a_time(x, tile, spec, power_of_two):
     tiled = quantize(x, spec, tile, power_of_two=power_of_two)
-    assert tiled.codes.shape == x.shape
+    assert tiled.qdata.shape == x.shape
     assert tuple(tiled.scale_inv.shape) == tile.grid(tuple(x.shape))
     rows, cols = tile.sizes(tuple(x.shape))
     for i in range(tiled.scale_inv.shape[0]):
@@ -157,9 +157,9 @@ def test_tiles_equal_one_tile_at_a_time(x, tile, spec, power_of_two):
             finite = part[part.isfinite()]
             amax = finite.abs().max() if finite.numel() else torch.zeros(())
             scale_inv = scale_inv_of(amax, spec, power_of_two=power_of_two)
-            codes = encode(part * encode_scale_of(scale_inv, power_of_two=power_of_two), spec)
+            qdata = encode(part * encode_scale_of(scale_inv, power_of_two=power_of_two), spec)
             assert tiled.scale_inv[i, j] == scale_inv
-            assert torch.equal(tiled.codes[i * rows : (i + 1) * rows, j * cols : (j + 1) * cols], codes)
+            assert torch.equal(tiled.qdata[i * rows : (i + 1) * rows, j * cols : (j + 1) * cols], qdata)
 
 
 @settings(max_examples=60, deadline=None)
@@ -181,7 +181,7 @@ def test_error_of_an_element_is_at_most_half_a_step(x, tile, spec):
 def test_transposed_is_quantised_transpose(tile):
     x = torch.randn(200, 333)
     ours, direct = quantize(x, E4M3, tile).transposed(), quantize(x.T, E4M3, tile.transposed())
-    assert torch.equal(ours.codes, direct.codes)
+    assert torch.equal(ours.qdata, direct.qdata)
     assert torch.equal(ours.scale_inv, direct.scale_inv)
     assert ours.tile == direct.tile
 
@@ -192,11 +192,11 @@ def test_tile_amax_ignores_what_is_not_finite():
 
 
 def test_wrong_scales_are_refused():
-    codes = torch.zeros(200, 300, dtype=torch.uint8)
+    qdata = torch.zeros(200, 300, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"need scales \[2, 3\], not \[1, 1\]"):
-        TiledTensor(codes, torch.ones(1, 1), BLOCK_TILE, E4M3)
+        TiledTensor(qdata, torch.ones(1, 1), BLOCK_TILE, E4M3)
     with pytest.raises(ValueError, match="uint8"):
-        TiledTensor(codes.float(), torch.ones(2, 3), BLOCK_TILE, E4M3)
+        TiledTensor(qdata.float(), torch.ones(2, 3), BLOCK_TILE, E4M3)
 
 
 def test_measures_tell_tiles_from_one_scale():
@@ -221,5 +221,5 @@ def test_measures_count_saturation_and_what_is_not_finite():
 def test_fp16_and_bf16_give_the_same_codes_as_fp32():
     for dtype in (FP16.dtype, BF16.dtype):
         x = torch.randn(64, 256).to(dtype)
-        assert torch.equal(quantize(x, E4M3, ROW_TILE).codes, quantize(x.float(), E4M3, ROW_TILE).codes)
-        assert torch.equal(quantize(x, E5M2, ROW_TILE).codes, quantize(x.float(), E5M2, ROW_TILE).codes)
+        assert torch.equal(quantize(x, E4M3, ROW_TILE).qdata, quantize(x.float(), E4M3, ROW_TILE).qdata)
+        assert torch.equal(quantize(x, E5M2, ROW_TILE).qdata, quantize(x.float(), E5M2, ROW_TILE).qdata)

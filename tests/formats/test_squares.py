@@ -16,16 +16,16 @@ def noise_of(size, seed=0, most=256):
 def test_every_code_is_kept(signed):
     """Values that stand in codes come back whatever the noise: nothing drifts by being stored again."""
     # The largest code stands in both blocks, so that their scales stay.
-    codes = torch.arange(-127, 129).clamp(max=127).to(torch.int8)
-    codes = codes if signed else torch.tensor([*[255] * 4, *range(4, 256)], dtype=torch.uint8)
+    qdata = torch.arange(-127, 129).clamp(max=127).to(torch.int8)
+    qdata = qdata if signed else torch.tensor([*[255] * 4, *range(4, 256)], dtype=torch.uint8)
     for scale in (1.0, 3e-7, 1e20):
         scales = torch.full((2,), scale)
-        values = decode(codes, scales)
+        values = decode(qdata, scales)
         for noise in (0, 128, 255):
             again, new = encode(values, torch.full(values.shape, noise, dtype=torch.int32), signed=signed)
             # x * (1/n^2) * n^2 is off by two roundings, which moves no code across half of noise's finest step.
             torch.testing.assert_close(new, scales, rtol=2**-22, atol=0)
-            assert (again.int() - codes.int()).abs().max() == 0
+            assert (again.int() - qdata.int()).abs().max() == 0
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -33,10 +33,10 @@ def test_every_code_is_kept(signed):
 def test_error_of_a_value_is_less_than_a_step(size, signed):
     x = torch.randn(size, generator=torch.Generator().manual_seed(size)) ** 3
     x = x if signed else x.abs()
-    codes, scale = encode(x, noise_of(size), signed=signed)
-    assert (codes.shape, scale.shape) == (x.shape, (num_blocks(size),))
-    assert codes.dtype == (torch.int8 if signed else torch.uint8)
-    values = decode(codes, scale)
+    qdata, scale = encode(x, noise_of(size), signed=signed)
+    assert (qdata.shape, scale.shape) == (x.shape, (num_blocks(size),))
+    assert qdata.dtype == (torch.int8 if signed else torch.uint8)
+    values = decode(qdata, scale)
     # Between c^2 and (c + 1)^2 lie 2c + 1; unsigned, what is below the least code is raised to it.
     unit = scale.repeat_interleave(BLOCK)[:size]
     step = unit * (2 * (x.abs() / unit.clamp_min(1e-30)).sqrt() + 1)
@@ -64,10 +64,10 @@ def test_blocks_without_numbers_and_with_bad_ones():
     x[2 * BLOCK] = torch.inf
     x[3 * BLOCK + 5] = torch.nan
     for signed in (True, False):
-        codes, scale = encode(x, noise_of(len(x)), signed=signed)
+        qdata, scale = encode(x, noise_of(len(x)), signed=signed)
         assert scale[:2].tolist() == [0.0, 0.0]
         assert scale[2:].isnan().all()
-        assert set(codes.tolist()) == {0 if signed else LEAST}
+        assert set(qdata.tolist()) == {0 if signed else LEAST}
     assert not decode(torch.zeros(300, dtype=torch.uint8), torch.zeros(3)).any()
 
 

@@ -44,15 +44,15 @@ def test_scales_of_every_dtype_are_exact(dtype):
 
 
 def test_nothing_is_copied_where_nothing_must_be():
-    codes, scale_inv = fp8_layout.to_stored(torch.randn(130, 70))
-    tiled = fp8_layout.from_stored(codes, scale_inv)
-    assert (tiled.codes.data_ptr(), tiled.scale_inv.data_ptr()) == (codes.data_ptr(), scale_inv.data_ptr())
+    qdata, scale_inv = fp8_layout.to_stored(torch.randn(130, 70))
+    tiled = fp8_layout.from_stored(qdata, scale_inv)
+    assert (tiled.qdata.data_ptr(), tiled.scale_inv.data_ptr()) == (qdata.data_ptr(), scale_inv.data_ptr())
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_both_nan_codes_are_found(code):
-    codes = torch.arange(256, dtype=torch.uint8)
-    sound = codes[(codes & 0x7F) != 0x7F]
+    qdata = torch.arange(256, dtype=torch.uint8)
+    sound = qdata[(qdata & 0x7F) != 0x7F]
     assert not fp8_layout.has_nan(sound)
     assert fp8_layout.has_nan(torch.cat([sound, torch.tensor([code], dtype=torch.uint8)]).view(torch.float8_e4m3fn))
 

@@ -61,7 +61,7 @@ def candidate_or_skip(op, name, dtype, kind=""):
 
 
 def to_cuda(tiled: TiledTensor) -> TiledTensor:
-    return TiledTensor(tiled.codes.cuda(), tiled.scale_inv.cuda(), tiled.tile, tiled.spec)
+    return TiledTensor(tiled.qdata.cuda(), tiled.scale_inv.cuda(), tiled.tile, tiled.spec)
 
 
 def skip_division(name, power_of_two):
@@ -128,10 +128,10 @@ def test_large():
     x = torch.randn(rows, cols, dtype=torch.bfloat16, device="cuda")
     row, column = run(x, E4M3)
     tail = x[-300:].cpu()
-    assert torch.equal(row.codes[-300:].cpu(), formats.quantize(tail, E4M3, ROW_TILE).codes)
+    assert torch.equal(row.qdata[-300:].cpu(), formats.quantize(tail, E4M3, ROW_TILE).qdata)
     start = rows // 128 * 128  # the last, ragged tile of tokens
     want = formats.quantize(x[start:].T.contiguous().cpu(), E4M3, ROW_TILE)
-    assert torch.equal(column.codes[:, start:].cpu(), want.codes)
+    assert torch.equal(column.qdata[:, start:].cpu(), want.qdata)
 
 
 def assert_product(out, a, b, bias, eps, result=None):
@@ -170,8 +170,8 @@ def test_tile_gemm(name, case, out_dtype):
     out = run(to_cuda(a), to_cuda(b), None if bias is None else bias.cuda(), out_dtype)
     assert out.shape == (case.m, case.n)
     assert out.dtype == out_dtype
-    products = case.k * 2.0**-23 if name in ("dequant", "ref") else 2.0**-12
-    assert_product(out, a, b, bias, products, torch.bfloat16 if name == "dequant" and case.power_of_two else None)
+    matmuls = case.k * 2.0**-23 if name in ("dequant", "ref") else 2.0**-12
+    assert_product(out, a, b, bias, matmuls, torch.bfloat16 if name == "dequant" and case.power_of_two else None)
 
 
 @names(TILE_GEMM)

@@ -180,7 +180,7 @@ def test_two_tools_cannot_decide_one_thing(tmp_path):
 
 # ---- the precision controller ----
 
-EVERY_STEP = ControllerSettings(budget=1.0, every=1, cooldown=1, quiet=1, recalibrate=1000)
+EVERY_STEP = ControllerSettings(budget=1.0, interval=1, cooldown=1, patience=1, recalibrate_interval=1000)
 
 
 def wide_llama():
@@ -194,7 +194,7 @@ def wide_llama():
 
 def test_a_controller_moves_what_needs_it_and_writes_it_down(tmp_path):
     trainer, log = trainer_of(wide_llama(), tmp_path)
-    attach(trainer, Policy("fp8_tile", decouple=()), control=EVERY_STEP)
+    attach(trainer, Policy("fp8_tile", bf16_grad_layers=()), control=EVERY_STEP)
     trainer.train()
     history = read_history(tmp_path)
     assert [sample.step for sample in history.samples] == [1, 2, 3, 4]
@@ -244,7 +244,7 @@ def test_a_controller_goes_on_from_the_trainers_checkpoint(tmp_path):
     found = []
     for run, folder in (("straight", tmp_path / "a"), ("resumed", tmp_path / "b")):
         trainer, _ = trainer_of(wide_llama(), folder, **resumable)
-        attach(trainer, Policy("fp8_tile", decouple=()), control=EVERY_STEP)
+        attach(trainer, Policy("fp8_tile", bf16_grad_layers=()), control=EVERY_STEP)
         trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2") if run == "resumed" else None)
         (callback,) = [call for call in trainer.callback_handler.callbacks if isinstance(call, ControllerCallback)]
         found.append((callback.control.controller.formats(), callback.control.state_dict()))

@@ -29,7 +29,7 @@ def make_slices(num_slices=5):
         layer_groups[index] = {
             "weight": nn.Parameter(torch.randn(7 + 100 * index, 5, generator=generator)),
             "half": nn.Parameter(torch.randn(3, 11, generator=generator).bfloat16()),
-            "codes": torch.randint(0, 255, (13 + index,), generator=generator, dtype=torch.uint8),
+            "qdata": torch.randint(0, 255, (13 + index,), generator=generator, dtype=torch.uint8),
             "scalar": torch.randn((), generator=generator),
             "nothing": torch.empty(0, 4),
         }
@@ -187,7 +187,7 @@ class TestAwayFromTheDevice:
             for tensors in layer_groups.values():
                 assert tensors["weight"].isnan().all()
                 assert tensors["half"].isnan().all()
-                assert (tensors["codes"] == 255).all()
+                assert (tensors["qdata"] == 255).all()
                 assert tensors["weight"].untyped_storage().nbytes() == 4
                 with pytest.raises(RuntimeError, match="single memory location"):
                     tensors["weight"].data.add_(1)
@@ -295,7 +295,7 @@ class TestDisk:
         assert problem.what == "The disk tier is full."
         assert "12.00 MiB" in problem.need
         assert "free" in problem.got
-        assert "memory.tier_dir" in problem.try_
+        assert "memory.offload_dir" in problem.try_
         assert all((tensors["w"] == i).all() for i, tensors in layer_groups.items()), "nothing has moved"
         assert list((tmp_path / "tier").iterdir()) == []
 

@@ -106,7 +106,7 @@ class TestBadDisk:
         monkeypatch.setattr(os, "posix_fallocate", full)
         with pytest.raises(FitError, match="disk tier is full") as caught:
             store.put(1, 0, torch.zeros(10, 8))
-        assert "memory.tier_dir" in str(caught.value)
+        assert "memory.offload_dir" in str(caught.value)
         assert store.get(0, 0).shape == (10, 8)
 
     def test_a_limit_on_file_size_is_a_full_disk(self, tmp_path):
@@ -224,11 +224,11 @@ def test_host_memory_of_a_gpu(monkeypatch):
     tier = HostActivations(torch.device("cpu"))
     for size in (300, 200, 500):
         for key in ((0, 0), (0, 1), (1, 0)):
-            codes, scales = torch.full((size, 3), sum(key) + size).to(torch.uint8), torch.randn(size)
-            tier.put(key, [codes, scales])
+            qdata, scales = torch.full((size, 3), sum(key) + size).to(torch.uint8), torch.randn(size)
+            tier.put(key, [qdata, scales])
             tier.prefetch(key)
             for _ in range(2):
-                assert all(torch.equal(a, b) for a, b in zip(tier.get(key), (codes, scales), strict=True))
+                assert all(torch.equal(a, b) for a, b in zip(tier.get(key), (qdata, scales), strict=True))
             tier.drop(key)
         held = {300: 300, 200: 300, 500: 500}[size]
         assert 3 * held * 7 <= tier.num_bytes < 3 * (held * 7 + 512), "buffers stay, and grow where they are too small"

@@ -48,11 +48,11 @@ class Choices(TorchFunctionMode):
         made_by = _union(self._made_by.get(id(tensor)) for tensor in given)
         if func in CHOICES and given:
             self._note(given[0], made_by, args, kwargs or {})
-        product = func in PRODUCTS or "grouped_mm" in str(func)
-        self.used |= weights if product else frozenset()
+        matmul = func in PRODUCTS or "grouped_mm" in str(func)
+        self.used |= weights if matmul else frozenset()
         for tensor in _tensors(out):
             self._kept.append(tensor)
-            if product:
+            if matmul:
                 self._made_by[id(tensor)] = weights
             elif all(id(each) in self._weights for each in given):
                 self._weights[id(tensor)] = weights

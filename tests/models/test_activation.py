@@ -173,7 +173,7 @@ def test_compiled_layers_have_the_same_bits_whatever_they_keep(mode):
         grads[kept] = torch.autograd.grad(outs[kept], [start, *model.blocks.parameters()], upstream)
     assert {name: torch.equal(out, eager) for name, out in outs.items()} == dict.fromkeys(outs, True)
     names = ["x", *(name for name, _ in model.blocks.named_parameters())]
-    for kept in ("full", "attention", "products", "selective"):
+    for kept in ("full", "attention", "matmuls", "selective"):
         different = [n for n, a, b in zip(names, grads[kept], grads["none"], strict=True) if not torch.equal(a, b)]
         assert different == [], kept
 

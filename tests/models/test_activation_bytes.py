@@ -91,9 +91,9 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
     layers = {role(fqn): module for fqn, module in block.named_modules() if isinstance(module, Float8Linear)}
     tiled = {name: layer.gemms for name, layer in layers.items()}
     experts = {name for name in layers if name.startswith("experts.")}  # run as one operation, which keeps codes
-    codes = {name for name in tiled if tiled[name].wgrad in FP8_FORMATS and (policy != "fp8_value" or name in experts)}
-    fused = {name for name in codes if tiled[name].fprop in FP8_FORMATS and not tiled[name].tensorwise}
-    sets = {"tiled": frozenset(tiled), "codes": frozenset(codes), "fused": frozenset(fused)}
+    qdata = {name for name in tiled if tiled[name].wgrad in FP8_FORMATS and (policy != "fp8_value" or name in experts)}
+    fused = {name for name in qdata if tiled[name].fprop in FP8_FORMATS and not tiled[name].tensorwise}
+    sets = {"tiled": frozenset(tiled), "qdata": frozenset(qdata), "fused": frozenset(fused)}
     storage = Storage(STREAM[policy], PRODUCT[policy], compiled, **sets)
     per_token = layer_bytes(config, layer, mode, storage)
     fixed = weight_copy_bytes(config, layer, mode, storage)
@@ -102,7 +102,7 @@ def predicted(name: str, block, layer: int, mode: str, policy: str, compiled: bo
 
 
 @pytest.mark.parametrize("policy", ["fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules"])
-@pytest.mark.parametrize("mode", ["none", "selective", "products", "attention", "full"])
+@pytest.mark.parametrize("mode", ["none", "selective", "matmuls", "attention", "full"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek"])
 def test_eager_layer(name, mode, policy):
     _, block, layer, (leaf, *rest) = make_block(name, mode, policy)
@@ -116,7 +116,7 @@ FAST = ("gqa", "none", "bf16_mixed")
 COMPILED = [
     (name, mode, policy)
     for name in ("gqa", "mla", "mla_q_rank", "gqa_moe", "deepseek")
-    for mode in ("none", "selective", "products", "attention")
+    for mode in ("none", "selective", "matmuls", "attention")
     for policy in ("fp32", "hybrid", "bf16_mixed", "fp8_tile", "fp8_value", "mixed_rules")
     # What an eager selective checkpoint around compiled parts caches, hooks do not see. With copies handed from module
     # to module (`precision.float8.fused`) torch 2.13 compiles such layers in parts, too.

@@ -58,7 +58,7 @@ def test_recomputation_runs_the_layers_again(name):
     batch = make_batch(rows=2, positions=16)
     count = count_flops(SHAPES[name], 16, causal=False)
     measured = {}
-    for mode in ("none", "selective", "products", "attention", "full"):
+    for mode in ("none", "selective", "matmuls", "attention", "full"):
         model.activation_checkpoint = mode
         with FlopCounterMode(display=False) as counter:
             model.loss(batch).loss_sum.backward()

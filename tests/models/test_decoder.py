@@ -51,7 +51,7 @@ def test_packed_documents_are_as_if_alone(name):
         start += length
 
 
-@pytest.mark.parametrize("mode", ["selective", "products", "attention", "full"])
+@pytest.mark.parametrize("mode", ["selective", "matmuls", "attention", "full"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_activation_checkpointing_is_exact(name, mode):
     model, batch = make_decoder(name), make_batch(rows=3)

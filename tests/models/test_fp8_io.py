@@ -32,7 +32,7 @@ DEEPSEEK_WIDTHS = {"hidden_size": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 
 def plain_encode(weight, block=(128, 128), scale_dtype=torch.float32):
     """Codes and scales as DeepSeek's own script makes them: scale = amax / 448 of each block, torch's cast."""
     rows, cols = -(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1])
-    codes, scale = torch.empty(weight.shape, dtype=FP8), torch.empty(rows, cols)
+    qdata, scale = torch.empty(weight.shape, dtype=FP8), torch.empty(rows, cols)
     for i in range(rows):
         for j in range(cols):
             part = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
@@ -40,13 +40,13 @@ def plain_encode(weight, block=(128, 128), scale_dtype=torch.float32):
             scale[i, j] = (
                 2 ** torch.ceil(torch.log2(amax / 448)) if scale_dtype != torch.float32 else amax / 448
             ).item()
-            codes[part] = (weight[part] / scale[i, j]).clamp(-448, 448).to(FP8)
-    return codes, scale.to(scale_dtype)
+            qdata[part] = (weight[part] / scale[i, j]).clamp(-448, 448).to(FP8)
+    return qdata, scale.to(scale_dtype)
 
 
-def plain_decode(codes, scale, block=(128, 128)):
+def plain_decode(qdata, scale, block=(128, 128)):
     """Code times scale, block by block."""
-    out = codes.float()
+    out = qdata.float()
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
             out[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]] *= scale[i, j].float()
@@ -128,9 +128,9 @@ def test_slices_make_the_same_weights_and_stay_small(tmp_path, monkeypatch):
     monkeypatch.setattr(fp8_weights, "_SLICE_BYTES", 1)  # one row of blocks at a time
     sizes = []
 
-    def recording(codes, scale_inv, tile):
-        sizes.append(codes.shape[0])
-        return from_stored(codes, scale_inv, tile)
+    def recording(qdata, scale_inv, tile):
+        sizes.append(qdata.shape[0])
+        return from_stored(qdata, scale_inv, tile)
 
     monkeypatch.setattr(fp8_weights, "from_stored", recording)
     state = load_decoder(tmp_path, KERNELS).state_dict()
@@ -228,10 +228,10 @@ def test_a_folder_with_power_of_two_scales_is_written_again_without_loss(name, t
 def test_what_came_from_codes_goes_back_without_loss(rows, cols, exponent, seed, top):
     """Also where a block uses only small codes, subnormals among them."""
     generator = torch.Generator().manual_seed(seed)
-    codes = (torch.randn(rows, cols, generator=generator) * top / 4).clamp(-top, top).to(FP8)
+    qdata = (torch.randn(rows, cols, generator=generator) * top / 4).clamp(-top, top).to(FP8)
     scale = 2.0 ** torch.randint(exponent, exponent + 9, (-(-rows // 128), -(-cols // 128)), generator=generator)
-    values = from_stored(codes, scale).dequantize()
-    assert torch.equal(values, plain_decode(codes, scale))
+    values = from_stored(qdata, scale).dequantize()
+    assert torch.equal(values, plain_decode(qdata, scale))
     assert torch.equal(from_stored(*to_stored(values)).dequantize(), values)
 
 

@@ -127,7 +127,7 @@ def test_packed_documents_are_as_if_alone(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
-@pytest.mark.parametrize("mode", ["selective", "products", "attention", "full"])
+@pytest.mark.parametrize("mode", ["selective", "matmuls", "attention", "full"])
 def test_activation_checkpointing_is_exact(name, mode):
     model = make(name).train()
     for module in model.modules():

@@ -159,7 +159,7 @@ def test_selective_checkpointing_keeps_its_result():
             return func(*args, **(kwargs or {}))
 
     *tensors, _ = AttentionCase(1, 2, 2, 40, 32, 32).tensors(torch.bfloat16)
-    kept = [(found, 2 if mode == "products" else 1) for mode, found in CONTEXTS.items()]
+    kept = [(found, 2 if mode == "matmuls" else 1) for mode, found in CONTEXTS.items()]
     for contexts, times in (*kept, (noop_context_fn, 2)):
         with Count() as count:
             out = checkpoint(

@@ -68,7 +68,7 @@ def test_only_rounding_is_lost(candidate, shape, tiles, formats):
 @each_candidate
 def test_other_dtypes_of_the_result(candidate, dtype):
     a, b = operands(40, 50, 300)
-    a = TiledTensor(a.codes, a.scale_inv * 2.0**-6, a.tile, a.spec)  # FP16 holds the results
+    a = TiledTensor(a.qdata, a.scale_inv * 2.0**-6, a.tile, a.spec)  # FP16 holds the results
     bias = torch.randn(50) * 0.01
     for given in (None, bias):
         out = candidate.run(a, b, given, dtype)
@@ -118,12 +118,12 @@ def test_compiled_whole_and_equal():
     kernels = Kernels(MACHINE)
     a, b = operands(64, 40, 300)
 
-    def run(a_codes, a_scale, b_codes, b_scale):
-        one = TiledTensor(a_codes, a_scale, ROW_TILE, E4M3)
-        two = TiledTensor(b_codes, b_scale, BLOCK_TILE, E4M3)
+    def run(a_qdata, a_scale, b_qdata, b_scale):
+        one = TiledTensor(a_qdata, a_scale, ROW_TILE, E4M3)
+        two = TiledTensor(b_qdata, b_scale, BLOCK_TILE, E4M3)
         return kernels.tile_gemm(one, two, out_dtype=torch.bfloat16) * 2
 
-    parts = (a.codes, a.scale_inv, b.codes, b.scale_inv)
+    parts = (a.qdata, a.scale_inv, b.qdata, b.scale_inv)
     assert torch.equal(torch.compile(run, fullgraph=True)(*parts), run(*parts))
 
 

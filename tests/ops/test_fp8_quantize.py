@@ -35,10 +35,10 @@ def assert_same(got, want, what=""):
     assert (got.tile, got.spec) == (want.tile, want.spec)
     wrong = (got.scale_inv != want.scale_inv).nonzero()
     assert len(wrong) == 0, f"{what}: scale at {wrong[0].tolist()} of {list(want.scale_inv.shape)}"
-    wrong = (got.codes != want.codes).nonzero()
+    wrong = (got.qdata != want.qdata).nonzero()
     if len(wrong):
         at = tuple(wrong[0].tolist())
-        text = f"code {got.codes[at].item():#x}, not {want.codes[at].item():#x}"
+        text = f"code {got.qdata[at].item():#x}, not {want.qdata[at].item():#x}"
         raise AssertionError(f"{what}: {text} at {at} of {want.shape}; {len(wrong)} wrong")
 
 
@@ -79,10 +79,10 @@ def test_every_bf16_pattern_under_every_scale(spec, tile):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_decoded_bits(spec):
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(77, 5)[:, :1196]
+    qdata = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(77, 5)[:, :1196]
     for tile in (ROW_TILE, COLUMN_TILE, BLOCK_TILE, TENSORWISE, Tile(2, 100)):
-        for matrix in (codes, codes.T.contiguous().T):
-            shape = tile.grid(tuple(codes.shape))
+        for matrix in (qdata, qdata.T.contiguous().T):
+            shape = tile.grid(tuple(qdata.shape))
             least, most = (-117, 119) if spec == E4M3 else (-110, 112)
             exponents = torch.linspace(least, most, shape[0] * shape[1]).round().view(shape)
             tiled = fp8.TiledTensor(matrix, torch.exp2(exponents), tile, spec)
@@ -91,7 +91,7 @@ def test_decoded_bits(spec):
             assert torch.equal(got.isnan(), want.isnan())
             finite = ~want.isnan()
             assert torch.equal(got.view(torch.int16)[finite], want.view(torch.int16)[finite]), str(tile)
-            assert (got if matrix is codes else got.T).is_contiguous()
+            assert (got if matrix is qdata else got.T).is_contiguous()
             turned = fp8.decode_bf16(tiled, turn=True)
             assert torch.equal(turned.view(torch.int16), got.view(torch.int16))
             assert turned.is_contiguous() or tile.cols != 128
@@ -117,11 +117,11 @@ def test_other_scales_and_noise(candidate):
 
 def test_memory_order_is_the_matrix_s_own():
     x = torch.randn(40, 200, dtype=torch.bfloat16)
-    assert fp8.quantize(x, E4M3, BLOCK_TILE).codes.is_contiguous()
-    assert fp8.quantize(x.T, E4M3, BLOCK_TILE).codes.T.is_contiguous()
+    assert fp8.quantize(x, E4M3, BLOCK_TILE).qdata.is_contiguous()
+    assert fp8.quantize(x.T, E4M3, BLOCK_TILE).qdata.T.is_contiguous()
     row, column = fp8.quantize_both(x, E4M3)
-    assert row.codes.is_contiguous()
-    assert column.codes.T.is_contiguous()  # CPU: the transposed copy is a view
+    assert row.qdata.is_contiguous()
+    assert column.qdata.T.is_contiguous()  # CPU: the transposed copy is a view
 
 
 @pytest.mark.parametrize(("forced", "power_of_two"), [("auto", True), ("ref", False)])
@@ -132,7 +132,7 @@ def test_compiled_whole_and_equal(forced, power_of_two):
     def run(x, weight):
         tiled = [*kernels.quantize_both(x, E5M2, power_of_two=power_of_two)]
         tiled += [kernels.quantize(weight, E4M3, tile, power_of_two=power_of_two) for tile in (*TILES, TENSORWISE)]
-        return [part for t in tiled for part in (t.codes, t.scale_inv)]
+        return [part for t in tiled for part in (t.qdata, t.scale_inv)]
 
     x, weight = torch.randn(130, 300, dtype=torch.bfloat16), torch.randn(129, 200)
     whole = torch.compile(run, fullgraph=True)(x, weight)

@@ -17,7 +17,7 @@ from tilewright.core.hardware import detect_machine
 from tilewright.formats.scaling import ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.ops.attention import ATTENTION
-from tilewright.ops.backends.native.attention import rows_by_products
+from tilewright.ops.backends.native.attention import rows_by_matmuls
 from tilewright.ops.base.dispatch import Candidate, Case, Op, always, choose
 from tilewright.ops.kernels import OPS, Kernels
 from tilewright.ops.linear import LINEAR
@@ -140,7 +140,7 @@ def test_attention_by_query_blocks(case, dtype):
 def test_a_block_by_products_is_what_the_flash_kernel_gives():
     q, k, v = (torch.randn(2, 3, rows, 8, dtype=torch.float64) for rows in (5, 9, 9))
     allowed = torch.ones(5, 9, dtype=torch.bool).tril(4)[None, None]
-    out, lse = rows_by_products(q, k, v, allowed, 0.5)
+    out, lse = rows_by_matmuls(q, k, v, allowed, 0.5)
     mask = torch.zeros(5, 9, dtype=torch.float64).masked_fill(~allowed[0, 0], -torch.inf)[None, None]
     want = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=0.5)
     for got, expected in zip((out, lse), want, strict=True):
@@ -267,8 +267,8 @@ def test_an_override_that_cannot_run_one_dtype_is_told_when_that_dtype_is_used()
 
 
 def test_a_model_with_kernels_is_copied_and_pickled_also_when_libraries_are_loaded():
-    kernels = Kernels(detect_machine("cpu"), compile=False, loss_tile=123)
+    kernels = Kernels(detect_machine("cpu"), compile=False, loss_chunk_bytes=123)
     kernels.quantize(torch.ones(2, 128), E4M3, ROW_TILE)  # loads the library in C++ where there is a compiler
     assert copy.deepcopy([kernels])[0] is kernels
     again = pickle.loads(pickle.dumps(kernels))
-    assert (again.spec, again.loss_tile) == (kernels.spec, 123)
+    assert (again.spec, again.loss_chunk_bytes) == (kernels.spec, 123)

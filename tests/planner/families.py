@@ -19,7 +19,7 @@ class Family:
     name: str
     config: dict[str, Any]
     task: str = "causal_lm"
-    micro_batch: int = 8
+    micro_batch_size: int = 8
     seq_len: int = 256
     image_size: int = 0
 
@@ -50,26 +50,53 @@ EXPERTS = (
     ),
 )  # fmt: skip
 STATE_SPACE = (
-    _text("mamba", {"vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 4, "state_size": 16}, micro_batch=4),
+    _text(
+        "mamba", {"vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 4, "state_size": 16}, micro_batch_size=4
+    ),
     _text(
         "mamba2",
-        {"vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 4, "num_heads": 8, "head_dim": 64,
-         "state_size": 32, "n_groups": 1, "chunk_size": 64},
-        micro_batch=4,
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "num_heads": 8,
+            "head_dim": 64,
+            "state_size": 32,
+            "n_groups": 1,
+            "chunk_size": 64,
+        },
+        micro_batch_size=4,
     ),
     _text(
         "falcon_h1",
-        {**_SWIGLU, "num_hidden_layers": 4, "mamba_d_ssm": 320, "mamba_n_heads": 5, "mamba_d_head": 64,
-         "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_chunk_size": 64},
-        micro_batch=4,
+        {
+            **_SWIGLU,
+            "num_hidden_layers": 4,
+            "mamba_d_ssm": 320,
+            "mamba_n_heads": 5,
+            "mamba_d_head": 64,
+            "mamba_d_state": 32,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 64,
+        },
+        micro_batch_size=4,
     ),
     _text(
         "jamba",
-        {**_MOE, "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 1, "expert_layer_period": 2,
-         "expert_layer_offset": 1, "num_experts": 4, "mamba_d_state": 16, "use_mamba_kernels": False},
-        micro_batch=4,
+        {
+            **_MOE,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 16,
+            "use_mamba_kernels": False,
+        },
+        micro_batch_size=4,
     ),
-)  # fmt: skip
+)
 MASKED = (
     _text("bert", {**_TEXT, "num_attention_heads": 5, "intermediate_size": 1280}, task="masked_lm"),
     _text("modernbert", {**_TEXT, "num_attention_heads": 5, "intermediate_size": 896, "local_attention": 64,
@@ -77,7 +104,7 @@ MASKED = (
           task="masked_lm"),
 )  # fmt: skip
 _VISION = {"image_size": 128, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
-_IMAGES: dict[str, Any] = {"task": "image_classification", "micro_batch": 16, "image_size": 128}
+_IMAGES: dict[str, Any] = {"task": "image_classification", "micro_batch_size": 16, "image_size": 128}
 VISION = (
     _text("vit", {**_VISION, "patch_size": 8, "intermediate_size": 1024}, **_IMAGES),
     _text("convnext", {"image_size": 128, "depths": [2, 2, 4, 2], "hidden_sizes": [64, 128, 256, 512]}, **_IMAGES),

@@ -39,18 +39,18 @@ def test_decoder_classes_add_up_to_the_whole_model(model):
     counted, flops = count_parameters(config), count_flops(config, 128)
     assert shape.num_parameters == counted.total
     assert sorted(i for found in shape.classes for i in found.indices) == [0, 1, 2]
-    assert sum(found.count * found.product_flops for found in shape.classes) == 128 * sum(flops.layers)
+    assert sum(found.count * found.matmul_flops for found in shape.classes) == 128 * sum(flops.layers)
     active = counted.active - counted.embedding - counted.head - counted.final_norm
     assert sum(found.count * found.active_parameters for found in shape.classes) == active
 
 
 def test_what_a_foreign_layer_keeps_falls_with_the_kind(tmp_path):
     pytest.importorskip("transformers")
-    recipe = make_recipe(model={"kind": "hf", "path": folder(tmp_path, HF)}, train={"micro_batch": 2})
+    recipe = make_recipe(model={"kind": "hf", "path": folder(tmp_path, HF)}, train={"micro_batch_size": 2})
     (layer,) = ShapeFinder(512, CPU).find(recipe).classes
     assert layer.count == 3
     assert layer.input(2) == 2 * 128 * 128 * 2
-    assert layer.input(1) < layer.kept_attention(1) < layer.kept_products(1) < layer.kept_selective(1) < layer.kept(1)
+    assert layer.input(1) < layer.kept_attention(1) < layer.kept_matmuls(1) < layer.kept_selective(1) < layer.kept(1)
     assert layer.last_flops == 2 * 128 * 128 * 320  # of the MLP, whose result backward does not read
     assert 0 < layer.mlp_kept(1) < layer.kept(1)
 
@@ -74,13 +74,13 @@ def test_well_known_models_take_seconds_and_no_memory(tmp_path, config, paramete
     assert shape.num_parameters == parameters
     assert [found.count for found in shape.classes] == counts
     active = sum(found.count * found.active_parameters for found in shape.classes)
-    forward = sum(found.count * found.product_flops for found in shape.classes)
+    forward = sum(found.count * found.matmul_flops for found in shape.classes)
     assert forward == pytest.approx(2 * 1024 * active, rel=0.01)
     for found in shape.classes:
         assert (
-            found.input(1) < found.kept_attention(1) < found.kept_products(1) < found.kept_selective(1) < found.kept(1)
+            found.input(1) < found.kept_attention(1) < found.kept_matmuls(1) < found.kept_selective(1) < found.kept(1)
         ), found.name
-        assert 0 <= found.last_flops < 0.4 * found.product_flops, found.name
+        assert 0 <= found.last_flops < 0.4 * found.matmul_flops, found.name
     assert took < 60, f"{took:.1f} s"
 
 
@@ -92,7 +92,7 @@ def test_our_decoder_and_the_same_model_of_transformers_agree(tmp_path):
         for kind in ("decoder", "hf")
     )
     assert ours.num_parameters == theirs.num_parameters
-    assert ours.classes[0].product_flops == theirs.classes[0].product_flops
+    assert ours.classes[0].matmul_flops == theirs.classes[0].matmul_flops
     assert ours.classes[0].attention_flops == pytest.approx(theirs.classes[0].attention_flops, rel=0.01)
     assert ours.classes[0].kept(1) < theirs.classes[0].kept(1)  # compiled layers keep less than eager ones
 
@@ -108,7 +108,7 @@ def test_adapters_train_and_their_base_does_not():
     (layer,) = shape.classes
     assert 0 < layer.weights.trained < 0.3 * layer.weights.count
     assert layer.weights.stored < 2 * layer.weights.count  # FP8 codes, and adapters in FP32
-    assert all(product.frozen for product in layer.products)
+    assert all(matmul.frozen for matmul in layer.matmuls)
     assert shape.embedding.trained == 0
 
 
@@ -152,5 +152,5 @@ def test_what_backward_of_a_dense_layer_needs_is_what_a_trace_says(mode, ffn_dim
             traces += trace_layers(list(decoder.blocks), lambda ids=ids: decoder.hidden(ids, ids, None))
     one, two = traces
     want = (two.work - one.work) / 128
-    product, stream = BYTES[policy.product], BYTES[policy.stream]
-    assert 0.99 * want <= work_per_token(config, product, stream) <= 1.2 * want
+    matmul, stream = BYTES[policy.matmul], BYTES[policy.stream]
+    assert 0.99 * want <= work_per_token(config, matmul, stream) <= 1.2 * want

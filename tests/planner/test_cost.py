@@ -40,7 +40,7 @@ def plan_of(recipe, machine=MACHINE, vocab_size=512, **rates) -> PlanSummary:
 
 
 def fixes_of(recipe, vocab_size=512):
-    budget = Budget(float(recipe.plan.device_budget), float("inf"), unmeasured(MACHINE), float("inf"))
+    budget = Budget(float(recipe.plan.device_memory), float("inf"), unmeasured(MACHINE), float("inf"))
     return find_fixes(Planner(recipe, vocab_size, MACHINE, make_rates()), budget)
 
 
@@ -49,13 +49,13 @@ def real_model(recipe, vocab_size=512):
     init_weights(model, 0)
     model.activation_checkpoint = recipe.train.activation_checkpoint
     model.checkpoint_inputs = recipe.train.checkpoint_inputs
-    parameters = "" if recipe.optim.master == "fp32" else "bf16"
+    parameters = "" if recipe.optim.master_weights == "fp32" else "bf16"
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters=parameters), kernels=Kernels(MACHINE))
     return model.train()
 
 
 def make_batch(recipe, vocab_size=512):
-    rows, length = recipe.train.micro_batch, recipe.data.seq_len
+    rows, length = recipe.train.micro_batch_size, recipe.data.seq_len
     ids = torch.randint(0, vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
     half = torch.arange(length) % (length // 2)  # two documents a row
     positions = half.expand(rows, -1).contiguous()
@@ -81,7 +81,10 @@ def test_held_bytes_equal_those_of_a_real_model_and_optimizer(model, precision, 
     recipe = make_recipe(model=model, precision=precision, optim=optim)
     built = real_model(recipe)
     optimizer = DeepSeekAdam(
-        decay_groups(built, 0.1), moments=recipe.optim.moments, master=recipe.optim.master, kernels=Kernels(MACHINE)
+        decay_groups(built, 0.1),
+        moments=recipe.optim.moments,
+        master=recipe.optim.master_weights,
+        kernels=Kernels(MACHINE),
     )
     optimizer.init_states()
     QuantizedWeights(built, optimizer)
@@ -99,10 +102,10 @@ def test_adapters_alone_have_gradients_and_states():
     built = build_adapted(recipe, 512, Kernels(MACHINE), "cpu", fresh=True)
     convert(built, Policy.from_section(recipe.precision, "cpu").in_mode("fp8_tile"), kernels=Kernels(MACHINE))
     trained = sum(p.numel() for p in built.parameters() if p.requires_grad)
-    codes = sum(b.nbytes for name, b in built.named_buffers() if name.endswith(("weight", "weight_scale_inv")))
+    qdata = sum(b.nbytes for name, b in built.named_buffers() if name.endswith(("weight", "weight_scale_inv")))
     update = plan_of(recipe).phases["update"]
     assert 0 < trained < sum(p.numel() for p in built.parameters())
-    assert update["parameters"] == owner_bytes(built, None, "cpu")["parameters"] + codes
+    assert update["parameters"] == owner_bytes(built, None, "cpu")["parameters"] + qdata
     assert (update["gradients"], update["optimizer"]) == (4 * trained, 8 * trained)
 
 
@@ -120,14 +123,14 @@ def measured_activations(recipe, vocab_size=512) -> int:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "hybrid", "fp8_tile"])
-@pytest.mark.parametrize("checkpoint", ["none", "selective", "products", "attention", "full", "full_fp8"])
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "matmuls", "attention", "full", "full_fp8"])
 @pytest.mark.parametrize("model", [{}, MLA | MOE], ids=["dense", "mla_moe"])
 def test_activations_equal_those_of_a_real_forward_pass(model, mode, checkpoint):
     checkpoint, _, inputs = checkpoint.partition("_")
     recipe = make_recipe(
         model={"dim": 128, "num_layers": 3, "num_heads": 2} | model,
         precision={"mode": mode},
-        train={"micro_batch": 4, "activation_checkpoint": checkpoint, "checkpoint_inputs": inputs or "exact"},
+        train={"micro_batch_size": 4, "activation_checkpoint": checkpoint, "checkpoint_inputs": inputs or "exact"},
     )
     planned, measured = plan_of(recipe).phases["forward"]["activations"], measured_activations(recipe)
     assert planned == pytest.approx(measured, rel=0.05, abs=200_000), f"{planned / measured - 1:+.1%}"
@@ -150,21 +153,23 @@ def hf_folder(tmp_path):
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "fp8_tile"])
 def test_activations_of_a_foreign_model_are_traced(hf_folder, mode, checkpoint):
     recipe = make_recipe(
-        model={"kind": "hf", "path": str(hf_folder)}, precision={"mode": mode}, train={"micro_batch": 4} | checkpoint
+        model={"kind": "hf", "path": str(hf_folder)},
+        precision={"mode": mode},
+        train={"micro_batch_size": 4} | checkpoint,
     )
     planned, measured = plan_of(recipe).phases["forward"]["activations"], measured_activations(recipe)
     assert planned == pytest.approx(measured, rel=0.06, abs=300_000), f"{planned / measured - 1:+.1%}"
     (layer,) = ShapeFinder(512, MACHINE).find(recipe).classes
-    assert layer.product_flops == 2 * 128 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 320)
+    assert layer.matmul_flops == 2 * 128 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 320)
     assert layer.attention_flops == 4 * 128 * 128 * 128 / 2
 
 
 def test_seconds_by_hand():
-    recipe = make_recipe(precision={"mode": "fp32"}, train={"batch_size": 8, "micro_batch": 4})
+    recipe = make_recipe(precision={"mode": "fp32"}, train={"batch_size": 8, "micro_batch_size": 4})
     plan = plan_of(recipe)
     dim, ffn, layers, vocab, tokens, length = 64, 192, 3, 512, 4 * 128, 128
     layer = 4 * dim * dim + 3 * dim * ffn
-    assert plan.seconds["products"] == pytest.approx(2 * 6 * tokens * layers * layer / 1e12)
+    assert plan.seconds["matmuls"] == pytest.approx(2 * 6 * tokens * layers * layer / 1e12)
     assert plan.seconds["head"] == pytest.approx(2 * 6 * tokens * dim * vocab / 1e12)
     assert plan.seconds["loss"] == pytest.approx(2 * tokens * vocab / 1e9)
     attention = 4 * dim * (length + 1) / 2
@@ -181,24 +186,24 @@ def test_experts_count_by_the_share_of_tokens_that_pass_them():
     sparse = plan_of(make_recipe(model=experts))
     router = 6 * 16 * 128 * 2 * 64 * 4 / 1e12
     padding = 0.125 * 6 * 16 * 128 * 2 * 3 * 64 * 64 / 1e12  # a CPU's rows of an expert are filled up
-    assert sparse.seconds["products"] - router - padding == pytest.approx(dense.seconds["products"])
+    assert sparse.seconds["matmuls"] - router - padding == pytest.approx(dense.seconds["matmuls"])
 
 
 def test_recomputation_trades_seconds_for_bytes():
-    modes = ("none", "selective", "products", "attention", "full")
+    modes = ("none", "selective", "matmuls", "attention", "full")
     plans = {mode: plan_of(make_recipe(train={"activation_checkpoint": mode})) for mode in modes}
     kept = [plans[mode].phases["forward"]["activations"] for mode in modes]
     assert kept == sorted(kept, reverse=True)
     again = {mode: plans[mode].seconds["recompute"] for mode in modes}
     once = plans["none"].seconds
     loops = 0.39 * once["elementwise"] - 0.39 * element_s(11 * head_kept())
-    products = once["products"] / 3 - 2 * 16 * 128 * 3 * 64 * 192 / 1e12  # not the last product of a layer
+    matmuls = once["matmuls"] / 3 - 2 * 16 * 128 * 3 * 64 * 192 / 1e12  # not the last product of a layer
     attention = once["attention"] / 3.5
     assert again["none"] == 0
     assert again["selective"] == pytest.approx(loops)
-    assert again["products"] == pytest.approx(loops + attention)
-    assert again["attention"] == pytest.approx(loops + products)
-    assert again["full"] == pytest.approx(loops + products + attention)
+    assert again["matmuls"] == pytest.approx(loops + attention)
+    assert again["attention"] == pytest.approx(loops + matmuls)
+    assert again["full"] == pytest.approx(loops + matmuls + attention)
 
 
 def element_s(size: float) -> float:
@@ -220,9 +225,9 @@ def test_eight_bit_inputs_of_recomputed_layers_save_bytes_and_no_seconds():
 
 def test_seconds_of_8_bit_products_by_hand():
     """On a CPU they run at the BF16 rate, and operands are made and decoded at the speed of memory."""
-    recipe = make_recipe(precision={"mode": "fp8_tile"}, train={"batch_size": 4, "micro_batch": 4})
-    plan, plain = plan_of(recipe), plan_of(make_recipe(train={"batch_size": 4, "micro_batch": 4}))
-    assert plan.seconds["products"] == pytest.approx(plain.seconds["products"])
+    recipe = make_recipe(precision={"mode": "fp8_tile"}, train={"batch_size": 4, "micro_batch_size": 4})
+    plan, plain = plan_of(recipe), plan_of(make_recipe(train={"batch_size": 4, "micro_batch_size": 4}))
+    assert plan.seconds["matmuls"] == pytest.approx(plain.seconds["matmuls"])
     assert plain.seconds["quantize"] == 0
     dim, ffn, layers, tokens = 64, 192, 3, 4 * 128
     square, wide, read, copy, decode = dim * dim, dim * ffn, 2, 1, 3
@@ -239,16 +244,16 @@ def test_seconds_of_8_bit_products_by_hand():
 def test_a_unit_for_8_bits_runs_at_its_own_rate():
     model = {"dim": 4096, "num_layers": 2, "num_heads": 32}
     recipe, plain = (
-        make_recipe(model=model, precision={"mode": mode, "decouple": []}, train={"micro_batch": 1})
+        make_recipe(model=model, precision={"mode": mode, "bf16_grad_layers": []}, train={"micro_batch_size": 1})
         for mode in ("fp8_tile", "bf16_mixed")
     )
     rates = make_rates().matmul | {"fp8": {256: 4e12, 2048: 4e12}}
     machine = make_machine(80 * GIB, "cuda")
     fast = plan_of(recipe, machine, matmul=rates).seconds
-    assert fast["products"] == pytest.approx(plan_of(plain, machine, matmul=rates).seconds["products"] / 4)
+    assert fast["matmuls"] == pytest.approx(plan_of(plain, machine, matmul=rates).seconds["matmuls"] / 4)
     old = replace(machine, capability=(8, 0))
     slow = plan_of(recipe, old).seconds
-    assert slow["products"] == pytest.approx(4 * fast["products"])
+    assert slow["matmuls"] == pytest.approx(4 * fast["matmuls"])
     assert slow["quantize"] > fast["quantize"] > 0
 
 
@@ -257,7 +262,7 @@ def test_start_mode_counts_for_bytes():
     late = plan_of(make_recipe(precision={"mode": "bf16_mixed"}))
     early = plan_of(make_recipe(precision={"mode": "fp32"}))
     assert both.phases["forward"]["activations"] == early.phases["forward"]["activations"]
-    assert both.seconds["products"] == late.seconds["products"]
+    assert both.seconds["matmuls"] == late.seconds["matmuls"]
 
 
 def test_staging_copy_counts_where_training_goes_on():
@@ -275,7 +280,7 @@ def test_a_run_that_fits_says_so():
 
 
 BIG = {"model": {"dim": 512, "num_layers": 12, "num_heads": 8}, "data": {"seq_len": 512, "vocab_size": 16384},
-       "train": {"micro_batch": 16}, "save": {"every": 0}}  # fmt: skip
+       "train": {"micro_batch_size": 16}, "save": {"every": 0}}  # fmt: skip
 
 
 def test_fixes_fit_when_planned_again_and_come_cheapest_first():
@@ -308,8 +313,8 @@ def test_json_round_trip():
 
 
 def test_binding_ceiling_is_that_of_most_seconds():
-    assert binding({"products": 1.0, "head": 1.0, "optimizer": 1.9, "loss": 0.0}) == ("compute", "products")
-    assert binding({"products": 1.0, "head": 0.5, "optimizer": 0.6, "loss": 1.0}) == ("bandwidth", "loss")
+    assert binding({"matmuls": 1.0, "head": 1.0, "optimizer": 1.9, "loss": 0.0}) == ("compute", "matmuls")
+    assert binding({"matmuls": 1.0, "head": 0.5, "optimizer": 0.6, "loss": 1.0}) == ("bandwidth", "loss")
 
 
 def test_forty_two_billion_parameters_are_planned_without_memory():
@@ -318,7 +323,7 @@ def test_forty_two_billion_parameters_are_planned_without_memory():
     recipe = make_recipe(
         model=model | {"tie_embeddings": False},
         data={"seq_len": 8192},
-        train={"micro_batch": 1, "batch_size": 1},
+        train={"micro_batch_size": 1, "batch_size": 1},
     )
     plan = plan_of(recipe, make_machine(139 * GIB, "cuda"), vocab_size=vocab)
     attention = dim * 128 * (2 * heads + 2 * kv_heads)

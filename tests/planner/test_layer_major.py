@@ -33,10 +33,10 @@ def layer_major_recipe(tied=False, optim=LOW, memory=None, **sections):
 def parts_of(recipe):
     model = real_model(recipe)
     optimizer = DeepSeekAdam(
-        model.parameters(), moments=recipe.optim.moments, master=recipe.optim.master, kernels=Kernels(MACHINE)
+        model.parameters(), moments=recipe.optim.moments, master=recipe.optim.master_weights, kernels=Kernels(MACHINE)
     )
     view = layered(model)
-    return model, optimizer, view, find_layer_groups(model, view, recipe.memory.group)
+    return model, optimizer, view, find_layer_groups(model, view, recipe.memory.layers_per_group)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -61,7 +61,7 @@ def test_bytes_on_the_device_are_those_of_real_tiers(parameters, states, group, 
 @pytest.mark.parametrize("inputs", ["exact", "fp8"])
 @pytest.mark.parametrize("group", [1, 2])
 def test_layer_inputs_are_those_of_a_real_forward_pass(inputs, group):
-    train = {"micro_batch": 2, "batch_size": 6, "checkpoint_inputs": inputs}
+    train = {"micro_batch_size": 2, "batch_size": 6, "checkpoint_inputs": inputs}
     recipe = layer_major_recipe(memory={"group": group}, train=train)
     model, optimizer, view, layer_groups = parts_of(recipe)
     store, memory_tracker = ActivationStore("device", "cpu", inputs, kernels=Kernels(MACHINE)), MemoryTracker("cpu")

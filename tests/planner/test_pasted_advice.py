@@ -43,10 +43,10 @@ COMMANDS = {
     "default": ("default",),
     "default, slices": ("default", "--memory.executor", "layer_major"),
     "cpu_50m, full": ("cpu_50m", "--train.activation_checkpoint", "full"),
-    "default, many rows": ("default", "--train.batch_size", "128", "--train.micro_batch", "128"),
+    "default, many rows": ("default", "--train.global_batch_size", "128", "--train.micro_batch_size", "128"),
     "tiny_moe": ("tiny_moe",),
     "slice_cpu": ("slice_cpu",),
-    "slice_cpu, exact": ("slice_cpu", "--optim.clip", "exact"),
+    "slice_cpu, exact": ("slice_cpu", "--optim.clip", "two_pass"),
 }
 CASES = pytest.mark.parametrize(
     "share", [pytest.param(0.4, marks=pytest.mark.slow), 0.7, 1.0, pytest.param(4.0, marks=pytest.mark.slow)]
@@ -62,7 +62,7 @@ class FixedSite(PlanContext):
     links: Links
 
     def budget(self, recipe, *, disk=False):
-        device = recipe.plan.device_budget or self.machine.device_memory_bytes
+        device = recipe.plan.device_memory or self.machine.device_memory_bytes
         links = Links(self.links.host, 1e9 if disk else None)
         return Budget(float(device), float(self.machine.host_memory_bytes), links, 1e12 if disk else 0.0)
 
@@ -70,7 +70,7 @@ class FixedSite(PlanContext):
 def load(command: tuple[str, ...], *more: str, device_budget: float = 0) -> Loaded:
     """The recipe as typed, on the machine that is planned for."""
     arguments = [*command[1:], "--run.device", "auto", *more]
-    arguments += ["--plan.device_budget", str(int(device_budget))] if device_budget else []
+    arguments += ["--plan.device_memory", str(int(device_budget))] if device_budget else []
     return load_recipe(command[0], arguments, environ={})
 
 

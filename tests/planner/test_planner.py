@@ -26,7 +26,7 @@ from tilewright.planner.planner import Planner
 
 H200 = find_published("h200")
 LINKS = Links(50e9, None)
-OPEN = frozenset(("optim.moments", "optim.master"))
+OPEN = frozenset(("optim.moments", "optim.master_weights"))
 DEEP = {"dim": 512, "num_layers": 16, "num_heads": 8, "ffn_dim": 2048}
 
 
@@ -85,8 +85,8 @@ def test_the_timeline_peaks_where_the_plan_does(plans):
 
 
 def test_42_billion_parameters_on_one_card_by_hand():
-    train = {"batch_size": 4, "micro_batch": 4}
-    sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": train, "optim": {"clip": "lagged"}}
+    train = {"batch_size": 4, "micro_batch_size": 4}
+    sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": train, "optim": {"clip": "delayed"}}
     layer_groups = {"executor": "layer_major"}
     recipe = make_recipe(**sections, memory=layer_groups | {"undo": "checkpoint"})
     planner = on_h200(recipe, 128256, OPEN)
@@ -96,7 +96,7 @@ def test_42_billion_parameters_on_one_card_by_hand():
     assert with_journal.plan(Budget(139 * GIB, 128 * GIB, LINKS)) is None  # its bytes again, on the host
     budget = Budget(139 * GIB, 128 * GIB, LINKS)
     changes = cheapest_changes(with_journal.recipe, budget, None, replan_with(with_journal))
-    assert any("--memory.undo checkpoint" in str(change) for change in changes)
+    assert any("--memory.rollback checkpoint" in str(change) for change in changes)
     assert plan.setting.executor == "layer_major"
     assert plan.setting.moments == "8bit"
     load = plan.phases["load"]
@@ -130,7 +130,7 @@ def test_a_layer_by_hand():
     assert slow.kept == 4 * 2 * 1024 * 512 * 2
     parts = layer_seconds(found, choice, setting, shape, planner.recipe, planner.rates, Links(1e15, None))
     tokens = 8 * 1024
-    assert parts["products"] == pytest.approx(6 * tokens * weights / 1e12)
+    assert parts["matmuls"] == pytest.approx(6 * tokens * weights / 1e12)
     assert parts["attention"] == pytest.approx(3.5 * tokens * 4 * 512 * (1025 / 2) / 1e11)
     assert fast.seconds == pytest.approx(sum(parts.values()), rel=1e-3)
     assert slow.seconds == pytest.approx(states / 1e3, rel=0.02)  # the rest hides behind it, forward apart
@@ -290,12 +290,12 @@ def test_backward_makes_again_what_a_layer_did_not_keep():
     shape, setting = finder.shape(recipe), GlobalConfig.of(recipe)
     costs = {
         kind: layer_cost(shape.classes[0], LayerMemory(activations=kind), setting, shape, recipe, make_rates(), LINKS)
-        for kind in ("keep", "selective", "products", "attention", "recompute")
+        for kind in ("keep", "selective", "matmuls", "attention", "recompute")
     }
     lines = {"keep": shape.classes[0].kept, "selective": shape.classes[0].kept_selective}
-    lines |= {"products": shape.classes[0].kept_products, "attention": shape.classes[0].kept_attention}
+    lines |= {"matmuls": shape.classes[0].kept_matmuls, "attention": shape.classes[0].kept_attention}
     lines["recompute"] = shape.classes[0].input
-    rows = setting.micro_batch
+    rows = setting.micro_batch_size
     for kind, cost in costs.items():
         again = cost.backward - costs["keep"].backward
         assert again == pytest.approx(lines["keep"](rows) - lines[kind](rows)), kind
@@ -317,7 +317,7 @@ def test_compiled_layers_with_experts_keep_nothing_selected_unless_somebody_says
     planner = planner.with_fixed(Constraints(activations=frozenset(["selective"])))  # which layer_major cannot do
     budget = Budget(64 * GIB, 64 * GIB, LINKS)
     assert planner.plan(budget).setting.executor == planner.smallest(budget).setting.executor == "standard"
-    kinds_of_all = ("keep", "selective", "products", "attention", "recompute")
+    kinds_of_all = ("keep", "selective", "matmuls", "attention", "recompute")
     seconds = {
         kind: layer_cost(found, LayerMemory(activations=kind), setting, shape, recipe, make_rates(), LINKS).seconds
         for kind in kinds_of_all

@@ -38,7 +38,7 @@ def on_a_cpu():
 
 def tight(planner, share=0.5):
     """A budget between the least that the recipe's own setting needs and what it takes with everything kept."""
-    fixed = planner.with_fixed(Constraints(executor="standard", micro_batch=8))
+    fixed = planner.with_fixed(Constraints(executor="standard", micro_batch_size=8))
     wide = fixed.plan(cpu_budget(64 * GIB)).peak_bytes
     least = fixed.smallest(cpu_budget(64 * GIB)).peak_bytes
     assert least < 0.9 * wide
@@ -60,8 +60,8 @@ def test_the_margin_stays_free(deep):
     ("fixed", "executor", "words"),
     [
         (Constraints(executor="layer_major"), "layer_major", {}),
-        (Constraints(micro_batch=2), "standard", {}),
-        (Constraints(loss_tile=12345), "standard", {}),
+        (Constraints(micro_batch_size=2), "standard", {}),
+        (Constraints(loss_chunk_bytes=12345), "standard", {}),
         (Constraints(activations=frozenset(["recompute"])), "standard", {"activations": {"recompute"}}),
         (
             Constraints(executor="layer_major", parameters="host", states="host", inputs="host"),
@@ -69,17 +69,17 @@ def test_the_margin_stays_free(deep):
             {"parameters": {"host"}, "states": {"host"}, "activations": {"recompute"}, "inputs": {"host"}},
         ),
         (
-            Constraints(executor="layer_major", mlp_tiles=4, activations=frozenset(["recompute"])),
+            Constraints(executor="layer_major", mlp_chunks=4, activations=frozenset(["recompute"])),
             None,
-            {"mlp_tiles": {4}},
+            {"mlp_chunks": {4}},
         ),
     ],
 )
 def test_what_is_fixed_is_not_chosen(deep, fixed, executor, words):
     plan = deep.with_fixed(fixed).plan(Budget(64 * GIB, 64 * GIB, LINKS))
     assert executor in (None, plan.setting.executor)
-    assert fixed.micro_batch in (None, plan.setting.micro_batch)
-    assert fixed.loss_tile in (None, plan.setting.loss_tile)
+    assert fixed.micro_batch_size in (None, plan.setting.micro_batch_size)
+    assert fixed.loss_chunk_bytes in (None, plan.setting.loss_chunk_bytes)
     for name, allowed in words.items():
         assert {getattr(row.choice, name) for row in plan.rows if row.indices} == allowed
 
@@ -104,7 +104,9 @@ def test_a_placement_has_the_price_of_the_plan_that_made_it(deep, on_a_cpu):
 
 
 def test_on_a_cpu_the_host_tier_is_the_device(on_a_cpu):
-    setting = on_a_cpu.with_fixed(Constraints(executor="layer_major", micro_batch=2)).plan(cpu_budget(64 * GIB)).setting
+    setting = (
+        on_a_cpu.with_fixed(Constraints(executor="layer_major", micro_batch_size=2)).plan(cpu_budget(64 * GIB)).setting
+    )
     budget = cpu_budget(64 * GIB)
     here = MemoryPlan.uniform(16, activations="recompute")
     there = MemoryPlan.uniform(16, activations="recompute", parameters="host", states="host", inputs="host")
@@ -116,9 +118,9 @@ def test_on_a_cpu_the_host_tier_is_the_device(on_a_cpu):
 
 
 def test_the_journal_is_counted_and_lies_on_a_disk_only_where_slices_do():
-    recipe = changed(deep_recipe(), {"optim.clip": "lagged"})
+    recipe = changed(deep_recipe(), {"optim.clip": "delayed"})
     planner = on_cpu(recipe)
-    without = on_cpu(changed(recipe, {"memory.undo": "checkpoint"}))
+    without = on_cpu(changed(recipe, {"memory.rollback": "checkpoint"}))
     wide = cpu_budget(64 * GIB, disk=1e9)
     with_journal, free = planner.plan(wide), without.plan(wide)
     assert with_journal.disk_bytes == 0
@@ -163,17 +165,17 @@ def test_layers_cut_differently_keep_their_cuts_when_planned_again(deep):
     """Whatever the budget: tiles and blocks of each layer stay, since they change last bits, and the rest may move."""
     cuts = [(4, 0), (1, 0), (16, 0)]
     layers = tuple(
-        LayerMemory(activations="recompute", mlp_tiles=cuts[i % 3][0], attention_block=cuts[i % 3][1])
+        LayerMemory(activations="recompute", mlp_chunks=cuts[i % 3][0], attention_block=cuts[i % 3][1])
         for i in range(16)
     )
     memory_plan = MemoryPlan(layers=layers)
     wide = Budget(64 * GIB, 64 * GIB, LINKS)
-    setting = deep.with_fixed(Constraints(executor="layer_major", micro_batch=8)).plan(wide).setting
+    setting = deep.with_fixed(Constraints(executor="layer_major", micro_batch_size=8)).plan(wide).setting
     again = Replanner(deep, setting, memory_plan, wide)
     whole, least = again.plan(64 * GIB), again.smallest()
     middle = again.plan((whole.peak_bytes + least.peak_bytes) / 2)
     for found in (whole, middle, least):
-        assert [(one.mlp_tiles, one.attention_block) for one in found.memory_plan.layers] == [
+        assert [(one.mlp_chunks, one.attention_block) for one in found.memory_plan.layers] == [
             cuts[i % 3] for i in range(16)
         ]
         priced = again.predict(found.memory_plan)
@@ -194,7 +196,7 @@ def test_layers_that_may_keep_different_things_when_fused(deep):
     memory_plan = MemoryPlan(layers=tuple(LayerMemory(activations=kind) for kind in kinds))
     again = Replanner(planner, GlobalConfig.of(recipe), memory_plan, Budget(64 * GIB, 64 * GIB, LINKS))
     for found, other in ((again.plan(64 * GIB), "keep"), (again.smallest(), "recompute")):
-        expected = [kind if kind in ("selective", "products", "attention") else other for kind in kinds]
+        expected = [kind if kind in ("selective", "matmuls", "attention") else other for kind in kinds]
         assert [layer.activations for layer in found.memory_plan.layers] == expected
 
 

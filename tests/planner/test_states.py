@@ -94,7 +94,7 @@ def test_a_plan_says_which_of_three_it_is(case, folder):
 @pytest.mark.parametrize("case", CASES)
 def test_the_command_ends_with_a_code_of_its_own(case, folder, tmp_path, capsys):
     config, budget, code = CASES[case]
-    values = settings(tmp_path, tmp_path, **foreign(folder, config, plan__device_budget=budget))
+    values = settings(tmp_path, tmp_path, **foreign(folder, config, plan__device_memory=budget))
     arguments = [word for name, value in values.items() for word in (f"--{name}", value)]
     assert command_line(["plan", "default", "--json", *arguments]) == code
     assert json.loads(capsys.readouterr().out)["state"] == state_of(case)
@@ -120,7 +120,7 @@ def test_training_goes_on_and_says_that_nothing_is_known(plan, folder, data, tmp
 
 
 def test_a_budget_that_must_hold_is_not_taken_on_trust(folder, data, tmp_path):
-    budget = {"plan__device_budget": "8GiB"}
+    budget = {"plan__device_memory": "8GiB"}
     with pytest.raises(UnknownFitError, match="not known whether this run fits") as caught:
         train(tiny(data, tmp_path, **foreign(folder, JETMOE, **budget)))
     assert all(problem.got and problem.need and problem.try_ for problem in caught.value.problems)

@@ -35,7 +35,7 @@ def recipe_of(family: Family, folder, **sections):
     base = {
         "model": {"kind": "hf", "path": str(folder), "task": family.task},
         "data": {"seq_len": LENGTH, "vocab_size": VOCAB, "image_size": family.image_size or 64},
-        "train": {"micro_batch": ROWS, "batch_size": ROWS},
+        "train": {"micro_batch_size": ROWS, "batch_size": ROWS},
     }
     return make_recipe(**{name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
 
@@ -116,7 +116,7 @@ def test_classes_and_what_stands_around_them_add_up_to_the_whole_model(name, tmp
     if shape.plain_head:  # its finished gradient for the hidden states is no part of the base model
         kept -= 2 * ROWS * LENGTH * shape.dim
     assert kept == pytest.approx(whole.kept, rel=0.05)
-    linear = sum(n * sum(p.share * p.num_weights for p in found.products) for n, found in parts)
+    linear = sum(n * sum(p.share * p.num_weights for p in found.matmuls) for n, found in parts)
     others = sum(n * sum(flops for _, flops in found.others.values()) for n, found in parts)
     assert ROWS * (2 * shape.seq_len * linear + others) == pytest.approx(flops_of(whole.gemms), rel=0.01)
     causal = 0.5 if recipe.model.task == "causal_lm" else 1.0
@@ -144,7 +144,7 @@ def test_a_step_that_is_too_long_is_not_known(tmp_path, monkeypatch):
 
 
 def test_every_way_to_keep_less_is_in_the_trace(tmp_path):
-    kinds = ("none", "selective", "products", "attention", "full")
+    kinds = ("none", "selective", "matmuls", "attention", "full")
     found = [traced(recipe_of(FAMILIES["llama"], tmp_path, train={"activation_checkpoint": kind})) for kind in kinds]
     kept = [one.kept for one in found]
     assert kept == sorted(kept, reverse=True)

@@ -188,7 +188,7 @@ def test_a_run_writes_its_audit_and_a_resumed_one_goes_on_counting(data, tmp_pat
     train(tiny(data, tmp_path, run__name="part", train__steps=12, optim__schedule="constant", **recipe))
     assert audit_of(part)["rows"] == audit["rows"]
 
-    other = train(tiny(data, tmp_path, run__name="other", precision__decouple="[]", **recipe)).run_dir
+    other = train(tiny(data, tmp_path, run__name="other", precision__bf16_grad_layers="[]", **recipe)).run_dir
     capsys.readouterr()
     assert command(["inspect", str(whole)]) == 0
     text = capsys.readouterr().out

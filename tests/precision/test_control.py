@@ -18,8 +18,8 @@ from tilewright.precision.policy.gemm_formats import GEMM_NAMES, Gemms
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import FormatSchedule
 
-FREE = ControllerSettings(budget=1.0, cooldown=2, quiet=1, every=4, recalibrate=1000)
-EIGHT = Policy("fp8_tile", keep="value", decouple=())
+FREE = ControllerSettings(budget=1.0, cooldown=2, patience=1, interval=4, recalibrate_interval=1000)
+EIGHT = Policy("fp8_tile", keep="value", bf16_grad_layers=())
 
 
 def two_layers(policy=EIGHT):
@@ -80,7 +80,7 @@ def test_rows_are_json():
 def test_a_bad_step_is_computed_again_in_bf16_and_the_formats_come_back():
     model = two_layers()
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    with PrecisionController(model, ControllerSettings(budget=1.0, every=1000)) as control:
+    with PrecisionController(model, ControllerSettings(budget=1.0, interval=1000)) as control:
         for _ in range(20):
             assert control.run(plain_loss(model, x)).redone is None
         seen = []
@@ -115,7 +115,7 @@ def test_the_gradients_of_a_redone_step_are_those_of_bf16_alone():
     for _, layer in named_float8_layers(wide):
         layer.set_gemms(Gemms.all("bf16"))
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    control = PrecisionController(model, ControllerSettings(budget=1.0, every=1000))
+    control = PrecisionController(model, ControllerSettings(budget=1.0, interval=1000))
     for _ in range(20):
         control.run(plain_loss(model, x))
     calls = []
@@ -193,7 +193,7 @@ def test_a_recipe_with_a_controller_keeps_inputs_and_not_their_codes():
         PrecisionSection(mode="fp8_tile", fp8_until=0.5),
     ):
         assert Policy.from_section(section, "cpu").keep == "value"
-    assert Policy.from_section(PrecisionSection(mode="fp8_tile"), "cpu").keep == "codes"
+    assert Policy.from_section(PrecisionSection(mode="fp8_tile"), "cpu").keep == "qdata"
 
 
 def test_experts_that_ran_as_one_operation_follow_too():
@@ -215,7 +215,7 @@ def test_experts_that_ran_as_one_operation_follow_too():
 def test_moves_samples_and_redone_steps_compile_nothing_anew():
     model = two_layers()
     model.compile(backend="aot_eager", fullgraph=True)
-    settings = ControllerSettings(budget=1.0, cooldown=1, quiet=1, every=1, recalibrate=1000)
+    settings = ControllerSettings(budget=1.0, cooldown=1, patience=1, interval=1, recalibrate_interval=1000)
     control = PrecisionController(model, settings)
     calm, wild = torch.randn(128, 128, generator=torch.Generator().manual_seed(3)), outliers()
     switches, before, graphs = 0, gemms(model), None

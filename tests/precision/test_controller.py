@@ -31,10 +31,10 @@ def evidence(fp8, bf16=GOOD, layers=LAYERS):
     """Evidence that says the same of all products, or what `fp8` has for a (layer, gemm)."""
     found = {}
     for layer in layers:
-        products = {f"{gemm}.bf16": bf16 for gemm in GEMMS}
+        matmuls = {f"{gemm}.bf16": bf16 for gemm in GEMMS}
         for gemm in GEMMS:
-            products[f"{gemm}.fp8_tile"] = fp8.get((layer, gemm), GOOD) if isinstance(fp8, dict) else fp8
-        found[layer] = LayerStats(products=products)
+            matmuls[f"{gemm}.fp8_tile"] = fp8.get((layer, gemm), GOOD) if isinstance(fp8, dict) else fp8
+        found[layer] = LayerStats(matmuls=matmuls)
     return QuantStats(found)
 
 
@@ -287,12 +287,12 @@ SETTINGS = st.builds(
 def play(controller, samples, start=0, step=0):
     """All moves that a history brings about, and the last step."""
     moves = []
-    for gap, products, bf16, recalibrate, loss in samples[start:]:
+    for gap, matmuls, bf16, recalibrate, loss in samples[start:]:
         step += gap
         verdict, spike = controller.observe(loss, 1.0)
         if verdict == REDO:
             controller.observe_again(3.0 if bf16 is GOOD else loss, 1.0, spike)
-        fp8 = {(site.layer, site.gemm): product for site, product in zip(SITES, products, strict=True)}
+        fp8 = {(site.layer, site.gemm): matmul for site, matmul in zip(SITES, matmuls, strict=True)}
         moves += controller.decide(step, evidence(fp8, bf16), recalibrate=recalibrate)
         assert controller.share_above_8bit <= controller.settings.budget + 1e-9
     return moves, step
@@ -337,8 +337,8 @@ NUMBERS = st.floats(0, 1e6) | st.sampled_from([math.inf, math.nan])
 
 
 @given(st.lists(st.builds(GemmStats, NUMBERS, NUMBERS, NUMBERS, NUMBERS), min_size=2, max_size=5))
-def test_merging_does_not_depend_on_the_order_or_on_how_samples_are_grouped(products):
-    samples = [QuantStats({"up": LayerStats(products={"fprop.fp8_tile": product})}) for product in products]
+def test_merging_does_not_depend_on_the_order_or_on_how_samples_are_grouped(matmuls):
+    samples = [QuantStats({"up": LayerStats(matmuls={"fprop.fp8_tile": matmul})}) for matmul in matmuls]
     whole = QuantStats.worst(samples)
     assert QuantStats.worst(samples[::-1]) == whole
     assert QuantStats.worst([QuantStats.worst(samples[:1]), QuantStats.worst(samples[1:])]) == whole

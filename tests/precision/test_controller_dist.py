@@ -24,7 +24,7 @@ def decide(rank: int, world: int) -> list[dict]:
     """What a rank does with its share of each step's micro-batches."""
     model = make_decoder("gqa")
     convert(model, Policy("fp8_tile", keep="value"))
-    settings = ControllerSettings(budget=0.6, cooldown=3, quiet=1, every=3, recalibrate=1000)
+    settings = ControllerSettings(budget=0.6, cooldown=3, patience=1, interval=3, recalibrate_interval=1000)
     control = PrecisionController(model, settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), control=control)
@@ -110,9 +110,9 @@ def _reduce(rank: int, folder: str) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     good, broken = GemmStats(1.0, 1.0, 1.0, 30.0), GemmStats(math.nan, 1.0, 0.9, 40.0)
-    mine = {"a": LayerStats(products={"fprop.fp8_tile": (good, broken)[rank]})}
+    mine = {"a": LayerStats(matmuls={"fprop.fp8_tile": (good, broken)[rank]})}
     if rank == 1:  # an expert that saw rows on this rank alone
-        mine["b"] = LayerStats(products={"dgrad.fp8_tile": good})
+        mine["b"] = LayerStats(matmuls={"dgrad.fp8_tile": good})
     found = all_reduce_worst(QuantStats(mine), ["a", "b", "c"])
     Path(folder, f"{rank}.json").write_text(json.dumps(found.to_json()))
     dist.destroy_process_group()
@@ -123,8 +123,8 @@ def test_evidence_of_one_rank_counts_on_all_of_them(tmp_path):
     mp.spawn(_reduce, (str(tmp_path),), nprocs=2)
     a, b = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert a == b
-    assert a["a"]["products"]["fprop.fp8_tile"] == {
+    assert a["a"]["matmuls"]["fprop.fp8_tile"] == {
         "gain_low": "-inf", "gain_high": 1.0, "cosine": 0.9, "sqnr_db": 30.0,
     }  # fmt: skip
-    assert a["b"]["products"]["dgrad.fp8_tile"]["sqnr_db"] == 30.0
+    assert a["b"]["matmuls"]["dgrad.fp8_tile"]["sqnr_db"] == 30.0
     assert "c" not in a

@@ -118,7 +118,7 @@ def test_decoder_is_compiled_whole_layer_by_layer():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("recompute", ["selective", "products", "attention", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "matmuls", "attention", "full"])
 @pytest.mark.parametrize("mode", ["bf16_mixed", "hybrid", "tf32"])
 def test_recomputation_changes_nothing(mode, recompute):
     plain, model = decoder(), decoder()

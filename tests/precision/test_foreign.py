@@ -203,18 +203,18 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("mode", "stream", "product"),
+    ("mode", "stream", "matmul"),
     [
         ("bf16_mixed", torch.bfloat16, torch.bfloat16),
         ("hybrid", torch.float32, torch.bfloat16),
         ("pure_fp16", torch.float16, torch.float16),
     ],
 )
-def test_parameters_that_are_added_do_not_change_the_stream(mode, stream, product):
+def test_parameters_that_are_added_do_not_change_the_stream(mode, stream, matmul):
     model = nn.ModuleDict({"inner": Positions(), "other": nn.Linear(2, 2)})
     convert(model, mode)
     added, multiplied = model["inner"](torch.randn(2, 4, 8))
-    assert (added.dtype, multiplied.dtype) == (stream, product)
+    assert (added.dtype, multiplied.dtype) == (stream, matmul)
 
 
 @pytest.mark.parametrize("mode", ["bf16_mixed", "pure_fp16"])
@@ -287,8 +287,8 @@ def test_fp32_softmax_is_rounded_once():
     model = Scores()
     convert(model, Policy("bf16_mixed", fp32_ops=("gelu",)))
     scores, out = model(torch.randn(64, 8))
-    product = (scores.bfloat16() * 3).float()
-    assert torch.equal(out, F.gelu(product).bfloat16().float())
+    matmul = (scores.bfloat16() * 3).float()
+    assert torch.equal(out, F.gelu(matmul).bfloat16().float())
 
 
 def test_fp32_ops_survive_recomputation():

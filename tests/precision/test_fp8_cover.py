@@ -156,7 +156,7 @@ def test_the_audit_counts_what_ran(name):
     for layer, weight in given.items():
         for gemm in ("fprop", "dgrad", "wgrad"):
             row = rows[layer, gemm]
-            assert row.format == getattr(weight.products.gemms, gemm)
+            assert row.format == getattr(weight.matmuls.gemms, gemm)
             matrices = weight.parameter.shape[0] if weight.parameter.ndim == 3 else 1
             assert 1 <= row.calls <= matrices
     before, resumed = audit.rows(), Audit(model)
@@ -185,9 +185,9 @@ def test_a_converted_model_stays_a_pytorch_citizen(name, tmp_path):
         loss, theirs = loss_and_gradients(other)
         assert loss == want, way
         assert all(torch.equal(theirs[key], value) for key, value in gradients.items()), way
-        counts = [given.products.counts for given in tile_weights(other).values()]
+        counts = [given.matmuls.counts for given in tile_weights(other).values()]
         assert not {count.data_ptr() for count in counts} & {
-            given.products.counts.data_ptr() for given in tile_weights(model).values()
+            given.matmuls.counts.data_ptr() for given in tile_weights(model).values()
         }, f"{way}: counts are shared"
     model.save_pretrained(tmp_path / "saved")
     again = type(build(name)).from_pretrained(tmp_path / "saved")
@@ -275,4 +275,4 @@ def test_compiled_layers_compute_the_same(name):
     assert abs(loss - want) < 1e-3
     assert noise(found, gradients) < 0.1
     given = tile_weights(model)
-    assert all(weight.products.executed()["wgrad"] for weight in given.values())
+    assert all(weight.matmuls.executed()["wgrad"] for weight in given.values())

@@ -30,8 +30,8 @@ def test_norm_and_its_gradient_equal_those_of_float64():
     theirs = torch.autograd.grad(exact, (wide_x, wide_weight), dy.double())
     for mine, want in zip((y, *ours), (exact, *theirs), strict=True):
         assert sqnr_db(want, mine) > 48  # one rounding to BF16
-    assert torch.equal(row.codes, quantize(y.detach().flatten(0, 1), E4M3, ROW_TILE).codes)
-    assert torch.equal(column.codes, quantize(y.detach().flatten(0, 1).T, E4M3, ROW_TILE).codes)
+    assert torch.equal(row.qdata, quantize(y.detach().flatten(0, 1), E4M3, ROW_TILE).qdata)
+    assert torch.equal(column.qdata, quantize(y.detach().flatten(0, 1).T, E4M3, ROW_TILE).qdata)
 
 
 def test_swiglu_and_its_gradient_equal_those_of_float64():
@@ -44,7 +44,7 @@ def test_swiglu_and_its_gradient_equal_those_of_float64():
     theirs = torch.autograd.grad(exact, wide, dy.double())
     for mine, want in zip((y, *ours), (exact, *theirs), strict=True):
         assert sqnr_db(want, mine) > 48
-    assert torch.equal(row.codes, quantize(y.detach(), E4M3, ROW_TILE).codes)
+    assert torch.equal(row.qdata, quantize(y.detach(), E4M3, ROW_TILE).qdata)
 
 
 class CountingKernels(Kernels):

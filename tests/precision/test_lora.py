@@ -167,7 +167,7 @@ def test_fine_tuning_loses_loss(mode):
     if mode is not None:
         convert(model, mode, kernels=KERNELS)
     model.activation_checkpoint = "full"
-    codes = {name: b.clone() for name, b in model.named_buffers() if b.dtype == torch.float8_e4m3fn}
+    qdata = {name: b.clone() for name, b in model.named_buffers() if b.dtype == torch.float8_e4m3fn}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     batch, losses = make_batch(rows=4), []
     for _ in range(12):
@@ -177,7 +177,7 @@ def test_fine_tuning_loses_loss(mode):
         optimizer.zero_grad()
         losses.append((out.loss_sum / out.count).item())
     assert losses[-1] < 0.8 * losses[0], losses
-    for name, want in codes.items():
+    for name, want in qdata.items():
         assert torch.equal(model.get_buffer(name).view(torch.uint8), want.view(torch.uint8)), name
 
 

@@ -59,16 +59,16 @@ def test_products_against_float64(make):
         "wgrad": (columns(dy).T @ columns(x), dy.double().T @ x.double()),
     }
     for gemm, (narrow, shadow) in exact.items():
-        product = found.products[f"{gemm}.fp8_tile"]
+        matmul = found.matmuls[f"{gemm}.fp8_tile"]
         gain = float((narrow * shadow).sum() / (shadow * shadow).sum())
         cosine = float(F.cosine_similarity(narrow.flatten(), shadow.flatten(), dim=0))
         noise = float(10 * torch.log10((shadow**2).sum() / ((narrow - shadow) ** 2).sum()))
         # Both products are rounded to BF16 besides (2^-9), and the shadow's weight too: that moves a gain by less than
         # 2^-9, and noise of 30 dB by a few hundredths of it.
-        assert product.gain_low == product.gain_high == pytest.approx(gain, abs=2e-3)
-        assert product.cosine == pytest.approx(cosine, abs=2e-4)
-        assert product.sqnr_db == pytest.approx(noise, abs=0.5)
-        assert f"{gemm}.bf16" not in found.products
+        assert matmul.gain_low == matmul.gain_high == pytest.approx(gain, abs=2e-3)
+        assert matmul.cosine == pytest.approx(cosine, abs=2e-4)
+        assert matmul.sqnr_db == pytest.approx(noise, abs=0.5)
+        assert f"{gemm}.bf16" not in found.matmuls
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -97,7 +97,7 @@ def test_tensors_against_float64(name):
 
 def test_products_above_8_bits_are_compared_with_fp32_too():
     layer = one_layer(rules=(Rule("*", op="linear", dgrad="bf16"),))[0]
-    found = measure_layer(layer, heavy_tailed(64, 200, seed=1), heavy_tailed(64, 72, seed=2)).products
+    found = measure_layer(layer, heavy_tailed(64, 200, seed=1), heavy_tailed(64, 72, seed=2)).matmuls
     assert found.keys() == {*(f"{gemm}.fp8_tile" for gemm in GEMM_NAMES), "dgrad.bf16"}
     assert found["dgrad.bf16"].sqnr_db > 40 > found["dgrad.fp8_tile"].sqnr_db
 
@@ -110,14 +110,14 @@ def test_tensors_that_are_not_finite(value):
     found = measure_layer(layer, x, dy)
     assert found.tensors["input"].not_finite == pytest.approx(1 / x.numel())
     assert found.tensors["gradient"].not_finite == 0.0
-    assert math.isnan(found.products["fprop.fp8_tile"].gain_error)
-    assert found.products["dgrad.fp8_tile"].gain_error < 0.1
+    assert math.isnan(found.matmuls["fprop.fp8_tile"].gain_error)
+    assert found.matmuls["dgrad.fp8_tile"].gain_error < 0.1
 
 
 def test_zeros_and_small_numbers():
     small = 1e-30 * torch.randn(8, 8, dtype=torch.float64)  # squares are below FP32's range
-    product = compare(small.float(), small.float())
-    assert (product.gain_low, product.cosine, product.sqnr_db) == (pytest.approx(1), pytest.approx(1), math.inf)
+    matmul = compare(small.float(), small.float())
+    assert (matmul.gain_low, matmul.cosine, matmul.sqnr_db) == (pytest.approx(1), pytest.approx(1), math.inf)
     nothing = compare(torch.zeros(4), torch.zeros(4))
     assert (nothing.gain_error, nothing.cosine, nothing.sqnr_db) == (0.0, 1.0, math.inf)
     lost = compare(torch.zeros(4), torch.ones(4))
@@ -186,8 +186,8 @@ def test_a_sample_leaves_the_model_as_it_was(kind):
     assert [len(layer._forward_hooks) for _, layer in layers] == hooks
     assert set(evidence.layers) == {name for name, _ in layers}
     for name, layer in evidence.layers.items():
-        assert layer == LayerStats() or {f"{gemm}.fp8_tile" for gemm in GEMM_NAMES} <= set(layer.products), name
-        assert all(key.partition(".")[2] in COMPARED for key in layer.products)
+        assert layer == LayerStats() or {f"{gemm}.fp8_tile" for gemm in GEMM_NAMES} <= set(layer.matmuls), name
+        assert all(key.partition(".")[2] in COMPARED for key in layer.matmuls)
 
 
 def test_a_model_that_raises_is_left_as_it_was():
@@ -211,5 +211,5 @@ def test_samples_are_merged_by_the_worse_number():
     underflow = [sample.layers["0"].tensors["input"].underflow for sample in single]
     assert underflow[0] != underflow[1]
     assert both.layers["0"].tensors["input"].underflow == max(underflow)
-    cosines = [sample.layers["0"].products["fprop.fp8_tile"].cosine for sample in single]
-    assert both.layers["0"].products["fprop.fp8_tile"].cosine == min(cosines)
+    cosines = [sample.layers["0"].matmuls["fprop.fp8_tile"].cosine for sample in single]
+    assert both.layers["0"].matmuls["fprop.fp8_tile"].cosine == min(cosines)

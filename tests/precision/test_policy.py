@@ -25,9 +25,9 @@ FORMATS_BY_MODE = {  # (product, embedding, storage) on CPU
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(mode):
     policy = Policy(mode, device_type="cpu")
-    product, embedding, storage = FORMATS_BY_MODE[mode]
+    matmul, embedding, storage = FORMATS_BY_MODE[mode]
     for kind in ("linear", "conv", "attention", "head"):
-        assert policy.decide("a", kind).compute == (mode if kind == "linear" and policy.is_fp8 else product)
+        assert policy.decide("a", kind).compute == (mode if kind == "linear" and policy.is_fp8 else matmul)
         assert policy.decide("a", kind).storage == storage
     assert policy.decide("a", "embedding").compute == embedding
     for kind in ALWAYS_FP32:
@@ -48,8 +48,8 @@ def test_fp8_modes(mode):
     assert policy.decide("layers.0.up_proj", "linear", (64, 64)).gemms == Gemms.all(mode)
     decoupled = policy.decide("layers.0.self_attn.o_proj", "linear", (64, 64))
     assert decoupled.compute == f"{mode}/bf16/bf16"
-    assert "precision.decouple" in decoupled.reason
-    assert replace(policy, decouple=()).decide("layers.0.self_attn.o_proj", "linear", (64, 64)).compute == mode
+    assert "precision.bf16_grad_layers" in decoupled.reason
+    assert replace(policy, bf16_grad_layers=()).decide("layers.0.self_attn.o_proj", "linear", (64, 64)).compute == mode
 
 
 def test_recipe_and_library_decouple_the_same_layers():

@@ -104,8 +104,8 @@ def test_the_fastest_policy_is_that_of_brute_force(seed, share):
     budget = share * sum(costs.values())
     best = math.inf
     for choice in itertools.product((False, True), repeat=len(costs)):
-        fp8 = {product for product, taken in zip(space.products(), choice, strict=True) if taken}
-        if sum(costs[product] for product in fp8) <= budget * (1 + 1e-9):  # sums in another order
+        fp8 = {matmul for matmul, taken in zip(space.matmuls(), choice, strict=True) if taken}
+        if sum(costs[matmul] for matmul in fp8) <= budget * (1 + 1e-9):  # sums in another order
             best = min(best, seconds_by_hand(space, fp8))
     found = fastest(space, budget)
     assert found.predicted.change <= budget * (1 + 1e-6)  # the solver's own tolerance
@@ -201,7 +201,10 @@ def test_the_rules_of_the_file_mean_what_was_chosen(formats, with_rule):
     rules = tuple(Rule(**rule) for rule in section.get("rules", []))
     assert len(rules) <= len(NAMES) + len(kept)
     policy = Policy(
-        section["mode"], rules, decouple=tuple(section["decouple"]), fp8_min_gain=section["fp8_min_gain"]
+        section["mode"],
+        rules,
+        bf16_grad_layers=tuple(section["bf16_grad_layers"]),
+        fp8_min_gain=section["fp8_min_gain"],
     ).on("cuda")
     for name, gemms in formats.items():
         decision = policy.decide(name.replace("*", "7"), "linear", (64, 64))

@@ -53,7 +53,7 @@ def gradients(model, x):
 def test_a_moved_layer_equals_one_converted_so(gemms, managed):
     """Bit for bit, although the converted one keeps its input in another way."""
     x = torch.randn(130, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
-    moved, static = one_layer(Gemms.all("fp8_tile")), one_layer(gemms, keep="codes")
+    moved, static = one_layer(Gemms.all("fp8_tile")), one_layer(gemms, keep="qdata")
     if managed:
         QuantizedWeights(moved, torch.optim.SGD(moved.parameters()))
     moved[0].set_gemms(gemms, power_of_two=True)
@@ -110,7 +110,7 @@ def test_formats_and_counts_are_no_part_of_the_state_and_stay_on_the_host():
 
 
 def test_a_layer_that_keeps_codes_cannot_move_its_weight_gradient():
-    model = one_layer(Gemms.all("fp8_tile"), keep="codes")
+    model = one_layer(Gemms.all("fp8_tile"), keep="qdata")
     model[0].set_gemms(Gemms("bf16", "fp32", "fp8_hybrid"))
     with pytest.raises(ConfigError, match="cannot leave 8 bits") as error:
         model[0].set_gemms(Gemms("fp8_tile", "fp8_tile", "bf16"))
@@ -235,7 +235,7 @@ SWITCHES = 56
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("keep", ["codes", pytest.param("value", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keep", ["qdata", pytest.param("value", marks=pytest.mark.slow)])
 def test_blocks_are_compiled_once_for_all_formats(keep, recompute):
     """Layers that keep codes have norms and SwiGLU that quantise; the others quantise for themselves."""
     eager, compiled = decoder(keep), decoder(keep)

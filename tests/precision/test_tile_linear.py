@@ -16,7 +16,7 @@ from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.convert import convert, set_mode
-from tilewright.precision.float8.gemm.gemm_ops import StaticConfig, products
+from tilewright.precision.float8.gemm.gemm_ops import StaticConfig, matmuls
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.weight_store import contents
 from tilewright.precision.float8.linear import Float8Linear, input_copies, new_switch
@@ -34,7 +34,7 @@ def tile_linear(x, weight, bias, gemms, kernels):
     column = not keep_value and weight.requires_grad and torch.is_grad_enabled()
     copies = input_copies(x, kernels, *kind, row=gemms.fprop in FP8_FORMATS, column=column)
     fixed = StaticConfig(keep_value, *kind, kernels.spec, torch.bfloat16)
-    return products(x, weight, bias, copies, None, new_switch(gemms), fixed)
+    return matmuls(x, weight, bias, copies, None, new_switch(gemms), fixed)
 
 
 def rounded(x, spec, tile):
@@ -253,7 +253,7 @@ def test_weights_are_quantised_once_a_step_when_managed(counting):
     for layer in weights.layers():
         fresh = quantize(layer.weight.detach(), E4M3, BLOCK_TILE)
         kept = contents(layer.weight_store, layer.weight.shape, tensorwise=False)
-        assert torch.equal(kept.codes, fresh.codes)
+        assert torch.equal(kept.qdata, fresh.qdata)
         assert torch.equal(kept.scale_inv, fresh.scale_inv)
     weights.close()
     assert model.down.weight_store is None

@@ -29,7 +29,7 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def converted_model(keep="codes"):
+def converted_model(keep="qdata"):
     torch.manual_seed(0)
     model = nn.Sequential(Layer(), Layer())
     convert(model, Policy("fp8_tile", keep=keep), kernels=Kernels.default())
@@ -58,7 +58,7 @@ def move(model, step):
     layers = [module for module in model.modules() if isinstance(module, Float8Linear) and module.keep_value]
     for number, layer in enumerate(layers if step else ()):
         names = ("fp8_tile", "bf16", "fp32")
-        layer.set_gemms(Gemms(*[names[(step + number + product) % 3] for product in range(3)]))
+        layer.set_gemms(Gemms(*[names[(step + number + matmul) % 3] for matmul in range(3)]))
 
 
 def _rank(rank: int, folder: str, keep: str) -> None:
@@ -83,7 +83,7 @@ def _rank(rank: int, folder: str, keep: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("keep", ["codes", pytest.param("value", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keep", ["qdata", pytest.param("value", marks=pytest.mark.slow)])
 def test_two_sharded_ranks_train_as_one_process(tmp_path, keep):
     """With inputs kept as values, layers also move between formats."""
     mp.spawn(_rank, (str(tmp_path), keep), nprocs=2)

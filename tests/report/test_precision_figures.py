@@ -31,8 +31,8 @@ def evidence(underflow: float, sqnr: float) -> QuantStats:
     tensor = TensorStats(1.0, 0.0, 0.0, 0.0, 3.0, 30.0)
     tensors = {"input": tensor, "weight": tensor, "gradient": TensorStats(1.0, underflow, 0.0, 0.0, 3.0, 30.0)}
     good = GemmStats(1.0, 1.0, 0.9999, 30.0)
-    products = {"fprop.fp8_tile": good, "wgrad.fp8_tile": GemmStats(0.9, 0.9, 0.9, sqnr), "wgrad.bf16": good}
-    return QuantStats({name: LayerStats(tensors, products) for name in LAYERS})
+    matmuls = {"fprop.fp8_tile": good, "wgrad.fp8_tile": GemmStats(0.9, 0.9, 0.9, sqnr), "wgrad.bf16": good}
+    return QuantStats({name: LayerStats(tensors, matmuls) for name in LAYERS})
 
 
 @pytest.fixture

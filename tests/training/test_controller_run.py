@@ -18,10 +18,15 @@ from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
 
 CONTROLLED = {
-    "precision__mode": "fp8_tile", "precision__controller": "true", "precision__controller_every": 2,
-    "precision__controller_recalibrate": 6, "precision__controller_cooldown": 3, "precision__controller_budget": 0.9,
-    "train__eval_every": 4, "train__sample_tokens": 0,
-}  # fmt: skip
+    "precision__mode": "fp8_tile",
+    "precision__controller": "true",
+    "precision__controller__interval": 2,
+    "precision__controller__recalibrate_interval": 6,
+    "precision__controller__cooldown": 3,
+    "precision__controller__budget": 0.9,
+    "train__eval_interval": 4,
+    "train__sample_tokens": 0,
+}
 
 
 def test_a_calm_run_stays_in_8_bits_and_equals_one_without_a_controller(data, tmp_path):
@@ -88,8 +93,8 @@ def straight(data, tmp_path_factory):
 
 
 WILD = {
-    "precision__controller_quiet": 1,
-    "precision__controller_spike_factor": 0.1,
+    "precision__controller__patience": 1,
+    "precision__controller__spike_factor": 0.1,
     "optim__schedule": "constant",
     "optim__lr": 3.0,
     "optim__clip_norm": 0.0,
@@ -128,7 +133,7 @@ def test_a_schedule_of_products_without_a_controller(data, tmp_path):
 
 def test_the_rate_follows_the_noise(data, tmp_path):
     train(tiny(data, tmp_path / "a", **CONTROLLED))
-    train(tiny(data, tmp_path / "b", **CONTROLLED, precision__lr_noise=10.0))
+    train(tiny(data, tmp_path / "b", **CONTROLLED, precision__lr_noise_damping=10.0))
     a, b = ([row["lr"] for row in rows(tmp_path / x / "tiny" / "metrics.jsonl") if "lr" in row] for x in "ab")
     noise = [sample.noise for sample in read_history(tmp_path / "b" / "tiny").samples]
     assert b[0] == pytest.approx(a[0] / (1 + 10 * noise[0]), rel=1e-4)
@@ -136,7 +141,7 @@ def test_the_rate_follows_the_noise(data, tmp_path):
 
 
 def test_an_impossible_budget_is_refused_before_the_first_step(data, tmp_path):
-    loaded = tiny(data, tmp_path, **(CONTROLLED | {"precision__controller_budget": 0.01}))
+    loaded = tiny(data, tmp_path, **(CONTROLLED | {"precision__controller__budget": 0.01}))
     setup = set_up(loaded)
     with pytest.raises(FitError, match="budget cannot be kept") as caught:
         build(setup, fresh=True)
@@ -144,7 +149,11 @@ def test_an_impossible_budget_is_refused_before_the_first_step(data, tmp_path):
 
 
 def test_contradictions_are_told_all_at_once(data, tmp_path):
-    wrong = {"precision__controller": "true", "precision__fp8_from": "[0, 2.0, 0]", "precision__controller_every": 2000}
+    wrong = {
+        "precision__controller": "true",
+        "precision__fp8_from": "[0, 2.0, 0]",
+        "precision__controller__interval": 2000,
+    }
     with pytest.raises(ConfigError) as caught:
         tiny(data, tmp_path, **wrong)
     text = str(caught.value)
@@ -165,19 +174,19 @@ def test_elements_are_clipped(data, tmp_path):
 
 
 SETTINGS = {
-    "precision.controller_policy": ("three_level", {"wrong": 2}),
-    "precision.controller_every": (4, {}),
-    "precision.controller_cooldown": (50, {"wrong": 2}),
-    "precision.controller_quiet": (5, {"wrong": 1, "precision__controller_recalibrate": 1000}),
-    "precision.controller_recalibrate": (2, {"wrong": 1, "precision__controller_quiet": 5}),
-    "precision.controller_redo": ("false", {"poison": 5}),
-    "precision.controller_spike_factor": (0.001, {"train__steps": 24, "optim__lr": 1e-6}),
+    "precision.controller.granularity": ("three_level", {"wrong": 2}),
+    "precision.controller.interval": (4, {}),
+    "precision.controller.cooldown": (50, {"wrong": 2}),
+    "precision.controller.patience": (5, {"wrong": 1, "precision__controller__recalibrate_interval": 1000}),
+    "precision.controller.recalibrate_interval": (2, {"wrong": 1, "precision__controller__patience": 5}),
+    "precision.controller.retry_steps": ("false", {"poison": 5}),
+    "precision.controller.spike_factor": (0.001, {"train__steps": 24, "optim__lr": 1e-6}),
 }
 """A setting, another value of it, and the run in which that shows: evidence that is wrong in the first samples, or a
 step that is poisoned."""
 
 
-QUICK = ("precision.controller_policy", "precision.controller_redo")
+QUICK = ("precision.controller.granularity", "precision.controller.retry_steps")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +202,7 @@ def test_settings_of_the_controller(name, data, tmp_path, monkeypatch):
                 _poison(patch, {given["poison"]})
             if "wrong" in given:
                 _distort(patch, given["wrong"])
-            train(tiny(data, tmp_path / run, **(CONTROLLED | {"precision__controller_budget": 1.0} | changes | extra)))
+            train(tiny(data, tmp_path / run, **(CONTROLLED | {"precision__controller__budget": 1.0} | changes | extra)))
         kinds = ("precision_move", "redo", "skip")
         told = [row for row in rows(tmp_path / run / "tiny" / "events.jsonl") if row["kind"] in kinds]
         history = read_history(tmp_path / run / "tiny")
@@ -215,7 +224,7 @@ def _distort(monkeypatch, samples):
             return evidence
         layers = dict(evidence.layers)
         name = next(name for name in layers if name.endswith("up_proj"))
-        bad = {**layers[name].products, "fprop.fp8_tile": GemmStats(0.5, 0.5, 0.9, 3.0)}
+        bad = {**layers[name].matmuls, "fprop.fp8_tile": GemmStats(0.5, 0.5, 0.9, 3.0)}
         layers[name] = LayerStats(layers[name].tensors, bad)
         return QuantStats(layers)
 

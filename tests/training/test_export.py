@@ -22,7 +22,7 @@ FAMILIES = {
     "roberta": ("masked_lm", _TEXT | {"pad_token_id": 1}),
     "llama": ("causal_lm", _TEXT | {"num_key_value_heads": 2, "bos_token_id": 11, "eos_token_id": [12, 13]}),
 }
-ONCE = {"train__steps": 1, "train__eval_every": 0, "train__sample_tokens": 0, "save__export_hf": "true"}
+ONCE = {"train__steps": 1, "train__eval_interval": 0, "train__sample_tokens": 0, "checkpoint__export_hf": "true"}
 
 
 def foreign(name, folder):
@@ -49,7 +49,7 @@ def test_a_foreign_model_keeps_its_config(name, data, tmp_path):
 
 
 def test_the_event_says_how_much_is_fp8(data, tmp_path):
-    changes = foreign("llama", tmp_path / "model") | {"save__export_format": "fp8"}
+    changes = foreign("llama", tmp_path / "model") | {"checkpoint__export_format": "fp8"}
     run = train(tiny(data, tmp_path, **ONCE, **changes)).run_dir
     stored = load_file(run / "hf" / "model.safetensors")
     in_fp8 = sum(t.nbytes for k, t in stored.items() if t.itemsize == 1 or k.endswith("_scale_inv"))
@@ -60,7 +60,7 @@ def test_the_event_says_how_much_is_fp8(data, tmp_path):
 
 
 def test_an_fp8_export_without_fp8_is_refused_before_training(data, tmp_path):
-    changes = foreign("gpt2", tmp_path / "model") | {"save__export_format": "fp8"}
+    changes = foreign("gpt2", tmp_path / "model") | {"checkpoint__export_format": "fp8"}
     with pytest.raises(CheckpointError, match="Model without a weight that can be stored in FP8"):
         train(tiny(data, tmp_path, **ONCE, **changes))
     assert not (tmp_path / "tiny" / "metrics.jsonl").exists()

@@ -46,8 +46,8 @@ def exported(result):
     [("keep", {torch.float32}), ("bf16", {torch.bfloat16}), ("fp8", {FP8, torch.float32, torch.bfloat16})],
 )
 def test_export_format(value, dtypes, data, tmp_path):
-    changes = {"train__steps": 1, "train__eval_every": 0, "save__export_hf": "true"}
-    config, tensors = exported(train(tiny(data, tmp_path, **changes, save__export_format=value)))
+    changes = {"train__steps": 1, "train__eval_interval": 0, "checkpoint__export_hf": "true"}
+    config, tensors = exported(train(tiny(data, tmp_path, **changes, checkpoint__export_format=value)))
     assert {tensor.dtype for tensor in tensors.values()} == dtypes
     assert ("quantization_config" in config) == (value == "fp8")
 
@@ -55,11 +55,11 @@ def test_export_format(value, dtypes, data, tmp_path):
 @pytest.mark.parametrize("kind", ["decoder", "hf"])
 @pytest.mark.parametrize("master", [pytest.param("fp32", marks=pytest.mark.slow), "stochastic"])
 def test_all_weights_are_fine_tuned_from_fp8_to_fp8(kind, master, published, data, tmp_path):
-    changes = {"model__kind": kind, "model__path": published, "model__weights": "load", "optim__master": master}
+    changes = {"model__kind": kind, "model__path": published, "model__weights": "load", "optim__master_weights": master}
     changes |= {
         "precision__mode": "fp8_tile",
-        "save__export_hf": "true",
-        "save__export_format": "fp8",
+        "checkpoint__export_hf": "true",
+        "checkpoint__export_format": "fp8",
         "optim__lr": 0.01,
     }
     result = train(tiny(data, tmp_path, **changes))

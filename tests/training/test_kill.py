@@ -13,7 +13,7 @@ from tests.training.tiny import assert_same_run, rows, settings, tiny
 from tilewright.training.loop import train
 
 STEPS = 60
-CHANGES = {"train__steps": STEPS, "save__every": 2, "train__eval_every": 20, "train__sample_tokens": 0}
+CHANGES = {"train__steps": STEPS, "checkpoint__interval": 2, "train__eval_interval": 20, "train__sample_tokens": 0}
 
 
 @pytest.fixture(scope="module")

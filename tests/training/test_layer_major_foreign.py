@@ -7,9 +7,9 @@ from tests.training.tiny import last_state, save_tokenizer, tiny, write_text
 from tilewright.models.hf.load import load_hf
 from tilewright.training.loop import train
 
-RUN = {"precision__mode": "fp32", "train__steps": 4, "train__eval_every": 2, "model__kind": "hf"}
+RUN = {"precision__mode": "fp32", "train__steps": 4, "train__eval_interval": 2, "model__kind": "hf"}
 LAYERS = {"memory__executor": "layer_major"}
-AWAY = {"memory__parameters": "disk", "memory__states": "host", "memory__inputs": "disk"}
+AWAY = {"memory__offload_params": "disk", "memory__offload_optimizer": "cpu", "memory__offload_activations": "disk"}
 
 
 @pytest.fixture(scope="module")

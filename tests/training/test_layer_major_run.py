@@ -31,18 +31,20 @@ def test_it_is_the_standard_run(data, tmp_path):
 
 
 def test_resume_equals_never_having_stopped(data, tmp_path):
-    options = {"optim__clip": "lagged", "optim__schedule": "constant", "train__eval_every": 0} | LAYERS
+    options = {"optim__clip": "delayed", "optim__schedule": "constant", "train__eval_interval": 0} | LAYERS
     whole = train(tiny(data, tmp_path, run__name="whole", train__steps=8, **options)).run_dir
     train(tiny(data, tmp_path, run__name="part", train__steps=5, **options))
     resumed = train(tiny(data, tmp_path, run__name="part", train__steps=8, **options)).run_dir
     (tensors, meta), (expected, expected_meta) = last_state(resumed), last_state(whole)
     assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
-    assert meta["parts"]["lagged"] == expected_meta["parts"]["lagged"]
+    assert meta["parts"]["delayed"] == expected_meta["parts"]["delayed"]
 
 
 def test_group_cuts_the_layers(data, tmp_path):
     for group, names in ((1, ["layers.0", "layers.1"]), (2, ["layers.0-1"])):
-        parts = assemble.build(assemble.set_up(tiny(data, tmp_path, memory__group=group, **LAYERS)), fresh=True)
+        parts = assemble.build(
+            assemble.set_up(tiny(data, tmp_path, memory__layers_per_group=group, **LAYERS)), fresh=True
+        )
         assert [part.name for part in parts.executor.run.layer_groups.groups] == names
         parts.stream.close()
         parts.memory_tracker.close()
@@ -70,9 +72,9 @@ def lose(monkeypatch, steps):
 
 
 def test_undo_by_checkpoint(data, tmp_path, monkeypatch):
-    """memory.undo = "checkpoint": step 5 turns bad half-way; the run goes back to step 3 and leaves step 5 out."""
+    """memory.rollback = "checkpoint": step 5 turns bad half-way; the run goes back to step 3 and leaves step 5 out."""
     lose(monkeypatch, {5})
-    options = {"optim__clip": "lagged", "memory__undo": "checkpoint", "train__steps": 7, "train__eval_every": 0}
+    options = {"optim__clip": "delayed", "memory__rollback": "checkpoint", "train__steps": 7, "train__eval_interval": 0}
     result = train(tiny(data, tmp_path, **options, **LAYERS))
     metrics = [row for row in rows(result.run_dir / "metrics.jsonl") if "eval" not in row]
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6, 7]
@@ -86,7 +88,7 @@ def test_undo_by_checkpoint(data, tmp_path, monkeypatch):
 
 def test_undo_by_journal_goes_on_at_once(data, tmp_path, monkeypatch):
     lose(monkeypatch, {5})
-    options = {"optim__clip": "lagged", "train__steps": 6, "train__eval_every": 0}
+    options = {"optim__clip": "delayed", "train__steps": 6, "train__eval_interval": 0}
     result = train(tiny(data, tmp_path, **options, **LAYERS))
     events = [(row["step"], row["kind"]) for row in rows(result.run_dir / "events.jsonl")]
     assert (5, "skip") in events
@@ -95,7 +97,12 @@ def test_undo_by_journal_goes_on_at_once(data, tmp_path, monkeypatch):
 
 def test_steps_that_are_lost_again_and_again_end_the_run(data, tmp_path, monkeypatch):
     lose(monkeypatch, set(range(5, 100)))
-    options = {"optim__clip": "lagged", "memory__undo": "checkpoint", "train__steps": 12, "train__eval_every": 0}
+    options = {
+        "optim__clip": "delayed",
+        "memory__rollback": "checkpoint",
+        "train__steps": 12,
+        "train__eval_interval": 0,
+    }
     with pytest.raises(UnrecoverableStepError, match="middle of a step"):
         train(tiny(data, tmp_path, **options, **LAYERS))
 
@@ -104,8 +111,8 @@ def test_steps_that_are_lost_again_and_again_end_the_run(data, tmp_path, monkeyp
     ("settings", "match"),
     [
         ({"train.activation_checkpoint": "full"}, "recomputes every layer anyway"),
-        ({"precision.mode": "fp8_tile", "precision.controller": "true"}, "cannot be moved"),
-        ({"memory.executor": "standard", "optim.clip": "lagged"}, "clips exactly"),
+        ({"precision.mode": "fp8_tile", "precision.controller.enabled": "true"}, "cannot be moved"),
+        ({"memory.executor": "standard", "optim.clip": "delayed"}, "clips exactly"),
     ],
 )
 def test_settings_that_cannot_be_together(settings, match):
@@ -125,7 +132,7 @@ def test_the_shipped_recipes_train_at_small_size(data, tmp_path, recipe):
     given = settings(data, tmp_path, model__num_kv_heads=2, ops__adam="ref", train__steps=8, optim__lr=0.01)
     kept = ("run.", "model.dim", "model.num", "data.", "train.steps", "train.compile", "optim.", "train.log", "ops.")
     given = {name: value for name, value in given.items() if name.startswith(kept)} | {"model.ffn_dim": "64"}
-    loaded = load_recipe(recipe, given | {"train.batch_size": "4", "train.micro_batch": "1"}, environ={})
+    loaded = load_recipe(recipe, given | {"train.global_batch_size": "4", "train.micro_batch_size": "1"}, environ={})
     assert (loaded.recipe.memory.executor, loaded.recipe.optim.moments) == ("layer_major", "8bit")
     result = train(loaded)
     losses = [row["loss"] for row in rows(result.run_dir / "metrics.jsonl") if "eval" not in row]

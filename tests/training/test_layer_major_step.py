@@ -89,7 +89,7 @@ def test_lagged_without_a_bound_is_torch_adamw_from_one_pass(name, monkeypatch):
     ours, theirs = make_decoder(name).train(), make_decoder(name).train()
     made = steps()
     norms = reference(theirs, made, LR)
-    run = executor(ours, lagged=True)
+    run = executor(ours, delayed=True)
     results = [run.step(microbatches, LR) for microbatches in made]
     assert worst(ours, theirs)[0] <= 1e-6, worst(ours, theirs)
     assert [result.grad_norm for result in results] == pytest.approx(norms, rel=1e-5)
@@ -173,19 +173,19 @@ def snapshot(model, optimizer):
 def test_a_bad_gradient_in_the_middle_changes_nothing(how, factor):
     model, factors = make_decoder("gqa").train(), [1.0]
     poison(model, 1, factors)
-    options = {} if how == "exact" else {"lagged": True, "undo": RollbackBuffer("host", "cpu")}
+    options = {} if how == "exact" else {"delayed": True, "undo": RollbackBuffer("host", "cpu")}
     run = executor(model, clip=GradClip(1.0), **options)
     first, second, third = steps(3)
     assert run.step(first, 1e-2).skipped is None
     before = snapshot(model, run.optimizer)
-    state = run.lagged.state_dict() if run.lagged else None
+    state = run.delayed.state_dict() if run.delayed else None
     factors[0] = factor
     result = run.step(second, 1e-2)
     assert result.skipped
     assert math.isfinite(factor) or "not finite" in result.skipped
     after = snapshot(model, run.optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert state is None or run.lagged.state_dict() == state
+    assert state is None or run.delayed.state_dict() == state
     factors[0] = 1.0
     assert run.step(third, 1e-2).skipped is None
 
@@ -193,15 +193,15 @@ def test_a_bad_gradient_in_the_middle_changes_nothing(how, factor):
 def test_without_a_journal_a_lost_step_is_an_error_of_its_own():
     model = make_decoder("gqa").train()
     poison(model, 1, [math.nan])
-    run = executor(model, lagged=True)
+    run = executor(model, delayed=True)
     with pytest.raises(UnrecoverableStepError, match="middle of a step"):
         run.step(steps(1)[0], 1e-2)
 
 
-@pytest.mark.parametrize("lagged", [False, True])
-def test_a_bad_loss_or_output_begins_no_update(lagged):
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_bad_loss_or_output_begins_no_update(delayed):
     model = make_decoder("gqa").train()
-    run = executor(model, lagged=lagged)
+    run = executor(model, delayed=delayed)
     first, second = steps(2)
     run.step(first, 1e-2)
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_lagged_bounds_by_the_norm_of_the_step_before(monkeypatch):
     monkeypatch.setattr("tilewright.optim.delayed_clip.SURGE", math.inf)
     bound = 0.3
     model, twin = make_decoder("gqa").train(), make_decoder("gqa").train()
-    run, free = executor(model, lagged=True, clip=GradClip(bound)), executor(twin, lagged=True)
+    run, free = executor(model, delayed=True, clip=GradClip(bound)), executor(twin, delayed=True)
     first, second = steps(2)
     norm = run.step(first, 0.0).grad_norm
     free.step(first, 0.0)
@@ -243,7 +243,7 @@ def test_lagged_holds_a_surge_that_the_norm_before_knows_nothing_of():
     """A gradient 10,000 times the usual moves no tensor's gradient beyond twice its usual length."""
     model, factors = make_decoder("gqa").train(), [1.0]
     poison(model, 1, factors)
-    run = executor(model, lagged=True, clip=GradClip(1.0, threshold=1e9))
+    run = executor(model, delayed=True, clip=GradClip(1.0, threshold=1e9))
     seen = {}
     update = run._update
     run._update = lambda part, params, grads: (
@@ -289,8 +289,8 @@ class Dropped(torch.nn.Module):
         return torch.nn.functional.dropout(self.inner(*args), 0.2, self.training)
 
 
-@pytest.mark.parametrize("lagged", [False, True])
-def test_dropout_draws_the_same_numbers_again(lagged, monkeypatch):
+@pytest.mark.parametrize("delayed", [False, True])
+def test_dropout_draws_the_same_numbers_again(delayed, monkeypatch):
     monkeypatch.setattr("tilewright.optim.delayed_clip.SURGE", math.inf)
     ours = make_decoder("gqa").train()
     ours.model.embed_tokens = Dropped(ours.model.embed_tokens)
@@ -299,7 +299,7 @@ def test_dropout_draws_the_same_numbers_again(lagged, monkeypatch):
         block.mlp, block.self_attn.o_proj = Dropped(block.mlp), Dropped(block.self_attn.o_proj)
     theirs = copy.deepcopy(ours)
     made = steps(3)
-    run = executor(ours, lagged=lagged)
+    run = executor(ours, delayed=delayed)
     torch.manual_seed(5)
     for microbatches in made:
         run.step(microbatches, LR)
@@ -323,7 +323,7 @@ def test_experts_are_those_of_the_forward_pass():
         afresh.append(router._choose(router.kernels.linear(args[0].float(), router.weight).sigmoid()))
 
     gate.register_forward_hook(look)
-    run = executor(model, inputs=ActivationStore("device", "cpu", "fp8", kernels=KERNELS), lagged=True)
+    run = executor(model, inputs=ActivationStore("device", "cpu", "fp8", kernels=KERNELS), delayed=True)
     run.step(steps(1)[0], LR)
     forward, backward = chosen[: len(SIZES)], chosen[len(SIZES) :]
     assert len(forward) == len(backward) == len(SIZES)
@@ -362,10 +362,10 @@ def test_eight_bit_products_follow_their_weights():
     for model in (ours, theirs):
         convert(model, "fp8_tile")
         optimizer = DeepSeekAdam(decay_groups(model, 0.1))
-        codes = QuantizedWeights(model, optimizer)
+        qdata = QuantizedWeights(model, optimizer)
         if model is ours:
             layer_groups = find_layer_groups(model, model)
-            runs.append(LayerMajorExecutor(model, model, layer_groups, optimizer, clip=GradClip(0.0), weights=codes))
+            runs.append(LayerMajorExecutor(model, model, layer_groups, optimizer, clip=GradClip(0.0), weights=qdata))
         else:
             runs.append(StandardExecutor(model, optimizer, clip=GradClip(0.0)))
     for microbatches in steps(3):

@@ -14,8 +14,8 @@ from tilewright.core.errors import ConfigError
 from tilewright.training import assemble
 from tilewright.training.loop import train
 
-LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32", "train__steps": 6, "train__eval_every": 3}
-AWAY = {"memory__parameters": "disk", "memory__states": "host", "memory__inputs": "disk"}
+LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32", "train__steps": 6, "train__eval_interval": 3}
+AWAY = {"memory__offload_params": "disk", "memory__offload_optimizer": "cpu", "memory__offload_activations": "disk"}
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,17 @@ def at_home(data):
     "away",
     [
         AWAY,
-        {"memory__parameters": "host", "memory__states": "disk", "memory__inputs": "host", "memory__prefetch": 0},
-        {"memory__states": "disk", "memory__prefetch": 3},
+        {
+            "memory__offload_params": "cpu",
+            "memory__offload_optimizer": "disk",
+            "memory__offload_activations": "cpu",
+            "memory__prefetch": 0,
+        },
+        {"memory__offload_optimizer": "disk", "memory__prefetch": 3},
     ],
 )
 def test_tiers_change_no_number(data, at_home, tmp_path, away):
-    """memory.parameters, states and inputs: losses, evaluations, samples and the whole state are the same bits."""
+    """memory.offload_params, states and inputs: losses, evaluations, samples and the whole state are the same bits."""
     run = train(tiny(data, tmp_path, **LAYERS, **away)).run_dir
     assert_same_run(run, at_home)
     assert (run / "samples.jsonl").read_text().split('"text"')[1:] == (at_home / "samples.jsonl").read_text().split(
@@ -50,26 +55,29 @@ def test_tiers_change_no_number(data, at_home, tmp_path, away):
 
 def test_resume_in_other_tiers(data, at_home, tmp_path):
     """A checkpoint is the same wherever the slices were at home: it is taken up from disk, host and device."""
-    options = LAYERS | {"run__name": "moved", "optim__schedule": "constant", "train__eval_every": 0}
+    options = LAYERS | {"run__name": "moved", "optim__schedule": "constant", "train__eval_interval": 0}
     train(tiny(data, tmp_path, **options | {"train__steps": 2}, **AWAY))
     train(tiny(data, tmp_path, **options | {"train__steps": 4}))
-    moved = train(tiny(data, tmp_path, **options, memory__parameters="host", memory__states="disk")).run_dir
+    moved = train(
+        tiny(data, tmp_path, **options, memory__offload_params="cpu", memory__offload_optimizer="disk")
+    ).run_dir
     reference = train(tiny(data, tmp_path, **options | {"run__name": "stayed"})).run_dir
     tensors, expected = last_state(moved)[0], last_state(reference)[0]
     assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
 
 
 def test_folder_of_the_disk_tier(data, tmp_path):
-    """memory.tier_dir is where the files of the disk tier are; one that cannot be made is an error before the run."""
+    """memory.offload_dir is where the files of the disk tier are; one that cannot be made is an error before the
+    run."""
     (tmp_path / "file").write_text("")
     with pytest.raises((ConfigError, OSError)):
-        train(tiny(data, tmp_path, memory__tier_dir=tmp_path / "file" / "sub", **LAYERS, **AWAY))
+        train(tiny(data, tmp_path, memory__offload_dir=tmp_path / "file" / "sub", **LAYERS, **AWAY))
 
 
 def test_prefetch_takes_buffers(data, tmp_path):
     held = []
     for prefetch in (0, 1, 2):
-        loaded = tiny(data, tmp_path, memory__prefetch=prefetch, memory__parameters="host", **LAYERS)
+        loaded = tiny(data, tmp_path, memory__prefetch=prefetch, memory__offload_params="cpu", **LAYERS)
         parts = assemble.build(assemble.set_up(loaded), fresh=True)
         held.append(len(parts.sliced.home.parameters._slots.slots))
         parts.sliced.home.close()
@@ -81,8 +89,8 @@ def test_prefetch_takes_buffers(data, tmp_path):
 def test_fp8_weights_and_experts_in_tiers(data, tmp_path):
     """Eight-bit products read the weights of the moment, and routing is replayed, wherever the weights are at home."""
     options = LAYERS | {"precision__mode": "fp8_tile", "model__num_experts": 4, "train__checkpoint_inputs": "fp8"}
-    options |= {"optim__clip": "lagged", "optim__master": "stochastic", "ops__adam": "ref"}
-    options |= {"train__steps": 3, "train__eval_every": 0}
+    options |= {"optim__clip": "delayed", "optim__master_weights": "stochastic", "ops__adam": "ref"}
+    options |= {"train__steps": 3, "train__eval_interval": 0}
     home = train(tiny(data, tmp_path, run__name="home", **options)).run_dir
     away = train(tiny(data, tmp_path, run__name="away", **options, **AWAY)).run_dir
     tensors, expected = last_state(away)[0], last_state(home)[0]
@@ -93,7 +101,7 @@ def test_a_hugging_face_folder_at_the_end(data, tmp_path):
     """What is exported from disk is what is exported from the device."""
     from safetensors.torch import load_file
 
-    options = LAYERS | {"save__export_hf": True, "train__steps": 2, "train__eval_every": 0}
+    options = LAYERS | {"checkpoint__export_hf": True, "train__steps": 2, "train__eval_interval": 0}
     home = train(tiny(data, tmp_path, run__name="home", **options)).run_dir
     away = train(tiny(data, tmp_path, run__name="away", **options, **AWAY)).run_dir
     here, there = (load_file(run / "hf" / "model.safetensors") for run in (home, away))
@@ -104,7 +112,7 @@ def test_a_hugging_face_folder_at_the_end(data, tmp_path):
 @pytest.mark.slow
 def test_kill_9_and_go_on(data, at_home, tmp_path):
     """The states on disk are a cache: a run killed in mid-step goes on from its checkpoint to the same bits."""
-    given = settings(data, tmp_path, **LAYERS, **AWAY, save__every=1)
+    given = settings(data, tmp_path, **LAYERS, **AWAY, checkpoint__interval=1)
     code = "from tilewright.core.config.load import load_recipe; from tilewright.training.loop import train; "
     command = [sys.executable, "-c", code + f"train(load_recipe(None, {given!r}, environ={{}}))"]
     for wait_for in ("step_00000002", "step_00000004"):

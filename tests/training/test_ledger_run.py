@@ -14,7 +14,7 @@ def data(tmp_path_factory):
 
 
 def test_owners_by_phase_are_in_the_metrics_and_sum_to_the_peaks(data, tmp_path):
-    train(tiny(data, tmp_path, train__steps=4, save__every=0, train__eval_every=0))
+    train(tiny(data, tmp_path, train__steps=4, checkpoint__interval=0, train__eval_interval=0))
     first, last = (row for row in rows(tmp_path / "tiny" / "metrics.jsonl") if "memory" in row)
     assert {"load", "forward", "backward", "update"} <= first["memory_phases"].keys()
     assert {"forward", "backward", "update"} <= last["memory_phases"].keys()
@@ -31,7 +31,7 @@ def test_owners_by_phase_are_in_the_metrics_and_sum_to_the_peaks(data, tmp_path)
 def test_tiers_off_the_device_are_in_the_metrics(data, tmp_path):
     settings = {"executor": "layer_major", "states": "disk", "inputs": "disk"}
     changes = {f"memory__{name}": value for name, value in settings.items()}
-    train(tiny(data, tmp_path, train__steps=4, save__every=0, train__eval_every=0, **changes))
+    train(tiny(data, tmp_path, train__steps=4, checkpoint__interval=0, train__eval_interval=0, **changes))
     row = [row for row in rows(tmp_path / "tiny" / "metrics.jsonl") if "memory" in row][-1]
     disk = row["memory_tiers"]["disk"]
     # Two FP32 moments a parameter, but those of the tied embedding (300 x 32), which stay; inputs of two layers and of

@@ -22,12 +22,12 @@ CASES = {
     "switch": {"precision__start_mode": "tf32", "precision__start_fraction": 0.5},
     "pure_fp16": {"precision__mode": "pure_fp16"},
     "bf16_states": {"optim__moments": "bf16", "optim__clip_adaptive": 1.05, "optim__schedule": "wsd"},
-    "stochastic": {"optim__master": "stochastic", "optim__moments": "bf16"},
-    "split24": {"optim__master": "split24", "optim__moments": "8bit"},
+    "stochastic": {"optim__master_weights": "stochastic", "optim__moments": "bf16"},
+    "split24": {"optim__master_weights": "split24", "optim__moments": "8bit"},
     "moe": {"model__num_experts": 4, "model__attention": "mla"},
     "fp8": {"precision__mode": "fp8_tile", "precision__start_mode": "bf16_mixed", "precision__start_fraction": 0.4},
     "fp8_moe": {"precision__mode": "fp8_hybrid", "model__num_experts": 4, "train__activation_checkpoint": "full"},
-    "checkpointing": {"train__activation_checkpoint": "full", "save__background": False},
+    "checkpointing": {"train__activation_checkpoint": "full", "checkpoint__async_save": False},
 }
 
 
@@ -168,21 +168,21 @@ def test_torn_newest_checkpoint_is_said_and_the_one_before_is_used(data, tmp_pat
 
 
 def test_nothing_sound_is_an_error_that_loses_nothing(data, tmp_path):
-    train(tiny(data, tmp_path, save__keep=1))
+    train(tiny(data, tmp_path, checkpoint__keep_latest_k=1))
     meta = tmp_path / "tiny" / "checkpoints" / "step_00000012" / "meta.json"
     meta.write_text("{}")
     with pytest.raises(CheckpointError, match="no sound checkpoint") as caught:
         train(tiny(data, tmp_path))
     assert "meta.json has 2 bytes" in caught.value.problems[0].got
     assert meta.exists()
-    train(tiny(data, tmp_path, save__resume="never"))
+    train(tiny(data, tmp_path, checkpoint__resume="never"))
     assert (tmp_path / "tiny.old-1" / "checkpoints" / "step_00000012" / "meta.json").read_text() == "{}"
     assert rows(tmp_path / "tiny" / "events.jsonl")[0]["kind"] == "start"
 
 
 def test_required_resume_without_a_checkpoint(data, tmp_path):
     with pytest.raises(CheckpointError, match="no sound checkpoint"):
-        train(tiny(data, tmp_path, save__resume="required"))
+        train(tiny(data, tmp_path, checkpoint__resume="required"))
 
 
 def test_checkpoint_of_another_model(data, tmp_path):
@@ -243,7 +243,7 @@ def test_bad_numbers_stop_the_run_with_the_last_good_state(data, tmp_path, monke
 
     monkeypatch.setattr(assemble, "build_adapted", poisoned)
     with pytest.raises(NumericsError, match="3 steps in a row") as caught:
-        train(tiny(data, tmp_path, train__eval_every=0))
+        train(tiny(data, tmp_path, train__eval_interval=0))
     assert caught.value.exit_code == 4
     run = tmp_path / "tiny"
     events = rows(run / "events.jsonl")
@@ -330,7 +330,7 @@ def test_a_disk_that_refuses_is_loud_and_the_run_goes_on_to_its_end(data, tmp_pa
 
 def test_export_and_sinks(data, tmp_path):
     pytest.importorskip("tensorboard")
-    train(tiny(data, tmp_path, train__steps=2, save__export_hf=True, log__sinks='["tensorboard"]'))
+    train(tiny(data, tmp_path, train__steps=2, checkpoint__export_hf=True, log__sinks='["tensorboard"]'))
     run = tmp_path / "tiny"
     assert (run / "hf" / "config.json").exists()
     assert list((run / "hf").glob("*.safetensors"))
@@ -351,10 +351,10 @@ def test_dry_run_keeps_nothing_and_compares(data, tmp_path, capsys):
 
 def test_what_cannot_fit_is_refused_before_anything_is_built(data, tmp_path):
     with pytest.raises(FitError) as caught:
-        train(tiny(data, tmp_path, plan__device_budget="1MB"))
+        train(tiny(data, tmp_path, plan__device_memory="1MB"))
     assert caught.value.exit_code == 3
     assert caught.value.problems[0].try_
-    assert train(tiny(data, tmp_path, plan__device_budget="1MB", plan__enforce="false", train__steps=1)).step == 1
+    assert train(tiny(data, tmp_path, plan__device_memory="1MB", plan__enforce="false", train__steps=1)).step == 1
 
 
 def test_several_processes_are_refused(data, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def published(tmp_path):
 @pytest.mark.parametrize("kind", ["decoder", "hf"])
 def test_an_fp8_folder_is_adapted_and_the_adapter_written(kind, published, data, tmp_path):
     changes = LORA | {"model__kind": kind, "model__path": published, "model__weights": "load"}
-    changes |= {"precision__mode": "fp8_tile", "save__export_hf": "true"}
+    changes |= {"precision__mode": "fp8_tile", "checkpoint__export_hf": "true"}
     result = train(tiny(data, tmp_path, **changes))
     losses = [row["loss"] for row in rows(result.run_dir / "metrics.jsonl") if "loss" in row]
     assert losses[-1] < losses[0]
@@ -41,8 +41,8 @@ def test_an_fp8_folder_is_adapted_and_the_adapter_written(kind, published, data,
     tensors, _ = last_state(result.run_dir)
     prefix = "model.net." if kind == "hf" else "model."
     name = "model.layers.1.mlp.down_proj"
-    codes = load_file(published / "model.safetensors")[f"{name}.weight"]
-    assert torch.equal(tensors[f"{prefix}{name}.weight"].view(torch.uint8), codes.view(torch.uint8))
+    qdata = load_file(published / "model.safetensors")[f"{name}.weight"]
+    assert torch.equal(tensors[f"{prefix}{name}.weight"].view(torch.uint8), qdata.view(torch.uint8))
     # What is trained, and has states, are the adapters.
     trained = {key.split(".", 1)[1].rsplit(".", 1)[0] for key in tensors if key.startswith("optimizer.")}
     assert trained == {key.removeprefix("model.") for key in tensors if ".lora_" in key and key.startswith("model.")}
@@ -79,8 +79,8 @@ def test_what_adapters_cannot_go_with_is_said_at_once():
     settings = {
         "lora.rank": "4",
         "memory.executor": "layer_major",
-        "save.export_hf": "true",
-        "save.export_format": "fp8",
+        "checkpoint.export_hf": "true",
+        "checkpoint.export_format": "fp8",
     }
     with pytest.raises(ConfigError) as caught:
         load_recipe(None, settings, environ={})

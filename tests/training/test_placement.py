@@ -39,7 +39,7 @@ TIERS = ("device", "host", "disk")
 LR = 1e-3
 
 
-def layer_major(model, memory_plan, folder, *, group=1, lagged=False, codes=False):
+def layer_major(model, memory_plan, folder, *, group=1, delayed=False, qdata=False):
     """An executor whose slices and inputs are where the placement says."""
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
     view = layered(model)
@@ -50,12 +50,12 @@ def layer_major(model, memory_plan, folder, *, group=1, lagged=False, codes=Fals
         model, layer_groups, optimizer, "cpu", parameters=homes[0], states=homes[1], folder=folder
     )
     weights = None
-    if codes:
+    if qdata:
         away = [m for part in layer_groups for m in part.modules if offloader.homes(part)[0] != "device"]
         weights = QuantizedWeights(model, optimizer, without=away)
     return LayerMajorExecutor(
-        model, view, layer_groups, optimizer, clip=GradClip(0.5), lagged=lagged,
-        undo=RollbackBuffer("host", "cpu") if lagged else None, offloader=offloader, weights=weights,
+        model, view, layer_groups, optimizer, clip=GradClip(0.5), delayed=delayed,
+        undo=RollbackBuffer("host", "cpu") if delayed else None, offloader=offloader, weights=weights,
         inputs=ActivationStore(input_tiers(memory_plan, layer_groups), "cpu", folder=folder), memory_plan=memory_plan,
     )  # fmt: skip
 
@@ -101,9 +101,9 @@ def assert_same(one, other):
     assert [name for name, tensor in one[1].items() if not torch.equal(tensor, other[1][name])] == []
 
 
-@pytest.mark.parametrize("lagged", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize(("name", "group"), [("gqa", 1), ("tied", 1), ("gqa", 2), ("gqa_moe", 1), ("deepseek", 1)])
-def test_random_placements_change_no_number(name, group, lagged, tmp_path):
+def test_random_placements_change_no_number(name, group, delayed, tmp_path):
     """Dense and with experts, one pass and two, dropout, slices of one layer and of two."""
     made, want = steps(3), None
     for seed in range(4):
@@ -111,7 +111,7 @@ def test_random_placements_change_no_number(name, group, lagged, tmp_path):
         for block in model.blocks:
             block.self_attn.o_proj = Dropped(block.self_attn.o_proj)
         memory_plan = drawn(random.Random(seed), group=group) if seed else plain()
-        executor = layer_major(model, memory_plan, tmp_path, group=group, lagged=lagged)
+        executor = layer_major(model, memory_plan, tmp_path, group=group, delayed=delayed)
         assert executor.memory_plan.layers == memory_plan.layers
         torch.manual_seed(5)
         got = outcome(executor, made), torch.get_rng_state()
@@ -121,15 +121,15 @@ def test_random_placements_change_no_number(name, group, lagged, tmp_path):
     assert len(set(want[0][0])) == 3, "it learned"
 
 
-@pytest.mark.parametrize("lagged", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("name", ["gqa", "tied", "gqa_moe"])
-def test_a_change_between_steps_changes_no_number(name, lagged, tmp_path):
+def test_a_change_between_steps_changes_no_number(name, delayed, tmp_path):
     """A new placement, drawn at random, before each step."""
     made = steps(5)
-    want = outcome(layer_major(make_decoder(name).train(), plain(), tmp_path, lagged=lagged), made)
+    want = outcome(layer_major(make_decoder(name).train(), plain(), tmp_path, delayed=delayed), made)
     draw = random.Random(name)
     changes = [drawn(draw) for _ in made]
-    got = outcome(layer_major(make_decoder(name).train(), drawn(draw), tmp_path, lagged=lagged), made, changes)
+    got = outcome(layer_major(make_decoder(name).train(), drawn(draw), tmp_path, delayed=delayed), made, changes)
     assert_same(got, want)
 
 
@@ -141,7 +141,7 @@ def test_precision_modes(mode, tmp_path):
         model = make_decoder("gqa").train()
         convert(model, mode)
         draw = random.Random(seed)
-        executor = layer_major(model, drawn(draw) if seed else plain(), tmp_path, codes=mode == "fp8_tile")
+        executor = layer_major(model, drawn(draw) if seed else plain(), tmp_path, qdata=mode == "fp8_tile")
         got = outcome(executor, made, [drawn(draw) for _ in made] if seed else [])
         want = want or got
         assert_same(got, want)
@@ -154,9 +154,9 @@ def test_hugging_face_models(name, tmp_path):
         model = without_dropout(make_hf(name))
         made = hf_steps(model, 3)
         draw = random.Random(seed)
-        executor = layer_major(model, drawn(draw) if seed else plain(), tmp_path, lagged=seed == 2)
+        executor = layer_major(model, drawn(draw) if seed else plain(), tmp_path, delayed=seed == 2)
         if seed == 2:  # one pass: compared with itself alone
-            want = outcome(layer_major(without_dropout(make_hf(name)), plain(), tmp_path, lagged=True), made)
+            want = outcome(layer_major(without_dropout(make_hf(name)), plain(), tmp_path, delayed=True), made)
         got = outcome(executor, made, [drawn(draw) for _ in made] if seed else [])
         want = want or got
         assert_same(got, want)
@@ -165,13 +165,13 @@ def test_hugging_face_models(name, tmp_path):
 def test_a_kept_layer_is_not_computed_again(tmp_path):
     """Calls of each layer in a step of four micro-batches: forward, and where it is recomputed once a backward pass."""
     calls = {}
-    for lagged in (False, True):
+    for delayed in (False, True):
         model = make_decoder("gqa").train()
         layers = (LayerMemory(activations="recompute"), LayerMemory(activations="keep"))
-        executor = layer_major(model, MemoryPlan(layers=layers), tmp_path, lagged=lagged)
-        calls[lagged] = [0, 0]
+        executor = layer_major(model, MemoryPlan(layers=layers), tmp_path, delayed=delayed)
+        calls[delayed] = [0, 0]
         for index, block in enumerate(model.blocks):
-            block.register_forward_hook(lambda *_, i=index, told=calls[lagged]: told.__setitem__(i, told[i] + 1))
+            block.register_forward_hook(lambda *_, i=index, told=calls[delayed]: told.__setitem__(i, told[i] + 1))
         executor.step(steps(1)[0], LR)
         assert executor.run._graphs == {}
     assert calls == {False: [12, 8], True: [8, 4]}  # the first of two passes uses a kept graph up
@@ -249,9 +249,9 @@ class OneOperationFails(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("lagged", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("name", ["tied", "gqa_moe"])
-def test_pieces_of_the_backward_pass_that_fail_are_done_again(name, lagged, tmp_path):
+def test_pieces_of_the_backward_pass_that_fail_are_done_again(name, delayed, tmp_path):
     """Failures at random operations, also between the gradients of two parameters, and after some are added up."""
     made, want = steps(2), None
     for seed in range(4):
@@ -260,7 +260,7 @@ def test_pieces_of_the_backward_pass_that_fail_are_done_again(name, lagged, tmp_
             block.self_attn.o_proj = Dropped(block.self_attn.o_proj)
         model.model.norm = Dropped(model.model.norm)
         draw = random.Random(seed)
-        executor = layer_major(model, drawn(draw) if seed else plain(), tmp_path, lagged=lagged)
+        executor = layer_major(model, drawn(draw) if seed else plain(), tmp_path, delayed=delayed)
         faulty = Faulty(draw)
         if seed:
             executor.run.retry = faulty.again
@@ -328,7 +328,7 @@ def test_what_cannot_be_changed_changes_nothing(tmp_path):
     refused = [
         (MemoryPlan.uniform(3), "another model"),
         (MemoryPlan.uniform(2, activations="selective"), "selected activations"),
-        (MemoryPlan.uniform(2, mlp_tiles=2), "cannot change while a run goes on"),
+        (MemoryPlan.uniform(2, mlp_chunks=2), "cannot change while a run goes on"),
         (MemoryPlan.uniform(2, attention_block=8), "cannot change while a run goes on"),
     ]
     for memory_plan, says in refused:
@@ -342,7 +342,7 @@ def test_layers_of_one_slice_stay_together(tmp_path):
     mixed = MemoryPlan(layers=(LayerMemory(states="disk"), LayerMemory()))
     with pytest.raises(ConfigError, match="several places") as caught:
         layer_major(make_decoder("gqa"), mixed, tmp_path, group=2)
-    assert "memory.group = 1" in caught.value.problems[0].try_
+    assert "memory.layers_per_group = 1" in caught.value.problems[0].try_
 
 
 def test_a_tier_without_room_leaves_all_where_it_was(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from tilewright.training import assemble
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.standard import StandardExecutor
 
-KINDS = ("keep", "selective", "products", "attention", "recompute")
+KINDS = ("keep", "selective", "matmuls", "attention", "recompute")
 LR = 1e-3
 
 
@@ -169,7 +169,7 @@ def test_each_layer_is_cut_as_it_says(monkeypatch):
     batch, rows, tokens = steps(1)[0][0], [], []
     model, attention, swiglu = make_decoder("gqa").double(), type(KERNELS).attention, ref.swiglu
     whole = model.loss(batch).loss_sum.item()
-    layers = (LayerMemory(mlp_tiles=3, attention_block=5), LayerMemory())
+    layers = (LayerMemory(mlp_chunks=3, attention_block=5), LayerMemory())
     cut_layers(model, MemoryPlan(layers=layers), compile=False)
     assert model.attention_blocks == (5, 0)
     monkeypatch.setattr(type(KERNELS), "attention", lambda *a, **k: (rows.append(k["block"]), attention(*a, **k))[1])
@@ -183,7 +183,7 @@ def test_each_layer_is_cut_as_it_says(monkeypatch):
 def test_parts_of_foreign_layers():
     whole = make_hf("llama").train()
     model = copy.deepcopy(whole)
-    cut_layers(model, MemoryPlan(layers=(LayerMemory(), LayerMemory(mlp_tiles=2))), compile=False)
+    cut_layers(model, MemoryPlan(layers=(LayerMemory(), LayerMemory(mlp_chunks=2))), compile=False)
     assert type(model.layers[0].mlp) is type(whole.layers[0].mlp)
     assert type(model.layers[1].mlp) is not type(whole.layers[1].mlp)
     batch = hf_steps(whole, 1)[0][0]
@@ -210,7 +210,7 @@ def test_what_cannot_be_changed():
     refused(executor, memory_plan("keep"), "another model")
     refused(executor, memory_plan("keep", "keep", states="host"), "keeps everything on the device")
     refused(executor, replace(memory_plan("keep", "keep"), head=LayerMemory(parameters="disk")), "everything on the")
-    refused(executor, memory_plan("keep", "keep", mlp_tiles=2), "cannot change while a run goes on")
+    refused(executor, memory_plan("keep", "keep", mlp_chunks=2), "cannot change while a run goes on")
     model = make_decoder("gqa")
     model.checkpoint_inputs = "fp8"
     executor = standard(model, memory_plan("keep", "recompute"))
@@ -263,12 +263,16 @@ def test_a_run_is_built_as_its_placement_says(executor, tmp_path):
 
 def test_a_recipe_without_a_plan_is_a_uniform_placement(tmp_path):
     write_text(tmp_path / "text")
-    kinds = {"none": "keep", "selective": "selective", "products": "products", "attention": "attention"}
+    kinds = {"none": "keep", "selective": "selective", "matmuls": "matmuls", "attention": "attention"}
     kinds["full"] = "recompute"
     for mode, kind in kinds.items():
-        recipe = tiny(tmp_path, tmp_path, train__activation_checkpoint=mode, memory__mlp_tiles=2).recipe
-        assert memory_plan_of(recipe, 3) == MemoryPlan.uniform(3, activations=kind, mlp_tiles=2)
-    options = {"memory__executor": "layer_major", "memory__states": "disk", "memory__inputs": "host"}
+        recipe = tiny(tmp_path, tmp_path, train__activation_checkpoint=mode, memory__mlp_chunks=2).recipe
+        assert memory_plan_of(recipe, 3) == MemoryPlan.uniform(3, activations=kind, mlp_chunks=2)
+    options = {
+        "memory__executor": "layer_major",
+        "memory__offload_optimizer": "disk",
+        "memory__offload_activations": "cpu",
+    }
     recipe = tiny(tmp_path, tmp_path, **options, memory__attention_block=8).recipe
     assert memory_plan_of(recipe, 2) == MemoryPlan.uniform(
         2, states="disk", inputs="host", activations="recompute", attention_block=8

@@ -26,11 +26,11 @@ from tilewright.training.run import Run
 
 # Big enough that activations show beside the process, small enough that a step takes a tenth of a second.
 BIG = {
-    "model__num_layers": 4, "data__seq_len": 256, "train__batch_size": 4, "train__micro_batch": 4,
-    "train__steps": 6, "train__eval_every": 0, "train__sample_tokens": 0, "log__report": "false",
-    "precision__mode": "fp32", "save__background": "false",
+    "model__num_layers": 4, "data__seq_len": 256, "train__global_batch_size": 4, "train__micro_batch_size": 4,
+    "train__steps": 6, "train__eval_interval": 0, "train__sample_tokens": 0, "log__report": "false",
+    "precision__mode": "fp32", "checkpoint__async_save": "false",
 }  # fmt: skip
-OPEN = ("train.micro_batch",)
+OPEN = ("train.micro_batch_size",)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,9 @@ def budgets(loaded, folder):
     """(least with other layers alone, whole) bytes of the recipe as it stands."""
     where = site(loaded, folder)
     fixed = Constraints(
-        executor="standard", micro_batch=loaded.recipe.train.micro_batch, loss_tile=loaded.recipe.memory.loss_tile
+        executor="standard",
+        micro_batch_size=loaded.recipe.train.micro_batch_size,
+        loss_chunk_bytes=loaded.recipe.memory.loss_chunk_bytes,
     )
     planner = where.planner(loaded.recipe, fixed)
     whole = make_plan(loaded.recipe, 300, where.machine, where.rates).peak_bytes
@@ -65,7 +67,7 @@ def tight(data, runs, *left_open, share=0.5, **changes):
     least, whole = budgets(loaded, runs)
     assert least < 0.98 * whole
     size = int(least + share * (whole - least))
-    return load(data, runs, *left_open, **changes, plan__margin=0.0, plan__device_budget=size)
+    return load(data, runs, *left_open, **changes, plan__margin=0.0, plan__device_memory=size)
 
 
 def events(run, kind="plan"):
@@ -126,43 +128,43 @@ def stop_after_a_step(patched):
 
 
 def test_a_stopped_run_goes_on_bitwise(data, tmp_path, monkeypatch):
-    train(tight(data, tmp_path, *OPEN, train__batch_size=16, run__name="whole", share=-0.2))
-    loaded = tight(data, tmp_path, *OPEN, train__batch_size=16, run__name="parts", share=-0.2)
+    train(tight(data, tmp_path, *OPEN, train__global_batch_size=16, run__name="whole", share=-0.2))
+    loaded = tight(data, tmp_path, *OPEN, train__global_batch_size=16, run__name="parts", share=-0.2)
     with monkeypatch.context() as patched:
         stop_after_a_step(patched)
         assert train(loaded).step == 1
     train(loaded)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
-    assert read_plan(tmp_path / "parts" / "plan.toml").settings["train.micro_batch"] < 8
+    assert read_plan(tmp_path / "parts" / "plan.toml").settings["train.micro_batch_size"] < 8
     assert events(tmp_path / "parts", "recipe_change") == []
 
 
 def test_a_smaller_micro_batch_is_told_and_written_down(data, tmp_path):
-    result = train(tight(data, tmp_path, *OPEN, train__batch_size=16, share=-0.2, run__name="small"))
+    result = train(tight(data, tmp_path, *OPEN, train__global_batch_size=16, share=-0.2, run__name="small"))
     assert result.step == 6
-    told = [row for row in events(tmp_path / "small") if row.get("setting") == "train.micro_batch"]
+    told = [row for row in events(tmp_path / "small") if row.get("setting") == "train.micro_batch_size"]
     assert told
     assert told[0]["before"] == 8
     assert told[0]["after"] < 8
     assert told[0]["least_bytes"] > read_plan(tmp_path / "small" / "plan.toml").machine["device_bytes"]
-    assert f"train.micro_batch 8 -> {told[0]['after']}" in told[0]["message"]
+    assert f"train.micro_batch_size 8 -> {told[0]['after']}" in told[0]["message"]
     text = (tmp_path / "small" / "run.toml").read_text()
     assert f"micro_batch = {told[0]['after']} # plan auto" in text
     again = load_recipe(tmp_path / "small" / "run.toml", environ={})
-    assert again.recipe.train.micro_batch == told[0]["after"]
+    assert again.recipe.train.micro_batch_size == told[0]["after"]
 
 
 def test_what_was_written_down_stays(data, tmp_path):
     with pytest.raises(FitError, match="does not fit") as caught:
-        train(tight(data, tmp_path, share=-0.5, memory__executor="standard", memory__loss_tile="64MiB",
-                    optim__moments="fp32", optim__master="fp32"))  # fmt: skip
+        train(tight(data, tmp_path, share=-0.5, memory__executor="standard", memory__loss_chunk_bytes="64MiB",
+                    optim__moments="fp32", optim__master_weights="fp32"))  # fmt: skip
     assert "for the smallest plan" in caught.value.problems[0].need
     assert "micro_batch 4" in caught.value.problems[0].need
     assert caught.value.problems[0].try_
 
 
 def test_a_run_that_need_not_fit_runs_all_the_same(data, tmp_path):
-    train(load(data, tmp_path, plan__device_budget="1MB", plan__enforce="false", train__steps=1, run__name="all"))
+    train(load(data, tmp_path, plan__device_memory="1MB", plan__enforce="false", train__steps=1, run__name="all"))
     assert "nothing fits" in events(tmp_path / "all")[0]["message"]
 
 
@@ -206,7 +208,7 @@ def test_train_executes_what_plan_wrote(data, tmp_path, plan_file, capsys):
     mine = read_plan(tmp_path / "file" / "plan.toml")
     assert mine.layers == plan.layers
     assert mine.settings == plan.settings
-    assert plan.settings["train.micro_batch"] == 4  # it was typed
+    assert plan.settings["train.micro_batch_size"] == 4  # it was typed
     assert {choice.activations for choice in plan.layers} != {"keep"}
     assert command_line(["train", "default", *DEFAULTS, *typed(data, tmp_path, run__name="plain")]) == 0
     assert_same_run(tmp_path / "file", tmp_path / "plain")
@@ -217,7 +219,7 @@ def test_a_run_whose_layers_are_cut_differently_is_planned_again(data, tmp_path,
     sliced = {"memory__executor": "layer_major", "optim__clip_norm": 0}
     loaded = load(data, tmp_path, **sliced)
     where, recipe = site(loaded, tmp_path), loaded.recipe
-    kinds = [LayerMemory(activations=kind, mlp_tiles=n) for kind, n in (("recompute", 2), ("keep", 1)) * 2]
+    kinds = [LayerMemory(activations=kind, mlp_chunks=n) for kind, n in (("recompute", 2), ("keep", 1)) * 2]
     planner = where.planner(recipe)
     mixed = planner.priced(GlobalConfig.of(recipe), MemoryPlan(layers=tuple(kinds)), where.budget(recipe))
     (tmp_path / "mixed.toml").write_text(to_toml(mixed))
@@ -226,7 +228,7 @@ def test_a_run_whose_layers_are_cut_differently_is_planned_again(data, tmp_path,
             met = failing_at(patch, 4, [300] if name == "failed" else [])
             train(load(data, tmp_path, **sliced, run__name=name, memory__plan=str(tmp_path / "mixed.toml")))
         assert len(met) == (name == "failed")
-    assert_same_run(tmp_path / "failed", tmp_path / "plain", products=False)
+    assert_same_run(tmp_path / "failed", tmp_path / "plain", matmuls=False)
     told = [row for row in events(tmp_path / "failed", "replan") if row["trigger"] == "out_of_memory"]
     assert [row["step"] for row in told] == [4]
     assert "2 keep" in told[0]["before"]
@@ -238,8 +240,8 @@ def test_a_run_whose_layers_are_cut_differently_is_planned_again(data, tmp_path,
     [
         ("--model.num_layers=3", 2, "for another model"),
         ("--data.seq_len=128", 2, "for another model"),
-        ("--train.micro_batch=1", 2, "contradict each other"),
-        ("--plan.device_budget=1MB", 3, "does not fit this machine"),
+        ("--train.micro_batch_size=1", 2, "contradict each other"),
+        ("--plan.device_memory=1MB", 3, "does not fit this machine"),
     ],
 )
 def test_a_plan_for_something_else(data, tmp_path, plan_file, capsys, change, code, words):
@@ -280,13 +282,13 @@ def fixed_at_each_stage(explicit=(), *, fused=False, same_numbers=False, **recip
 def test_stages_give_up_ever_more():
     found = fixed_at_each_stage()
     assert found[0].fixed.activations is None
-    assert found[0].fixed.micro_batch == 8
+    assert found[0].fixed.micro_batch_size == 8
     order = [
         (
             stage.fixed.executor,
-            stage.fixed.micro_batch,
-            stage.fixed.loss_tile is None,
-            stage.fixed.mlp_tiles,
+            stage.fixed.micro_batch_size,
+            stage.fixed.loss_chunk_bytes is None,
+            stage.fixed.mlp_chunks,
             stage.disk,
         )
         for stage in found
@@ -307,24 +309,24 @@ def test_stages_give_up_ever_more():
 
 
 def test_what_stands_beside_the_steps_is_given_up_before_their_numbers():
-    foreground, narrow = {"save.background": False}, {"precision.eval_fp32": False}
-    saves = {"save.every": "10", "train.steps": "100"}
+    foreground, narrow = {"checkpoint.async_save": False}, {"precision.eval_fp32": False}
+    saves = {"checkpoint.interval": "10", "train.steps": "100"}
     found = fixed_at_each_stage(**saves)
     assert [dict(stage.beside) for stage in found[:5]] == [{}, foreground, narrow, foreground | narrow, {}]
-    assert {(stage.fixed.executor, stage.fixed.micro_batch) for stage in found[:4]} == {("standard", 8)}
+    assert {(stage.fixed.executor, stage.fixed.micro_batch_size) for stage in found[:4]} == {("standard", 8)}
     sliced = next(i for i, stage in enumerate(found) if stage.fixed.executor == "layer_major")
     assert [dict(stage.beside) for stage in found[sliced - 3 : sliced]] == [foreground, narrow, foreground | narrow]
     assert not any(stage.beside for stage in found[sliced:])
     going_on = fixed_at_each_stage(same_numbers=True, **saves)  # its evaluations stay comparable
     assert [dict(stage.beside) for stage in going_on] == [{}, foreground]
-    for explicit in (("save.background", "precision.eval_fp32"), ("precision.eval_fp32",)):
+    for explicit in (("checkpoint.async_save", "precision.eval_fp32"), ("precision.eval_fp32",)):
         found = fixed_at_each_stage(explicit, **({} if len(explicit) == 1 else saves))  # no save beside steps either
         assert not any(stage.beside for stage in found)
 
 
 def test_stages_of_a_run_that_goes_on_change_no_number():
     (only,) = fixed_at_each_stage(same_numbers=True)
-    assert only.fixed.micro_batch == 8
+    assert only.fixed.micro_batch_size == 8
     (only,) = fixed_at_each_stage(same_numbers=True, fused=True)
     assert only.fixed.activations == {"keep", "recompute"}
     (only,) = fixed_at_each_stage(same_numbers=True, fused=True, **{"precision.mode": "fp8_tile"})
@@ -332,14 +334,20 @@ def test_stages_of_a_run_that_goes_on_change_no_number():
 
 
 def test_what_is_explicit_is_in_no_stage():
-    explicit = ("memory.executor", "train.micro_batch", "optim.moments", "optim.master", "memory.loss_tile")
+    explicit = (
+        "memory.executor",
+        "train.micro_batch_size",
+        "optim.moments",
+        "optim.master_weights",
+        "memory.loss_chunk_bytes",
+    )
     explicit += ("precision.eval_fp32",)
     assert len(fixed_at_each_stage(explicit)) == 1
     explicit = ("train.activation_checkpoint",)
     for stage in fixed_at_each_stage(explicit, **{"train.activation_checkpoint": "full"}):
         assert stage.fixed.activations == {"recompute"}
         assert stage.fixed.executor == "standard"
-    recipe = {"memory.executor": "layer_major", "memory.states": "disk"}
+    recipe = {"memory.executor": "layer_major", "memory.offload_optimizer": "disk"}
     for stage in fixed_at_each_stage(recipe, **recipe):
         assert stage.fixed.states == "disk"
         assert stage.fixed.activations is None  # an executor says nothing of what layers keep
@@ -350,13 +358,19 @@ def test_eight_bits_in_fused_layers_keep_what_layers_keep_at_first():
     found = [stage for stage in found if not stage.beside]
     assert found[0].fixed.activations == {"keep"}
     assert found[1].fixed.activations is None
-    assert found[1].fixed.micro_batch == 8
+    assert found[1].fixed.micro_batch_size == 8
 
 
 # ---- further stages, in real runs ----
 
-WIDE = {"model__dim": 128, "model__num_layers": 8, "data__seq_len": 32, "train__batch_size": 4, "train__steps": 3}
-FREE = ("train.micro_batch", "memory.loss_tile")
+WIDE = {
+    "model__dim": 128,
+    "model__num_layers": 8,
+    "data__seq_len": 32,
+    "train__global_batch_size": 4,
+    "train__steps": 3,
+}
+FREE = ("train.micro_batch_size", "memory.loss_chunk_bytes")
 
 
 def below_standard(data, runs, **changes):
@@ -366,34 +380,36 @@ def below_standard(data, runs, **changes):
     planner = where.planner(loaded.recipe)
     budget = where.budget(loaded.recipe)
     least = {
-        name: planner.with_fixed(Constraints(executor=name, micro_batch=1)).smallest(budget).peak_bytes
+        name: planner.with_fixed(Constraints(executor=name, micro_batch_size=1)).smallest(budget).peak_bytes
         for name in ("standard", "layer_major")
     }
     assert least["layer_major"] < least["standard"]
     size = int((least["layer_major"] + 3 * least["standard"]) / 4)
     return load(
-        data, runs, **(WIDE | changes | {"train__micro_batch": 1, "plan__margin": 0.0, "plan__device_budget": size})
+        data,
+        runs,
+        **(WIDE | changes | {"train__micro_batch_size": 1, "plan__margin": 0.0, "plan__device_memory": size}),
     )
 
 
 def test_checkpoints_are_written_in_the_foreground_before_a_number_changes(data, tmp_path, monkeypatch):
-    changes = {"model__dim": 128, "save__every": 2, "train__micro_batch": 2}
-    wide = load(data, tmp_path, "save.background", **changes, run__name="wide")
-    tighter = changed(wide.recipe, {"save.background": False})
+    changes = {"model__dim": 128, "checkpoint__interval": 2, "train__micro_batch_size": 2}
+    wide = load(data, tmp_path, "checkpoint.async_save", **changes, run__name="wide")
+    tighter = changed(wide.recipe, {"checkpoint.async_save": False})
     where = site(wide, tmp_path)
-    fixed = Constraints(executor="standard", micro_batch=2, loss_tile=wide.recipe.memory.loss_tile)
+    fixed = Constraints(executor="standard", micro_batch_size=2, loss_chunk_bytes=wide.recipe.memory.loss_chunk_bytes)
     budget = where.budget(wide.recipe)
     most, least = (where.planner(recipe, fixed).smallest(budget).peak_bytes for recipe in (wide.recipe, tighter))
     assert least < 0.99 * most
-    tight_ = changes | {"plan__margin": 0.0, "plan__device_budget": int((most + least) / 2), "run__name": "tight"}
+    tight_ = changes | {"plan__margin": 0.0, "plan__device_memory": int((most + least) / 2), "run__name": "tight"}
     with monkeypatch.context() as patch:
         stop_after_a_step(patch)
-        assert train(load(data, tmp_path, "save.background", **tight_)).step == 1
-    train(load(data, tmp_path, "save.background", **tight_))
+        assert train(load(data, tmp_path, "checkpoint.async_save", **tight_)).step == 1
+    train(load(data, tmp_path, "checkpoint.async_save", **tight_))
     train(wide)
     assert_same_run(tmp_path / "tight", tmp_path / "wide")
     (told,) = [row for row in events(tmp_path / "tight") if row.get("setting")]
-    assert (told["setting"], told["before"], told["after"]) == ("save.background", True, False)
+    assert (told["setting"], told["before"], told["after"]) == ("checkpoint.async_save", True, False)
     assert "background = false # plan" in (tmp_path / "tight" / "run.toml").read_text()
     assert {row["background"] for row in events(tmp_path / "tight", "save")} == {False}
     assert True in {row["background"] for row in events(tmp_path / "wide", "save")}
@@ -401,18 +417,18 @@ def test_checkpoints_are_written_in_the_foreground_before_a_number_changes(data,
 
 def test_evaluations_in_the_format_of_training_make_room(data, tmp_path):
     """Parameters of 16 bit are widened for an evaluation in FP32, and so are its logits, many of them here."""
-    low = {"precision__mode": "bf16_mixed", "optim__master": "stochastic", "optim__moments": "8bit"}
-    changes = {"model__dim": 256, "data__seq_len": 2048, "train__micro_batch": 4, **low}
+    low = {"precision__mode": "bf16_mixed", "optim__master_weights": "stochastic", "optim__moments": "8bit"}
+    changes = {"model__dim": 256, "data__seq_len": 2048, "train__micro_batch_size": 4, **low}
     loaded = load(data, tmp_path, "ops.cross_entropy", **changes)
     where = site(loaded, tmp_path)
-    fixed = Constraints(executor="standard", micro_batch=4, loss_tile=loaded.recipe.memory.loss_tile)
+    fixed = Constraints(executor="standard", micro_batch_size=4, loss_chunk_bytes=loaded.recipe.memory.loss_chunk_bytes)
     narrow = changed(loaded.recipe, {"precision.eval_fp32": False})
     budget = where.budget(loaded.recipe)
     most, least = (where.planner(recipe, fixed).smallest(budget) for recipe in (loaded.recipe, narrow))
     assert most.peak_phase == "evaluate", {name: most.phase_bytes(name) for name in most.phases}
     size = int((most.peak_bytes + least.peak_bytes) / 2)
     found = plan_run(
-        load(data, tmp_path, "ops.cross_entropy", **changes, plan__margin=0.0, plan__device_budget=size), where
+        load(data, tmp_path, "ops.cross_entropy", **changes, plan__margin=0.0, plan__device_memory=size), where
     )
     assert found.loaded.recipe.precision.eval_fp32 is False
     assert [numbers["setting"] for _, numbers in found.events if "setting" in numbers] == ["precision.eval_fp32"]
@@ -422,33 +438,35 @@ def test_the_executor_changes_where_nothing_else_helps(data, tmp_path):
     train(below_standard(data, tmp_path, run__name="sliced"))
     told = {row["setting"]: row for row in events(tmp_path / "sliced") if "setting" in row}
     assert told["memory.executor"]["after"] == "layer_major"
-    assert not {"optim.moments", "optim.master"} & set(told)
-    train(load(data, tmp_path, **WIDE, train__micro_batch=1, run__name="standard"))
+    assert not {"optim.moments", "optim.master_weights"} & set(told)
+    train(load(data, tmp_path, **WIDE, train__micro_batch_size=1, run__name="standard"))
     losses = [losses_of(tmp_path / name) for name in ("sliced", "standard")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     text = (tmp_path / "sliced" / "run.toml").read_text()
     assert 'executor = "layer_major" # plan auto' in text
-    again = load_recipe(tmp_path / "sliced" / "run.toml", {"run.name": "again", "save.resume": "never"}, environ={})
+    again = load_recipe(
+        tmp_path / "sliced" / "run.toml", {"run.name": "again", "checkpoint.resume": "never"}, environ={}
+    )
     train(again)
     assert_same_run(tmp_path / "again", tmp_path / "sliced")
     assert read_plan(tmp_path / "again" / "plan.toml").layers == read_plan(tmp_path / "sliced" / "plan.toml").layers
 
 
 def test_states_go_to_disk_before_formats_are_narrowed(data, tmp_path):
-    sizes = WIDE | {"model__dim": 256, "train__micro_batch": 1}
+    sizes = WIDE | {"model__dim": 256, "train__micro_batch_size": 1}
     loaded = load(data, tmp_path, **sizes)
     where = site(loaded, tmp_path / "runs")
-    planner = where.planner(loaded.recipe).with_fixed(Constraints(executor="layer_major", micro_batch=1))
+    planner = where.planner(loaded.recipe).with_fixed(Constraints(executor="layer_major", micro_batch_size=1))
     here, disk = (where.budget(loaded.recipe, disk=disk) for disk in (False, True))
     least, on_disk = planner.smallest(here).peak_bytes, planner.smallest(disk).peak_bytes
     assert on_disk < 0.97 * least
     size = int((least + on_disk) / 2)
-    train(load(data, tmp_path, **sizes, run__name="disk", plan__margin=0.0, plan__device_budget=size))
+    train(load(data, tmp_path, **sizes, run__name="disk", plan__margin=0.0, plan__device_memory=size))
     plan = read_plan(tmp_path / "disk" / "plan.toml")
     assert "disk" in {choice.states for choice in plan.layers} | {choice.parameters for choice in plan.layers}
     assert plan.settings["optim.moments"] == "fp32"
     told = {row["setting"] for row in events(tmp_path / "disk") if "setting" in row}
-    assert not {"optim.moments", "optim.master"} & told
+    assert not {"optim.moments", "optim.master_weights"} & told
     assert loaded.recipe.optim.moments == "fp32"
 
 
@@ -481,7 +499,7 @@ def test_a_foreign_model_is_planned_layer_by_layer(data, tmp_path):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape, **heads}
     (folder / "config.json").write_text(json.dumps(config))
     model = {"model__kind": "hf", "model__path": folder, "train__steps": 3}
-    model |= {"train__batch_size": 8, "train__micro_batch": 8}
+    model |= {"train__global_batch_size": 8, "train__micro_batch_size": 8}
     taken = ("model.dim", "model.num_layers", "model.num_heads")
     train(tight(data, tmp_path, *taken, **model, run__name="tight"))
     train(load(data, tmp_path, *taken, **model, run__name="wide"))

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tilewright.core.config import schema
 from tilewright.core.config.recipe import Recipe
 from tilewright.training.components.signals import StopRequest, recipe_changes
 
@@ -43,12 +44,14 @@ def test_outside_the_main_thread_only_requests_count():
 
 
 def test_changed_fields_are_told_and_numerics_marked():
-    before = Recipe().model_dump(mode="json")
-    now = Recipe.model_validate({"train": {"steps": 7, "log_every": 3}, "optim": {"lr": 0.5}, "data": {"prefetch": 1}})
-    changes = recipe_changes(before, now.model_dump(mode="json"))
+    before = schema.flat(Recipe().model_dump(mode="json"))
+    now = Recipe.model_validate(
+        {"train": {"steps": 7, "log_interval": 3}, "optim": {"lr": 0.5}, "data": {"prefetch": 1}}
+    )
+    changes = recipe_changes(before, schema.flat(now.model_dump(mode="json")))
     assert {change.field: change.numerics for change in changes} == {
         "train.steps": True,
-        "train.log_every": False,
+        "train.log_interval": False,
         "optim.lr": True,
         "data.prefetch": False,
     }

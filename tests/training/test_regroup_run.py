@@ -25,8 +25,8 @@ from tilewright.training.replan_setup import LOOK_S, MemoryWatch, there_bytes
 CASES = {
     "standard": {"model__num_experts": 4},
     "fp8": {"precision__mode": "fp8_tile", "optim__moments": "8bit"},
-    "layer_major": {"memory__executor": "layer_major", "memory__inputs": "disk"},
-    "lagged": {"memory__executor": "layer_major", "optim__clip": "lagged", "memory__states": "disk"},
+    "layer_major": {"memory__executor": "layer_major", "memory__offload_activations": "disk"},
+    "delayed": {"memory__executor": "layer_major", "optim__clip": "delayed", "memory__offload_optimizer": "disk"},
 }
 
 
@@ -58,7 +58,7 @@ def test_a_run_with_an_out_of_memory_is_the_run_without(case, data, tmp_path, mo
         train(tiny(data, tmp_path / "failed", **CASES[case]))
     assert len(met) == 1
     run = tmp_path / "failed" / "tiny"
-    assert_same_run(run, tmp_path / "plain" / "tiny", products=False)
+    assert_same_run(run, tmp_path / "plain" / "tiny", matmuls=False)
     told = [row for row in rows(run / "events.jsonl") if row["kind"] == "replan" and row["trigger"] == "out_of_memory"]
     assert len(told) == 1
     assert told[0]["step"] == 5
@@ -137,10 +137,19 @@ def test_the_report_shows_what_was_decided(data, tmp_path, monkeypatch):
 
 
 BIG = {
-    "model__dim": 128, "model__num_layers": 8, "model__num_heads": 4, "data__seq_len": 512, "train__batch_size": 8,
-    "train__micro_batch": 8, "train__steps": 5, "train__eval_every": 0, "train__sample_tokens": 0, "save__every": 0,
-    "plan__device_budget": "1200MiB", "train__log_every": 1,
-}  # fmt: skip
+    "model__dim": 128,
+    "model__num_layers": 8,
+    "model__num_heads": 4,
+    "data__seq_len": 512,
+    "train__global_batch_size": 8,
+    "train__micro_batch_size": 8,
+    "train__steps": 5,
+    "train__eval_interval": 0,
+    "train__sample_tokens": 0,
+    "checkpoint__interval": 0,
+    "plan__device_memory": "1200MiB",
+    "train__log_interval": 1,
+}
 
 
 CUT = """

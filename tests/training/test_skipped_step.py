@@ -181,14 +181,14 @@ def test_the_last_of_several_bad_steps_leaves_nothing_behind_either():
     assert_same(held(executor.model), before)
 
 
-@pytest.mark.parametrize("lagged", [False, True], ids=["exact", "lagged"])
-def test_layer_major_leaves_nothing_behind(lagged):
+@pytest.mark.parametrize("delayed", [False, True], ids=["exact", "delayed"])
+def test_layer_major_leaves_nothing_behind(delayed):
     """A mixture of experts notes how many tokens each expert got; a skipped step's are not counted."""
     model = make_decoder("deepseek").train()
     layer_groups = find_layer_groups(model, model, 1)
     clip = GradClip(1.0)
     executor = LayerMajorExecutor(
-        model, model, layer_groups, DeepSeekAdam(decay_groups(model, 0.1)), clip=clip, lagged=lagged
+        model, model, layer_groups, DeepSeekAdam(decay_groups(model, 0.1)), clip=clip, delayed=delayed
     )
     batches = steps(1)[0][:2]
     executor.step(batches, 1e-3)

@@ -10,8 +10,8 @@ from tests.training.tiny import last_state, tiny, write_text
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.training.loop import train
 
-LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32", "train__steps": 6, "train__eval_every": 0}
-DISK = {"memory__parameters": "disk", "memory__states": "disk", "save__every": 2}
+LAYERS = {"memory__executor": "layer_major", "precision__mode": "fp32", "train__steps": 6, "train__eval_interval": 0}
+DISK = {"memory__offload_params": "disk", "memory__offload_optimizer": "disk", "checkpoint__interval": 2}
 
 
 @pytest.fixture(scope="module")
@@ -64,5 +64,5 @@ def test_what_was_saved_is_gone_on_from(data, sound, tmp_path, monkeypatch, call
 def test_a_folder_that_cannot_be_made(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="folder of the disk tier cannot be written") as caught:
-        train(tiny(data, tmp_path, memory__tier_dir=tmp_path / "file" / "sub", **LAYERS, **DISK))
-    assert "memory.tier_dir" in caught.value.problems[0].try_
+        train(tiny(data, tmp_path, memory__offload_dir=tmp_path / "file" / "sub", **LAYERS, **DISK))
+    assert "memory.offload_dir" in caught.value.problems[0].try_

@@ -45,10 +45,10 @@ CASES = {
     "split24": {"optim": {"moments": "8bit", "master": "split24"}, "bf16": True},
     "exact": {"layer_major": "exact", "shape": "gqa_moe"},
     "tied": {"layer_major": "exact", "shape": "tied", "group": 2},
-    "lagged": {"layer_major": "lagged", "dropout": True},
+    "delayed": {"layer_major": "delayed", "dropout": True},
     "journal": {"layer_major": "journal", "shape": "gqa_moe"},
     "exact_fp8": {"layer_major": "exact", "mode": "fp8_tile", "shape": "tied"},
-    "lagged_8bit": {"layer_major": "lagged", "optim": {"moments": "8bit", "master": "split24"}, "bf16": True},
+    "lagged_8bit": {"layer_major": "delayed", "optim": {"moments": "8bit", "master": "split24"}, "bf16": True},
 }
 
 
@@ -69,7 +69,7 @@ def make(
     if bf16:
         model.to(torch.bfloat16)
     if mode:
-        convert(model, Policy(mode, keep="value" if control else "codes"), kernels=KERNELS)
+        convert(model, Policy(mode, keep="value" if control else "qdata"), kernels=KERNELS)
     if dropout:
         for block in model.blocks:
             block.mlp = Dropped(block.mlp)
@@ -81,9 +81,9 @@ def make(
     if layer_major:
         undo = RollbackBuffer("host", "cpu") if layer_major == "journal" else None
         layer_groups = find_layer_groups(model, model, group)
-        lagged = layer_major != "exact"
+        delayed = layer_major != "exact"
         return LayerMajorExecutor(
-            model, model, layer_groups, optimizer, clip=clip, lagged=lagged, undo=undo, weights=weights
+            model, model, layer_groups, optimizer, clip=clip, delayed=delayed, undo=undo, weights=weights
         )
     scaler = DynamicScaler(init_scale=1024.0, window=2) if mode == "hybrid" else None
     found = PrecisionController(model, ControllerSettings(budget=0.5)) if control else None
@@ -104,8 +104,8 @@ def state_of(executor):
     small = [executor.clip.state_dict(), getattr(executor, "_bad_steps", 0)]
     if isinstance(executor, StandardExecutor):
         small += [part.state_dict() for part in (executor.scaler, executor.control) if part is not None]
-    elif executor.lagged is not None:
-        small.append(executor.lagged.state_dict())
+    elif executor.delayed is not None:
+        small.append(executor.delayed.state_dict())
     return {name: value.clone() for name, value in found.items()}, small
 
 
@@ -169,7 +169,7 @@ def test_the_first_step_makes_states_that_are_whole():
         assert_same(state_of(executor), after)
 
 
-@pytest.mark.parametrize("case", ["stochastic", "exact", "lagged", "journal"])
+@pytest.mark.parametrize("case", ["stochastic", "exact", "delayed", "journal"])
 def test_what_cannot_be_brought_to_its_end_is_said_or_undone(case):
     """Every allocation fails from some point of the update on: with a journal the step is undone, without one lost."""
     executor = started(case)

@@ -32,13 +32,30 @@ def save_tokenizer(folder: Path) -> None:
 def settings(data: Path, runs: Path, **changes: object) -> dict[str, str]:
     """Overrides of the tiny run; `changes` as section__field=value."""
     values = {
-        "run.dir": runs, "run.name": "tiny", "run.threads": 1, "run.device": "cpu",
-        "model.dim": 32, "model.num_layers": 2, "model.num_heads": 2,
-        "data.source": data / "text", "data.cache_dir": data / "cache", "data.vocab_size": 300, "data.seq_len": 32,
-        "data.holdout": 0.2, "train.steps": 12, "train.batch_size": 5, "train.micro_batch": 2, "train.compile": "off",
-        "train.log_every": 4, "train.eval_every": 6, "train.eval_batches": 1, "train.sample_tokens": 4,
-        "optim.warmup_steps": 3, "save.every": 3, "ops.cross_entropy": "ref",
-    }  # fmt: skip
+        "run.dir": runs,
+        "run.name": "tiny",
+        "run.threads": 1,
+        "run.device": "cpu",
+        "model.dim": 32,
+        "model.num_layers": 2,
+        "model.num_heads": 2,
+        "data.source": data / "text",
+        "data.cache_dir": data / "cache",
+        "data.vocab_size": 300,
+        "data.seq_len": 32,
+        "data.holdout": 0.2,
+        "train.steps": 12,
+        "train.global_batch_size": 5,
+        "train.micro_batch_size": 2,
+        "train.compile": "off",
+        "train.log_interval": 4,
+        "train.eval_interval": 6,
+        "train.eval_batches": 1,
+        "train.sample_tokens": 4,
+        "optim.warmup_steps": 3,
+        "checkpoint.interval": 3,
+        "ops.cross_entropy": "ref",
+    }
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     return {name: str(value) for name, value in values.items()}
 
@@ -64,7 +81,7 @@ def last_state(run: Path) -> tuple[dict[str, torch.Tensor], dict]:
     return tensors, read_meta(path)
 
 
-def assert_same_run(run: Path, reference: Path, *, products: bool = True) -> None:
+def assert_same_run(run: Path, reference: Path, *, matmuls: bool = True) -> None:
     """Final state bitwise equal, and the same rows of metrics, each once.
 
     Args:
@@ -79,7 +96,7 @@ def assert_same_run(run: Path, reference: Path, *, products: bool = True) -> Non
         assert torch.equal(tensors[name], tensor), f"{name} is off by up to {difference}"
     for record in (meta, expected_meta):
         del record["parts"]["counters"]["elapsed_s"], record["recipe"]
-        if not products:
+        if not matmuls:
             del record["parts"]["audit"]
     assert meta == expected_meta
     measured = ("time_s", "tokens_per_s", "step_s", "wait_s", "wait_share", "memory_bytes", "memory")

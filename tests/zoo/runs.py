@@ -17,9 +17,9 @@ from tilewright.data.common.tokenizer import train_tokenizer
 SETTINGS = {
     "run.device": "cpu", "run.threads": "1", "run.dir": "runs", "run.name": "zoo", "model.kind": "hf",
     "model.path": "model", "data.seq_len": "32", "data.image_size": str(IMAGE),
-    "data.prefetch": "0", "train.steps": "2", "train.batch_size": "4", "train.micro_batch": "2",
-    "train.compile": "off", "train.eval_every": "0", "train.eval_batches": "1", "train.sample_tokens": "0",
-    "optim.warmup_steps": "0", "save.every": "0", "save.export_hf": "true", "log.report": "false",
+    "data.prefetch": "0", "train.steps": "2", "train.global_batch_size": "4", "train.micro_batch_size": "2",
+    "train.compile": "off", "train.eval_interval": "0", "train.eval_batches": "1", "train.sample_tokens": "0",
+    "optim.warmup_steps": "0", "checkpoint.interval": "0", "checkpoint.export_hf": "true", "log.report": "false",
     "ops.cross_entropy": "ref", "ops.adam": "ref",
 }  # fmt: skip
 

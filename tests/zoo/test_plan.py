@@ -27,10 +27,14 @@ DEPTHS += ("layer_types", "layers_block_type")
 INDICES = ("hybrid_layer_ids", "attn_layer_indices", "full_attn_idxs")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "context_length")
 LARGE = {
-    "train.micro_batch": "8", "train.batch_size": "8", "data.seq_len": "256", "data.image_size": str(4 * IMAGE),
-    "ops.cross_entropy": "native", "save.export_hf": "false",
-}  # fmt: skip
-LOOPED = {"train.micro_batch": "32", "train.batch_size": "32", "data.seq_len": "64"}
+    "train.micro_batch_size": "8",
+    "train.global_batch_size": "8",
+    "data.seq_len": "256",
+    "data.image_size": str(4 * IMAGE),
+    "ops.cross_entropy": "native",
+    "checkpoint.export_hf": "false",
+}
+LOOPED = {"train.micro_batch_size": "32", "train.global_batch_size": "32", "data.seq_len": "64"}
 """As many tokens in shorter rows: without kernels of their own, these run a loop over the tokens of a row."""
 LOOPS = ("jamba", "rwkv")
 WITHIN = 0.15

@@ -20,7 +20,7 @@ SAMPLE = ("gpt2", "gemma2", "bert", "vit", "qwen3_moe", "mamba2", "t5")
 EXPORTED = Path("runs/zoo/hf")
 MAY_CHANGE = {"architectures", "dtype", "transformers_version", "quantization_config"}
 KEEP = {"precision__mode": "bf16_mixed"}
-FP8 = {"precision__mode": "fp8_tile", "save__export_format": "fp8"}
+FP8 = {"precision__mode": "fp8_tile", "checkpoint__export_format": "fp8"}
 SHARE = 0.8
 
 
@@ -113,7 +113,7 @@ def test_transformers_reads_an_fp8_folder(case, run, remark):
 
     run(FP8)
     coded = find_weights(EXPORTED, scan_folder(EXPORTED)).values()
-    if not all(has_even_blocks(weight.codes.shape) for weight in coded):
+    if not all(has_even_blocks(weight.qdata.shape) for weight in coded):
         remark("sizes whose blocks transformers cannot read without a GPU; the export says so")
         return
     decoded = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if coded else {}

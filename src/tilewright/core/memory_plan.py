@@ -8,19 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tilewright.core.config.recipe import Recipe, Tier
+from tilewright.core.config.recipe import TIERS, Offload, Recipe, Tier
 
-Activations = Literal["keep", "selective", "products", "attention", "recompute"]
-"""keep: everything that backward needs; selective: the outputs of products and attention; products, attention: the
+Activations = Literal["keep", "selective", "matmuls", "attention", "recompute"]
+"""keep: everything that backward needs; selective: the outputs of matmuls and attention; matmuls, attention: the
 outputs of one of them; recompute: a layer's input, which waits in the layer's `inputs` tier."""
 KIND_OF: dict[str, Activations] = {
     "none": "keep",
     "selective": "selective",
-    "products": "products",
+    "matmuls": "matmuls",
     "attention": "attention",
     "full": "recompute",
 }
-"""By a recipe's words (`train.activation_checkpoint`), from the most that is kept to the least."""
+"""By the values of `train.activation_checkpoint`, from the most that is kept to the least."""
+OFFLOADS: dict[object, Offload] = {tier: offload for offload, tier in TIERS.items()}
+"""Values of `memory.offload_params` and its kind, by tier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class LayerMemory:
     inputs: Tier = "device"
     """Where the input of a layer that is recomputed waits for the backward pass."""
     activations: Activations = "keep"
-    mlp_tiles: int = 1
+    mlp_chunks: int = 1
     """Parts into which the tokens of the layer's MLP are cut."""
     attention_block: int = 0
     """Query rows at a time in attention. 0: all at once."""
@@ -48,7 +50,7 @@ class LayerMemory:
                 raise ValueError(f"a tier is one of {', '.join(get_args(Tier))}, not {tier!r}")
         if self.activations not in get_args(Activations):
             raise ValueError(f"activations are one of {', '.join(get_args(Activations))}, not {self.activations!r}")
-        if self.mlp_tiles < 1 or self.attention_block < 0:
+        if self.mlp_chunks < 1 or self.attention_block < 0:
             raise ValueError(f"need mlp_tiles >= 1 and attention_block >= 0, got {self}")
 
 
@@ -77,7 +79,7 @@ class MemoryPlan:
         states: Tier = "device",
         inputs: Tier = "device",
         activations: Activations = "keep",
-        mlp_tiles: int = 1,
+        mlp_chunks: int = 1,
         attention_block: int = 0,
     ) -> "MemoryPlan":
         """The same for all layers; both ends are at home where the layers are."""
@@ -86,7 +88,7 @@ class MemoryPlan:
             states=states,
             inputs=inputs,
             activations=activations,
-            mlp_tiles=mlp_tiles,
+            mlp_chunks=mlp_chunks,
             attention_block=attention_block,
         )
         end = LayerMemory(parameters=parameters, states=states, inputs=inputs)
@@ -100,12 +102,13 @@ def memory_plan_of(recipe: Recipe, num_layers: int) -> MemoryPlan:
     """What a recipe's settings say without a plan: the same for all layers."""
     memory = recipe.memory
     sliced = memory.executor == "layer_major"
+    parameters, states, inputs = memory.tiers if sliced else ("device",) * 3
     return MemoryPlan.uniform(
         num_layers,
-        parameters=memory.parameters if sliced else "device",
-        states=memory.states if sliced else "device",
-        inputs=memory.inputs if sliced else "device",
+        parameters=parameters,
+        states=states,
+        inputs=inputs,
         activations="recompute" if sliced else KIND_OF[recipe.train.activation_checkpoint],
-        mlp_tiles=memory.mlp_tiles,
+        mlp_chunks=memory.mlp_chunks,
         attention_block=memory.attention_block,
     )

@@ -74,15 +74,15 @@ class PreparedData:
             "segments": np.full((1, self.seq_len), -1, np.int32),
         }
 
-    def eval_batches(self, domain: str, micro_batch: int, num: int) -> list[dict[str, torch.Tensor]]:
-        """At most `num` batches of at most `micro_batch` held-out rows of one domain; the same on every call."""
+    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[dict[str, torch.Tensor]]:
+        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""
         first, stop = self._ranges["holdout"][domain]
         size = stop - first
-        take = min(num * micro_batch, size)
+        take = min(num * micro_batch_size, size)
         order = permute(np.arange(take), np.full(take, size), np.full(take, 0, np.uint64))
         batches = []
-        for start in range(0, take, micro_batch):
-            rows = first + order[start : start + micro_batch]
+        for start in range(0, take, micro_batch_size):
+            rows = first + order[start : start + micro_batch_size]
             batch = self._rows["holdout"].gather(rows)
             if self.task == "masked_lm":
                 batch = self._masked(batch, _EVAL_SEED, rows)

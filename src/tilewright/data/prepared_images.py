@@ -57,12 +57,12 @@ class PreparedImages:
         shape = (1, *self._pixels.shape[1:])
         return {"pixel_values": np.zeros(shape, np.float32), "labels": np.array([IGNORE], np.int64)}
 
-    def eval_batches(self, domain: str, micro_batch: int, num: int) -> list[dict[str, torch.Tensor]]:
+    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[dict[str, torch.Tensor]]:
         """At most `num` batches of held-out images, the same on every call."""
         size = len(self._rows["holdout"])
-        take = min(num * micro_batch, size)
+        take = min(num * micro_batch_size, size)
         order = permute(np.arange(take), np.full(take, size), np.full(take, 0, np.uint64))
-        batches = [order[start : start + micro_batch] for start in range(0, take, micro_batch)]
+        batches = [order[start : start + micro_batch_size] for start in range(0, take, micro_batch_size)]
         gathered = [self._gather(self._rows["holdout"][rows]) for rows in batches]
         return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in gathered]
 

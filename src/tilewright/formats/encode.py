@@ -43,8 +43,8 @@ def encode(x: Tensor, spec: FloatSpec, noise: Tensor | None = None) -> Tensor:
 
     Example:
         >>> from tilewright.formats.spec import E4M3
-        >>> codes = encode(torch.tensor([1.0, -0.4375, 1000.0, float("inf")]), E4M3)
-        >>> codes.tolist(), decode(codes, E4M3).tolist()
+        >>> qdata = encode(torch.tensor([1.0, -0.4375, 1000.0, float("inf")]), E4M3)
+        >>> qdata.tolist(), decode(qdata, E4M3).tolist()
         ([56, 174, 126, 127], [1.0, -0.4375, 448.0, nan])
     """
     dropped = FP32_MANTISSA_BITS - spec.mantissa_bits
@@ -71,14 +71,14 @@ def _encode_subnormal(magnitude: Tensor, spec: FloatSpec, noise: Tensor | None) 
     return (steps + (noise & ((1 << _FIXED_POINT_BITS) - 1))) >> _FIXED_POINT_BITS
 
 
-def decode(codes: Tensor, spec: FloatSpec) -> Tensor:
+def decode(qdata: Tensor, spec: FloatSpec) -> Tensor:
     """FP32 values of 8-bit codes. Infinities of E5M2, which `encode` never writes, come back as infinities.
 
     Args:
         codes: uint8, any shape.
         spec: E4M3 or E5M2.
     """
-    wide = codes.to(torch.int32)
+    wide = qdata.to(torch.int32)
     magnitude = wide & 0x7F
     dropped = FP32_MANTISSA_BITS - spec.mantissa_bits
     rebias = (_FP32_BIAS - spec.bias) << FP32_MANTISSA_BITS
@@ -98,10 +98,10 @@ def _infinity_code(spec: FloatSpec) -> int:
     return ((1 << spec.exponent_bits) - 1) << spec.mantissa_bits
 
 
-def decode_e8m0(codes: Tensor) -> Tensor:
+def decode_e8m0(qdata: Tensor) -> Tensor:
     """FP32 powers of two of E8M0 codes; 255 is NaN."""
-    value = torch.ldexp(torch.ones(codes.shape, device=codes.device), codes.to(torch.int32) - E8M0_BIAS)
-    return torch.where(codes == E8M0_NAN, torch.nan, value)
+    value = torch.ldexp(torch.ones(qdata.shape, device=qdata.device), qdata.to(torch.int32) - E8M0_BIAS)
+    return torch.where(qdata == E8M0_NAN, torch.nan, value)
 
 
 def _bits(value: float) -> int:

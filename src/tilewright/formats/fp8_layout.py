@@ -75,22 +75,22 @@ def to_stored(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     block uses the upper half of the format, its scale is halved and its codes are doubled.
 
     Example:
-        >>> codes, scale_inv = to_stored(torch.tensor([[448.0, -1.0]]))
-        >>> codes.dtype, scale_inv.tolist(), from_stored(codes, scale_inv).dequantize().tolist()
+        >>> qdata, scale_inv = to_stored(torch.tensor([[448.0, -1.0]]))
+        >>> qdata.dtype, scale_inv.tolist(), from_stored(qdata, scale_inv).dequantize().tolist()
         (torch.float8_e4m3fn, [[1.0]], [[448.0, -1.0]])
     """
     tiled = quantize(weight_NK, E4M3, BLOCK_TILE)
-    return tiled.codes.contiguous().view(CODE_DTYPE), tiled.scale_inv
+    return tiled.qdata.contiguous().view(CODE_DTYPE), tiled.scale_inv
 
 
-def from_stored(codes_NK: Tensor, scale_inv: Tensor, tile: Tile = BLOCK_TILE) -> TiledTensor:
+def from_stored(qdata_NK: Tensor, scale_inv: Tensor, tile: Tile = BLOCK_TILE) -> TiledTensor:
     """The matrix of stored codes (float8_e4m3fn, or uint8) and scales; nothing is copied where scales are FP32.
 
     Raises:
         ValueError: the shapes do not belong together.
     """
-    codes = codes_NK if codes_NK.dtype == torch.uint8 else codes_NK.view(torch.uint8)
-    return TiledTensor(codes, to_fp32_scale(scale_inv), tile, E4M3)
+    qdata = qdata_NK if qdata_NK.dtype == torch.uint8 else qdata_NK.view(torch.uint8)
+    return TiledTensor(qdata, to_fp32_scale(scale_inv), tile, E4M3)
 
 
 def to_fp32_scale(scale_inv: Tensor) -> Tensor:
@@ -100,6 +100,6 @@ def to_fp32_scale(scale_inv: Tensor) -> Tensor:
     return scale_inv.to(torch.float32)
 
 
-def has_nan(codes: Tensor) -> bool:
+def has_nan(qdata: Tensor) -> bool:
     """Whether a code stands for NaN, as no sound weight has."""
-    return bool(((codes.view(torch.uint8) & NAN_CODE) == NAN_CODE).any())
+    return bool(((qdata.view(torch.uint8) & NAN_CODE) == NAN_CODE).any())

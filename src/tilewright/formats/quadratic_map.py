@@ -48,8 +48,8 @@ def encode(x_N: Tensor, noise_N: Tensor, *, signed: bool) -> tuple[Tensor, Tenso
         (codes [N], scales [B] in FP32).
 
     Example:
-        >>> codes, scale = encode(torch.tensor([0.0, 0.25, -1.0]), torch.full((3,), 128), signed=True)
-        >>> codes.tolist(), decode(codes, scale)
+        >>> qdata, scale = encode(torch.tensor([0.0, 0.25, -1.0]), torch.full((3,), 128), signed=True)
+        >>> qdata.tolist(), decode(qdata, scale)
         ([0, 63, -127], tensor([ 0.0000,  0.2461, -1.0000]))
     """
     steps = 127 if signed else 255
@@ -72,10 +72,10 @@ def encode(x_N: Tensor, noise_N: Tensor, *, signed: bool) -> tuple[Tensor, Tenso
     return code_BK.view(-1)[: len(x_N)].to(torch.int8), scale_B1.view(-1)
 
 
-def decode(codes_N: Tensor, scale_B: Tensor) -> Tensor:
+def decode(qdata_N: Tensor, scale_B: Tensor) -> Tensor:
     """FP32 values of codes: int8 ones are signed, uint8 ones are not."""
-    code_BK = _blocks(codes_N).to(torch.int32)
-    return (scale_B[:, None] * (code_BK * code_BK.abs()).to(torch.float32)).view(-1)[: len(codes_N)]
+    code_BK = _blocks(qdata_N).to(torch.int32)
+    return (scale_B[:, None] * (code_BK * code_BK.abs()).to(torch.float32)).view(-1)[: len(qdata_N)]
 
 
 def root(x: Tensor) -> Tensor:

@@ -28,37 +28,37 @@ class TiledTensor:
         ValueError: shapes or dtypes that do not belong together.
     """
 
-    codes: Tensor
+    qdata: Tensor
     scale_inv: Tensor
     tile: Tile
     spec: FloatSpec
 
     def __post_init__(self) -> None:
-        if self.codes.dtype != torch.uint8 or self.scale_inv.dtype != torch.float32:
-            raise ValueError(f"codes are uint8 and scales FP32, not {self.codes.dtype} and {self.scale_inv.dtype}")
-        if self.codes.ndim != 2 or tuple(self.scale_inv.shape) != self.tile.grid(self.shape):
+        if self.qdata.dtype != torch.uint8 or self.scale_inv.dtype != torch.float32:
+            raise ValueError(f"codes are uint8 and scales FP32, not {self.qdata.dtype} and {self.scale_inv.dtype}")
+        if self.qdata.ndim != 2 or tuple(self.scale_inv.shape) != self.tile.grid(self.shape):
             raise ValueError(
-                f"codes {list(self.codes.shape)} in tiles of {self.tile} need scales "
+                f"codes {list(self.qdata.shape)} in tiles of {self.tile} need scales "
                 f"{list(self.tile.grid(self.shape))}, not {list(self.scale_inv.shape)}"
             )
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.qdata.shape[0], self.qdata.shape[1]
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return self.codes.nbytes + self.scale_inv.nbytes
+        return self.qdata.nbytes + self.scale_inv.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, [M, K]. Exact in FP32, and in BF16 where the scales are powers of two."""
-        return (decode(self.codes, self.spec) * spread_scale(self.scale_inv, self.tile, self.shape)).to(dtype)
+        return (decode(self.qdata, self.spec) * spread_scale(self.scale_inv, self.tile, self.shape)).to(dtype)
 
     def transposed(self) -> "TiledTensor":
         """The transposed matrix: the same codes and scales seen the other way, nothing copied or rounded."""
-        return TiledTensor(self.codes.T, self.scale_inv.T, self.tile.transposed(), self.spec)
+        return TiledTensor(self.qdata.T, self.scale_inv.T, self.tile.transposed(), self.spec)
 
 
 class WithCopies(NamedTuple):

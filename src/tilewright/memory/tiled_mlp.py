@@ -93,9 +93,9 @@ def _tile(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], Non
             module.__class__ = _tiled(type(module))
             found.append(name)
     if experts:
-        note(f"memory.mlp_tiles leaves mixtures of experts whole ({experts[0]} and {len(experts) - 1} more).")
+        note(f"memory.mlp_chunks leaves mixtures of experts whole ({experts[0]} and {len(experts) - 1} more).")
     if parts and not found:
-        note(f"memory.mlp_tiles has no effect: no dense module is called {', '.join(NAMES)}.")
+        note(f"memory.mlp_chunks has no effect: no dense module is called {', '.join(NAMES)}.")
     return found
 
 

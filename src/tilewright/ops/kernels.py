@@ -68,14 +68,16 @@ class Kernels:
         overrides: Mapping[str, str] | None = None,
         *,
         compile: bool = True,
-        loss_tile: int = LOSS_TILE,
+        loss_chunk_bytes: int = LOSS_TILE,
         attention_block: int = 0,
     ):
         overrides = dict(overrides or {})
         self.machine = machine
-        self.loss_tile = loss_tile
+        self.loss_chunk_bytes = loss_chunk_bytes
         self.attention_block = attention_block
-        self.spec = json.dumps([machine.to_json(), overrides, compile, loss_tile, attention_block], sort_keys=True)
+        self.spec = json.dumps(
+            [machine.to_json(), overrides, compile, loss_chunk_bytes, attention_block], sort_keys=True
+        )
         """All that this was made from, as text: `kernels_of` makes an equal one from it."""
         barred = {} if compile else {"compiled": "compilation is off"}
         devices = ("cpu",) if machine.device == "cpu" else ("cpu", machine.device)
@@ -98,7 +100,7 @@ class Kernels:
     @classmethod
     def from_sections(cls, machine: Machine, ops: OpsSection, memory: MemorySection) -> "Kernels":
         """As a recipe says it, in its sections [ops] and [memory]."""
-        sizes = {"loss_tile": memory.loss_tile, "attention_block": memory.attention_block}
+        sizes = {"loss_chunk_bytes": memory.loss_chunk_bytes, "attention_block": memory.attention_block}
         return cls(machine, ops.model_dump(), **sizes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Kernels":
@@ -142,7 +144,7 @@ class Kernels:
     def linear_cross_entropy(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """See `ops.loss`."""
         run = self._find("cross_entropy", x_ND.device.type, x_ND.dtype)
-        return run(x_ND, weight_VD, labels_N, self.loss_tile)
+        return run(x_ND, weight_VD, labels_N, self.loss_chunk_bytes)
 
     def adam(self, device_type: str, dtype: torch.dtype):
         """The AdamW update for parameters of this device and dtype. See `ops.adam`."""
@@ -176,7 +178,7 @@ class Kernels:
         self, a: TiledTensor, b: TiledTensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype
     ) -> Tensor:
         """See `ops.gemm`."""
-        return self._find("tile_gemm", a.codes.device.type, out_dtype, kind_of(a))(a, b, bias_N, out_dtype)
+        return self._find("tile_gemm", a.qdata.device.type, out_dtype, kind_of(a))(a, b, bias_N, out_dtype)
 
     def rms_norm_quantize(
         self, x: Tensor, weight_D: Tensor, eps: float, spec: FloatSpec, *, power_of_two: bool = True
@@ -218,11 +220,13 @@ def kernels_of(spec: str) -> Kernels:
         >>> kernels_of(kernels.spec).explain() == kernels.explain()
         True
     """
-    machine, overrides, compile, loss_tile, attention_block = json.loads(spec)
+    machine, overrides, compile, loss_chunk_bytes, attention_block = json.loads(spec)
     capability = machine["capability"]
     facts = {
         **machine,
         "capability": None if capability is None else tuple(capability),
         "cpu_features": frozenset(machine["cpu_features"]),
     }
-    return Kernels(Machine(**facts), overrides, compile=compile, loss_tile=loss_tile, attention_block=attention_block)
+    return Kernels(
+        Machine(**facts), overrides, compile=compile, loss_chunk_bytes=loss_chunk_bytes, attention_block=attention_block
+    )

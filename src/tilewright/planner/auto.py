@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tilewright.core.config.edit import value_of
 from tilewright.core.config.load import CLI, DEFAULT, Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
@@ -22,7 +23,7 @@ from tilewright.planner.model.constraints import BESIDE, KEPT, Constraints, same
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 
-FORMATS = frozenset(("optim.moments", "optim.master"))
+FORMATS = frozenset(("optim.moments", "optim.master_weights"))
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,16 @@ def written(recipe: Recipe, explicit: frozenset[str]) -> Constraints:
         explicit: those of them that were written down.
     """
     memory = recipe.memory
+    parameters, states, inputs = memory.tiers
     kept: Activations | None = None
     if memory.executor == "standard" and "train.activation_checkpoint" in explicit:
         kept = KIND_OF[recipe.train.activation_checkpoint]
     return Constraints(
         activations=None if kept is None else frozenset([kept]),
-        parameters=memory.parameters if "memory.parameters" in explicit else None,
-        states=memory.states if "memory.states" in explicit else None,
-        inputs=memory.inputs if "memory.inputs" in explicit else None,
-        mlp_tiles=memory.mlp_tiles if "memory.mlp_tiles" in explicit else None,
+        parameters=parameters if "memory.offload_params" in explicit else None,
+        states=states if "memory.offload_optimizer" in explicit else None,
+        inputs=inputs if "memory.offload_activations" in explicit else None,
+        mlp_chunks=memory.mlp_chunks if "memory.mlp_chunks" in explicit else None,
         attention_block=memory.attention_block if "memory.attention_block" in explicit else None,
     )
 
@@ -100,8 +102,8 @@ def typed(recipe: Recipe, names: frozenset[str]) -> Constraints:
     return replace(
         found,
         executor=memory.executor if chosen else None,  # what keeps less than all is said of the standard one alone
-        micro_batch=train.micro_batch if "train.micro_batch" in names else None,
-        loss_tile=memory.loss_tile if "memory.loss_tile" in names else None,
+        micro_batch_size=train.micro_batch_size if "train.micro_batch_size" in names else None,
+        loss_chunk_bytes=memory.loss_chunk_bytes if "memory.loss_chunk_bytes" in names else None,
     )
 
 
@@ -137,9 +139,9 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
     now = replace(
         written(recipe, explicit),
         executor=memory.executor,
-        micro_batch=train.micro_batch,
-        loss_tile=memory.loss_tile,
-        mlp_tiles=memory.mlp_tiles,
+        micro_batch_size=train.micro_batch_size,
+        loss_chunk_bytes=memory.loss_chunk_bytes,
+        mlp_chunks=memory.mlp_chunks,
         attention_block=memory.attention_block,
     )
     standing = KIND_OF[train.activation_checkpoint] if memory.executor == "standard" else "recompute"
@@ -162,11 +164,11 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
         return
     now = replace(now, activations=written(recipe, explicit).activations)
     yield from fresh(Stage(now))  # what layers keep, where that changes last bits
-    if "train.micro_batch" not in explicit:
-        now = replace(now, micro_batch=None, most_rows=train.micro_batch)
+    if "train.micro_batch_size" not in explicit:
+        now = replace(now, micro_batch_size=None, most_rows=train.micro_batch_size)
         yield from fresh(Stage(now))
-    if "memory.loss_tile" not in explicit:
-        now = replace(now, loss_tile=None)
+    if "memory.loss_chunk_bytes" not in explicit:
+        now = replace(now, loss_chunk_bytes=None)
         yield from fresh(Stage(now))
     for settings in beside:
         yield from fresh(Stage(now, beside=settings))
@@ -175,7 +177,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
         last, sliced = Stage(replace(now, executor="layer_major")), True
         yield from fresh(last)
     if sliced:
-        for name in ("mlp_tiles", "attention_block"):
+        for name in ("mlp_chunks", "attention_block"):
             if f"memory.{name}" not in explicit:
                 last = Stage(replace(last.fixed, **{name: None}))
         yield from fresh(last)
@@ -192,8 +194,8 @@ def _beside(recipe: Recipe, explicit: frozenset[str], same_numbers: bool) -> Ite
     """Settings of what takes memory beside the steps: each alone, then all of them. A run that goes on keeps the format
     of its evaluations, which are compared with each other."""
     found: list[dict[str, Any]] = []
-    if written_beside(recipe) and "save.background" not in explicit:
-        found.append({"save.background": False})
+    if written_beside(recipe) and "checkpoint.async_save" not in explicit:
+        found.append({"checkpoint.async_save": False})
     if recipe.precision.eval_fp32 and "precision.eval_fp32" not in explicit and not same_numbers:
         found.append({"precision.eval_fp32": False})
     yield from found
@@ -230,11 +232,10 @@ def decide(
 
 def departures(recipe: Recipe, plan: Plan) -> tuple[ConfigChange, ...]:
     """Settings in which a plan differs from a recipe, what layers keep and where bytes lie left out."""
-    named = (*BESIDE, "memory.executor", "train.micro_batch", "memory.loss_tile", *sorted(FORMATS))
+    named = (*BESIDE, "memory.executor", "train.micro_batch_size", "memory.loss_chunk_bytes", *sorted(FORMATS))
     found = []
-    for name in (*named, "memory.mlp_tiles", "memory.attention_block"):
-        section, _, field = name.partition(".")
-        before, after = getattr(getattr(recipe, section), field), plan.settings().get(name)
+    for name in (*named, "memory.mlp_chunks", "memory.attention_block"):
+        before, after = value_of(recipe, name), plan.settings().get(name)
         if after is not None and after != before:
             found.append(ConfigChange(name, before, after))
     return tuple(found)

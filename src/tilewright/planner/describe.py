@@ -85,7 +85,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
         "This run does not fit.",
         got=f"{given}{why}",
         need=f"{_budgets(least)} for the smallest plan: {least.setting.executor}, micro_batch "
-        f"{least.setting.micro_batch}{formats}; {format_seconds(least.step_s)} a step{other}",
+        f"{least.setting.micro_batch_size}{formats}; {format_seconds(least.step_s)} a step{other}",
         try_="\n".join(changes) or "a smaller model; --largest names the deepest that fits",
     )
 
@@ -142,7 +142,7 @@ def kept_in_words(choice: LayerMemory) -> str:
 def in_words(choice: LayerMemory) -> str:
     """All that is done with a layer."""
     words = [f"parameters {choice.parameters}", f"states {choice.states}", kept_in_words(choice)]
-    words += [f"MLP in {choice.mlp_tiles} tiles"] if choice.mlp_tiles > 1 else []
+    words += [f"MLP in {choice.mlp_chunks} tiles"] if choice.mlp_chunks > 1 else []
     words += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
     return ", ".join(words)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.core.memory_plan import KIND_OF, LayerMemory, MemoryPlan
+from tilewright.core.memory_plan import KIND_OF, OFFLOADS, LayerMemory, MemoryPlan
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
 from tilewright.planner.cost.solve import Cost
@@ -104,7 +104,7 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step."""
-        return self.recipe.train.batch_size * self.shape.seq_len
+        return self.recipe.train.global_batch_size * self.shape.seq_len
 
     @property
     def tokens_per_s(self) -> float:
@@ -164,13 +164,13 @@ class Plan:
         standard = setting.executor == "standard"
         found: dict[str, object] = {
             "memory.executor": setting.executor,
-            "train.micro_batch": setting.micro_batch,
-            "memory.loss_tile": setting.loss_tile,
+            "train.micro_batch_size": setting.micro_batch_size,
+            "memory.loss_chunk_bytes": setting.loss_chunk_bytes,
             "optim.moments": setting.moments,
-            "optim.master": setting.master,
+            "optim.master_weights": setting.master,
         }
-        if not self.recipe.save.background:
-            found["save.background"] = False
+        if not self.recipe.checkpoint.async_save:
+            found["checkpoint.async_save"] = False
         if not self.recipe.precision.eval_fp32:
             found["precision.eval_fp32"] = False
         kinds = {row.choice.activations for row in self.rows if row.indices}
@@ -184,14 +184,22 @@ class Plan:
         """Settings of what is the same for all layers of a layer-major run."""
         choices = [row.choice for row in self.rows if row.indices]
         found: dict[str, object] = {}
-        for name in ("parameters", "states", "mlp_tiles", "attention_block"):
-            values = {getattr(choice, name) for choice in choices}
+        for kind, name in _OF_A_LAYER.items():
+            values = {getattr(choice, kind) for choice in choices}
             if len(values) == 1:
-                found[f"memory.{name}"] = values.pop()
-        waits = {choice.inputs for choice in choices}
-        if len(waits) == 1:
-            found["memory.inputs"] = waits.pop()
+                value = values.pop()
+                found[name] = OFFLOADS.get(value, value)
         return found
+
+
+_OF_A_LAYER = {
+    "parameters": "memory.offload_params",
+    "states": "memory.offload_optimizer",
+    "inputs": "memory.offload_activations",
+    "mlp_chunks": "memory.mlp_chunks",
+    "attention_block": "memory.attention_block",
+}
+"""Settings by the name of the field of `LayerMemory`."""
 
 
 def fingerprint(shape: ModelShape) -> str:

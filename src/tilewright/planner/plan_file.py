@@ -28,12 +28,18 @@ from tilewright.planner.model.constraints import BESIDE
 from tilewright.planner.model.shape import ModelShape, ranges
 from tilewright.planner.plan import Plan, fingerprint
 
-FORMAT = 2
+FORMAT = 3
 SETTINGS = frozenset(
     (
-        *("memory.executor", "memory.loss_tile", "memory.parameters", "memory.states", "memory.inputs"),
-        *("memory.mlp_tiles", "memory.attention_block"),
-        *("train.micro_batch", "train.activation_checkpoint", "optim.moments", "optim.master"),
+        *(
+            "memory.executor",
+            "memory.loss_chunk_bytes",
+            "memory.offload_params",
+            "memory.offload_optimizer",
+            "memory.offload_activations",
+        ),
+        *("memory.mlp_chunks", "memory.attention_block"),
+        *("train.micro_batch_size", "train.activation_checkpoint", "optim.moments", "optim.master_weights"),
         *BESIDE,
     )
 )

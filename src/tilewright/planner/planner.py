@@ -39,11 +39,11 @@ from tilewright.planner.plan import Budget, Plan, PlanRow, bytes_of
 FORMATS = (
     {"optim.moments": "bf16"},
     {"optim.moments": "8bit"},
-    {"optim.master": "split24", "optim.moments": "8bit"},
-    {"optim.master": "stochastic", "optim.moments": "8bit"},
+    {"optim.master_weights": "split24", "optim.moments": "8bit"},
+    {"optim.master_weights": "stochastic", "optim.moments": "8bit"},
 )
 """What the optimizer may be narrowed to where the recipe leaves it open, the widest first."""
-FORMAT_FIELDS = {"optim.moments", "optim.master"}
+FORMAT_FIELDS = {"optim.moments", "optim.master_weights"}
 GAP = 1e-4
 """Share of the best step time by which a plan may miss it: far below what the rates are known to."""
 
@@ -123,9 +123,9 @@ class Planner:
 
     def shape(self, recipe: Recipe) -> ModelShape:
         """The model's shape with the recipe's formats."""
-        if recipe.optim.master not in self._shapes:
-            self._shapes[recipe.optim.master] = self._finder.find(recipe)
-        found = self._shapes[recipe.optim.master]
+        if recipe.optim.master_weights not in self._shapes:
+            self._shapes[recipe.optim.master_weights] = self._finder.find(recipe)
+        found = self._shapes[recipe.optim.master_weights]
         if self._layers is not None:
             return found.resized(self._layers)
         return found.split(self.fixed) if self.fixed.layers else found
@@ -142,7 +142,7 @@ class Planner:
             late: list[OutOfTime] = []
             shape = self.shape(recipe).known()
             for setting in settings_of(recipe, self.fixed):
-                if best is not None and setting.loss_tile < best[1].setting.loss_tile:
+                if best is not None and setting.loss_chunk_bytes < best[1].setting.loss_chunk_bytes:
                     break  # smaller tiles come last: they save memory and no time
                 table = self._table(recipe, shape, setting, budget)
                 if not _possible(table, shape):
@@ -194,9 +194,9 @@ class Planner:
         for recipe, narrowed in self._recipes():
             shape = self.shape(recipe).known()
             settings = list(settings_of(recipe, self.fixed))
-            fewest = min(setting.micro_batch for setting in settings)
+            fewest = min(setting.micro_batch_size for setting in settings)
             for setting in settings:
-                if setting.micro_batch > fewest:
+                if setting.micro_batch_size > fewest:
                     continue
                 table = self._table(recipe, shape, setting, budget)
                 if not _possible(table, shape):
@@ -252,7 +252,10 @@ class Planner:
         """The recipe, and then the recipe with fewer bits where that is open."""
         yield self.recipe, {}
         order = list(FORMATS)
-        now = {name: getattr(self.recipe.optim, name.partition(".")[2]) for name in ("optim.moments", "optim.master")}
+        now = {
+            name: getattr(self.recipe.optim, name.partition(".")[2])
+            for name in ("optim.moments", "optim.master_weights")
+        }
         bits = {"fp32": 32, "split24": 24, "bf16": 16, "stochastic": 16, "8bit": 8}
         for formats in order:
             new = {name: value for name, value in formats.items() if bits[value] < bits[now[name]]}
@@ -283,8 +286,8 @@ class Planner:
         )
         groups = []
         for found, mine in zip(classes, options, strict=True):
-            products = GemmCost(found, setting.micro_batch, shape, self.rates)
-            args = (setting, shape, recipe, self.rates, budget.links, products)
+            matmuls = GemmCost(found, setting.micro_batch_size, shape, self.rates)
+            args = (setting, shape, recipe, self.rates, budget.links, matmuls)
             groups.append(ChoiceGroup(found.name, found.count, tuple(layer_cost(found, one, *args) for one in mine)))
         names = frozenset(found.name for found in ends)
         homes = homes or self._homes(budget)
@@ -312,7 +315,7 @@ class Planner:
         found = layer_seconds(shape.rest, LayerMemory(), setting, shape, recipe, self.rates, links)
         if shape.plain_head:
             times = setting.num_micro * (setting.passes if setting.executor == "layer_major" else 1)
-            tokens, fmt = setting.micro_batch * shape.seq_len, shape.product_format
+            tokens, fmt = setting.micro_batch_size * shape.seq_len, shape.matmul_format
             found["head"] = times * head_s(tokens, shape.dim, shape.vocab_size, fmt, self.rates)
             found["loss"] = times * loss_s(tokens * shape.vocab_size, shape.loss_compiled, fmt, self.rates)
         return found

@@ -113,11 +113,15 @@ def same_numbers(
 
     def of(layer: LayerMemory) -> Constraints:
         kinds = same_bits(recipe, fused, layer.activations) & (fixed.activations or KEPT)
-        cuts = {"mlp_tiles": layer.mlp_tiles, "attention_block": layer.attention_block}
+        cuts = {"mlp_chunks": layer.mlp_chunks, "attention_block": layer.attention_block}
         return replace(whole, activations=kinds, **cuts)
 
     whole = replace(
-        fixed, executor=setting.executor, micro_batch=setting.micro_batch, loss_tile=setting.loss_tile, layers=()
+        fixed,
+        executor=setting.executor,
+        micro_batch_size=setting.micro_batch_size,
+        loss_chunk_bytes=setting.loss_chunk_bytes,
+        layers=(),
     )
     layers = tuple(of(layer) for layer in memory_plan.layers)
     return replace(layers[0], layers=layers if len(set(layers)) > 1 else ())

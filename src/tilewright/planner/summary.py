@@ -115,13 +115,13 @@ def make_plan(recipe: Recipe, vocab_size: int, machine: Machine, rates: Ceilings
     Args:
         recipe: the run's settings.
         vocab_size: of the tokenizer; classes for image classification.
-        machine: where it would run; its memory is the budget unless `plan.device_budget` is set.
+        machine: where it would run; its memory is the budget unless `plan.device_memory` is set.
         rates: measured ceilings of that machine.
 
     Raises:
         ConfigError, CheckpointError: the model cannot be built.
     """
-    device = recipe.plan.device_budget or machine.device_memory_bytes
+    device = recipe.plan.device_memory or machine.device_memory_bytes
     room = float(machine.host_memory_bytes)
     budget = Budget(float(device), room, unmeasured(machine), float("inf"))
     return summarize(Planner(recipe, vocab_size, machine, rates).as_it_stands(budget))

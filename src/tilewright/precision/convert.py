@@ -153,7 +153,7 @@ def _placed(model: nn.Module, policy: Policy | str) -> Policy:
 def _kernels_of(model: nn.Module) -> Kernels | None:
     """What an earlier conversion gave the layers of a model."""
     layers = [module.kernels for module in model.modules() if isinstance(module, CastLinear | Float8Linear)]
-    weights = [given.products.kernels for given in tile_weights(model).values()]
+    weights = [given.matmuls.kernels for given in tile_weights(model).values()]
     return next((kernels for kernels in (*layers, *weights) if kernels is not None), None)
 
 

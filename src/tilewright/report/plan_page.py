@@ -53,7 +53,9 @@ def _tiles(plan: Plan) -> list[SummaryCard]:
     if plan.host:
         found.append(SummaryCard("Host", format_bytes(plan.host_bytes), f"of {format_bytes(plan.budget.host)}"))
     batches = "micro-batches" if setting.num_micro > 1 else "micro-batch"
-    found.append(SummaryCard("Executor", setting.executor, f"{setting.num_micro} {batches} of {setting.micro_batch}"))
+    found.append(
+        SummaryCard("Executor", setting.executor, f"{setting.num_micro} {batches} of {setting.micro_batch_size}")
+    )
     found.append(SummaryCard("Optimizer", setting.moments, f"moments; master {setting.master}"))
     return found
 

@@ -138,7 +138,7 @@ class RunContext:
     @property
     def memory_limit(self) -> int:
         """Bytes that the run may use on the device."""
-        return self.recipe.plan.device_budget or self.machine.device_memory_bytes
+        return self.recipe.plan.device_memory or self.machine.device_memory_bytes
 
 
 @dataclass
@@ -171,7 +171,8 @@ class Components:
         """Held-out batches by domain, made once."""
         train, prepared = self.setup.recipe.train, self.setup.prepared
         return {
-            domain: prepared.eval_batches(domain, train.micro_batch, train.eval_batches) for domain in prepared.domains
+            domain: prepared.eval_batches(domain, train.micro_batch_size, train.eval_batches)
+            for domain in prepared.domains
         }
 
     def state(self) -> TrainState:
@@ -181,8 +182,8 @@ class Components:
             small["scaler"] = self.scaler
         if self.control is not None:
             small["control"] = self.control.control
-        if isinstance(self.executor, LayerMajorExecutor) and self.executor.lagged is not None:
-            small["lagged"] = self.executor.lagged
+        if isinstance(self.executor, LayerMajorExecutor) and self.executor.delayed is not None:
+            small["delayed"] = self.executor.delayed
         return TrainState(self.model, self.optimizer, small, self.sliced)
 
     def close(self) -> None:
@@ -232,7 +233,7 @@ def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool =
     prepared = prepare_data(recipe)
     rates = ceilings.measure(machine, progress=say, own_process=True)
     run = recipe.run
-    tier_dir = Path(recipe.memory.tier_dir or Path(run.dir) / (run.name or loaded.name))
+    tier_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
     site = PlanContext(prepared.vocab_size, machine, rates, tier_dir)
     planned = plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
     trim_malloc()  # what all of this used; a plan is of the run
@@ -266,8 +267,8 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
             sliced = slice_up(
                 recipe, model, optimizer, device, folder=setup.tier_dir, values=values, memory_plan=memory_plan
             )
-        codes = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
-        modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, codes)
+        qdata = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
+        modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, qdata)
     memory_tracker.watch(model)
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
@@ -279,7 +280,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         check_no_loss_scaling(scaler is not None)
         executor = make_executor(
             recipe, model, sliced, optimizer,
-            clip=clip, memory_tracker=memory_tracker, kernels=setup.kernels, weights=codes,
+            clip=clip, memory_tracker=memory_tracker, kernels=setup.kernels, weights=qdata,
             folder=setup.tier_dir, memory_plan=memory_plan,
         )  # fmt: skip
     else:
@@ -336,8 +337,8 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
         prepared,
         seed=recipe.run.seed,
         weights=recipe.data.weights,
-        batch_size=recipe.train.batch_size,
-        micro_batch=recipe.train.micro_batch,
+        batch_size=recipe.train.global_batch_size,
+        micro_batch_size=recipe.train.micro_batch_size,
         prefetch=recipe.data.prefetch,
     )
 
@@ -360,7 +361,7 @@ def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tu
 def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, bool]:
     """Convert the model to the run's first mode; the policy, the modes by step, and whether one needs loss scaling."""
     section = setup.recipe.precision
-    parameters = "" if setup.recipe.optim.master == "fp32" else "bf16"
+    parameters = "" if setup.recipe.optim.master_weights == "fp32" else "bf16"
     policy = Policy.from_section(section, setup.machine.device, parameters=parameters)
     schedule = ModeSchedule.from_section(section, setup.recipe.train.steps)
     first, last = schedule.at(0), schedule.mode
@@ -378,22 +379,23 @@ def _control(setup: RunContext, model: Model) -> PrecisionHook | None:
         FitError: its budget cannot be kept.
     """
     section = setup.recipe.precision
-    if not section.moves_products:
+    if not section.moves_matmuls:
         return None
     settings = None
-    if section.controller:
+    control = section.controller
+    if control.enabled:
         settings = ControllerSettings(
-            policy=section.controller_policy,
-            budget=section.controller_budget,
-            every=section.controller_every,
-            cooldown=section.controller_cooldown,
-            quiet=section.controller_quiet,
-            recalibrate=section.controller_recalibrate,
-            redo=section.controller_redo,
-            spike_factor=section.controller_spike_factor,
+            granularity=control.granularity,
+            budget=control.budget,
+            interval=control.interval,
+            cooldown=control.cooldown,
+            patience=control.patience,
+            recalibrate_interval=control.recalibrate_interval,
+            retry_steps=control.retry_steps,
+            spike_factor=control.spike_factor,
         )
     schedule = FormatSchedule.from_section(section, setup.recipe.train.steps)
-    return PrecisionHook(PrecisionController(model, settings, schedule), model, setup.device, section.lr_noise)
+    return PrecisionHook(PrecisionController(model, settings, schedule), model, setup.device, section.lr_noise_damping)
 
 
 def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:
@@ -404,7 +406,7 @@ def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:
         betas=optim.betas,
         eps=optim.eps,
         moments=optim.moments,
-        master=optim.master,
+        master=optim.master_weights,
         kernels=kernels,
         seed=recipe.run.seed,
     )

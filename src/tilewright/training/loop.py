@@ -45,7 +45,9 @@ def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
         return RunResult(None, run_dry(loaded))
     recipe = loaded.recipe
     folder, moved_to = open_folder(recipe, loaded.name)
-    store = CheckpointStore(folder.checkpoints, keep=recipe.save.keep, background=recipe.save.background)
+    store = CheckpointStore(
+        folder.checkpoints, keep=recipe.checkpoint.keep_latest_k, background=recipe.checkpoint.async_save
+    )
     try:
         if moved_to is not None:
             say(f"the run that was in {folder.path} is now {moved_to}")
@@ -100,7 +102,7 @@ def _train(
 ) -> RunResult:
     setup = set_up(loaded, run_plan=run_plan, resuming=found.checkpoint is not None)
     recipe = setup.recipe
-    store.background = recipe.save.background  # a plan may have changed it
+    store.background = recipe.checkpoint.async_save  # a plan may have changed it
     sinks = open_sinks(recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
     parts = build(setup, fresh=found.checkpoint is None)
     log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s)

@@ -78,7 +78,7 @@ class SearchResult:
         units = []
         for unit in self.sensitivity.units:
             switches = [switch for switch in self.sensitivity.switches if switch.unit == unit.name]
-            products = {
+            matmuls = {
                 s.gemm: {
                     "format": getattr(formats[unit.name], s.gemm),
                     "predicted_loss_change": costs[s.unit, s.gemm],
@@ -89,7 +89,7 @@ class SearchResult:
                 }
                 for s in switches
             }
-            units.append(asdict(unit) | {"seconds": asdict(self.space.times[unit.name]), "products": products})
+            units.append(asdict(unit) | {"seconds": asdict(self.space.times[unit.name]), "matmuls": matmuls})
         return {
             "losses": list(self.sensitivity.losses),
             "loss_slope": self.space.model.slope,
@@ -127,12 +127,12 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
         policy = recipe_policy(loaded.recipe, setup.machine)
         set_mode(parts.model, measuring_policy(policy))
         _check_not_empty(parts.model)
-        fixed = fixed_products(policy, group_layers(parts.model))
+        fixed = fixed_matmuls(policy, group_layers(parts.model))
         seen, fresh = batches[: settings.batches], batches[settings.batches :]
         sensitivity = _measure(parts.model, seen, progress)
         time = settings.time or ("measured" if "fp8_tile" in fp8_choice(setup.machine).native else "h200")
         progress.phase("time of each product", len(sensitivity.units))
-        micro_batches = -(-loaded.recipe.train.batch_size // loaded.recipe.train.micro_batch)
+        micro_batches = -(-loaded.recipe.train.global_batch_size // loaded.recipe.train.micro_batch_size)
         times = _times(sensitivity.units, time, micro_batches, setup, progress)
         model = LossModel(sensitivity, loss_slope(steps, losses))
         space = SearchSpace(sensitivity.units, model, times, fixed)
@@ -150,11 +150,11 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
 
 def recipe_policy(recipe: Recipe, machine: Machine) -> Policy:
     """The recipe's own policy."""
-    parameters = "" if recipe.optim.master == "fp32" else "bf16"
+    parameters = "" if recipe.optim.master_weights == "fp32" else "bf16"
     return Policy.from_section(recipe.precision, machine.device, parameters=parameters)
 
 
-def fixed_products(policy: Policy, units: Sequence[SearchUnit]) -> dict[Product, str]:
+def fixed_matmuls(policy: Policy, units: Sequence[SearchUnit]) -> dict[Product, str]:
     """Formats that the policy's rules set, by unit and product.
 
     Raises:
@@ -259,7 +259,7 @@ def _times(units: Sequence[SearchUnit], time: str, micro_batches: int, setup: Ru
 def _candidate_json(candidate: PolicyCandidate, checked: Mapping[str, Prediction]) -> dict[str, Any]:
     return {
         "name": candidate.name,
-        "fp8": sorted(".".join(product) for product in candidate.fp8),
+        "fp8": sorted(".".join(matmul) for matmul in candidate.fp8),
         "seconds": candidate.seconds,
         "predicted": asdict(candidate.predicted),
         "measured": asdict(checked[candidate.name]) if candidate.name in checked else None,

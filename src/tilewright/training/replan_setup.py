@@ -126,7 +126,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
 def cheapest_fixes(setup: RunContext) -> list[str]:
     """The three cheapest changes with which this run takes less than it does; none where it cannot be planned."""
     budget = int(LESS * min(setup.memory_limit, setup.plan.peak_bytes))
-    recipe = changed(setup.recipe, {"plan.device_budget": budget})
+    recipe = changed(setup.recipe, {"plan.device_memory": budget})
     try:
         return [str(fix) for fix in fixes_of(recipe, setup.planned.site)]
     except TilewrightError:  # what stands in the error then are settings without numbers

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tilewright.core.config import schema
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
@@ -34,10 +35,10 @@ class ResumePoint:
 
 
 def open_folder(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
-    """The run's folder, locked, and where the run that was in it went with `save.resume = "never"`.
+    """The run's folder, locked, and where the run that was in it went with `checkpoint.resume = "never"`.
 
     Args:
-        recipe: `[run]` says where; `[save]` whether to go on.
+        recipe: `[run]` says where; `[checkpoint]` whether to go on.
         name: of the folder where the recipe names none.
 
     Raises:
@@ -45,7 +46,7 @@ def open_folder(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
     """
     path = Path(recipe.run.dir) / (recipe.run.name or name)
     folder = RunFolder(path)
-    if recipe.save.resume != "never" or not folder.has_run():
+    if recipe.checkpoint.resume != "never" or not folder.has_run():
         return folder, None
     folder.close()
     moved_to = move_away(folder.path)
@@ -61,7 +62,7 @@ def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> ResumePoi
     started = time.perf_counter()
     unfinished = store.remove_unfinished()
     checkpoint, rejected = store.newest_sound()
-    if checkpoint is None and (rejected or recipe.save.resume == "required"):
+    if checkpoint is None and (rejected or recipe.checkpoint.resume == "required"):
         raise _nothing_to_resume(store.folder, rejected)
     for rejection in rejected:
         store.set_aside(rejection)
@@ -118,7 +119,7 @@ def _changes(folder: RunFolder, recipe: Recipe) -> list[SettingChange]:
         before = load_recipe(folder.recipe, environ={}).recipe
     except ConfigError as error:
         return [SettingChange("run.toml", "a recipe that this version cannot read", str(error).splitlines()[0], True)]
-    return recipe_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
+    return recipe_changes(*(schema.flat(one.model_dump(mode="json")) for one in (before, recipe)))
 
 
 def _nothing_to_resume(folder: Path, rejected: list[Rejection]) -> CheckpointError:
@@ -127,6 +128,6 @@ def _nothing_to_resume(folder: Path, rejected: list[Rejection]) -> CheckpointErr
         "There is no sound checkpoint to go on from.",
         got=got or "no checkpoint",
         need="a checkpoint whose files are what was written",
-        try_="--save.resume never, which starts again and keeps this folder under another name",
+        try_="--checkpoint.resume never, which starts again and keeps this folder under another name",
         where=str(folder),
     )

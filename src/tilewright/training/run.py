@@ -100,7 +100,7 @@ class Run:
         num_params = sum(param.numel() for param in self.parts.model.parameters())
         text = (
             f"{format_count(num_params)} parameters in {self.parts.modes.mode} on {setup.machine.device_name}, "
-            f"{recipe.train.steps} steps of {recipe.train.batch_size} rows, in {self.folder.path}"
+            f"{recipe.train.steps} steps of {recipe.train.global_batch_size} rows, in {self.folder.path}"
         )
         self.recorder.event(0, "start", text, parameters=num_params)
 
@@ -138,11 +138,11 @@ class Run:
         finished = self.step >= steps
         if finished:
             self._evaluate()
-        if self.recipe.save.last or not finished:
+        if self.recipe.checkpoint.save_last or not finished:
             self._save_at_end()
         else:
             self._write_audit()
-            self.recorder.event(self.step, "not_saved", "the last step is not saved: save.last = false")
+            self.recorder.event(self.step, "not_saved", "the last step is not saved: checkpoint.save_last = false")
         if finished:
             self._finish()
         else:
@@ -161,7 +161,7 @@ class Run:
         lr = parts.schedule.lr_at(self.step)
         if parts.control is not None:
             lr = self._enter_formats(parts.control, microbatches, lr)
-        due = number % self.recipe.train.log_every == 0 or number in (1, self.recipe.train.steps)
+        due = number % self.recipe.train.log_interval == 0 or number in (1, self.recipe.train.steps)
         if self.step in self.left_out:
             self.last = left_out(microbatches)
         else:
@@ -209,9 +209,13 @@ class Run:
 
     def _between_steps(self) -> None:
         self._tell_notes()
-        if self.recipe.train.eval_every and self.step % self.recipe.train.eval_every == 0:
+        if self.recipe.train.eval_interval and self.step % self.recipe.train.eval_interval == 0:
             self._evaluate()
-        if self.recipe.save.every and self.step % self.recipe.save.every == 0 and self.step < self.recipe.train.steps:
+        if (
+            self.recipe.checkpoint.interval
+            and self.step % self.recipe.checkpoint.interval == 0
+            and self.step < self.recipe.train.steps
+        ):
             self._stall_s += self._save()
         if self._saving:
             self._tell_saves()
@@ -355,7 +359,7 @@ class Run:
                     self.parts.model, tokenizer, self.parts.eval_batches, num_tokens=num_tokens, seed=seed
                 )
             self.recorder.log.sample(self.step, *sample)
-        if recipe.save.export_hf:
+        if recipe.checkpoint.export_hf:
             self._export()
         elapsed_s = self.recorder.log.elapsed_s
         share = self._stall_s / (elapsed_s - self._elapsed_before_s)

@@ -119,11 +119,11 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "quantize_both fp32", lambda: q.quantize_both(x.float(), E4M3)
     yield "rms_norm_quantize", lambda: fused.rms_norm_quantize(x, x[0], 1e-5, E4M3)
     yield "swiglu_quantize", lambda: fused.swiglu_quantize(x, x, E4M3)
-    codes = torch.empty(512, 512, dtype=torch.uint8)
+    qdata = torch.empty(512, 512, dtype=torch.uint8)
     for tile, spec in ((BLOCK_TILE, E4M3), (ROW_TILE, E5M2), (TENSORWISE, E4M3)):
         a_tile = TENSORWISE if tile == TENSORWISE else ROW_TILE
-        a = TiledTensor(codes, torch.empty(a_tile.grid((512, 512))), a_tile, spec)
-        b = TiledTensor(codes, torch.empty(tile.grid((512, 512))), tile, E4M3)
+        a = TiledTensor(qdata, torch.empty(a_tile.grid((512, 512))), a_tile, spec)
+        b = TiledTensor(qdata, torch.empty(tile.grid((512, 512))), tile, E4M3)
         yield f"tile_gemm {spec.name} {tile}", lambda a=a, b=b: gemm.tile_gemm(a, b, None, torch.bfloat16)
     yield "tile_gemm bias fp32", lambda: gemm.tile_gemm(a, b, torch.empty(512), torch.float32)
     for kind in KINDS:

@@ -116,7 +116,7 @@ def gemm_cases() -> Iterator[GemmCase]:
 def assert_same_bits(got: TiledTensor, want: TiledTensor, name: str = "") -> None:
     """Equal codes and scales, or a failure that shows the first different element."""
     assert got.shape == want.shape, f"{name}: {got.shape}, want {want.shape}"
-    for what, ours, theirs in (("scale", got.scale_inv, want.scale_inv), ("code", got.codes, want.codes)):
+    for what, ours, theirs in (("scale", got.scale_inv, want.scale_inv), ("code", got.qdata, want.qdata)):
         ours, theirs = ours.cpu(), theirs.cpu()
         different = (ours != theirs).nonzero()
         if len(different):

@@ -63,9 +63,9 @@ def test_transposed_operand():
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_code_is_decoded(spec):
     """A product with one is the code's value: all 256, NaN and infinities too."""
-    codes = TiledTensor(torch.arange(256, dtype=torch.uint8)[:, None], torch.ones(256, 1), ROW_TILE, spec)
+    qdata = TiledTensor(torch.arange(256, dtype=torch.uint8)[:, None], torch.ones(256, 1), ROW_TILE, spec)
     one = quantize(torch.full((1, 1), 1.0), E4M3, ROW_TILE)
-    got, want = gemm.tile_gemm(codes, one, None, torch.float32)[:, 0], codes.dequantize()[:, 0]
+    got, want = gemm.tile_gemm(qdata, one, None, torch.float32)[:, 0], qdata.dequantize()[:, 0]
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 

@@ -39,8 +39,8 @@ def check_both(x, got, spec, power_of_two, name):
     assert_same_bits(row, formats.quantize(x, spec, ROW_TILE, power_of_two=power_of_two), f"{name} row")
     want = formats.quantize(x.T.contiguous(), spec, ROW_TILE, power_of_two=power_of_two)
     assert_same_bits(column, want, f"{name} column")
-    assert row.codes.is_contiguous()
-    assert column.codes.is_contiguous()
+    assert row.qdata.is_contiguous()
+    assert column.qdata.is_contiguous()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -56,7 +56,7 @@ def test_nothing(shape, dtype):
     x = torch.empty(shape, dtype=dtype)
     for tile in TILES:
         got, want = quantize.quantize(x, E4M3, tile), formats.quantize(x, E4M3, tile)
-        assert (got.codes.shape, got.scale_inv.shape) == (want.codes.shape, want.scale_inv.shape)
+        assert (got.qdata.shape, got.scale_inv.shape) == (want.qdata.shape, want.scale_inv.shape)
     row, column = quantize.quantize_both(x, E4M3)
     assert (row.shape, column.shape) == (shape, shape[::-1])
 
@@ -74,8 +74,8 @@ def convert_as_the_instruction_does(values, from_dtype, to_dtype, rounding):
     """cvt.rn.satfinite of PTX: nearest even, saturating, infinity too; NaN becomes 0x7F without its sign."""
     spec = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}[to_dtype]
     x = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-    codes = encode(x.clamp(-spec.max, spec.max), spec)
-    return torch.where(x.isnan(), NAN_CODE, codes).to(torch.uint8).numpy()
+    qdata = encode(x.clamp(-spec.max, spec.max), spec)
+    return torch.where(x.isnan(), NAN_CODE, qdata).to(torch.uint8).numpy()
 
 
 @settings(max_examples=15, deadline=None)

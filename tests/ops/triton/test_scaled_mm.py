@@ -40,7 +40,7 @@ def test_rules_of_the_call(case, out_dtype, on_meta):
     """Every check of ScaledBlas.cpp, and of torch's shape functions where they are right."""
     a, b, bias = case.operands(quantize)
     if on_meta:
-        a, b = (dataclasses.replace(t, codes=t.codes.to("meta"), scale_inv=t.scale_inv.to("meta")) for t in (a, b))
+        a, b = (dataclasses.replace(t, qdata=t.qdata.to("meta"), scale_inv=t.scale_inv.to("meta")) for t in (a, b))
         bias = None if bias is None else bias.to("meta")
     call = scaled_mm.prepare(a, b, bias, out_dtype)
     (m, k), (k_again, n) = call.mat_a.shape, call.mat_b.shape
@@ -101,15 +101,15 @@ def test_nothing_is_copied_where_layouts_fit():
     a = TiledTensor(torch.zeros(256, 512, dtype=torch.uint8), torch.ones(4, 256).T, ROW_TILE, E4M3)
     b = TiledTensor(torch.zeros(128, 512, dtype=torch.uint8), torch.ones(1, 4), BLOCK_TILE, E4M3)
     call = scaled_mm.prepare(a, b, None, torch.bfloat16)
-    pairs = ((call.mat_a, a.codes), (call.mat_b, b.codes), (call.scale_a, a.scale_inv), (call.scale_b, b.scale_inv))
+    pairs = ((call.mat_a, a.qdata), (call.mat_b, b.qdata), (call.scale_a, a.scale_inv), (call.scale_b, b.scale_inv))
     for ours, theirs in pairs:
         assert ours.data_ptr() == theirs.data_ptr()
 
 
 def test_slices_are_aligned():
-    codes, scales = torch.zeros(300, 512, dtype=torch.uint8)[3:], torch.ones(4, 400)[:, 3:300].T
+    qdata, scales = torch.zeros(300, 512, dtype=torch.uint8)[3:], torch.ones(4, 400)[:, 3:300].T
     call = scaled_mm.prepare(
-        TiledTensor(codes, scales, ROW_TILE, E4M3), TiledTensor(codes, scales, ROW_TILE, E4M3), None, torch.float32
+        TiledTensor(qdata, scales, ROW_TILE, E4M3), TiledTensor(qdata, scales, ROW_TILE, E4M3), None, torch.float32
     )
     for tensor in (call.mat_a, call.mat_b, call.scale_a, call.scale_b):
         assert tensor.data_ptr() % 16 == 0
@@ -125,13 +125,13 @@ def test_traced_whole(b_tile):
         graphs.append(graph)
         return lambda *args: (torch.empty(48, 32, dtype=torch.bfloat16),)
 
-    def run(a_codes, a_scale, b_codes, b_scale):
+    def run(a_qdata, a_scale, b_qdata, b_scale):
         return scaled_mm.tile_gemm(
-            TiledTensor(a_codes, a_scale, a.tile, E4M3), TiledTensor(b_codes, b_scale, b.tile, E4M3), None,
+            TiledTensor(a_qdata, a_scale, a.tile, E4M3), TiledTensor(b_qdata, b_scale, b.tile, E4M3), None,
             torch.bfloat16,
         )  # fmt: skip
 
-    torch.compile(run, fullgraph=True, backend=backend)(a.codes, a.scale_inv, b.codes, b.scale_inv)
+    torch.compile(run, fullgraph=True, backend=backend)(a.qdata, a.scale_inv, b.qdata, b.scale_inv)
     assert [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"][-1].count("scaled_mm")
 
 

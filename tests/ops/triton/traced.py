@@ -33,13 +33,13 @@ def main() -> None:
     from tilewright.ops.backends.triton import fused, gemm, quantize
 
     def flat(tiled):
-        return tiled.codes, tiled.scale_inv
+        return tiled.qdata, tiled.scale_inv
 
     found = {}
     with FakeTensorMode():
         x = torch.empty(256, 384, dtype=torch.bfloat16, device="cuda")
         weight = torch.empty(384, device="cuda")
-        codes = torch.empty(384, 384, dtype=torch.uint8, device="cuda")
+        qdata = torch.empty(384, 384, dtype=torch.uint8, device="cuda")
         scales = torch.empty(3, 3, device="cuda")
         runs = {
             "rows": (lambda x: flat(quantize.quantize(x, E4M3, ROW_TILE)), x),
@@ -49,9 +49,9 @@ def main() -> None:
             "norm": (lambda x, weight: fused.rms_norm_quantize(x, weight, 1e-5, E4M3)[0], x, weight),
             "swiglu": (lambda x: fused.swiglu_quantize(x, x, E4M3)[0], x),
             "gemm": (
-                lambda x, codes, scales: gemm.tile_gemm(
-                    quantize.quantize(x, E4M3, ROW_TILE), TiledTensor(codes, scales, BLOCK_TILE, E4M3), None, x.dtype
-                ), x, codes, scales,
+                lambda x, qdata, scales: gemm.tile_gemm(
+                    quantize.quantize(x, E4M3, ROW_TILE), TiledTensor(qdata, scales, BLOCK_TILE, E4M3), None, x.dtype
+                ), x, qdata, scales,
             ),
         }  # fmt: skip
         for name, (run, *inputs) in runs.items():

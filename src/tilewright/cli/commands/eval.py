@@ -26,7 +26,7 @@ def eval_(run: Path, batches: int | None, as_json: bool) -> None:
     train = opened.recipe.train
     data = prepare_data(opened.recipe)
     held_out = {
-        name: data.eval_batches(name, train.micro_batch, batches or train.eval_batches) for name in data.domains
+        name: data.eval_batches(name, train.micro_batch_size, batches or train.eval_batches) for name in data.domains
     }
     # The model is plain FP32: nothing was converted, so there is no other precision to leave.
     results = evaluate(opened.model, held_out, device=opened.device, fp32=False)

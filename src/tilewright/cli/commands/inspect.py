@@ -48,8 +48,8 @@ def inspect_(ctx: click.Context, target: str, as_schema: bool, other: str | None
 
 def _recipe(target: str, settings: list[str], as_json: bool) -> None:
     loaded = load_recipe(target, settings)
-    values = loaded.recipe.model_dump(mode="json")
-    rows = [(item, values[item.path.partition(".")[0]][item.path.partition(".")[2]]) for item in schema.fields()]
+    values = schema.flat(loaded.recipe.model_dump(mode="json"))
+    rows = [(item, values[item.path]) for item in schema.fields()]
     if as_json:
         print_json({item.path: {"value": value, "source": loaded.sources[item.path]} for item, value in rows})
         return

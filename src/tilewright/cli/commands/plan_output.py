@@ -27,7 +27,7 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
     click.echo(
         f"{plan.shape.family}, {format_count(plan.shape.num_parameters)} parameters on {plan.machine.device_name}; "
         f"{setting.executor}, {setting.num_micro} micro-batch{'es' if setting.num_micro > 1 else ''} of "
-        f"{setting.micro_batch}, moments {setting.moments}, master {setting.master}\n"
+        f"{setting.micro_batch_size}, moments {setting.moments}, master {setting.master}\n"
     )
     show_table(*layer_table(plan))
     click.echo()
@@ -74,7 +74,7 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in plan.rows:
         choice = row.choice
-        chunks = [f"MLP in {choice.mlp_tiles} chunks"] if choice.mlp_tiles > 1 else []
+        chunks = [f"MLP in {choice.mlp_chunks} chunks"] if choice.mlp_chunks > 1 else []
         chunks += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
         kept = kept_in_words(choice) if row.indices else "-"
         cells = [describe(row), str(row.count), choice.parameters, choice.states, kept]
@@ -97,7 +97,7 @@ def numbers(plan: Plan) -> dict[str, str]:
 
 def settings_in_words(found: Mapping[str, Any]) -> dict[str, str]:
     """Settings with their units."""
-    tile = "memory.loss_tile"
+    tile = "memory.loss_chunk_bytes"
     return {name: format_bytes(value) if name == tile else str(value) for name, value in found.items()}
 
 

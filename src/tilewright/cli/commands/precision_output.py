@@ -25,7 +25,7 @@ from tilewright.training.precision_search import SearchResult, Weights
 
 SHOWN = 12
 """Layers in the printed table; all of them are in the policy file."""
-_DECIDED = ("mode", "rules", "decouple", "fp8_min_gain", "start_mode")
+_DECIDED = ("mode", "rules", "bf16_grad_layers", "fp8_min_gain", "start_mode")
 """Settings of the precision section that the policy replaces."""
 
 

@@ -6,8 +6,7 @@ places and leave out those whose fields are already known to be wrong.
 
 from collections.abc import Iterator
 
-from tilewright.core.config.conflict import Conflict
-from tilewright.core.config.model_conflicts import MODEL_CHECKS
+from tilewright.core.config.model_conflicts import MODEL_CHECKS, Conflict
 from tilewright.core.config.recipe import Recipe
 
 
@@ -115,33 +114,33 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
             "shares in fp8_from below fp8_until",
             "precision.fp8_until = 1.0",
         )
-    if not precision.moves_products:
+    if not precision.moves_matmuls:
         return
-    asked = "precision.controller = true" if precision.controller else "precision.fp8_from or fp8_until"
+    asked = "precision.controller.enabled = true" if precision.controller else "precision.fp8_from or fp8_until"
     if precision.mode != "fp8_tile":
         yield Conflict(
-            ("precision.mode", "precision.controller", "precision.fp8_from", "precision.fp8_until"),
+            ("precision.mode", "precision.controller.enabled", "precision.fp8_from", "precision.fp8_until"),
             "only products in 8-bit tiles can be moved while training",
             f'{asked}, precision.mode = "{precision.mode}"',
             'precision.mode = "fp8_tile"',
-            'precision.mode = "fp8_tile", or precision.controller = false and no fp8_from and fp8_until',
+            'precision.mode = "fp8_tile", or precision.controller.enabled = false and no fp8_from and fp8_until',
         )
     elif precision.start_mode is not None:
         yield Conflict(
-            ("precision.start_mode", "precision.controller", "precision.fp8_from", "precision.fp8_until"),
+            ("precision.start_mode", "precision.controller.enabled", "precision.fp8_from", "precision.fp8_until"),
             "a start mode and moves of single products cannot be together",
             f'{asked}, precision.start_mode = "{precision.start_mode}"',
             "one of them; fp8_from starts the products in BF16, too",
             f'precision.start_mode = "none", precision.fp8_from = {[precision.start_fraction] * 3}',
         )
-    if precision.controller and precision.controller_recalibrate < precision.controller_every:
+    if precision.controller.enabled and precision.controller.recalibrate_interval < precision.controller.interval:
         yield Conflict(
-            ("precision.controller_every", "precision.controller_recalibrate"),
+            ("precision.controller.interval", "precision.controller.recalibrate_interval"),
             "large samples would be more frequent than small ones",
-            f"precision.controller_recalibrate = {precision.controller_recalibrate}, "
-            f"controller_every = {precision.controller_every}",
-            "controller_recalibrate at least controller_every",
-            f"precision.controller_recalibrate = {10 * precision.controller_every}",
+            f"precision.controller.recalibrate_interval = {precision.controller.recalibrate_interval}, "
+            f"precision.controller.interval = {precision.controller.interval}",
+            "recalibrate_interval at least interval",
+            f"precision.controller.recalibrate_interval = {10 * precision.controller.interval}",
         )
 
 
@@ -155,21 +154,21 @@ def _optim(recipe: Recipe) -> Iterator[Conflict]:
             "two numbers from 0 up to below 1",
             "optim.betas = [0.9, 0.95]",
         )
-    if optim.master == "split24" and optim.moments != "8bit":
+    if optim.master_weights == "split24" and optim.moments != "8bit":
         yield Conflict(
-            ("optim.master", "optim.moments"),
+            ("optim.master_weights", "optim.moments"),
             "weights in 24 bits go with moments in 8 bits",
-            f'optim.master = "split24", optim.moments = "{optim.moments}"',
+            f'optim.master_weights = "split24", optim.moments = "{optim.moments}"',
             'optim.moments = "8bit", or another master',
             'optim.moments = "8bit"',
         )
-    if optim.master != "fp32" and recipe.precision.mode == "pure_fp16":
+    if optim.master_weights != "fp32" and recipe.precision.mode == "pure_fp16":
         yield Conflict(
-            ("optim.master", "precision.mode"),
+            ("optim.master_weights", "precision.mode"),
             "stochastic rounding keeps the weights in BF16, pure_fp16 in FP16",
-            f'optim.master = "{optim.master}", precision.mode = "pure_fp16"',
+            f'optim.master_weights = "{optim.master_weights}", precision.mode = "pure_fp16"',
             "one storage format for the weights",
-            'precision.mode = "bf16_mixed", or optim.master = "fp32"',
+            'precision.mode = "bf16_mixed", or optim.master_weights = "fp32"',
         )
 
 
@@ -184,25 +183,26 @@ def _lora(recipe: Recipe) -> Iterator[Conflict]:
             'memory.executor = "standard"',
             'memory.executor = "standard" with train.activation_checkpoint = "full"',
         )
-    if recipe.save.export_hf and recipe.save.export_format != "keep":
+    if recipe.checkpoint.export_hf and recipe.checkpoint.export_format != "keep":
         yield Conflict(
-            ("lora.rank", "save.export_hf", "save.export_format"),
+            ("lora.rank", "checkpoint.export_hf", "checkpoint.export_format"),
             "an adapter is written in FP32",
-            f'save.export_format = "{recipe.save.export_format}"',
-            'save.export_format = "keep"',
+            f'checkpoint.export_format = "{recipe.checkpoint.export_format}"',
+            'checkpoint.export_format = "keep"',
             "merge the adapter afterwards (precision.lora.merge_lora), and save the model in that format",
         )
 
 
 def _train(recipe: Recipe) -> Iterator[Conflict]:
     train, run = recipe.train, recipe.run
-    if train.micro_batch > train.batch_size:
+    if train.micro_batch_size > train.global_batch_size:
         yield Conflict(
-            ("train.micro_batch", "train.batch_size"),
+            ("train.micro_batch_size", "train.global_batch_size"),
             "one forward pass holds more rows than the whole step",
-            f"train.micro_batch = {train.micro_batch}, train.batch_size = {train.batch_size}",
-            "micro_batch at most batch_size",
-            f"train.micro_batch = {train.batch_size}, or train.batch_size = {train.micro_batch}",
+            f"train.micro_batch_size = {train.micro_batch_size}, train.global_batch_size = {train.global_batch_size}",
+            "micro_batch_size at most global_batch_size",
+            f"train.micro_batch_size = {train.global_batch_size}, "
+            f"or train.global_batch_size = {train.micro_batch_size}",
         )
     layer_major = recipe.memory.executor == "layer_major"
     if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full" and not layer_major:
@@ -219,23 +219,23 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             "the layer-major executor recomputes every layer anyway",
             f'train.activation_checkpoint = "{train.activation_checkpoint}", memory.executor = "layer_major"',
             'train.activation_checkpoint = "none"',
-            'train.activation_checkpoint = "none"; memory.group for coarser recomputation',
+            'train.activation_checkpoint = "none"; memory.layers_per_group for coarser recomputation',
         )
-    if layer_major and recipe.precision.moves_products:
+    if layer_major and recipe.precision.moves_matmuls:
         yield Conflict(
-            ("precision.controller", "precision.fp8_from", "precision.fp8_until", "memory.executor"),
+            ("precision.controller.enabled", "precision.fp8_from", "precision.fp8_until", "memory.executor"),
             "products cannot be moved between formats where a step updates its layers on the way",
             'precision.controller, fp8_from or fp8_until with memory.executor = "layer_major"',
             "formats that stay",
-            'memory.executor = "standard", or precision.controller = false and no fp8_from and fp8_until',
+            'memory.executor = "standard", or precision.controller.enabled = false and no fp8_from and fp8_until',
         )
-    if recipe.optim.clip == "lagged" and not layer_major:
+    if recipe.optim.clip == "delayed" and not layer_major:
         yield Conflict(
             ("optim.clip", "memory.executor"),
             "the standard executor knows the whole gradient before it updates, so it clips exactly",
-            'optim.clip = "lagged", memory.executor = "standard"',
-            'optim.clip = "exact"',
-            'optim.clip = "exact", or memory.executor = "layer_major"',
+            'optim.clip = "delayed", memory.executor = "standard"',
+            'optim.clip = "two_pass"',
+            'optim.clip = "two_pass", or memory.executor = "layer_major"',
         )
     if any(mark in run.name for mark in "/\\") or run.name in (".", ".."):
         yield Conflict(

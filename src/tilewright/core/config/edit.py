@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from tilewright.core.config import schema
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
@@ -44,12 +45,16 @@ def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> L
 
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """The recipe with other settings by `section.field`, which the caller knows to be allowed."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        section, _, field = name.partition(".")
-        sections.setdefault(section, {})[field] = value
-    update = {name: getattr(recipe, name).model_copy(update=fields) for name, fields in sections.items()}
-    return recipe.model_copy(update=update)
+    return _changed(recipe, schema.nested(settings))
+
+
+def _changed(section: Any, values: Mapping[str, Any]) -> Any:
+    """A section with other values; a mapping is for a section inside it."""
+    update = {}
+    for name, value in values.items():
+        inner = getattr(section, name)
+        update[name] = _changed(inner, value) if isinstance(inner, BaseModel) else value
+    return section.model_copy(update=update)
 
 
 def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
@@ -62,14 +67,9 @@ def accepted(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe | None:
 
 
 def _with_values(recipe: Recipe, settings: Mapping[str, Any]) -> dict[str, Any]:
-    values = recipe.model_dump()
-    for name, value in settings.items():
-        section, _, field = name.partition(".")
-        values[section][field] = value
-    return values
+    return schema.nested(schema.flat(recipe.model_dump()) | dict(settings))
 
 
 def value_of(recipe: Recipe, name: str) -> Any:
     """Value of the setting with this name, `section.field`."""
-    section, _, field = name.partition(".")
-    return recipe.model_dump()[section][field]
+    return schema.value_at(recipe.model_dump(), name)

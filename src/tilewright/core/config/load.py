@@ -13,9 +13,10 @@ from pathlib import Path
 
 import tomlkit
 from pydantic import ValidationError
+from tomlkit.items import Table
 
 from tilewright.core import env
-from tilewright.core.config import schema
+from tilewright.core.config import renamed, schema
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.messages import by_line, not_a_section, schema_problems, unknown_setting
 from tilewright.core.config.recipe import Recipe
@@ -71,7 +72,7 @@ def load_recipe(
 
     Example:
         >>> loaded = load_recipe(None, {"train.steps": "10"}, environ={})
-        >>> loaded.recipe.train.steps, loaded.sources["train.steps"], loaded.sources["train.batch_size"]
+        >>> loaded.recipe.train.steps, loaded.sources["train.steps"], loaded.sources["train.global_batch_size"]
         (10, 'cli', 'default')
     """
     merged = _Values()
@@ -109,14 +110,18 @@ def write_run_toml(loaded: Loaded, path: str | Path) -> None:
     """Writes the resolved recipe, each value with a comment that names its source. It loads to the same `Recipe`."""
     document = tomlkit.document()
     document.add(tomlkit.comment(f"Resolved recipe {loaded.name!r}; the comment of a value is where it came from."))
-    for section, model in loaded.recipe.model_dump(mode="json").items():
-        table = tomlkit.table()
-        for name, value in model.items():
-            item = tomlkit.item(inline(NONE if value is None else value))
-            item.comment(loaded.sources[f"{section}.{name}"])
-            table.add(name, item)
-        document.add(tomlkit.nl())
-        document.add(section, table)
+    values = schema.flat(loaded.recipe.model_dump(mode="json"))
+    tables: dict[str, Table] = {}
+    for section in schema.sections():
+        outer, _, name = section.rpartition(".")
+        tables[section] = tomlkit.table()
+        (tables[outer] if outer else document).add(tomlkit.nl())
+        (tables[outer] if outer else document).add(name, tables[section])
+        for path, value in values.items():
+            if path.rpartition(".")[0] == section:
+                item = tomlkit.item(inline(NONE if value is None else value))
+                item.comment(loaded.sources[path])
+                tables[section].add(path.rpartition(".")[2], item)
     Path(path).write_text(tomlkit.dumps(document), encoding="utf-8")
 
 
@@ -154,15 +159,22 @@ def _put_file(merged: _Values, toml: TomlFile, source: str) -> None:
     for section, content in toml.data.items():
         if section == schema.EXTENDS:
             continue
-        if section not in known or not isinstance(content, dict):
+        if not isinstance(content, dict) or (section not in known and section not in renamed.SECTIONS):
             merged.problems.append(not_a_section(section, content, toml.place(section)))
         else:
-            for name, value in content.items():
-                path = f"{section}.{name}"
-                item = schema.find(path)
-                if item is not None and item.may_be_none and value == NONE:
-                    value = None
-                merged.put(path, value, source, toml.place(path))
+            _put_section(merged, toml, section, content, source)
+
+
+def _put_section(merged: _Values, toml: TomlFile, section: str, content: Mapping[str, object], source: str) -> None:
+    for name, value in content.items():
+        path = f"{section}.{name}"
+        item = schema.find(path)
+        if path in schema.sections() and isinstance(value, dict):
+            _put_section(merged, toml, path, value, source)
+            continue
+        if item is not None and item.may_be_none and value == NONE:
+            value = None
+        merged.put(path, value, source, toml.place(path))
 
 
 def _put_text(merged: _Values, path: str, value: object, source: str, place: str) -> None:
@@ -218,23 +230,21 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str
 def _validated(merged: _Values) -> Recipe:
     """The recipe, or one ConfigError with every problem."""
     bad: set[str] = set()
-    nested: dict[str, dict[str, object]] = {}
+    known: dict[str, object] = {}
     for path, value in merged.values.items():
-        section, _, name = path.partition(".")
         if schema.find(path) is None:
             merged.problems.append(unknown_setting(path, value, merged.places[path]))
             bad.add(path)
         else:
-            nested.setdefault(section, {})[name] = value
+            known[path] = value
     try:
-        recipe = _strict(nested)
+        recipe = _strict(known)
     except ValidationError as error:
         for path, problem in schema_problems(error, merged.values, merged.places):
             merged.problems.append(problem)
             bad.add(path)
-            section, _, name = path.partition(".")
-            del nested[section][name]
-        recipe = _strict(nested)
+            del known[path]
+        recipe = _strict(known)
     for conflict in conflicts(recipe):
         if not bad.intersection(conflict.fields):
             where = ", ".join(dict.fromkeys(merged.places[path] for path in conflict.fields if path in merged.places))
@@ -244,7 +254,7 @@ def _validated(merged: _Values) -> Recipe:
     return recipe
 
 
-def _strict(nested: Mapping[str, object]) -> Recipe:
+def _strict(values: Mapping[str, object]) -> Recipe:
     # Through JSON because there strict means what we want: lists for tuples, but no "7" for 7 and no 1 for true.
     # Dates are the only TOML values without a JSON form; as text they are refused where no text is wanted.
-    return Recipe.model_validate_json(json.dumps(nested, default=str), strict=True)
+    return Recipe.model_validate_json(json.dumps(schema.nested(values), default=str), strict=True)

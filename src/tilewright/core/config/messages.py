@@ -6,7 +6,7 @@ from typing import get_args
 
 from pydantic import ValidationError
 
-from tilewright.core.config import schema
+from tilewright.core.config import renamed, schema
 from tilewright.core.config.toml import toml_text
 from tilewright.core.errors import Problem
 
@@ -22,11 +22,13 @@ def schema_problems(
     """
     found: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
-        section, name, *inner = map(str, detail["loc"])
-        path = f"{section}.{name}"
+        loc = [str(part) for part in detail["loc"]]
+        names = (".".join(loc[:end]) for end in range(2, len(loc) + 1))
+        path = next(filter(schema.find, names), "")
         item = schema.find(path)
         if item is None:
-            raise AssertionError(f"the schema complains about {path}, which it does not have")
+            raise AssertionError(f"the schema complains about {'.'.join(loc)}, which it does not have")
+        inner = loc[path.count(".") + 1 :]
         if path in found:
             continue
         what = f"{path} is not right"
@@ -36,15 +38,24 @@ def schema_problems(
             what = f"{path} lacks {inner[-1]!r}"
         words = [word for word in get_args(item.info.annotation) if isinstance(word, str)]
         near = difflib.get_close_matches(str(values[path]), words, n=1)
-        likely = near[0] if near else item.info.default
-        try_ = "" if likely in ((), {}, "") else f"{name} = {toml_text(likely)}"
+        likely = renamed.value(path, values[path]) or (near[0] if near else item.info.default)
+        try_ = "" if likely in ((), {}, "") else f"{path.rpartition('.')[2]} = {toml_text(likely)}"
         found[path] = Problem(what, toml_text(values[path]), item.wants, try_, places[path])
     return list(found.items())
 
 
 def unknown_setting(path: str, value: object, place: str) -> Problem:
     """A setting that the schema does not have."""
-    section, _, name = path.partition(".")
+    section, _, name = path.rpartition(".")
+    if path in renamed.SETTINGS:
+        now = renamed.SETTINGS[path]
+        return Problem(
+            f"setting {path} has another name now",
+            got=f"{name} = {toml_text(value)}",
+            need=now,
+            try_=f"{now} = {toml_text(renamed.value(now, value) or value)}",
+            where=place,
+        )
     near = schema.suggest(path)
     inside = schema.sections().get(section)
     if near:
@@ -69,7 +80,7 @@ def not_a_section(section: str, content: object, place: str) -> Problem:
     if section in known:
         need = f"a line [{section}] with settings below it"
         return Problem(f"{section} is a section, not a value", got=got, need=need, where=place)
-    near_section, _, near_name = schema.suggest(section).partition(".")
+    near_section, _, near_name = schema.suggest(section).rpartition(".")
     if near_name:
         try_ = f"put {near_name} under [{near_section}]"
     else:

@@ -1,9 +1,20 @@
 """Contradictions in the settings that describe a model: its shape, attention, experts, and what can be exported."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from tilewright.core.config.conflict import Conflict
 from tilewright.core.config.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Settings that cannot be together. `fields` are the ones read to find out."""
+
+    fields: tuple[str, ...]
+    what: str
+    got: str
+    need: str
+    try_: str
 
 
 def _model(recipe: Recipe) -> Iterator[Conflict]:
@@ -126,7 +137,7 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
 def _export(recipe: Recipe) -> Iterator[Conflict]:
     """Shapes that no Hugging Face layout describes, told before the run instead of at its end."""
     model = recipe.model
-    if not recipe.save.export_hf or model.kind != "decoder" or model.path:
+    if not recipe.checkpoint.export_hf or model.kind != "decoder" or model.path:
         return
     if model.attention == "gqa" and (model.num_experts or model.dim % model.num_heads):
         has = "experts" if model.num_experts else f"dim = {model.dim} and {model.num_heads} heads"
@@ -139,7 +150,7 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
         return
     yield Conflict(
         (
-            "save.export_hf",
+            "checkpoint.export_hf",
             "model.attention",
             "model.num_experts",
             "model.num_shared_experts",
@@ -148,7 +159,7 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
         "no Hugging Face layout holds this shape",
         f'attention = "{model.attention}" with {has}',
         need,
-        "save.export_hf = false, and keep tilewright's own checkpoint",
+        "checkpoint.export_hf = false, and keep tilewright's own checkpoint",
     )
 
 

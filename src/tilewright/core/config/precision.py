@@ -28,6 +28,29 @@ class PrecisionRule(Section):
     """What the matched modules are, where their structure does not tell. Empty: as found."""
 
 
+class ControllerSection(Section):
+    enabled: bool = False
+    """Move each matmul of the FP8 layers to BF16 or FP32 and back on evidence, and retry bad steps (fp8_tile only)."""
+    granularity: Literal["per_gemm", "three_level"] = "per_gemm"
+    """What moves together: each matmul by itself, or attention, forward and gradient matmuls as three groups."""
+    budget: float = Field(default=0.5, ge=0, le=1)
+    """Largest share of the linear layers' FLOPs above 8 bits, including what `rules` and `bf16_grad_layers` keep there.
+    A budget that these exceed ends the start with exit code 3."""
+    interval: int = Field(default=100, ge=1)
+    """Steps between samples of evidence. A sample is a pass over one row, with its matmuls in both formats."""
+    cooldown: int = Field(default=200, ge=1)
+    """Steps between two moves of one matmul."""
+    patience: int = Field(default=3, ge=1)
+    """Good samples in a row before a matmul moves back to fewer bits."""
+    recalibrate_interval: int = Field(default=1000, ge=1)
+    """Steps between larger samples (all rows of the step), after which a good matmul moves back without waiting."""
+    retry_steps: bool = True
+    """Compute a step again in BF16 where its loss or gradient is not finite or is an outlier; skip it if that does not
+    help. False: only a step that is not finite is skipped."""
+    spike_factor: float = Field(default=8.0, gt=0)
+    """A loss is an outlier this many deviations (1.48 times the median absolute deviation) above the recent median."""
+
+
 class PrecisionSection(Section):
     enabled: bool = True
     """False: everything in FP32, whatever `mode` says (`DEEPSEEK_AMP_ENABLED=0`)."""
@@ -56,7 +79,7 @@ class PrecisionSection(Section):
     """Scales of 8-bit operands. Powers of two keep them exact in BF16: every machine multiplies the same bits."""
     fp8_min_gain: float = Field(default=1.0, ge=0)
     """On a GPU, the FP8 modes leave linear layers in BF16 whose expected speed-up is below this. 0: none."""
-    decouple: tuple[str, ...] = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
+    bf16_grad_layers: tuple[str, ...] = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
     """Globs of linear layers whose gradients the FP8 modes compute in BF16: attention output projections."""
     fp8_from: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Shares of the steps after which the forward product, the weight's gradient and the input's gradient may have 8
@@ -65,29 +88,10 @@ class PrecisionSection(Section):
     """Share of the steps after which 8 bits give way to BF16. 1: never."""
     fp8_after: Literal["all", "fprop"] = "all"
     """What goes to BF16 then: all products, or the forward product alone."""
-    controller: bool = False
-    """Move each product of the FP8 layers to BF16 or FP32 and back on evidence, and redo bad steps (fp8_tile only)."""
-    controller_policy: Literal["per_gemm", "three_level"] = "per_gemm"
-    """What moves together: each product for itself, or attention, forward and gradient products as three groups."""
-    controller_budget: float = Field(default=0.5, ge=0, le=1)
-    """Largest share of the linear layers' work above 8 bits, what `rules` and `decouple` keep there included. What
-    cannot be kept ends the start with exit code 3."""
-    controller_every: int = Field(default=100, ge=1)
-    """Steps between samples of evidence. A sample is a pass over one row, and its products in both formats."""
-    controller_cooldown: int = Field(default=200, ge=1)
-    """Steps between two moves of one product."""
-    controller_quiet: int = Field(default=3, ge=1)
-    """Good samples in a row before a product comes back to fewer bits."""
-    controller_recalibrate: int = Field(default=1000, ge=1)
-    """Steps between larger samples (all rows of the step), after which a good product comes back without waiting."""
-    controller_redo: bool = True
-    """Compute a step again in BF16 where its loss or gradient is not finite or out of line; skip it if that does not
-    help. False: only what is not finite is skipped."""
-    controller_spike_factor: float = Field(default=8.0, gt=0)
-    """A loss is out of line this many spreads (1.48 times the median absolute deviation) above the recent median."""
-    lr_noise: float = Field(default=0.0, ge=0)
-    """Learning rate times 1 / (1 + lr_noise * noise), with the mean noise over signal of the products that the
-    controller's last sample measured (E4M3: 0.03). 0: off."""
+    controller: ControllerSection = ControllerSection()
+    lr_noise_damping: float = Field(default=0.0, ge=0)
+    """Multiply the learning rate by 1 / (1 + lr_noise_damping * noise), where noise is the mean noise over signal of
+    the matmuls in the controller's last sample (E4M3: 0.03). 0: off."""
     strict: bool = False
     """Stop where something would run in another way than asked: 8-bit products on a machine without a unit for them,
     TF32 by rounding, a layer that cannot compute in its format."""
@@ -95,7 +99,7 @@ class PrecisionSection(Section):
     """Evaluate in FP32."""
 
     @property
-    def moves_products(self) -> bool:
-        """Whether single products change their format during the run, on evidence or by a schedule."""
+    def moves_matmuls(self) -> bool:
+        """Whether single matmuls change their format during the run, on evidence or by a schedule."""
         scheduled = self.fp8_from != (0.0, 0.0, 0.0) or self.fp8_until < 1
-        return self.enabled and (self.controller or scheduled)
+        return self.enabled and (self.controller.enabled or scheduled)

@@ -14,16 +14,19 @@ from tilewright.core.config.section import Section
 from tilewright.core.units import parse_bytes
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
-ActivationCheckpoint = Literal["none", "selective", "products", "attention", "full"]
+ActivationCheckpoint = Literal["none", "selective", "matmuls", "attention", "full"]
 CheckpointInputs = Literal["exact", "fp8"]
-"""none: keep all activations; selective: keep outputs of products and attention; products, attention: of one of
-them; full: recompute each layer."""
+"""none: keep all activations; selective: keep outputs of matmuls and attention; matmuls, attention: of one of them;
+full: recompute each layer."""
 LinearBackend = Literal["auto", "amx", "wide", "native", "ref"]
 AttentionBackend = Literal["auto", "amx", "native", "ref"]
 NormBackend = Literal["auto", "native", "ref"]
 Backend = Literal["auto", "compiled", "native", "ref"]
 QuantizeBackend = Literal["auto", "triton", "cpu", "ref"]
 Tier = Literal["device", "host", "disk"]
+"""Where bytes are kept while nothing reads them."""
+Offload = Literal["none", "cpu", "disk"]
+TIERS: dict[Offload, Tier] = {"none": "device", "cpu": "host", "disk": "disk"}
 TileGemmBackend = Literal["auto", "scaled_mm", "triton", "cpu", "dequant", "ref"]
 
 
@@ -142,7 +145,7 @@ class OptimSection(Section):
     """Decoupled decay, on matrices only."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """Storage of AdamW's two moments. `8bit`: one byte a number, and a scale for 128 of them."""
-    master: Literal["fp32", "split24", "stochastic"] = "fp32"
+    master_weights: Literal["fp32", "split24", "stochastic"] = "fp32"
     """FP32 master weights; or weights kept in BF16 and updated with stochastic rounding, alone (`stochastic`) or with
     8 bits more that only the optimizer reads (`split24`, with 8-bit moments)."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -153,10 +156,10 @@ class OptimSection(Section):
     """wsd: share of the steps at the end in which the rate falls."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate as a share of `lr`."""
-    clip: Literal["exact", "lagged"] = "exact"
-    """layer_major: `exact` knows the norm of the whole gradient before it updates anything, by a second backward pass
-    over all layers. `lagged` needs one pass: each slice is scaled by the norm of the step before, and no matrix moves
-    by more than its gradient's own size allows."""
+    clip: Literal["two_pass", "delayed"] = "two_pass"
+    """layer_major: `two_pass` computes the global norm in a first backward pass over all layers and updates in a second
+    one. `delayed` needs one pass: each layer group is scaled by the norm of the previous step, and each matrix moves by
+    no more than its own gradient allows."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm. 0: no clipping."""
     clip_adaptive: float = Field(default=0.0, ge=0)
@@ -184,10 +187,10 @@ class LoraSection(Section):
 class TrainSection(Section):
     steps: int = Field(default=400, ge=1)
     """Optimizer steps."""
-    batch_size: int = Field(default=16, ge=1)
+    global_batch_size: int = Field(default=16, ge=1)
     """Rows (sequences or images) in one optimizer step, over all ranks."""
-    micro_batch: int = Field(default=8, ge=1)
-    """Rows in one forward pass; the rest is gradient accumulation."""
+    micro_batch_size: int = Field(default=8, ge=1)
+    """Rows per forward pass; the rest is gradient accumulation."""
     activation_checkpoint: ActivationCheckpoint = "none"
     """What a layer keeps for backward: all activations; results of products and of attention, so that only the cheap
     rest is recomputed; of products alone; of attention alone; or only its input, so that it is recomputed whole."""
@@ -197,9 +200,9 @@ class TrainSection(Section):
     are approximate (about 3 % noise)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers. `auto`: where a compiler is found and the model is tilewright's own."""
-    log_every: int = Field(default=10, ge=1)
+    log_interval: int = Field(default=10, ge=1)
     """Steps between progress lines."""
-    eval_every: int = Field(default=100, ge=0)
+    eval_interval: int = Field(default=100, ge=0)
     """Steps between evaluations. 0: only at the end."""
     eval_batches: int = Field(default=4, ge=1)
     """Micro-batches evaluated a domain."""
@@ -216,48 +219,54 @@ class MemorySection(Section):
     Empty: everything as the recipe says."""
     executor: Literal["standard", "layer_major"] = "standard"
     """`standard`: one micro-batch after the other through the whole model. `layer_major`: all micro-batches through one
-    slice of layers, then the next; backward recomputes a slice, updates its parameters at once, and lets go."""
-    group: int = Field(default=1, ge=1)
-    """layer_major: layers in one slice."""
-    parameters: Tier = "device"
-    """layer_major: where parameters are at home. A slice comes to the device while it is used. On a CPU run `host`
-    is the same memory, and `disk` is what lies beyond it."""
-    states: Tier = "device"
-    """layer_major: where the optimizer's states are at home. A slice's come to the device for its update."""
-    inputs: Tier = "device"
-    """layer_major: where the layers' inputs wait for the backward pass. `train.checkpoint_inputs` says in which
+    layer group, then the next; backward recomputes a group, updates its parameters at once, and frees it."""
+    layers_per_group: int = Field(default=1, ge=1)
+    """layer_major: layers that are fetched, computed and updated together."""
+    offload_params: Offload = "none"
+    """layer_major: where parameters are kept while their layers are not computed. A layer group is copied to the device
+    while it is used. On a CPU run `cpu` is the same memory as `none`; `disk` frees it."""
+    offload_optimizer: Offload = "none"
+    """layer_major: where the optimizer's states are kept. Those of a layer group are copied to the device for its
+    update."""
+    offload_activations: Offload = "none"
+    """layer_major: where the layers' inputs are kept until the backward pass. `train.checkpoint_inputs` is their
     format."""
-    tier_dir: str = ""
-    """Folder of the disk tier. Its files have no names and are gone with the process. Empty: the run folder."""
+    offload_dir: str = ""
+    """Folder of the files that `disk` uses. They have no names and are gone with the process. Empty: the run folder."""
     prefetch: int = Field(default=1, ge=0)
-    """layer_major: slices that are fetched, or written back, while another is computed. Each takes a buffer of the
-    largest slice."""
-    undo: Literal["journal", "checkpoint"] = "journal"
-    """layer_major with `optim.clip = "lagged"`: what a bad gradient in the middle of a step, some slices updated
-    already, goes back to. The slices' bytes before the step, or the newest checkpoint."""
-    mlp_tiles: int = Field(default=1, ge=1)
-    """Parts into which an MLP's tokens are cut, forward and backward, so that the wide hidden values of one part are
+    """layer_major: layer groups that are fetched, or written back, while another one is computed. Each takes a buffer
+    of the size of the largest group."""
+    rollback: Literal["buffer", "checkpoint"] = "buffer"
+    """layer_major with `optim.clip = "delayed"`: how a step is undone whose gradient turns out not to be finite after
+    some groups were updated. From a copy of their bytes before the step, or from the newest checkpoint."""
+    mlp_chunks: int = Field(default=1, ge=1)
+    """Chunks into which an MLP's tokens are cut, forward and backward, so that the wide hidden values of one chunk are
     in memory. Costs one more forward pass of the MLPs. Not for mixtures of experts."""
-    loss_tile: Bytes = Field(default=64 * 2**20, ge=1)
+    loss_chunk_bytes: Bytes = Field(default=64 * 2**20, ge=1)
     """Bytes of logits alive at once in the loss of an output head, forward and backward; one row at least. Not for
     foreign models whose head is more than one product: their logits are whole."""
     attention_block: int = Field(default=0, ge=0)
     """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at
     once. Compiled, and on a GPU, the scores of a block are in memory. tilewright's own decoder only."""
 
+    @property
+    def tiers(self) -> tuple[Tier, Tier, Tier]:
+        """Where parameters, optimizer states and layer inputs are kept."""
+        return TIERS[self.offload_params], TIERS[self.offload_optimizer], TIERS[self.offload_activations]
+
 
 class CheckpointSection(Section):
-    every: int = Field(default=1000, ge=0)
+    interval: int = Field(default=1000, ge=0)
     """Steps between checkpoints. 0: only at the end and on a signal (SIGTERM, Ctrl-C)."""
-    last: bool = True
-    """Write a checkpoint after the last step. False, for models whose checkpoint no disk here would hold: what was
-    learned is gone at the end, unless `export_hf` keeps it."""
-    keep: int = Field(default=3, ge=1)
+    save_last: bool = True
+    """Write a checkpoint after the last step. False is for models whose checkpoint fits on no disk of this machine: the
+    trained weights are gone at the end, unless `export_hf` keeps them."""
+    keep_latest_k: int = Field(default=3, ge=1)
     """Newest checkpoints kept."""
-    background: bool = True
-    """Write in a background thread while training goes on."""
+    async_save: bool = True
+    """Write in a background thread while training continues."""
     resume: Literal["auto", "never", "required"] = "auto"
-    """Continue from the newest sound checkpoint of the run folder."""
+    """Continue from the newest valid checkpoint of the run folder."""
     export_hf: bool = False
     """Write a Hugging Face folder at the end; with `lora.rank` the adapter alone, in the layout of peft."""
     export_format: Literal["keep", "bf16", "fp8"] = "keep"
@@ -295,7 +304,7 @@ class OpsSection(Section):
 
 
 class PlanSection(Section):
-    device_budget: Bytes = 0
+    device_memory: Bytes = 0
     """Memory the run may use on the device. 0: all of it."""
     margin: float = Field(default=0.05, ge=0, lt=0.9)
     """Share of each budget that a plan leaves free: predictions err, and other programs live there too."""
@@ -314,7 +323,7 @@ class Recipe(Section):
     lora: LoraSection = LoraSection()
     train: TrainSection = TrainSection()
     memory: MemorySection = MemorySection()
-    save: CheckpointSection = CheckpointSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
     ops: OpsSection = OpsSection()
     plan: PlanSection = PlanSection()

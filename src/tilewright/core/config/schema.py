@@ -5,7 +5,7 @@ Nothing here reads files; `core.config.load` does.
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -59,24 +59,62 @@ class Field:
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """The recipe's sections by name, in the order of `core.config.recipe`."""
-    found = {name: info.annotation for name, info in Recipe.model_fields.items()}
-    return typing.cast("dict[str, type[BaseModel]]", found)
+    """The recipe's sections by name, in the order of `core.config.recipe`; one inside another as `outer.inner`."""
+    return dict(_sections(Recipe, ""))
+
+
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, info in model.model_fields.items():
+        if is_section(info):
+            inner = typing.cast("type[BaseModel]", info.annotation)
+            yield prefix + name, inner
+            yield from _sections(inner, f"{prefix}{name}.")
+
+
+def is_section(info: FieldInfo) -> bool:
+    """Whether a field of the schema is a section and not a setting."""
+    return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
 
 
 def fields() -> Iterator[Field]:
     """All settings, section by section."""
     for section, model in sections().items():
         for name, info in model.model_fields.items():
-            yield Field(f"{section}.{name}", info)
+            if not is_section(info):
+                yield Field(f"{section}.{name}", info)
 
 
 def find(path: str) -> Field | None:
     """The setting `section.field`, or None."""
-    section, _, name = path.partition(".")
+    section, _, name = path.rpartition(".")
     model = sections().get(section)
     info = model.model_fields.get(name) if model is not None else None
-    return None if info is None else Field(path, info)
+    return None if info is None or is_section(info) else Field(path, info)
+
+
+def nested(values: Mapping[str, object]) -> dict[str, typing.Any]:
+    """Values by `section.field` as a tree of sections."""
+    found: dict[str, typing.Any] = {}
+    for path, value in values.items():
+        *above, name = path.split(".")
+        inner = found
+        for section in above:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return found
+
+
+def flat(tree: Mapping[str, typing.Any]) -> dict[str, typing.Any]:
+    """A dumped recipe's values by `section.field`, section by section."""
+    return {item.path: value_at(tree, item.path) for item in fields()}
+
+
+def value_at(tree: Mapping[str, typing.Any], path: str) -> typing.Any:
+    """A dumped recipe's value at `section.field`."""
+    found: typing.Any = tree
+    for name in path.split("."):
+        found = found[name]
+    return found
 
 
 def suggest(path: str) -> str:

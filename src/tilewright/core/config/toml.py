@@ -34,7 +34,10 @@ class TomlFile:
 
     def place(self, key: str) -> str:
         """`file:line` of a key, or of the section around it, or the file."""
-        line = self.lines.get(key) or self.lines.get(key.partition(".")[0])
+        line = self.lines.get(key)
+        while line is None and "." in key:
+            key = key.rpartition(".")[0]
+            line = self.lines.get(key)
         return f"{self.path}:{line}" if line else str(self.path)
 
 

@@ -21,24 +21,27 @@ _SHAPE = (
     *(_MLA + _EXPERTS),
 )
 _TEXT_DATA = ("domains", "max_bytes", "seq_len", "vocab_size", "tokenizer", "text_field")
-_FP8_MODE = ("fp8_min_gain", "decouple")
+_FP8_MODE = ("fp8_min_gain", "bf16_grad_layers")
 _CONTROL = (
-    *("controller_policy", "controller_budget", "controller_every", "controller_cooldown", "controller_quiet"),
-    *("controller_recalibrate", "controller_redo", "controller_spike_factor", "lr_noise"),
+    *("granularity", "budget", "interval", "cooldown", "patience"),
+    *("recalibrate_interval", "retry_steps", "spike_factor"),
 )
-_SCHEDULE = ("fp8_from", "fp8_until", "fp8_after", "controller")
+_SCHEDULE = ("fp8_from", "fp8_until", "fp8_after")
 _LOW_PRECISION = (
     *("mode", "start_mode", "rules", "fp32_ops", "loss_scale", "eval_fp32", "fp8_scale"),
-    *(_FP8_MODE + _CONTROL + _SCHEDULE),
+    *(_FP8_MODE + _SCHEDULE),
+    "lr_noise_damping",
 )
 
 
-_SLICES = ("group", "parameters", "states", "inputs", "tier_dir", "prefetch", "undo")
+_LAYER_MAJOR = (
+    *("layers_per_group", "offload_params", "offload_optimizer", "offload_activations"),
+    *("offload_dir", "prefetch", "rollback"),
+)
 
 
 def _tiers(recipe: Recipe) -> set[str]:
-    memory = recipe.memory
-    return {memory.parameters, memory.states, memory.inputs}
+    return set(recipe.memory.tiers)
 
 
 def _fp8_modes(recipe: Recipe) -> bool:
@@ -68,19 +71,21 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.model.task != "image_classification", "the task has no images", "data", ("image_size",)),
     (lambda r: r.model.task != "causal_lm", "only causal_lm writes text", "train", ("sample_tokens",)),
     (lambda r: not r.precision.enabled, "precision.enabled = false", "precision", _LOW_PRECISION),
+    (lambda r: not r.precision.enabled, "precision.enabled = false", "precision.controller", ("enabled", *_CONTROL)),
     (lambda r: not _fp8_modes(r), "no mode here is one of FP8", "precision", _FP8_MODE),
     (lambda r: not (_fp8_modes(r) or _fp8_rules(r)), "nothing here is in FP8", "precision", ("fp8_scale",)),
-    (lambda r: not r.precision.controller, "there is no controller", "precision", _CONTROL),
+    (lambda r: not r.precision.controller.enabled, "there is no controller", "precision.controller", _CONTROL),
+    (lambda r: not r.precision.controller.enabled, "there is no controller", "precision", ("lr_noise_damping",)),
     (lambda r: r.precision.fp8_until == 1, "8 bits last to the end", "precision", ("fp8_after",)),
     (lambda r: r.precision.start_mode is None, "there is no start_mode", "precision", ("start_fraction",)),
     (lambda r: r.ops.attention == "ref", 'ops.attention = "ref"', "memory", ("attention_block",)),
     (lambda r: r.model.kind == "hf", 'model.kind = "hf"', "memory", ("attention_block",)),
-    (lambda r: r.ops.cross_entropy == "ref", 'ops.cross_entropy = "ref"', "memory", ("loss_tile",)),
-    (lambda r: r.memory.executor == "standard", 'memory.executor = "standard"', "memory", _SLICES),
+    (lambda r: r.ops.cross_entropy == "ref", 'ops.cross_entropy = "ref"', "memory", ("loss_chunk_bytes",)),
+    (lambda r: r.memory.executor == "standard", 'memory.executor = "standard"', "memory", _LAYER_MAJOR),
     (lambda r: _tiers(r) == {"device"}, "everything lives on the device", "memory", ("prefetch",)),
-    (lambda r: "disk" not in _tiers(r), "nothing lives on disk", "memory", ("tier_dir",)),
-    (lambda r: r.optim.clip == "exact", 'optim.clip = "exact"', "memory", ("undo",)),
-    (lambda r: not r.save.export_hf, "save.export_hf = false", "save", ("export_format",)),
+    (lambda r: "disk" not in _tiers(r), "nothing lives on disk", "memory", ("offload_dir",)),
+    (lambda r: r.optim.clip == "two_pass", 'optim.clip = "two_pass"', "memory", ("rollback",)),
+    (lambda r: not r.checkpoint.export_hf, "checkpoint.export_hf = false", "checkpoint", ("export_format",)),
     (lambda r: r.optim.schedule != "wsd", 'optim.schedule is not "wsd"', "optim", ("decay_fraction",)),
     (lambda r: r.optim.schedule == "constant", 'optim.schedule = "constant"', "optim", ("min_lr_ratio",)),
 )

@@ -63,7 +63,7 @@ class Stream:
         seed: int,
         weights: Mapping[str, float] | None = None,
         batch_size: int,
-        micro_batch: int,
+        micro_batch_size: int,
         rank: int = 0,
         world: int = 1,
         prefetch: int = 2,
@@ -71,15 +71,15 @@ class Stream:
         if batch_size < world:
             raise ConfigError(
                 "a step has fewer rows than there are ranks",
-                where="train.batch_size",
+                where="train.global_batch_size",
                 got=f"batch_size = {batch_size}, {world} ranks",
                 need=f"at least {world}",
-                try_=f"train.batch_size = {world}",
+                try_=f"train.global_batch_size = {world}",
             )
         self.wait_s = 0.0
         """Seconds that the last `next_step` waited for its batches."""
         self._prepared, self._rank, self._world = prepared, rank, world
-        self._batch_size, self._micro_batch, self._prefetch = batch_size, micro_batch, prefetch
+        self._batch_size, self._micro_batch, self._prefetch = batch_size, micro_batch_size, prefetch
         self._next = 0
         self._worker: _Worker | None = None
         self._mixture = Mixture(seed, prepared.num_rows)
@@ -128,7 +128,7 @@ class Stream:
                 "this checkpoint was trained on other data, so its place in the data means nothing here",
                 got=f"data fingerprint {self._prepared.fingerprint}",
                 need=f"{state.get('fingerprint')}, as in the checkpoint",
-                try_="the same [data] settings and files as before, or save.resume = 'never' to start again",
+                try_="the same [data] settings and files as before, or checkpoint.resume = 'never' to start again",
                 where="data",
             )
         missing = {"seed", "next_sample", "stages"} - set(state)

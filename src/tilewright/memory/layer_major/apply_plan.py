@@ -50,8 +50,8 @@ def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, La
                 "Layers of one slice are asked to be in several places.",
                 got=f"different parameters, states, inputs or activations within {part.name}",
                 need="the same for all layers of a slice",
-                try_="memory.group = 1",
-                where="memory.group",
+                try_="memory.layers_per_group = 1",
+                where="memory.layers_per_group",
             )
         found[part.name] = layers[0]
     return found
@@ -85,11 +85,11 @@ def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None
         ConfigError: it would not.
     """
     for index, (to, of) in enumerate(zip(new.layers, old.layers, strict=True)):
-        if (to.mlp_tiles, to.attention_block) != (of.mlp_tiles, of.attention_block):
+        if (to.mlp_chunks, to.attention_block) != (of.mlp_chunks, of.attention_block):
             raise ConfigError(
                 "MLP tiles and attention blocks cannot change while a run goes on.",
-                got=f"layer {index}: mlp_tiles {to.mlp_tiles}, attention_block {to.attention_block}",
-                need=f"{of.mlp_tiles} and {of.attention_block}, as the run began: others round differently",
+                got=f"layer {index}: mlp_tiles {to.mlp_chunks}, attention_block {to.attention_block}",
+                need=f"{of.mlp_chunks} and {of.attention_block}, as the run began: others round differently",
                 try_="a plan that changes activations and homes alone",
             )
         if not exact and "recompute" in {to.activations, of.activations} and to.activations != of.activations:
@@ -104,7 +104,7 @@ def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None
 
 def _of_slice(layer: LayerMemory) -> LayerMemory:
     """Without what each layer of a slice has for itself."""
-    return replace(layer, mlp_tiles=1, attention_block=0)
+    return replace(layer, mlp_chunks=1, attention_block=0)
 
 
 class PlanApplier:

@@ -134,7 +134,7 @@ class ActivationStore:
         keeper = self._keepers.setdefault(tier, DeviceActivations()) if here else self._keepers[tier]
         if coded:
             tiled = self._kernels.quantize(x.detach().reshape(-1, x.shape[-1]), E4M3, ROW_TILE)
-            keeper.put((layer, micro), [tiled.codes.contiguous(), tiled.scale_inv.contiguous()])
+            keeper.put((layer, micro), [tiled.qdata.contiguous(), tiled.scale_inv.contiguous()])
         else:
             keeper.put((layer, micro), [_own(x.detach())])
         self._entries[layer, micro] = _Entry(x.shape, x.dtype, coded, tier)  # from here on there is something to drop

@@ -29,7 +29,7 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
             "The host tier does not fit into memory.",
             got=f"no {format_bytes(num_bytes)} from the system",
             need=f"{format_bytes(num_bytes)} of free host memory",
-            try_='memory.states = "disk" or memory.parameters = "disk", or a smaller model',
+            try_='memory.offload_optimizer = "disk" or memory.offload_params = "disk", or a smaller model',
             where="memory",
         ) from error
     if device.type == "cuda" and num_bytes:

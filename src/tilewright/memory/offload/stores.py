@@ -279,14 +279,14 @@ class DiskStore(Store):
                 "The disk tier is full.",
                 got=f"{reason}; {format_bytes(shutil.disk_usage(self.folder).free)} free",
                 need=f"{format_bytes(wanted)} more in this folder",
-                try_="free space, memory.tier_dir = a folder on a larger disk, or another tier",
+                try_="free space, memory.offload_dir = a folder on a larger disk, or another tier",
                 where=str(self.folder),
             )
         return HardwareError(
             f"The disk tier cannot be {done}.",
             got=reason,
             need="a disk that keeps the room that it gave at the start",
-            try_="mend the disk, free space or set memory.tier_dir, and start the run again: "
+            try_="mend the disk, free space or set memory.offload_dir, and start the run again: "
             "it goes on from its newest checkpoint, the tier holds nothing else",
             where=str(self.folder),
         )
@@ -302,7 +302,7 @@ def _open_nameless(folder: Path) -> BinaryIO:
             "The folder of the disk tier cannot be written.",
             got=str(error),
             need="a folder that this user may create files in",
-            try_="memory.tier_dir = a folder on a fast local disk",
+            try_="memory.offload_dir = a folder on a fast local disk",
             where=str(folder),
         ) from error
 

@@ -53,7 +53,7 @@ def _policy(kept: Sequence[Any], endings: tuple[str, ...]) -> Callable[..., Chec
 
 _POLICIES = {
     "selective": _policy(_ATTENTION_OPS + _PRODUCT_OPS, _OWN_ATTENTION + _OWN_PRODUCTS),
-    "products": _policy(_PRODUCT_OPS, _OWN_PRODUCTS),
+    "matmuls": _policy(_PRODUCT_OPS, _OWN_PRODUCTS),
     "attention": _policy(_ATTENTION_OPS, _OWN_ATTENTION),
 }
 CONTEXTS = {mode: functools.partial(create_selective_checkpoint_contexts, kept) for mode, kept in _POLICIES.items()}

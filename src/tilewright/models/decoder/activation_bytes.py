@@ -3,7 +3,7 @@
 Held against the tensors that autograd really saves (tests/models/test_activation_bytes.py). Three things decide: the
 checkpoint mode; the bytes of the residual stream and of products (bf16_mixed 2 and 2, hybrid 4 and 2, fp32 4 and 4);
 and whether layers are compiled, because eager RMSNorm and SwiGLU keep FP32 intermediates that a compiled layer does
-not. Linear layers that keep their input in 8 bits, for their weight's gradient, are named in `Storage.codes`: one copy
+not. Linear layers that keep their input in 8 bits, for their weight's gradient, are named in `Storage.qdata`: one copy
 serves those that read the same input. Read by `planner.summary`.
 
     num_tokens * sum(layer_bytes(...)) + sum(tile_bytes(...)) + sum(weight_copy_bytes(...)) + head_bytes(...)
@@ -40,17 +40,17 @@ class Storage:
     """
 
     stream: int = 2
-    product: int = 2
+    matmul: int = 2
     compiled: bool = True
     inputs: CheckpointInputs = "exact"
     tiled: frozenset[str] = frozenset()
-    codes: frozenset[str] = frozenset()
+    qdata: frozenset[str] = frozenset()
     fused: frozenset[str] = frozenset()
 
     @property
     def grouped(self) -> bool:
         """Whether experts run as one operation on rows padded to whole tiles."""
-        return {f"experts.{name}" for name in _MLP} <= self.codes
+        return {f"experts.{name}" for name in _MLP} <= self.qdata
 
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -82,12 +82,12 @@ def layer_bytes(config: DecoderConfig, layer: int, mode: ActivationCheckpoint, s
     if mode == "full":
         exact = storage.inputs == "exact" or moe
         return entry if exact else config.dim + FP32 * -(-config.dim // TILE)
-    if mode in ("selective", "products"):
+    if mode in ("selective", "matmuls"):
         if moe and storage.compiled:  # compiled parts are opaque to the eager checkpoint around them
             seen = config.num_experts_per_token * (2 * config.expert_dim + config.dim) if storage.grouped else 0
-            return entry + FP32 * config.num_experts + storage.product * seen
+            return entry + FP32 * config.num_experts + storage.matmul * seen
         attention = _attention_kept(config, storage) if mode == "selective" else 0
-        return entry + _products_kept(config, moe, storage) + attention
+        return entry + _matmuls_kept(config, moe, storage) + attention
     if mode == "attention":
         return entry + (0 if moe and storage.compiled else _attention_kept(config, storage))
     return _attention_none(config, storage) + (_moe_none if moe else _dense_none)(config, storage)
@@ -112,29 +112,29 @@ def tile_bytes(
     chosen = config.num_experts_per_token * num_tokens if moe else 0
     rows = chosen + config.num_experts * TILE // 2 if expert_rows is None else expert_rows
     padding = rows - chosen if moe and storage.grouped else 0
-    products = storage.product * 2 * config.expert_dim
+    matmuls = storage.matmul * 2 * config.expert_dim
     if mode != "none":
-        return padding * (products + storage.product * config.dim) if mode in ("selective", "products") else 0
+        return padding * (matmuls + storage.matmul * config.dim) if mode in ("selective", "matmuls") else 0
     shapes = _linears(config, layer)
-    widths = (shapes[roles[0]][0] for roles in _readers(config, layer) if storage.codes.intersection(roles))
+    widths = (shapes[roles[0]][0] for roles in _readers(config, layer) if storage.qdata.intersection(roles))
     scales = -(-num_tokens // TILE) * sum(widths)
     if moe:
         readers = (("experts.gate_proj", "experts.up_proj"), ("experts.down_proj",))
-        codes = sum(shapes[roles[0]][0] for roles in readers if storage.codes.intersection(roles))
-        scales += -(-rows // TILE) * codes
-    return FP32 * scales + padding * (config.dim + config.expert_dim + products)
+        qdata = sum(shapes[roles[0]][0] for roles in readers if storage.qdata.intersection(roles))
+        scales += -(-rows // TILE) * qdata
+    return FP32 * scales + padding * (config.dim + config.expert_dim + matmuls)
 
 
 def weight_copy_bytes(
     config: DecoderConfig, layer: int, mode: ActivationCheckpoint, storage: Storage, parameter_bytes: int = 4
 ) -> int:
     """Bytes of low-precision weight copies that a layer keeps for backward, whatever the number of tokens."""
-    if mode != "none" or storage.product >= parameter_bytes:
+    if mode != "none" or storage.matmul >= parameter_bytes:
         return 0
     copied = {name: shape for name, shape in _linears(config, layer).items() if name not in storage.tiled}
     many = config.num_experts
     elements = (a * b * (many if name.startswith("experts.") else 1) for name, (a, b) in copied.items())
-    return storage.product * sum(elements)
+    return storage.matmul * sum(elements)
 
 
 def _linears(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
@@ -188,9 +188,9 @@ def _readers(config: DecoderConfig, layer: int) -> list[tuple[str, ...]]:
 
 def _kept_input(storage: Storage, width: int, *readers: str) -> int:
     """Bytes a token of an input of linear layers: as it is for those that read it so, and its codes for the others."""
-    plain = [name for name in readers if name not in storage.codes]
-    copies = 1 if storage.stream == storage.product or storage.compiled else len(plain)
-    kept = width * storage.product * min(copies, len(plain))
+    plain = [name for name in readers if name not in storage.qdata]
+    copies = 1 if storage.stream == storage.matmul or storage.compiled else len(plain)
+    kept = width * storage.matmul * min(copies, len(plain))
     if len(plain) < len(readers):
         kept += width
     return kept
@@ -200,7 +200,7 @@ def head_bytes(config: DecoderConfig, num_tokens: int, storage: Storage) -> int:
     """Bytes that final norm and loss keep for backward: FP32 input and normalised input, and both finished
     gradients of the head (`ops.loss`: for x in the products' format, for the weight in FP32)."""
     norm = num_tokens * (2 * FP32 * config.dim + FP32)
-    return norm + num_tokens * config.dim * storage.product + config.vocab_size * config.dim * FP32
+    return norm + num_tokens * config.dim * storage.matmul + config.vocab_size * config.dim * FP32
 
 
 def _latent(config: DecoderConfig) -> int:
@@ -212,7 +212,7 @@ def _kv_width(config: DecoderConfig) -> int:
     return config.num_kv_heads * config.head_dim
 
 
-def _products_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
+def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
     """Selective: outputs of products and of attention with its log-sum-exp."""
     heads = config.num_heads * config.qk_head_dim
     if config.attention == "gqa":
@@ -224,15 +224,15 @@ def _products_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
     if moe:
         shared = 2 * config.num_shared_experts * config.expert_dim + (config.dim if config.num_shared_experts else 0)
         elements += config.num_experts_per_token * (2 * config.expert_dim + config.dim) + shared
-        return storage.product * elements + FP32 * config.num_experts
+        return storage.matmul * elements + FP32 * config.num_experts
     # A compiled layer sees that nobody needs the last product's output in backward.
     elements += 2 * config.ffn_dim + (0 if storage.compiled else config.dim)
-    return storage.product * elements
+    return storage.matmul * elements
 
 
 def _attention_kept(config: DecoderConfig, storage: Storage) -> int:
     """Attention's output, which is as wide as its queries, and its log-sum-exp."""
-    return storage.product * config.num_heads * config.qk_head_dim + FP32 * config.num_heads
+    return storage.matmul * config.num_heads * config.qk_head_dim + FP32 * config.num_heads
 
 
 def _norm_none(config: DecoderConfig, storage: Storage, *readers: str) -> int:
@@ -247,8 +247,8 @@ def _inner_norm(width: int, source: int, storage: Storage, reader: str) -> int:
     """MLA's norm over a compressed vector that lies in a tensor of `source` elements."""
     result = _kept_input(storage, width, reader)
     if storage.compiled or reader in storage.fused:
-        return storage.product * source + result + (0 if reader in storage.fused else FP32)
-    kept = FP32 * source if storage.product == FP32 else FP32 * width
+        return storage.matmul * source + result + (0 if reader in storage.fused else FP32)
+    kept = FP32 * source if storage.matmul == FP32 else FP32 * width
     return kept + width * FP32 + result + FP32
 
 
@@ -256,31 +256,31 @@ def _attention_none(config: DecoderConfig, storage: Storage) -> int:
     heads = config.num_heads * config.qk_head_dim
     statistics = FP32 * config.num_heads
     values = config.num_heads * config.value_head_dim
-    out_codes = values if "o_proj" in storage.codes else 0
+    out_qdata = values if "o_proj" in storage.qdata else 0
     if config.attention == "gqa":
         norm = _norm_none(config, storage, "q_proj", "k_proj", "v_proj")
         keys_values = 2 * (heads if storage.compiled else _kv_width(config))
-        return norm + storage.product * (2 * heads + keys_values) + out_codes + statistics
+        return norm + storage.matmul * (2 * heads + keys_values) + out_qdata + statistics
     norm = _norm_none(config, storage, "q_a_proj" if config.q_lora_rank else "q_proj", "kv_a_proj_with_mqa")
     inner = _inner_norm(config.kv_lora_rank, _latent(config), storage, "kv_b_proj")
     if config.q_lora_rank:
         inner += _inner_norm(config.q_lora_rank, config.q_lora_rank, storage, "q_b_proj")
     # Values are padded to the keys' width, so what the output projection reads is a copy of attention's result.
-    padded = values if config.v_head_dim < config.qk_head_dim and not out_codes else 0
-    return norm + inner + storage.product * (4 * heads + padded) + out_codes + statistics
+    padded = values if config.v_head_dim < config.qk_head_dim and not out_qdata else 0
+    return norm + inner + storage.matmul * (4 * heads + padded) + out_qdata + statistics
 
 
 def _swiglu(width: int, storage: Storage, reader: str) -> int:
     """gate, up and their product; eager also keeps silu(gate), and the first three in FP32."""
     narrow = storage.compiled or reader in storage.fused
-    return width * (2 * storage.product if narrow else 3 * FP32) + _kept_input(storage, width, reader)
+    return width * (2 * storage.matmul if narrow else 3 * FP32) + _kept_input(storage, width, reader)
 
 
 def _dense_none(config: DecoderConfig, storage: Storage) -> int:
     swiglu = _swiglu(config.ffn_dim, storage, "down_proj")
     norm = _norm_none(config, storage, "gate_proj", "up_proj")
     if storage.compiled:  # the stream in the middle is rebuilt from the input and attention's output
-        norm += config.dim * (storage.product - storage.stream)
+        norm += config.dim * (storage.matmul - storage.stream)
     return norm + swiglu
 
 
@@ -288,12 +288,12 @@ def _moe_none(config: DecoderConfig, storage: Storage) -> int:
     dim, chosen = config.dim, config.num_experts_per_token
     norm = dim * (storage.stream if storage.compiled else 2 * FP32) + FP32
     router = dim * FP32 + FP32 * (config.num_experts + 1) + chosen * (3 * _INT64 + 2 * FP32)
-    rows = dim * storage.product + _kept_input(storage, dim, "experts.gate_proj", "experts.up_proj")
+    rows = dim * storage.matmul + _kept_input(storage, dim, "experts.gate_proj", "experts.up_proj")
     rows += _swiglu(config.expert_dim, storage, "experts.down_proj")
     shared = 0
     if config.num_shared_experts:
         width = config.num_shared_experts * config.expert_dim
-        same = storage.stream == storage.product == FP32  # it is the router's input too
+        same = storage.stream == storage.matmul == FP32  # it is the router's input too
         shared = 0 if same else _kept_input(storage, dim, "shared_experts.gate_proj", "shared_experts.up_proj")
         shared += _swiglu(width, storage, "shared_experts.down_proj")
     return norm + router + chosen * rows + shared

@@ -60,7 +60,7 @@ class Block(nn.Module):
         """Compiled without the keeping of its input, which stands outside then."""
 
     @property
-    def keeps_codes(self) -> bool:
+    def keeps_qdata(self) -> bool:
         """Whether backward recomputes this layer from its input in 8 bits. Not a mixture of experts: rounded rows
         could be sent to other experts than in the forward pass."""
         return self.activation_checkpoint == "full" and self.checkpoint_inputs == "fp8" and not self.is_moe
@@ -79,7 +79,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None)."""
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
-        if self.keeps_codes:
+        if self.keeps_qdata:
             return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments_BS)
         return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments_BS)
 

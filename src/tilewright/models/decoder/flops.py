@@ -119,11 +119,11 @@ class FlopCount:
 
     def step(self, activation_checkpoint: str = "none") -> float:
         """Forward and backward as executed: flash attention's backward forms its scores again (2.5 times its forward),
-        "full" runs each layer up to its last product once more, "attention" the same without attention, "products"
+        "full" runs each layer up to its last product once more, "attention" the same without attention, "matmuls"
         attention alone, "selective" neither."""
         attention = len(self.layers) * self.attention
         again = sum(self.layers) - sum(self.last) if activation_checkpoint in ("full", "attention") else 0
-        again += attention if activation_checkpoint in ("full", "products") else 0
+        again += attention if activation_checkpoint in ("full", "matmuls") else 0
         return self.forward + self.backward + 0.5 * attention + again
 
 

@@ -190,8 +190,8 @@ def _unwritable(config: DecoderConfig) -> list[Problem]:
             "no Hugging Face layout holds this shape.",
             got=got,
             need=need,
-            try_="keep tilewright's own checkpoint (save.export_hf = false)",
-            where="save.export_hf",
+            try_="keep tilewright's own checkpoint (checkpoint.export_hf = false)",
+            where="checkpoint.export_hf",
         )
         for got, need in reasons
     ]

@@ -123,8 +123,8 @@ def copy_stored(
 
 
 def _is_scale_of_codes(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    codes = tensors.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
-    return codes is not None and codes.dtype == CODE_DTYPE
+    qdata = tensors.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
+    return qdata is not None and qdata.dtype == CODE_DTYPE
 
 
 def _copy_files(
@@ -138,8 +138,8 @@ def _copy_files(
         with open_file(file) as reader:
             for name in names:
                 if name + SCALE_SUFFIX in scales:
-                    codes, scale_inv = to_stored(reader.get_tensor(name))
-                    targets[name].view(torch.uint8).copy_(codes.view(torch.uint8))
+                    qdata, scale_inv = to_stored(reader.get_tensor(name))
+                    targets[name].view(torch.uint8).copy_(qdata.view(torch.uint8))
                     scales[name + SCALE_SUFFIX].copy_(scale_inv)
                 else:
                     _copy_slices(reader, name, targets[name])

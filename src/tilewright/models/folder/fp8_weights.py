@@ -47,7 +47,7 @@ class StoredWeight:
     """A weight in FP8: where its codes and scales lie, and the block that a scale belongs to."""
 
     name: str
-    codes: StoredTensor
+    qdata: StoredTensor
     scale: StoredTensor
     tile: Tile
 
@@ -110,21 +110,21 @@ def _orphans(stored: Mapping[str, StoredTensor], scales: set[str]) -> Iterator[P
             )
 
 
-def _scale_problem(name: str, codes: StoredTensor, stored: Mapping[str, StoredTensor], tile: Tile) -> Problem | None:
+def _scale_problem(name: str, qdata: StoredTensor, stored: Mapping[str, StoredTensor], tile: Tile) -> Problem | None:
     """What keeps a weight's scale from being used."""
     scale = stored.get(name + SCALE_SUFFIX)
-    if len(codes.shape) != 2:
+    if len(qdata.shape) != 2:
         return Problem(
             "an FP8 weight is not a matrix.",
-            got=f"{name} {list(codes.shape)}",
+            got=f"{name} {list(qdata.shape)}",
             need="[out features, in features]; experts one by one",
             try_="a folder in the layout of DeepSeek-V3",
-            where=str(codes.file),
+            where=str(qdata.file),
         )
-    grid = tile.grid((codes.shape[0], codes.shape[1]))
-    need = f"{name}{SCALE_SUFFIX} {list(grid)}, a scale for each {tile} block of {list(codes.shape)}"
+    grid = tile.grid((qdata.shape[0], qdata.shape[1]))
+    need = f"{name}{SCALE_SUFFIX} {list(grid)}, a scale for each {tile} block of {list(qdata.shape)}"
     if scale is None:
-        what, got, where = "an FP8 weight has no scale.", f"{name} alone", codes.file
+        what, got, where = "an FP8 weight has no scale.", f"{name} alone", qdata.file
     elif scale.shape != grid:
         what, got = "the scale of an FP8 weight has the wrong shape.", f"{name}{SCALE_SUFFIX} {list(scale.shape)}"
         where = scale.file
@@ -166,26 +166,26 @@ def read_block_rows(weight: StoredWeight) -> Iterator[tuple[int, TiledTensor]]:
         CheckpointError: a code is NaN.
     """
     scale = read_scale(weight)
-    (num_rows, width), step = weight.codes.shape, weight.tile.rows
+    (num_rows, width), step = weight.qdata.shape, weight.tile.rows
     rows = max(1, _SLICE_BYTES // max(1, width * step)) * step
-    with open_file(weight.codes.file) as reader:
+    with open_file(weight.qdata.file) as reader:
         view = reader.get_slice(weight.name)
         for start in range(0, num_rows, rows):
             stop = min(start + rows, num_rows)
-            codes = view[start:stop]
-            if has_nan(codes):
-                raise _nan_error(weight, codes, start)
-            yield start, from_stored(codes, scale[start // step : -(-stop // step)], weight.tile)
+            qdata = view[start:stop]
+            if has_nan(qdata):
+                raise _nan_error(weight, qdata, start)
+            yield start, from_stored(qdata, scale[start // step : -(-stop // step)], weight.tile)
 
 
-def _nan_error(weight: StoredWeight, codes: Tensor, start: int) -> CheckpointError:
-    row = next(i for i in range(len(codes)) if has_nan(codes[i]))
+def _nan_error(weight: StoredWeight, qdata: Tensor, start: int) -> CheckpointError:
+    row = next(i for i in range(len(qdata)) if has_nan(qdata[i]))
     return CheckpointError(
         "an FP8 weight holds NaN.",
         got=f"{weight.name}, first in row {start + row}",
         need="codes of numbers",
         try_="copy the file again; if it is whole, the weights were broken before they were written",
-        where=str(weight.codes.file),
+        where=str(weight.qdata.file),
     )
 
 
@@ -207,14 +207,14 @@ def copy_weight(weight: StoredWeight, target_NK: Tensor, target_scale: Tensor | 
             got=f"{weight.name} in blocks of {weight.tile}",
             need=f"blocks of {BLOCK_TILE}",
             try_='base = "keep", or a model without adapters, which decode the weights',
-            where=str(weight.codes.file),
+            where=str(weight.qdata.file),
         )
     for start, tiled in read_block_rows(weight):
-        rows = slice(start, start + len(tiled.codes))
+        rows = slice(start, start + len(tiled.qdata))
         if target_scale is None:
             target_NK[rows].copy_(tiled.dequantize())
         else:
-            target_NK[rows].view(torch.uint8).copy_(tiled.codes)
+            target_NK[rows].view(torch.uint8).copy_(tiled.qdata)
             first = start // weight.tile.rows
             target_scale[first : first + len(tiled.scale_inv)].copy_(tiled.scale_inv)
 
@@ -230,14 +230,14 @@ class LazyWeight:
 
     def get_shape(self) -> list[int]:
         """[N, K]."""
-        return list(self.weight.codes.shape)
+        return list(self.weight.qdata.shape)
 
     def get_dtype(self) -> str:
         """What the values come in."""
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
-        values_NK = torch.empty(self.weight.codes.shape)
+        values_NK = torch.empty(self.weight.qdata.shape)
         try:
             copy_weight(self.weight, values_NK)
         except CheckpointError as error:
@@ -256,8 +256,8 @@ def stored_bytes(shape: tuple[int, int]) -> int:
 
 def encode_weight(name: str, weight_NK: Tensor) -> dict[str, Tensor]:
     """Codes and scales of a weight under their names in a file."""
-    codes, scale_inv = to_stored(weight_NK)
-    return {name: codes, name + SCALE_SUFFIX: scale_inv}
+    qdata, scale_inv = to_stored(weight_NK)
+    return {name: qdata, name + SCALE_SUFFIX: scale_inv}
 
 
 def kept_names(names: Iterable[str], keep: Iterable[str]) -> set[str]:

@@ -94,8 +94,8 @@ def _check_readable(net: Any, skeleton: nn.Module) -> None:
             "FP8 folder that transformers could not read again",
             got=f"{type(net).__name__}: {error}",
             need="a model whose weights transformers stores one by one",
-            try_='save.export_format = "bf16"',
-            where="save.export_format",
+            try_='checkpoint.export_format = "bf16"',
+            where="checkpoint.export_format",
         ) from error
 
 
@@ -108,8 +108,8 @@ def _nothing_error(net: nn.Module, skeleton: nn.Module) -> CheckpointError:
         "Model without a weight that can be stored in FP8",
         got=f"{type(net).__name__}, in its layers: {found or 'nothing'}",
         need="Linear layers with at most 128 rows and columns or multiples of 128, or stacked experts of that kind",
-        try_='save.export_format = "bf16"',
-        where="save.export_format",
+        try_='checkpoint.export_format = "bf16"',
+        where="checkpoint.export_format",
     )
 
 

@@ -58,7 +58,7 @@ class HFModel(nn.Module):
         self._style: InputStyle | None = None
         self._checkpointing: tuple[ActivationCheckpoint, ...] = ("none",) * (len(self.layers) or 1)
         self._checkpoint_inputs: CheckpointInputs = "exact"
-        self._from_codes = Fp8Checkpoint(self.kernels, self._note)
+        self._from_qdata = Fp8Checkpoint(self.kernels, self._note)
 
     @property
     def config(self) -> Any:
@@ -147,7 +147,7 @@ class HFModel(nn.Module):
                 "this model has no activation checkpointing.",
                 got=f'train.activation_checkpoint = "{asked[0]}" with {type(self.net).__name__}',
                 need='"none"',
-                try_='train.activation_checkpoint = "none" and a smaller train.micro_batch',
+                try_='train.activation_checkpoint = "none" and a smaller train.micro_batch_size',
                 where="train.activation_checkpoint",
             )
         # transformers 5.23 names them so, and warns of the older names.
@@ -185,7 +185,7 @@ class HFModel(nn.Module):
         modes = self._checkpointing[:1] * len(layers) if uniform else self._checkpointing
         for layer in (layer for layer, mode in zip(layers, modes, strict=True) if mode == "full"):
             if next(find_routers(layer), None) is None:
-                layer._gradient_checkpointing_func = self._from_codes
+                layer._gradient_checkpointing_func = self._from_qdata
             else:
                 self._note(EXACT_INPUTS)
 
@@ -206,12 +206,12 @@ class HFModel(nn.Module):
 
     def compile_blocks(self) -> None:
         """Compile the layers that transformers can checkpoint, or the whole model where it has none."""
-        from_codes = {layer for layer in self._layers() if layer._gradient_checkpointing_func is self._from_codes}
-        if from_codes:
-            self._from_codes.compiles = True
+        from_qdata = {layer for layer in self._layers() if layer._gradient_checkpointing_func is self._from_qdata}
+        if from_qdata:
+            self._from_qdata.compiles = True
             self._note("Layers that keep 8-bit inputs are compiled for training only, not for evaluation.")
         for module in self._layers() or [self.net]:
-            if module not in from_codes:
+            if module not in from_qdata:
                 module.compile(options=layer_options(), **graph_limit())
 
     def save_hf(

@@ -57,24 +57,24 @@ def candidates(recipe: Recipe, found: Plan | None) -> Iterator[tuple[dict[str, A
         yield _in_slices(recipe) | {"train.checkpoint_inputs": "fp8"}, False
     sliced = recipe.memory.executor == "layer_major"
     layer_major = found is None or found.setting.executor == "layer_major"
-    if layer_major and recipe.optim.clip == "exact" and recipe.optim.clip_norm:
-        yield _in_slices(recipe) | {"optim.clip": "lagged"}, False
-        yield _in_slices(recipe) | {"optim.clip": "lagged", "memory.undo": "checkpoint"}, False
-    if sliced and recipe.optim.clip == "lagged" and recipe.memory.undo == "journal":
-        yield {"memory.undo": "checkpoint"}, True
+    if layer_major and recipe.optim.clip == "two_pass" and recipe.optim.clip_norm:
+        yield _in_slices(recipe) | {"optim.clip": "delayed"}, False
+        yield _in_slices(recipe) | {"optim.clip": "delayed", "memory.rollback": "checkpoint"}, False
+    if sliced and recipe.optim.clip == "delayed" and recipe.memory.rollback == "buffer":
+        yield {"memory.rollback": "checkpoint"}, True
     if found is None or not found.narrowed:
         if recipe.optim.moments != "8bit":
             yield {"optim.moments": "8bit"}, False
-        if recipe.optim.master == "fp32" and recipe.precision.mode == "bf16_mixed":
-            yield {"optim.master": "stochastic", "optim.moments": "8bit"}, False
+        if recipe.optim.master_weights == "fp32" and recipe.precision.mode == "bf16_mixed":
+            yield {"optim.master_weights": "stochastic", "optim.moments": "8bit"}, False
     if recipe.precision.mode == "bf16_mixed":
         yield {"precision.mode": "fp8_tile"}, False
     if found is not None and _could_compile(recipe, found):
         yield {"train.compile": "on"}, True
-    if found is None and recipe.train.batch_size > 1:
-        half = recipe.train.batch_size // 2
-        rows = {"train.micro_batch": half} if recipe.train.micro_batch > half else {}
-        yield {"train.batch_size": half} | rows, False
+    if found is None and recipe.train.global_batch_size > 1:
+        half = recipe.train.global_batch_size // 2
+        rows = {"train.micro_batch_size": half} if recipe.train.micro_batch_size > half else {}
+        yield {"train.global_batch_size": half} | rows, False
     if found is None and recipe.data.seq_len >= 256:
         yield {"data.seq_len": recipe.data.seq_len // 2}, False
 
@@ -139,13 +139,13 @@ def replan_with(planner: Planner) -> Replan:
 
 NAMES = {
     "executor": "memory.executor",
-    "micro_batch": "train.micro_batch",
-    "loss_tile": "memory.loss_tile",
+    "micro_batch_size": "train.micro_batch_size",
+    "loss_chunk_bytes": "memory.loss_chunk_bytes",
     "activations": "train.activation_checkpoint",
-    "parameters": "memory.parameters",
-    "states": "memory.states",
-    "inputs": "memory.inputs",
-    "mlp_tiles": "memory.mlp_tiles",
+    "parameters": "memory.offload_params",
+    "states": "memory.offload_optimizer",
+    "inputs": "memory.offload_activations",
+    "mlp_chunks": "memory.mlp_chunks",
     "attention_block": "memory.attention_block",
 }
 """What is typed of what a plan decides, by the name in `Constraints`."""

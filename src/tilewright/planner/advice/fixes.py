@@ -52,7 +52,7 @@ def candidates(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
         return
     for settings, keeps in _any_executor(recipe):
         settings = {name: value for name, value in settings.items() if name != "train.activation_checkpoint"}
-        if settings and settings != {"train.micro_batch": recipe.train.micro_batch}:
+        if settings and settings != {"train.micro_batch_size": recipe.train.micro_batch_size}:
             yield settings, keeps
     yield from _other_tiers(recipe)
 
@@ -67,13 +67,13 @@ def _other_tiers(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
-    for size in _halves(min(recipe.train.micro_batch, recipe.train.batch_size), 1):
-        yield {"train.micro_batch": size}, True
+    for size in _halves(min(recipe.train.micro_batch_size, recipe.train.global_batch_size), 1):
+        yield {"train.micro_batch_size": size}, True
     modes = list(KIND_OF)
     for mode in modes[modes.index(recipe.train.activation_checkpoint) + 1 :]:
         yield {"train.activation_checkpoint": mode}, True
-        if recipe.train.micro_batch > 1:
-            yield {"train.activation_checkpoint": mode, "train.micro_batch": 1}, True
+        if recipe.train.micro_batch_size > 1:
+            yield {"train.activation_checkpoint": mode, "train.micro_batch_size": 1}, True
     if recipe.train.checkpoint_inputs == "exact":
         yield {"train.activation_checkpoint": "full", "train.checkpoint_inputs": "fp8"}, False
         yield {**_SPARING, "train.checkpoint_inputs": "fp8"}, False
@@ -85,12 +85,12 @@ def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
         yield {"optim.moments": "bf16"}, False
     if recipe.optim.moments != "8bit":
         yield {"optim.moments": "8bit"}, False
-    if recipe.optim.master == "fp32" and recipe.precision.mode == "bf16_mixed":
-        yield {"optim.master": "stochastic"}, False
-        yield {"optim.master": "stochastic", "optim.moments": "bf16"}, False
-        yield {"optim.master": "split24", "optim.moments": "8bit"}, False
-        yield {**_SPARING, "optim.master": "split24", "optim.moments": "8bit"}, False
-        yield {**_SPARING, "optim.master": "stochastic", "optim.moments": "8bit"}, False
+    if recipe.optim.master_weights == "fp32" and recipe.precision.mode == "bf16_mixed":
+        yield {"optim.master_weights": "stochastic"}, False
+        yield {"optim.master_weights": "stochastic", "optim.moments": "bf16"}, False
+        yield {"optim.master_weights": "split24", "optim.moments": "8bit"}, False
+        yield {**_SPARING, "optim.master_weights": "split24", "optim.moments": "8bit"}, False
+        yield {**_SPARING, "optim.master_weights": "stochastic", "optim.moments": "8bit"}, False
     if recipe.model.task != "image_classification":
         for length in _halves(recipe.data.seq_len, 128):
             yield {"data.seq_len": length}, False
@@ -98,7 +98,7 @@ def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
         yield from _smaller_models(recipe)
 
 
-_SPARING = {"train.activation_checkpoint": "full", "train.micro_batch": 1}
+_SPARING = {"train.activation_checkpoint": "full", "train.micro_batch_size": 1}
 
 
 def _smaller_models(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:

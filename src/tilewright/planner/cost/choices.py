@@ -22,7 +22,7 @@ from tilewright.planner.model.shape import LayerClass, ModelShape
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 MASTER_BYTES = {"fp32": 4, "split24": 1, "stochastic": 0}
 
-SMALL_LOSS_TILE = 16 * 2**20
+SMALL_LOSS_CHUNK = 16 * 2**20
 MOST_ROWS = 64
 """Largest micro-batch tried."""
 
@@ -45,11 +45,11 @@ class GlobalConfig:
     """What is the same for all layers."""
 
     executor: Literal["standard", "layer_major"]
-    micro_batch: int
+    micro_batch_size: int
     num_micro: int
     moments: str
     master: str
-    loss_tile: int
+    loss_chunk_bytes: int
     passes: int
     """Backward passes of a step: two where clipping by the exact norm comes before the first update."""
     prefetch: int = 1
@@ -59,37 +59,41 @@ class GlobalConfig:
     @classmethod
     def of(cls, recipe: Recipe) -> "GlobalConfig":
         """What a recipe says."""
-        train, optim, micro = recipe.train, recipe.optim, min(recipe.train.micro_batch, recipe.train.batch_size)
+        train, optim, micro = (
+            recipe.train,
+            recipe.optim,
+            min(recipe.train.micro_batch_size, recipe.train.global_batch_size),
+        )
         return cls(
             executor=recipe.memory.executor,
-            micro_batch=micro,
-            num_micro=-(-train.batch_size // micro),
+            micro_batch_size=micro,
+            num_micro=-(-train.global_batch_size // micro),
             moments=optim.moments,
-            master=optim.master,
-            loss_tile=recipe.memory.loss_tile,
+            master=optim.master_weights,
+            loss_chunk_bytes=recipe.memory.loss_chunk_bytes,
             passes=backward_passes(recipe),
             prefetch=recipe.memory.prefetch,
-            group=recipe.memory.group,
+            group=recipe.memory.layers_per_group,
         )
 
 
 def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
     """Everything that may be chosen for the whole model; the smaller loss tile last."""
-    batch = recipe.train.batch_size
-    most = min(batch, fixed.most_rows or max(MOST_ROWS, recipe.train.micro_batch))
-    sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch, most)}
-    if fixed.micro_batch is not None:
-        sizes = {fixed.micro_batch}
-    tiles = dict.fromkeys((recipe.memory.loss_tile, min(recipe.memory.loss_tile, SMALL_LOSS_TILE)))
-    if fixed.loss_tile is not None:
-        tiles = {fixed.loss_tile: None}
+    batch = recipe.train.global_batch_size
+    most = min(batch, fixed.most_rows or max(MOST_ROWS, recipe.train.micro_batch_size))
+    sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch_size, most)}
+    if fixed.micro_batch_size is not None:
+        sizes = {fixed.micro_batch_size}
+    tiles = dict.fromkeys((recipe.memory.loss_chunk_bytes, min(recipe.memory.loss_chunk_bytes, SMALL_LOSS_CHUNK)))
+    if fixed.loss_chunk_bytes is not None:
+        tiles = {fixed.loss_chunk_bytes: None}
     for tile in tiles:
         for executor in executors(recipe):
             if fixed.executor not in (None, executor):
                 continue
             for size in sorted(sizes, reverse=True):
-                rows = {"micro_batch": size, "num_micro": -(-batch // size)}
-                yield replace(GlobalConfig.of(recipe), executor=executor, loss_tile=tile, **rows)
+                rows = {"micro_batch_size": size, "num_micro": -(-batch // size)}
+                yield replace(GlobalConfig.of(recipe), executor=executor, loss_chunk_bytes=tile, **rows)
 
 
 def executors(recipe: Recipe) -> tuple[Literal["standard", "layer_major"], ...]:
@@ -97,12 +101,12 @@ def executors(recipe: Recipe) -> tuple[Literal["standard", "layer_major"], ...]:
     images_or_masks = recipe.model.task != "causal_lm" and recipe.memory.executor == "standard"
     if recipe.lora.rank or images_or_masks:
         return ("standard",)
-    if recipe.optim.clip == "lagged":
+    if recipe.optim.clip == "delayed":
         return ("layer_major",)
     precision = recipe.precision
     scaled = {"pure_fp16", "hybrid"} & {precision.mode, precision.start_mode}
     scaled |= {"fp16"} & {rule.compute for rule in precision.rules}
-    if precision.enabled and (scaled or precision.moves_products):
+    if precision.enabled and (scaled or precision.moves_matmuls):
         return ("standard",)
     return ("standard", "layer_major")
 
@@ -130,14 +134,14 @@ def choices(
     """Everything that may be done with a layer of this class. Parameters of a layer that keeps all stay, too."""
     exact = recipe.train.checkpoint_inputs == "exact"  # else a layer that is recomputed differs from one that is kept
     if setting.executor == "standard":
-        tiles, block = fixed.mlp_tiles or 1, fixed.attention_block or 0
+        tiles, block = fixed.mlp_chunks or 1, fixed.attention_block or 0
         there: list[Activations] = list(KIND_OF.values()) if exact else ["recompute"]
         device: Tier = "device"
         allowed: list[Activations] = [kind for kind, _ in fixed.kinds((kind, device) for kind in there)]
         if opaque(found, shape):  # what is asked for stays, and recomputes the layer whole
             allowed = [kind for kind in allowed if kind not in SELECTED] or allowed
         for kind in allowed:
-            yield LayerMemory(activations=kind, mlp_tiles=tiles, attention_block=block)
+            yield LayerMemory(activations=kind, mlp_chunks=tiles, attention_block=block)
         return
     tiers: list[Tier] = ["device"]
     if links.host:
@@ -161,6 +165,6 @@ def choices(
                     states=states,
                     inputs=waits,
                     activations=kind,
-                    mlp_tiles=tiles,
+                    mlp_chunks=tiles,
                     attention_block=block,
                 )

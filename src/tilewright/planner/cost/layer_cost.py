@@ -58,14 +58,14 @@ class GemmCost:
         """Those of no linear layer (experts in one tensor) count as they run."""
         found, rows, shape, rates = self._of
         total = 0.0
-        for product in found.products:
-            if which == "wgrad" and product.frozen:
+        for matmul in found.matmuls:
+            if which == "wgrad" and matmul.frozen:
                 continue
-            flops = 2.0 * rows * shape.seq_len * product.share * product.num_weights
-            fmt = getattr(product.gemms, which)
+            flops = 2.0 * rows * shape.seq_len * matmul.share * matmul.num_weights
+            fmt = getattr(matmul.gemms, which)
             name = fmt if fmt not in FP8_FORMATS else "fp8" if "fp8" in rates.matmul else "bf16"
-            padded = flops * (shape.expert_rows if product.share < 1 else 1.0)
-            total += rates.matmul_s(name, product.num_weights**0.5, padded, compiled=shape.compiled)
+            padded = flops * (shape.expert_rows if matmul.share < 1 else 1.0)
+            total += rates.matmul_s(name, matmul.num_weights**0.5, padded, compiled=shape.compiled)
         for kind, (calls, flops) in found.others.items():
             each, number = rows * flops / (calls * kind.groups), calls * kind.groups
             total += number * rates.matmul_s(FORMAT_OF.get(kind.dtype, "fp32"), kind.width, each)
@@ -80,11 +80,11 @@ def layer_cost(
     recipe: Recipe,
     rates: Ceilings,
     links: Links,
-    products: GemmCost | None = None,
+    matmuls: GemmCost | None = None,
 ) -> Cost:
-    """Bytes and seconds of one layer under a choice. `products`: of this layer and setting, where they are there."""
-    products = products or GemmCost(found, setting.micro_batch, shape, rates)
-    return _Layer(found, choice, setting, shape, recipe, rates, links, products).cost()
+    """Bytes and seconds of one layer under a choice. `matmuls`: of this layer and setting, where they are there."""
+    matmuls = matmuls or GemmCost(found, setting.micro_batch_size, shape, rates)
+    return _Layer(found, choice, setting, shape, recipe, rates, links, matmuls).cost()
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Layer:
     recipe: Recipe
     rates: Ceilings
     links: Links
-    products: GemmCost
+    matmuls: GemmCost
 
     def cost(self) -> Cost:
         """All of it."""
@@ -106,7 +106,7 @@ class _Layer:
 
     @property
     def rows(self) -> int:
-        return self.setting.micro_batch
+        return self.setting.micro_batch_size
 
     @property
     def parameters(self) -> float:
@@ -129,23 +129,23 @@ class _Layer:
     def _standard(self) -> Cost:
         found, kind = self.found, self.choice.activations
         kept, mlp, mlp_work = found.kept(self.rows), 0.0, 0.0
-        if self.choice.mlp_tiles > 1:  # the token-wise part keeps its input and is computed again, tile by tile
-            mlp = found.mlp_kept(self.rows) - found.mlp_kept(self.rows) / self.choice.mlp_tiles
-            mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_tiles
+        if self.choice.mlp_chunks > 1:  # the token-wise part keeps its input and is computed again, tile by tile
+            mlp = found.mlp_kept(self.rows) - found.mlp_kept(self.rows) / self.choice.mlp_chunks
+            mlp_work = found.mlp_work(self.rows) - found.mlp_work(self.rows) / self.choice.mlp_chunks
         lines = {"keep": kept - mlp, "recompute": self.input}
-        lines |= {"selective": found.kept_selective(self.rows), "products": found.kept_products(self.rows)}
+        lines |= {"selective": found.kept_selective(self.rows), "matmuls": found.kept_matmuls(self.rows)}
         lines |= {"attention": found.kept_attention(self.rows)}
         rebuilt = max(0.0, kept - mlp - lines[kind])
         counted = self.shape.rebuilt * rebuilt
-        micro_batch = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
+        micro_batch_size = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
         return Cost(
-            seconds=self.setting.num_micro * micro_batch + self.update_s(),
+            seconds=self.setting.num_micro * micro_batch_size + self.update_s(),
             held=self.parameters + self.states + found.buffers,
             kept=lines[kind] * (1 + self.shape.gaps),
             gradient=4.0 * found.weights.trained * (1 + self.shape.spread),
             forward=rebuilt,
-            backward=counted + found.work(self.rows) - mlp_work + self.shape.product_bytes * found.largest_weight,
-            once=self.shape.kind_bytes if found.products else 0.0,  # embedding and head have none
+            backward=counted + found.work(self.rows) - mlp_work + self.shape.matmul_bytes * found.largest_weight,
+            once=self.shape.kind_bytes if found.matmuls else 0.0,  # embedding and head have none
         )
 
     def _layer_major(self) -> Cost:
@@ -157,7 +157,7 @@ class _Layer:
         copies = group * (1 + self.setting.prefetch)
         staged = copies * self.parameters if choice.parameters != "device" else 0.0
         states = copies * self.states if choice.states != "device" else 0.0
-        gradients = group * (4.0 * found.weights.trained + self.shape.product_bytes * found.weights.count)
+        gradients = group * (4.0 * found.weights.trained + self.shape.matmul_bytes * found.weights.count)
         need = group * (found.work(self.rows) if choice.activations == "keep" else self.rebuilt())
         at = {"device": 0.0, "host": 0.0, "disk": 0.0}
         at[choice.parameters] += self.parameters
@@ -202,9 +202,9 @@ class _Layer:
         cut = 1 - choice.attention_block / self.shape.seq_len if choice.attention_block else 0.0
         rest = found.kept(self.rows) - found.mlp_kept(self.rows) - cut * mask
         whole = found.kept(self.rows) + found.work(self.rows) - cut * mask
-        if choice.mlp_tiles == 1:
+        if choice.mlp_chunks == 1:
             return whole
-        mlp = (found.mlp_kept(self.rows) + found.mlp_work(self.rows)) / choice.mlp_tiles
+        mlp = (found.mlp_kept(self.rows) + found.mlp_work(self.rows)) / choice.mlp_chunks
         others = max(0.0, found.work(self.rows) - found.mlp_work(self.rows))
         return rest + max(mlp, others + self.input)
 
@@ -216,8 +216,8 @@ class _Layer:
     def _backward_visits(self, inputs: float) -> float:
         """The pass that updates, and before it one that finds the norm where clipping needs it."""
         choice = self.choice
-        micro_batch = self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
-        compute = self.setting.num_micro * micro_batch
+        micro_batch_size = self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
+        compute = self.setting.num_micro * micro_batch_size
         fetched = self.fetch_s(choice.parameters, self.parameters)
         fetched += self.fetch_s(choice.inputs, inputs)
         first = _overlapped(compute, fetched) * (self.setting.passes - 1)
@@ -240,13 +240,13 @@ class _Layer:
     def forward_s(self) -> float:
         """One micro-batch forward."""
         loops = FORWARD_SHARE * (self.elementwise_s() + self.calls_s())
-        return self.products_s("fprop") + self.attention_s() + loops + self.quantize_s("forward")
+        return self.matmul_s("fprop") + self.attention_s() + loops + self.quantize_s("forward")
 
     def backward_s(self) -> float:
         """One micro-batch backward, recomputation not counted."""
         loops = (1 - FORWARD_SHARE) * (self.elementwise_s() + self.calls_s())
-        products = self.products_s("dgrad") + self.products_s("wgrad")
-        return products + 2.5 * self.attention_s() + loops + self.quantize_s("backward")
+        matmuls = self.matmul_s("dgrad") + self.matmul_s("wgrad")
+        return matmuls + 2.5 * self.attention_s() + loops + self.quantize_s("backward")
 
     def again_s(self) -> float:
         """One micro-batch's recomputation."""
@@ -255,39 +255,39 @@ class _Layer:
             return 0.0
         if kind in SELECTED and opaque(self.found, self.shape):
             return self.forward_s()
-        if kind in ("selective", "products"):
-            share = FORWARD_SHARE * remade_share(self.found.fused, self.shape.product_bytes)
-            return share * self.elementwise_s() + (self.attention_s() if kind == "products" else 0.0)
+        if kind in ("selective", "matmuls"):
+            share = FORWARD_SHARE * remade_share(self.found.fused, self.shape.matmul_bytes)
+            return share * self.elementwise_s() + (self.attention_s() if kind == "matmuls" else 0.0)
         again = self.forward_s() - (self.attention_s() if kind == "attention" else 0.0)
-        if self.setting.executor == "standard" and self.found.product_flops:
-            again -= self.products_s("fprop") * self.found.last_flops / self.found.product_flops
+        if self.setting.executor == "standard" and self.found.matmul_flops:
+            again -= self.matmul_s("fprop") * self.found.last_flops / self.found.matmul_flops
         return again
 
     def tiles_s(self) -> float:
         """A tiled token-wise part is computed once more inside its backward."""
-        if self.choice.mlp_tiles == 1 or not self.found.product_flops:
+        if self.choice.mlp_chunks == 1 or not self.found.matmul_flops:
             return 0.0
-        return self.products_s("fprop") * self.found.mlp_flops / self.found.product_flops
+        return self.matmul_s("fprop") * self.found.mlp_flops / self.found.matmul_flops
 
-    def products_s(self, which: Pass) -> float:
+    def matmul_s(self, which: Pass) -> float:
         """Products of one micro-batch."""
-        return self.products.seconds(which)
+        return self.matmuls.seconds(which)
 
     def attention_s(self) -> float:
         """Scores and values of one micro-batch, forward."""
         slower = BLOCKED_ATTENTION if self.choice.attention_block else 1.0
-        return slower * self.rows * self.found.attention_flops / self.rates.attention[self.shape.product_format]
+        return slower * self.rows * self.found.attention_flops / self.rates.attention[self.shape.matmul_format]
 
     def elementwise_s(self) -> float:
         """Norms, activations and residuals of one micro-batch, forward and backward."""
-        rate = self.rates.bandwidth if self.found.fused else self.rates.elementwise[self.shape.product_format]
+        rate = self.rates.bandwidth if self.found.fused else self.rates.elementwise[self.shape.matmul_format]
         return self.found.moved(self.rows) / rate
 
     def quantize_s(self, which: Literal["forward", "backward"]) -> float:
         """To make 8-bit operands of one micro-batch, and to decode them."""
         return getattr(self.found.coding, which)(self.rows) / self.rates.bandwidth
 
-    def codes_s(self) -> float:
+    def qdata_s(self) -> float:
         """To make the codes of weights that are kept from step to step."""
         return self.found.coding.step / self.rates.bandwidth
 
@@ -295,8 +295,8 @@ class _Layer:
         """To enter compiled pieces, or to call operations of layers that are not ours, in one micro-batch, forward and
         backward. Embedding and head are none."""
         if self.found.operations:
-            return CALL_SHARE * self.found.operations * self.rates.call_s(self.shape.product_format)
-        if not self.shape.compiled or not self.found.products:
+            return CALL_SHARE * self.found.operations * self.rates.call_s(self.shape.matmul_format)
+        if not self.shape.compiled or not self.found.matmuls:
             return 0.0
         return calls_s(self.found.called_experts, self.rates)
 
@@ -310,7 +310,7 @@ class _Layer:
         return (
             trained / self.rates.adam[self.setting.moments]
             + CLIP_BYTES * trained / self.rates.bandwidth
-            + self.codes_s()
+            + self.qdata_s()
         )
 
 
@@ -329,23 +329,23 @@ def layer_seconds(
     links: Links,
 ) -> dict[str, float]:
     """What the seconds of `layer_cost` consist of. `link`: what crosses the link and is not hidden."""
-    made = GemmCost(found, setting.micro_batch, shape, rates)
+    made = GemmCost(found, setting.micro_batch_size, shape, rates)
     layer = _Layer(found, choice, setting, shape, recipe, rates, links, made)
     micro, passes = setting.num_micro, setting.passes if setting.executor == "layer_major" else 1
-    products = layer.products_s("fprop") + passes * (layer.products_s("dgrad") + layer.products_s("wgrad"))
+    matmuls = layer.matmul_s("fprop") + passes * (layer.matmul_s("dgrad") + layer.matmul_s("wgrad"))
     loops = FORWARD_SHARE + passes * (1 - FORWARD_SHARE)
     again = passes * (layer.again_s() + layer.tiles_s())
     if choice.activations == "keep" and passes > 1:
         again += layer.forward_s()
     parts = {
-        "products": micro * products,
+        "matmuls": micro * matmuls,
         "attention": micro * (1 + 2.5 * passes) * layer.attention_s(),
         "elementwise": micro * loops * layer.elementwise_s(),
-        "quantize": micro * (layer.quantize_s("forward") + passes * layer.quantize_s("backward")) + layer.codes_s(),
+        "quantize": micro * (layer.quantize_s("forward") + passes * layer.quantize_s("backward")) + layer.qdata_s(),
         "calls": micro * loops * layer.calls_s(),
         "recompute": micro * again,
         "weights": micro * passes * layer.weights_s(),
-        "optimizer": layer.update_s() - layer.codes_s(),
+        "optimizer": layer.update_s() - layer.qdata_s(),
     }
     parts["link"] = max(0.0, layer.cost().seconds - sum(parts.values()))
     return parts
@@ -354,5 +354,5 @@ def layer_seconds(
 def end_class(name: str, weights: Weights, shape: ModelShape) -> LayerClass:
     """Embedding or head as a class of one: parameters and states; its activations are in the phases' base."""
     largest = weights.count if any(found.largest_weight for found in shape.classes) else 0
-    cast = weights.count - weights.narrow if shape.product_bytes < FP32 and not shape.foreign else 0
+    cast = weights.count - weights.narrow if shape.matmul_bytes < FP32 and not shape.foreign else 0
     return LayerClass(name, (-1,), weights, weights.count, largest_weight=largest, cast=cast)

@@ -53,7 +53,7 @@ class FixedBytes:
     @classmethod
     def of(cls, shape: ModelShape, setting: GlobalConfig, recipe: Recipe, machine: Machine) -> "FixedBytes":
         """The bytes of a setting."""
-        rows = setting.micro_batch
+        rows = setting.micro_batch_size
         stream = float(rows * shape.seq_len * shape.dim * shape.stream_bytes)
         if setting.executor == "layer_major":
             stream *= setting.num_micro
@@ -62,9 +62,9 @@ class FixedBytes:
         if shape.plain_head:
             tokens, head = rows * shape.seq_len, shape.vocab_size * shape.dim
             row = shape.vocab_size * shape.logit_bytes
-            chunk = chunk_rows(tokens, row, setting.loss_tile) * row
+            chunk = chunk_rows(tokens, row, setting.loss_chunk_bytes) * row
             loss = loss_chunks(machine, shape.loss_compiled, shape.logit_bytes) * chunk + shape.logit_bytes * head
-            evaluated = evaluated_loss_bytes(tokens, shape.dim, shape.vocab_size, size, setting.loss_tile)
+            evaluated = evaluated_loss_bytes(tokens, shape.dim, shape.vocab_size, size, setting.loss_chunk_bytes)
             gradient = 4.0 * head
         else:  # all logits are there at once; the gradient of the head's weight is among them
             loss, gradient = shape.rest.work(rows), 0.0
@@ -82,7 +82,7 @@ class FixedBytes:
 
 def written_beside(recipe: Recipe) -> bool:
     """Whether checkpoints are written from a copy while training goes on. The last one never is: nothing follows it."""
-    return recipe.save.background and 0 < recipe.save.every < recipe.train.steps
+    return recipe.checkpoint.async_save and 0 < recipe.checkpoint.interval < recipe.train.steps
 
 
 def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
@@ -102,7 +102,7 @@ def stages(classes: Sequence[LayerClass]) -> list[list[str]]:
 
 def rollback_bytes(base: FixedBytes, setting: GlobalConfig, recipe: Recipe) -> float:
     """Bytes of what undoes a step that was applied half-way: all that a step changes, once more."""
-    kept = recipe.optim.clip == "lagged" and recipe.memory.undo == "journal"
+    kept = recipe.optim.clip == "delayed" and recipe.memory.rollback == "buffer"
     return base.state if setting.executor == "layer_major" and kept else 0.0
 
 
@@ -199,7 +199,7 @@ def _standard(
         Phase("backward", always | head | gaps | stream, layers, held, "backward"),
     ]
     if not many and not shape.classes:
-        whole = {"work": (1 + shape.spread) * shape.backward(setting.micro_batch)}
+        whole = {"work": (1 + shape.spread) * shape.backward(setting.micro_batch_size)}
         found.append(Phase("backward, done", always | whole))
     elif not many:  # gradients grow while activations go: a moment behind each kind of layers
         order = stages(shape.classes)

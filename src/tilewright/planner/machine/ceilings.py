@@ -223,14 +223,14 @@ def _measure_all(machine: Machine, key: str, threads: int, progress: Callable[[s
     probe, in_runs = RateProbe(_kernels(machine), device), RateProbe(Kernels(machine), device)
     began, load = time.perf_counter(), Load()
     progress(f"measuring this machine once: {machine.device_name}")
-    products = _middle_timings([_products(probe, machine) for _ in range(_ROUNDS)])
-    matmul = {fmt: {width: timed.rate for width, timed in row.items()} for fmt, row in products.items()}
+    matmuls = _middle_timings([_matmuls(probe, machine) for _ in range(_ROUNDS)])
+    matmul = {fmt: {width: timed.rate for width, timed in row.items()} for fmt, row in matmuls.items()}
     progress("  attention, loss, element-wise work, optimizer (compiled once), memory")
     rest = _middle([_rest(probe, in_runs, matmul) for _ in range(_ROUNDS)])
     ceilings = Ceilings(
         key=key,
         matmul=matmul,
-        start={fmt: {width: timed.start for width, timed in row.items()} for fmt, row in products.items()},
+        start={fmt: {width: timed.start for width, timed in row.items()} for fmt, row in matmuls.items()},
         **rest,
         threads=torch.get_num_threads(),
         busy=round(probe.busy(), 2),
@@ -267,7 +267,7 @@ def _middle_timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]]) -> dict
     }
 
 
-def _products(probe: RateProbe, machine: Machine) -> dict[str, dict[int, Timed]]:
+def _matmuls(probe: RateProbe, machine: Machine) -> dict[str, dict[int, Timed]]:
     """Matrix products by format and width."""
     found = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}
     found["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else found["fp32"]

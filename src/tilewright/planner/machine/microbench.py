@@ -189,8 +189,8 @@ class RateProbe:
             torch.autograd.grad(loss, (x_ND, weight_VD))
 
         seconds = self.clock(work)
-        products = 6 * num_tokens * vocab_size * dim / matmul_rate
-        return num_tokens * vocab_size / max(seconds - products, 0.1 * seconds)
+        matmuls = 6 * num_tokens * vocab_size * dim / matmul_rate
+        return num_tokens * vocab_size / max(seconds - matmuls, 0.1 * seconds)
 
     def elementwise(self, dtype: torch.dtype) -> float:
         """Bytes/s that the operations of an eager norm and SwiGLU read and write, forward and backward."""

@@ -95,10 +95,10 @@ def process_size(machine: Machine, *, compiles: bool, foreign: bool) -> int:
     return PROCESS_BYTES + triton + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
 
 
-def evaluated_loss_bytes(num_tokens: int, dim: int, vocab_size: int, size: int, loss_tile: int) -> float:
+def evaluated_loss_bytes(num_tokens: int, dim: int, vocab_size: int, size: int, loss_chunk_bytes: int) -> float:
     """What the head's loss holds at its busiest chunk of an evaluation, with logits of `size` bytes; a weight that is
     cast is copied."""
-    chunk = chunk_rows(num_tokens, vocab_size * size, loss_tile) * vocab_size * size
+    chunk = chunk_rows(num_tokens, vocab_size * size, loss_chunk_bytes) * vocab_size * size
     return EVALUATED_CHUNKS[size] * chunk + (size * vocab_size * dim if size < 4 else 0)
 
 

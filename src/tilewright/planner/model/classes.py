@@ -42,7 +42,7 @@ class ShapeFinder:
         """
         schedule = ModeSchedule.from_section(recipe.precision, recipe.train.steps)
         modes = dict.fromkeys(mode for mode in (schedule.mode, schedule.start_mode) if mode)
-        parameters = "" if recipe.optim.master == "fp32" else "bf16"
+        parameters = "" if recipe.optim.master_weights == "fp32" else "bf16"
         policy = Policy.from_section(recipe.precision, self.machine.device, parameters=parameters)
         return reduce(ModelShape.covering, (self._in_mode(recipe, policy.in_mode(mode), mode) for mode in modes))
 
@@ -53,7 +53,7 @@ class ShapeFinder:
         train = recipe.train
         kept = () if skeleton.names else (train.activation_checkpoint, train.checkpoint_inputs)
         sizes = (recipe.data.seq_len, recipe.data.image_size)
-        key = (recipe.model, recipe.lora, recipe.precision, recipe.optim.master != "fp32", mode, sizes, kept)
+        key = (recipe.model, recipe.lora, recipe.precision, recipe.optim.master_weights != "fp32", mode, sizes, kept)
         if key not in self._traces:  # seconds for a large model, and most settings change nothing of it
             self._traces[key] = trace_twice(skeleton, recipe, policy, self.machine)
         return foreign_shape(skeleton, recipe, policy, self.machine, self._traces[key])

@@ -12,7 +12,7 @@ from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import Activations
 
-BESIDE = ("save.background", "precision.eval_fp32")
+BESIDE = ("checkpoint.async_save", "precision.eval_fp32")
 """Settings of what takes memory beside the steps, which a plan may switch off: they change nothing that is learned."""
 SLICES = (4, 16)
 """Parts of an MLP that are tried."""
@@ -31,16 +31,16 @@ class Constraints:
     """
 
     executor: str | None = None
-    micro_batch: int | None = None
+    micro_batch_size: int | None = None
     most_rows: int | None = None
     """No larger micro-batch than this."""
-    loss_tile: int | None = None
+    loss_chunk_bytes: int | None = None
     activations: frozenset[Activations] | None = None
     """Only these."""
     parameters: Tier | None = None
     states: Tier | None = None
     inputs: Tier | None = None
-    mlp_tiles: int | None = None
+    mlp_chunks: int | None = None
     attention_block: int | None = None
     layers: tuple["Constraints", ...] = ()
     """Of each layer by its number, where layers differ in it; then the rest of this is about embedding and head."""
@@ -65,12 +65,12 @@ class Constraints:
 
     def chunkings(self, tiled: bool, blocked: bool) -> list[tuple[int, int]]:
         """(MLP tiles, attention rows) to try; `tiled`, `blocked`: whether the layer can be cut so."""
-        tiles = ((1, *SLICES) if tiled else (1,)) if self.mlp_tiles is None else (self.mlp_tiles,)
+        tiles = ((1, *SLICES) if tiled else (1,)) if self.mlp_chunks is None else (self.mlp_chunks,)
         blocks = ((0, BLOCK_ROWS) if blocked else (0,)) if self.attention_block is None else (self.attention_block,)
         return [(one, other) for one in tiles for other in blocks]
 
 
-SELECTED: frozenset[Activations] = frozenset(("selective", "products", "attention"))
+SELECTED: frozenset[Activations] = frozenset(("selective", "matmuls", "attention"))
 """They keep some results of a layer, which only the standard executor does."""
 KEPT: frozenset[Activations] = frozenset(("keep", "recompute")) | SELECTED
 

@@ -17,9 +17,9 @@ from tilewright.planner.model.gemms import (
     DTYPES,
     LinearGemm,
     Weights,
-    held_codes,
+    held_qdata,
+    matmuls_of,
     operand_work,
-    products_of,
     uncast,
 )
 from tilewright.planner.model.roofline import element_passes, expert_rows
@@ -46,7 +46,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     )
     masked = not compiled and attention != "amx"
     embedding, layers, head = skeleton.weights(policy)
-    pages = Pages.of(machine, BYTES[policy.product], compiled)
+    pages = Pages.of(machine, BYTES[policy.matmul], compiled)
     found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled)
     of_head = Line(0, seq_len * (config.dim * (2 * FP32 + BYTES[policy.activation]) + FP32))
     read = Line(FP32 * config.vocab_size * config.dim, of_head.per_row)
@@ -70,8 +70,8 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
         dim=config.dim,
         vocab_size=config.vocab_size,
         stream_bytes=BYTES[policy.stream],
-        product_bytes=BYTES[policy.product],
-        product_format=policy.product,
+        matmul_bytes=BYTES[policy.matmul],
+        matmul_format=policy.matmul,
         logit_bytes=BYTES[policy.activation],
         compiled=compiled,
         loss_compiled=loss == "compiled",
@@ -114,19 +114,19 @@ class _Decoder:
         index, moe = indices[0], self.short.is_moe(place)
         share_of_tokens = config.num_experts_per_token / config.num_experts if config.num_experts else 1.0
         prefix = f"{self.skeleton.names[place]}."
-        every = products_of(self.skeleton.model, policy, share_of_tokens)
-        products = tuple(product for product in every if product.fqn.startswith(prefix))
-        storage = storage_in(policy, products, compiled=self.compiled, inputs=self.recipe.train.checkpoint_inputs)
-        kept = {mode: self._kept(place, mode, storage) for mode in ("none", "selective", "products", "attention")}
+        every = matmuls_of(self.skeleton.model, policy, share_of_tokens)
+        matmuls = tuple(matmul for matmul in every if matmul.fqn.startswith(prefix))
+        storage = storage_in(policy, matmuls, compiled=self.compiled, inputs=self.recipe.train.checkpoint_inputs)
+        kept = {mode: self._kept(place, mode, storage) for mode in ("none", "selective", "matmuls", "attention")}
         work = self._work(kept["none"])
-        mask = float(seq_len**2 * BYTES[policy.product]) if masked else 0.0
+        mask = float(seq_len**2 * BYTES[policy.matmul]) if masked else 0.0
         mlp = Line(0, self._mlp_share(place, storage) * kept["none"].per_row)
         fused = self.compiled and not moe  # layers with experts are compiled in pieces
         passed = kept["none"] if fused else self._kept(place, "none", replace(storage, compiled=False))
         inactive = (config.num_experts - config.num_experts_per_token) * 3 * config.dim * config.expert_dim * moe
         flops = count_flops(config, seq_len)
         widths = (config.expert_dim if moe else config.ffn_dim, config.dim)
-        operands = Line.through(*(operand_work(products, rows * seq_len, self.machine) for rows in (1, 2)))
+        operands = Line.through(*(operand_work(matmuls, rows * seq_len, self.machine) for rows in (1, 2)))
         return LayerClass(
             name="layer" if len(self.skeleton.indices) == 1 else "experts" if moe else "dense",
             indices=indices,
@@ -134,7 +134,7 @@ class _Decoder:
             active_parameters=weights.count - inactive,
             kept=kept["none"] + Line(0, mask),
             kept_selective=kept["selective"],
-            kept_products=kept["products"],
+            kept_matmuls=kept["matmuls"],
             kept_attention=kept["attention"],
             input=Line(0, seq_len * config.dim * BYTES[policy.stream]),
             routes=moe,
@@ -144,16 +144,16 @@ class _Decoder:
             mlp_kept=mlp,
             mlp_work=Line(0, work * mlp.per_row),
             mask=mask,
-            products=products,
-            product_flops=float(flops.layers[index] * seq_len),
+            matmuls=matmuls,
+            matmul_flops=float(flops.layers[index] * seq_len),
             last_flops=float(flops.last[index] * seq_len),
             mlp_flops=2.0 * seq_len * (mlp_weights(config, index) - inactive),
             attention_flops=flops.attention * seq_len,
             largest_weight=largest_weight((config.dim * width for width in widths), self.machine),
-            cast=max(0, weights.count - weights.narrow - uncast(products)) if BYTES[policy.product] < FP32 else 0,
+            cast=max(0, weights.count - weights.narrow - uncast(matmuls)) if BYTES[policy.matmul] < FP32 else 0,
             called_experts=config.num_experts if moe else 0,
-            buffers=float(held_codes(products, self.machine) + FP32 * config.num_experts * moe),
-            coding=Coding.of(products, seq_len, self.machine),
+            buffers=float(held_qdata(matmuls, self.machine) + FP32 * config.num_experts * moe),
+            coding=Coding.of(matmuls, seq_len, self.machine),
         )
 
     def _kept(self, place: int, mode: ActivationCheckpoint, storage: Storage) -> Line:
@@ -178,11 +178,11 @@ class _Decoder:
             return self.pages.work
         if self.config.num_experts or self.policy.is_fp8:
             return WORK_GUESS
-        need = work_per_token(self.config, BYTES[self.policy.product], BYTES[self.policy.stream])
+        need = work_per_token(self.config, BYTES[self.policy.matmul], BYTES[self.policy.stream])
         return need / (kept.per_row / self.seq_len)
 
 
-def storage_in(policy: Policy, products: Sequence[LinearGemm], *, compiled: bool, inputs: CheckpointInputs) -> Storage:
+def storage_in(policy: Policy, matmuls: Sequence[LinearGemm], *, compiled: bool, inputs: CheckpointInputs) -> Storage:
     """What a layer's activations are kept in.
 
     Args:
@@ -191,22 +191,22 @@ def storage_in(policy: Policy, products: Sequence[LinearGemm], *, compiled: bool
         compiled: whether it is.
         inputs: what a layer that is recomputed keeps of its input.
     """
-    gemms = {role(product.fqn): product.gemms for product in products if product.gemms.any_fp8}
+    gemms = {role(matmul.fqn): matmul.gemms for matmul in matmuls if matmul.gemms.any_fp8}
     kept = Storage(BYTES[policy.stream], BYTES[policy.activation], compiled, inputs)
     return _with_codes(kept, gemms, policy.keep)
 
 
 def _with_codes(kept: Storage, gemms: Mapping[str, Gemms], keep: str) -> Storage:
-    codes = {
+    qdata = {
         name
         for name, formats in gemms.items()
-        if formats.wgrad in FP8_FORMATS and (keep == "codes" or name.startswith("experts."))  # these run as one
+        if formats.wgrad in FP8_FORMATS and (keep == "qdata" or name.startswith("experts."))  # these run as one
     }
-    fused = {name for name in codes if gemms[name].fprop in FP8_FORMATS and not gemms[name].tensorwise}
-    return replace(kept, tiled=frozenset(gemms), codes=frozenset(codes), fused=frozenset(fused))
+    fused = {name for name in qdata if gemms[name].fprop in FP8_FORMATS and not gemms[name].tensorwise}
+    return replace(kept, tiled=frozenset(gemms), qdata=frozenset(qdata), fused=frozenset(fused))
 
 
-def work_per_token(config: DecoderConfig, product: int, stream: int) -> float:
+def work_per_token(config: DecoderConfig, matmul: int, stream: int) -> float:
     """Bytes a token that backward of an eager dense layer has alive beyond what the layer keeps.
 
     What traces say (tests/planner/test_classes.py): the gradients around SwiGLU, which is computed in FP32, and that of
@@ -217,5 +217,5 @@ def work_per_token(config: DecoderConfig, product: int, stream: int) -> float:
         product: bytes of a number in the products.
         stream: bytes of a number in the residual stream.
     """
-    around_mlp = (10 if product == 2 else 8) * config.ffn_dim + stream * config.dim
+    around_mlp = (10 if matmul == 2 else 8) * config.ffn_dim + stream * config.dim
     return max(around_mlp, 12.0 * config.dim)

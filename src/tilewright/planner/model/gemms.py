@@ -115,7 +115,7 @@ def storage_of(model: nn.Module, policy: Policy) -> dict[str, str]:
     return {row.fqn: row.storage for row in explain(model, policy)}
 
 
-def products_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | float = 1.0) -> tuple[LinearGemm, ...]:
+def matmuls_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | float = 1.0) -> tuple[LinearGemm, ...]:
     """Linear layers and the router, in the model's order, with the formats that the policy gives them.
 
     Args:
@@ -149,28 +149,28 @@ def fp8_unit(machine: Machine) -> bool:
     return machine.capability is not None and machine.capability >= (8, 9)
 
 
-def held_codes(products: Sequence[LinearGemm], machine: Machine) -> int:
+def held_qdata(matmuls: Sequence[LinearGemm], machine: Machine) -> int:
     """Bytes kept of quantised weights, and of what says their formats; on a GPU nothing is kept."""
     if machine.device != "cpu":
         return 0
-    return sum(product.code_bytes + SWITCH_BYTES for product in products if product.gemms.any_fp8)
+    return sum(matmul.code_bytes + SWITCH_BYTES for matmul in matmuls if matmul.gemms.any_fp8)
 
 
-def operand_work(products: Sequence[LinearGemm], tokens: float, machine: Machine) -> float:
+def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine) -> float:
     """Bytes of the operands of the busiest 8-bit product: both copies of codes, and as decoded where no unit multiplies
     them."""
     size = 2 if fp8_unit(machine) else 4
     needs = (
-        size * (tokens * product.share * (product.num_in + product.num_out) + product.num_weights)
-        for product in products
-        if product.gemms.any_fp8
+        size * (tokens * matmul.share * (matmul.num_in + matmul.num_out) + matmul.num_weights)
+        for matmul in matmuls
+        if matmul.gemms.any_fp8
     )
     return max(needs, default=0.0)
 
 
-def uncast(products: Iterable[LinearGemm]) -> int:
+def uncast(matmuls: Iterable[LinearGemm]) -> int:
     """Weights that no pass casts to 16 bits: all three of their products read codes."""
-    return sum(product.num_weights for product in products if _all_fp8(product.gemms))
+    return sum(matmul.num_weights for matmul in matmuls if _all_fp8(matmul.gemms))
 
 
 def _all_fp8(gemms: Gemms) -> bool:

@@ -13,7 +13,7 @@ from tilewright.models.hf.model import HFModel
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine.overhead import free_pages, process_size
-from tilewright.planner.model.gemms import BYTES, DTYPES, LinearGemm, Weights, held_codes, operand_work, products_of
+from tilewright.planner.model.gemms import BYTES, DTYPES, LinearGemm, Weights, held_qdata, matmuls_of, operand_work
 from tilewright.planner.model.roofline import element_passes, walked
 from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
@@ -68,7 +68,7 @@ def foreign_shape(
     choice = kernels.choices["cross_entropy", machine.device, DTYPES[policy.activation], ""]
     loss_compiled = plain and choice.candidate.name == "compiled"
     compiled = recipe.train.compile == "on" or compiles_layers(recipe.train.compile, machine, by_default=False)
-    free = free_pages(machine, BYTES[policy.product])
+    free = free_pages(machine, BYTES[policy.matmul])
     if isinstance(traced, str):
         names = zip(skeleton.indices, layers, strict=True)
         classes = tuple(LayerClass(_name(i, skeleton, False), kind, w, w.count) for i, (kind, w) in enumerate(names))
@@ -92,8 +92,8 @@ def foreign_shape(
         dim=output.in_features if plain and output is not None else width,
         vocab_size=output.out_features if plain and output is not None else 0,
         stream_bytes=BYTES[policy.stream],
-        product_bytes=BYTES[policy.product],
-        product_format=policy.product,
+        matmul_bytes=BYTES[policy.matmul],
+        matmul_format=policy.matmul,
         logit_bytes=BYTES[policy.activation],
         compiled=compiled,
         loss_compiled=loss_compiled,
@@ -131,7 +131,7 @@ class _Found:
             weight = getattr(linears.get(name), "weight", None) if name else None
             if weight is not None and weight.dim() == 2:
                 shares[name] = flops / (2 * seq_len * weight.numel())
-        self.products = products_of(skeleton.model, policy, shares)
+        self.matmuls = matmuls_of(skeleton.model, policy, shares)
 
     def through(self, name: str) -> Line:
         """A number of the whole trace."""
@@ -141,8 +141,8 @@ class _Found:
         """The class of a layer."""
         one, two = (trace.layers[place] for trace in self.traced)
         prefix = f"{self.skeleton.names[place]}."
-        products = tuple(product for product in self.products if product.fqn.startswith(prefix))
-        others = _beside(self.layer_gemms[place], products)
+        matmuls = tuple(matmul for matmul in self.matmuls if matmul.fqn.startswith(prefix))
+        others = _beside(self.layer_gemms[place], matmuls)
         module = self.skeleton.layers[place]
         stacked = sum(p.numel() for p in module.parameters() if p.dim() == 3)
         active = weights.count - stacked
@@ -158,32 +158,32 @@ class _Found:
             active_parameters=min(weights.count, active + flops_of(others) / (2 * self.seq_len)),
             kept=line("kept"),
             kept_selective=line("kept_selective"),
-            kept_products=line("kept_products"),
+            kept_matmuls=line("kept_matmuls"),
             kept_attention=line("kept_attention"),
             input=Line(0, one.input),
             routes=next(find_routers(module), None) is not None,
-            work=line("work").times(free) + self._operands(products),
+            work=line("work").times(free) + self._operands(matmuls),
             moved=self._walked(one, two),
             fused=self.compiled,
             mlp_kept=line("mlp_kept"),
             mlp_work=line("mlp_work").times(free),
-            products=products,
-            product_flops=one.products,
-            last_flops=one.last_products,
-            mlp_flops=one.mlp_products,
+            matmuls=matmuls,
+            matmul_flops=one.matmuls,
+            last_flops=one.last_matmuls,
+            mlp_flops=one.mlp_matmuls,
             attention_flops=self.causal * one.attention,
             largest_weight=largest_weight((p.numel() for p in module.parameters()), self.machine),
             others=others,
             operations=0 if self.compiled else one.operations,
-            buffers=float(held_codes(products, self.machine)),
-            coding=Coding.of(products, self.seq_len, self.machine),
+            buffers=float(held_qdata(matmuls, self.machine)),
+            coding=Coding.of(matmuls, self.seq_len, self.machine),
         )
 
     def rest(self) -> LayerClass:
         """What the whole skeleton has and its layers have not."""
         one = self.traced[0]
         inside = tuple(f"{name}." for name in self.skeleton.names)
-        products = tuple(p for p in self.products if not p.fqn.startswith(inside))
+        matmuls = tuple(p for p in self.matmuls if not p.fqn.startswith(inside))
         gradient = self.seq_len * self.skeleton_width * self.stored if one.plain_head else 0.0
         work = Line()
         if not one.plain_head:
@@ -195,17 +195,17 @@ class _Found:
             weights=Weights(),
             active_parameters=0,
             kept=Line.through(*(_rest_of(trace, "kept") for trace in self.traced)) + Line(0, gradient),
-            work=work + self._operands(products),
+            work=work + self._operands(matmuls),
             moved=Line.through(
                 *(walked(self.machine, _rest_of(trace, "moved"), _rest_of(trace, "fresh")) for trace in self.traced)
             ),
-            products=products,
-            product_flops=flops_of(self.rest_gemms),
+            matmuls=matmuls,
+            matmul_flops=flops_of(self.rest_gemms),
             attention_flops=self.causal * _rest_of(one, "attention"),
-            others=_beside(self.rest_gemms, products),
+            others=_beside(self.rest_gemms, matmuls),
             operations=int(_rest_of(one, "operations")),
-            buffers=float(held_codes(products, self.machine)),
-            coding=Coding.of(products, self.seq_len, self.machine),
+            buffers=float(held_qdata(matmuls, self.machine)),
+            coding=Coding.of(matmuls, self.seq_len, self.machine),
         )
 
     @property
@@ -214,8 +214,8 @@ class _Found:
         net: Any = self.skeleton.model.net
         return net.get_output_embeddings().in_features
 
-    def _operands(self, products: Sequence[LinearGemm]) -> Line:
-        return Line.through(*(operand_work(products, rows * self.seq_len, self.machine) for rows in (1, 2)))
+    def _operands(self, matmuls: Sequence[LinearGemm]) -> Line:
+        return Line.through(*(operand_work(matmuls, rows * self.seq_len, self.machine) for rows in (1, 2)))
 
     def _walked(self, one: TracedLayer, two: TracedLayer) -> Line:
         """What loops of a layer move; compiled ones make fewer passes, into memory that is there."""
@@ -249,9 +249,9 @@ def _without(whole: Gemms, parts: Sequence[Gemms]) -> Gemms:
     return found
 
 
-def _beside(gemms: Gemms, products: Sequence[LinearGemm]) -> Gemms:
+def _beside(gemms: Gemms, matmuls: Sequence[LinearGemm]) -> Gemms:
     """Products that are no linear layer's."""
-    names = {product.fqn for product in products}
+    names = {matmul.fqn for matmul in matmuls}
     return {kind: found for kind, found in gemms.items() if kind.module not in names}
 
 

@@ -31,16 +31,16 @@ class OperandBytes:
     step: float = 0.0
 
     @classmethod
-    def of(cls, products: Iterable[LinearGemm], tokens: float, machine: Machine) -> "OperandBytes":
+    def of(cls, matmuls: Iterable[LinearGemm], tokens: float, machine: Machine) -> "OperandBytes":
         """The bytes of some linear layers for `tokens` tokens of a micro-batch, experts as evenly used."""
-        forward = backward = codes = 0.0
+        forward = backward = qdata = 0.0
         seen, has_unit = set[tuple[str, int]](), fp8_unit(machine)
-        for product in products:
-            gemms, rows = product.gemms, tokens * product.share
+        for matmul in matmuls:
+            gemms, rows = matmul.gemms, tokens * matmul.share
             fprop, dgrad, wgrad = (name in FP8_FORMATS for name in (gemms.fprop, gemms.dgrad, gemms.wgrad))
-            wgrad = wgrad and not product.frozen
-            x, dy, weight = rows * product.num_in, rows * product.num_out, product.num_weights
-            reader = shared_input(product.fqn)
+            wgrad = wgrad and not matmul.frozen
+            x, dy, weight = rows * matmul.num_in, rows * matmul.num_out, matmul.num_weights
+            reader = shared_input(matmul.fqn)
             if (fprop or wgrad) and reader not in seen:
                 seen.add(reader)
                 forward += x * (READ_BYTES + fprop + wgrad)
@@ -49,7 +49,7 @@ class OperandBytes:
             if not has_unit:
                 forward += DECODE_BYTES * fprop * (x + weight)
                 backward += DECODE_BYTES * (dgrad * (dy + weight) + wgrad * (dy + x))
-            codes += WEIGHT_BYTES * weight * gemms.any_fp8 * (not product.coded)
+            qdata += WEIGHT_BYTES * weight * gemms.any_fp8 * (not matmul.coded)
         if machine.device == "cpu":
-            return cls(forward, backward, codes)
-        return cls(forward + codes, backward + codes)
+            return cls(forward, backward, qdata)
+        return cls(forward + qdata, backward + qdata)

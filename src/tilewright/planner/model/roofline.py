@@ -44,7 +44,7 @@ FORMAT_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Formats by dtype; FP32 for all others."""
 
 BOUND_BY = {
-    "products": "compute",
+    "matmuls": "compute",
     "recompute": "compute",
     "attention": "compute",
     "head": "compute",
@@ -61,7 +61,7 @@ BOUND_BY = {
 
 def backward_passes(recipe: Recipe) -> int:
     """Backward passes of a layer-major step: two where clipping by the exact norm comes before the first update."""
-    return 2 if recipe.optim.clip == "exact" and recipe.optim.clip_norm > 0 else 1
+    return 2 if recipe.optim.clip == "two_pass" and recipe.optim.clip_norm > 0 else 1
 
 
 def expert_rows(machine: Machine) -> float:

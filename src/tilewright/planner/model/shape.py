@@ -55,9 +55,9 @@ class Coding:
     step: float = 0.0
 
     @classmethod
-    def of(cls, products: Sequence[LinearGemm], seq_len: int, machine: Machine) -> "Coding":
+    def of(cls, matmuls: Sequence[LinearGemm], seq_len: int, machine: Machine) -> "Coding":
         """Of a layer with these products, for rows of `seq_len` tokens."""
-        one, two = (OperandBytes.of(products, rows * seq_len, machine) for rows in (1, 2))
+        one, two = (OperandBytes.of(matmuls, rows * seq_len, machine) for rows in (1, 2))
         return cls(Line.through(one.forward, two.forward), Line.through(one.backward, two.backward), one.step)
 
 
@@ -75,7 +75,7 @@ class LayerClass:
     kept: Line = Line()
     """From forward to backward with everything kept, the input among it."""
     kept_selective: Line = Line()
-    kept_products: Line = Line()
+    kept_matmuls: Line = Line()
     kept_attention: Line = Line()
     """The same with results of products and attention kept, of products alone, and of attention alone."""
     input: Line = Line()
@@ -92,9 +92,9 @@ class LayerClass:
     mlp_work: Line = Line()
     mask: float = 0.0
     """Bytes per row of what attention holds for all pairs of positions (a mask); in `kept` too."""
-    products: tuple[LinearGemm, ...] = ()
+    matmuls: tuple[LinearGemm, ...] = ()
     """Linear layers and the formats of their products."""
-    product_flops: float = 0.0
+    matmul_flops: float = 0.0
     last_flops: float = 0.0
     """Of them those of products at the end that a recomputed layer need not run again."""
     mlp_flops: float = 0.0
@@ -130,7 +130,7 @@ class LayerClass:
         return replace(self, **lines, mask=max(self.mask, other.mask), buffers=max(self.buffers, other.buffers))
 
 
-_BYTES = ("kept", "kept_selective", "kept_products", "kept_attention", "input", "work", "mlp_kept", "mlp_work")
+_BYTES = ("kept", "kept_selective", "kept_matmuls", "kept_attention", "input", "work", "mlp_kept", "mlp_work")
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ class ModelShape:
     dim: int
     vocab_size: int
     stream_bytes: int
-    product_bytes: int
-    product_format: str
+    matmul_bytes: int
+    matmul_format: str
     logit_bytes: int
     compiled: bool
     loss_compiled: bool

@@ -31,7 +31,7 @@ def _flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) ->
     return sdpa_flop_count(query, key, value)
 
 
-def _product_flops(operand: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
+def _matmul_flops(operand: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
     return 2 * prod(out_shape) * operand[1]
 
 
@@ -47,7 +47,7 @@ _PRODUCTS = (torch.ops.tilewright.dequant_gemm, torch.ops.tilewright.tile_fprop)
 COUNTED = {
     **_FLASH_ON_CPU,
     _aten._grouped_mm: _grouped_flops,
-    **dict.fromkeys(_PRODUCTS, _product_flops),
+    **dict.fromkeys(_PRODUCTS, _matmul_flops),
 }
 _WALKS_NOWHERE = (
     *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
@@ -181,7 +181,7 @@ class LiveBytes(TorchDispatchMode):
         self.operations += 1
         if self.limit and self.operations > self.limit:
             raise TooLong(f"more than {self.limit:,} operations")
-        self._count_products(func.overloadpacket, out, args, kwargs or {})
+        self._count_matmuls(func.overloadpacket, out, args, kwargs or {})
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         old = {id(t.untyped_storage()) for t in read}
         written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -196,7 +196,7 @@ class LiveBytes(TorchDispatchMode):
             self.moved += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in walked)
         return out
 
-    def _count_products(self, packet: Any, out: Any, args: Any, kwargs: Any) -> None:
+    def _count_matmuls(self, packet: Any, out: Any, args: Any, kwargs: Any) -> None:
         formula = _formulas().get(packet)
         if formula is None or packet in _ATTENTION_BACKWARD:
             return

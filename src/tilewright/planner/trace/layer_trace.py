@@ -27,19 +27,19 @@ MLP_NAME = re.compile(r"mlp|feed_forward|ffn|block_sparse_moe")
 class TracedLayer:
     """One layer and one micro-batch, in bytes and in FLOPs of a forward pass.
 
-    `kept`, `kept_selective`, `kept_products`, `kept_attention`: from forward to backward, its input among them, its
+    `kept`, `kept_selective`, `kept_matmuls`, `kept_attention`: from forward to backward, its input among them, its
     output not; with all kept, with results of products and attention, of one of them alone. `input`: of its input.
     `work`: most that backward has alive beyond `kept`, gradients of weights left out. `moved`: read and written by
     what is neither product nor attention, forward and backward; `fresh`: of that, written into new memory.
     `operations`: calls, forward and backward. `mlp_kept`, `mlp_work`: kept and needed by its token-wise part alone; 0
     where none was found. `gemms`: calls and FLOPs of matrix products, linear layers by their names in the layer.
-    `last_products`: FLOPs of those at its end that recomputation does not run again. `mlp_products`: of its token-wise
+    `last_matmuls`: FLOPs of those at its end that recomputation does not run again. `mlp_matmuls`: of its token-wise
     part's. `attention`: fused attention, all pairs of positions.
     """
 
     kept: int
     kept_selective: int
-    kept_products: int
+    kept_matmuls: int
     kept_attention: int
     input: int
     work: int
@@ -49,12 +49,12 @@ class TracedLayer:
     mlp_kept: int
     mlp_work: int
     gemms: Mapping[GemmKind, tuple[int, float]]
-    last_products: float
-    mlp_products: float
+    last_matmuls: float
+    mlp_matmuls: float
     attention: float
 
     @property
-    def products(self) -> float:
+    def matmuls(self) -> float:
         """FLOPs of all matrix products."""
         return flops_of(self.gemms)
 
@@ -89,24 +89,24 @@ def trace_layers(layers: Sequence[nn.Module], run: Callable[[], object]) -> list
 def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
     mlp, call = _mlp_call(layer, args, kwargs)
     kept, whole = _kept_and_work(layer, args, kwargs)
-    kept_selective, kept_products, kept_attention = (
+    kept_selective, kept_matmuls, kept_attention = (
         _kept_and_work(_Checkpointed(layer, CONTEXTS[mode]), args, kwargs, backward=False)[0]
-        for mode in ("selective", "products", "attention")
+        for mode in ("selective", "matmuls", "attention")
     )
     _, trained = _kept_and_work(layer, args, kwargs, parameters=[p for p in layer.parameters() if p.requires_grad])
     counted = _counted(layer, args, kwargs)
-    products, attention = flops_of(counted.gemms), counted.attention
+    matmuls, attention = flops_of(counted.gemms), counted.attention
     again = _trained_flops(_Checkpointed(layer), args, kwargs) - _trained_flops(layer, args, kwargs)
-    mlp_kept, mlp_work, mlp_products = 0, 0, 0.0
+    mlp_kept, mlp_work, mlp_matmuls = 0, 0, 0.0
     if mlp is not None:
         mlp_kept, ran = _kept_and_work(mlp, *call)
         mlp_work = ran.peak - mlp_kept
         mlp_kept = max(0, mlp_kept - _first(call[0]).nbytes)  # its output leaves; its input is the norm's
-        mlp_products = flops_of(_counted(mlp, *call).gemms)
+        mlp_matmuls = flops_of(_counted(mlp, *call).gemms)
     return TracedLayer(
         kept=kept,
         kept_selective=kept_selective,
-        kept_products=kept_products,
+        kept_matmuls=kept_matmuls,
         kept_attention=kept_attention,
         input=_first((args, kwargs)).nbytes,
         work=whole.peak - kept,
@@ -116,8 +116,8 @@ def _trace_layer(layer: nn.Module, args: Any, kwargs: Any) -> TracedLayer:
         mlp_kept=mlp_kept,
         mlp_work=mlp_work,
         gemms=dict(counted.gemms),
-        last_products=max(0.0, products + attention - again),
-        mlp_products=mlp_products,
+        last_matmuls=max(0.0, matmuls + attention - again),
+        mlp_matmuls=mlp_matmuls,
         attention=attention,
     )
 

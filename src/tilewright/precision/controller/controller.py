@@ -49,7 +49,7 @@ class Controller:
     Example:
         >>> from tilewright.precision.controller.stats import GemmStats
         >>> controller = Controller([GemmSite("up", "wgrad", 0, 1.0)], ControllerSettings(budget=1.0))
-        >>> bad = LayerStats(products={"wgrad.fp8_tile": GemmStats(0.9, 0.9, 0.999, 19.0)})
+        >>> bad = LayerStats(matmuls={"wgrad.fp8_tile": GemmStats(0.9, 0.9, 0.999, 19.0)})
         >>> print(*controller.decide(100, QuantStats({"up": bad})))
         up wgrad fp8_tile -> bf16 (gain_error 0.1, limit 0.02)
     """
@@ -63,7 +63,7 @@ class Controller:
         """What was wrong with the last step, where wider formats mended it: take a sample and judge."""
         self.noise = 0.0
         """Mean noise over signal of the products as they are now: 0 for those above 8 bits. From the last sample."""
-        self._units = units_of(self.sites, self.settings.policy)
+        self._units = units_of(self.sites, self.settings.granularity)
         self._states = [_State() for _ in self._units]
         self._floors: Mapping[str, int] = {}
         self._detector = SpikeDetector(factor=self.settings.spike_factor)
@@ -96,7 +96,7 @@ class Controller:
         """Whether a step that was computed is to be applied, or redone in wider formats; and what is wrong with it."""
         self.suspect = None
         spike = self._detector.spike(loss, grad_norm)
-        if spike is None or not self.settings.redo:
+        if spike is None or not self.settings.retry_steps:
             self._settle(loss, grad_norm)
             return (SKIP if spike is not None and spike.name == "not_finite" else APPLY), spike
         return REDO, spike
@@ -151,7 +151,7 @@ class Controller:
                     evidence.layers.get(site.layer, LayerStats()),
                     site.gemm,
                     LEVELS[state.level - 1],
-                    dict(self.settings.limits),
+                    dict(self.settings.thresholds),
                     relax=True,
                 )
                 for site in unit.sites
@@ -162,7 +162,7 @@ class Controller:
                 continue
             worst = max(measured, key=lambda finding: finding.excess)
             state.quiet = state.quiet + 1 if worst.excess < 1 else 0
-            enough = 1 if recalibrate else self.settings.quiet
+            enough = 1 if recalibrate else self.settings.patience
             if state.quiet >= enough and self._may_move(state, step):
                 moves += self._move(step, unit, state, state.level - 1, worst)
         return moves
@@ -187,7 +187,7 @@ class Controller:
         if level + 1 >= len(LEVELS):
             return None
         layer = evidence.layers.get(site.layer, LayerStats())
-        return find(layer, site.gemm, LEVELS[level], dict(self.settings.limits), relax=relax)
+        return find(layer, site.gemm, LEVELS[level], dict(self.settings.thresholds), relax=relax)
 
     def _go_up(self, step: int, index: int, finding: Finding) -> list[Move]:
         unit, state = self._units[index], self._states[index]
@@ -234,8 +234,8 @@ class Controller:
     def _noise(self, evidence: QuantStats) -> float:
         total = 0.0
         for site, level in self._levels():
-            product = evidence.layers.get(site.layer, LayerStats()).products.get(f"{site.gemm}.fp8_tile")
-            total += product.noise if product is not None and level == 0 else 0.0
+            matmul = evidence.layers.get(site.layer, LayerStats()).matmuls.get(f"{site.gemm}.fp8_tile")
+            total += matmul.noise if matmul is not None and level == 0 else 0.0
         return total / max(len(self.sites), 1)
 
     # ---- checkpoints ----

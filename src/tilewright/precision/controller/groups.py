@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 LEVELS = ("fp8_tile", "bf16", "fp32")
 """Formats from the cheapest to the widest; a controller moves one step at a time."""
-POLICIES = ("per_gemm", "three_level")
+GRANULARITIES = ("per_gemm", "three_level")
 ATTENTION = ("*attn.*", "*attention.*", "*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.qkv_proj", "*.out_proj")
 """Names of the linear layers of attention, for "three_level"."""
 
@@ -61,12 +61,12 @@ class GemmGroup:
     sites: tuple[GemmSite, ...]
 
 
-def units_of(sites: Sequence[GemmSite], policy: str) -> list[GemmGroup]:
+def units_of(sites: Sequence[GemmSite], granularity: str) -> list[GemmGroup]:
     """The units of a policy, in the order of the model.
 
     Args:
-        sites: all products.
-        policy: "per_gemm": each product for itself. "three_level": as the articles have it, attention's linear layers,
+        sites: all products. granularity: "per_gemm": each product for itself. "three_level": as the articles have it,
+        attention's linear layers,
             the other layers' forward products, and their gradients' products.
 
     Example:
@@ -75,7 +75,7 @@ def units_of(sites: Sequence[GemmSite], policy: str) -> list[GemmGroup]:
         >>> [unit.name for unit in units_of(sites, "three_level")]
         ['attention', 'forward', 'gradient']
     """
-    if policy == "per_gemm":
+    if granularity == "per_gemm":
         return [GemmGroup(f"{site.layer} {site.gemm}", (site,)) for site in sites]
     groups: dict[str, list[GemmSite]] = {"attention": [], "forward": [], "gradient": []}
     for site in sites:

@@ -71,10 +71,10 @@ class History:
         found = [(s.step, s.evidence.layers[layer].tensors) for s in self.samples if layer in s.evidence.layers]
         return [(step, tensors[tensor]) for step, tensors in found if tensor in tensors]
 
-    def product(self, layer: str, gemm: str, name: str = "fp8_tile") -> list[tuple[int, GemmStats]]:
+    def matmul(self, layer: str, gemm: str, name: str = "fp8_tile") -> list[tuple[int, GemmStats]]:
         """One product in one format over the samples: (step, evidence)."""
-        found = [(s.step, s.evidence.layers[layer].products) for s in self.samples if layer in s.evidence.layers]
-        return [(step, products[f"{gemm}.{name}"]) for step, products in found if f"{gemm}.{name}" in products]
+        found = [(s.step, s.evidence.layers[layer].matmuls) for s in self.samples if layer in s.evidence.layers]
+        return [(step, matmuls[f"{gemm}.{name}"]) for step, matmuls in found if f"{gemm}.{name}" in matmuls]
 
 
 def read_history(run: Path | str) -> History:

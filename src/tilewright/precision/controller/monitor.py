@@ -51,7 +51,7 @@ class Monitor:
         >>> model = convert(model, "fp8_tile")
         >>> x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
         >>> evidence = Monitor(model).sample([lambda: model(x).square().mean().backward()])
-        >>> evidence.layers["0"].products["fprop.fp8_tile"].cosine > 0.99, model[0].weight.grad
+        >>> evidence.layers["0"].matmuls["fprop.fp8_tile"].cosine > 0.99, model[0].weight.grad
         (True, None)
     """
 
@@ -158,18 +158,18 @@ def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows:
         "dgrad": (dy8, weight8.transposed()),
         "wgrad": (dy8_column, x8_column),
     }
-    products = {}
+    matmuls = {}
     for gemm in GEMM_NAMES:
-        shadow = _product(gemm, x_NK, weight_MK, dy_NM, torch.bfloat16, kernels)
+        shadow = _matmul(gemm, x_NK, weight_MK, dy_NM, torch.bfloat16, kernels)
         narrow = kernels.tile_gemm(*in_8bit[gemm], out_dtype=torch.bfloat16)
-        products[f"{gemm}.fp8_tile"] = compare(narrow, shadow)
+        matmuls[f"{gemm}.fp8_tile"] = compare(narrow, shadow)
         if getattr(layer.gemms, gemm) not in FP8_FORMATS:
-            wide = _product(gemm, x_NK, weight_MK, dy_NM, torch.float32, kernels)
-            products[f"{gemm}.bf16"] = compare(shadow, wide)
-    return LayerStats(tensors, products)
+            wide = _matmul(gemm, x_NK, weight_MK, dy_NM, torch.float32, kernels)
+            matmuls[f"{gemm}.bf16"] = compare(shadow, wide)
+    return LayerStats(tensors, matmuls)
 
 
-def _product(gemm: str, x_NK: Tensor, weight_MK: Tensor, dy_NM: Tensor, dtype: torch.dtype, kernels: Kernels) -> Tensor:
+def _matmul(gemm: str, x_NK: Tensor, weight_MK: Tensor, dy_NM: Tensor, dtype: torch.dtype, kernels: Kernels) -> Tensor:
     x, weight, dy = x_NK.to(dtype), weight_MK.to(dtype), dy_NM.to(dtype)
     a, b = {"fprop": (x, weight), "dgrad": (dy, weight.T), "wgrad": (dy.T, x.T)}[gemm]
     return kernels.linear(a, b)
@@ -180,7 +180,7 @@ def _weight(weight_MK: Tensor, tiled: TiledTensor, max_rows: int) -> TensorStats
     if rows is None:
         return _tensor(weight_MK, tiled)
     blocks = tiled.scale_inv[rows[::_ROWS] // _ROWS]
-    return _tensor(weight_MK[rows], TiledTensor(tiled.codes[rows], blocks, tiled.tile, tiled.spec))
+    return _tensor(weight_MK[rows], TiledTensor(tiled.qdata[rows], blocks, tiled.tile, tiled.spec))
 
 
 def _tensor(x: Tensor, tiled: TiledTensor) -> TensorStats:

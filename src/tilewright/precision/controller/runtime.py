@@ -137,11 +137,11 @@ class PrecisionController:
     def due(self, step: int) -> bool:
         """Whether `step` begins with a sample."""
         settings = self.settings
-        return settings is not None and (step % settings.every == 0 or self.recalibrates(step))
+        return settings is not None and (step % settings.interval == 0 or self.recalibrates(step))
 
     def recalibrates(self, step: int) -> bool:
         """Whether that sample is one of the larger ones."""
-        return self.settings is not None and step > 0 and step % self.settings.recalibrate == 0
+        return self.settings is not None and step > 0 and step % self.settings.recalibrate_interval == 0
 
     def sample(self, step: int, passes: Iterable[Callable[[], object]]) -> None:
         """Take a sample from extra passes (see `Monitor.sample`), judge it, and carry the moves out."""
@@ -268,7 +268,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
             got=f"{others[0][0]} in {others[0][1]}" if others else "no layer with products in fp8_tile",
             need="linear layers in fp8_tile",
             try_='convert(model, Policy("fp8_tile", keep="value")) first',
-            where="precision.controller",
+            where="precision.controller.enabled",
         )
     fixed = [name for name, layer in layers if layer.gemms.wgrad in FP8_FORMATS and not layer.keep_value]
     if fixed:
@@ -277,7 +277,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
             got=f"{len(fixed)} layers keep 8-bit codes of their input for backward, the first is {fixed[0]}",
             need="layers that keep the input itself, 2 bytes an element",
             try_='convert(model, Policy("fp8_tile", keep="value"))',
-            where="precision.controller",
+            where="precision.controller.enabled",
         )
     return [
         GemmSite(name, gemm, 0 if getattr(layer.gemms, gemm) in FP8_FORMATS else LEVELS.index(getattr(layer.gemms,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilewright.core.errors import ConfigError, FitError
-from tilewright.precision.controller.groups import POLICIES, GemmSite
+from tilewright.precision.controller.groups import GRANULARITIES, GemmSite
 from tilewright.precision.controller.thresholds import LIMITS, Threshold
 
 
@@ -14,36 +14,38 @@ class ControllerSettings:
     """How a controller decides.
 
     Args:
-        policy: what moves together, one of `POLICIES`.
+        granularity: what moves together, one of `GRANULARITIES`.
         budget: largest share of the products' work above 8 bits, 0 to 1; what the policy itself keeps there counts.
-        every: steps between samples.
+        interval: steps between samples.
         cooldown: steps between two moves of one unit.
-        quiet: samples in a row that must be good before a unit comes down.
-        recalibrate: steps between larger samples, after which a unit that is good comes down without waiting.
-        redo: redo bad steps; else they are only looked at where they are not finite.
+        patience: samples in a row that must be good before a unit comes down.
+        recalibrate_interval: steps between larger samples, after which a unit that is good comes down without waiting.
+        retry_steps: compute bad steps again; else they are only looked at where they are not finite.
         spike_factor: see `SpikeDetector.factor`.
-        limits: by signal.
+        thresholds: by signal.
     """
 
-    policy: str = "per_gemm"
+    granularity: str = "per_gemm"
     budget: float = 0.5
-    every: int = 100
+    interval: int = 100
     cooldown: int = 200
-    quiet: int = 3
-    recalibrate: int = 1000
-    redo: bool = True
+    patience: int = 3
+    recalibrate_interval: int = 1000
+    retry_steps: bool = True
     spike_factor: float = 8.0
-    limits: Mapping[str, Threshold] = field(default_factory=lambda: LIMITS)
+    thresholds: Mapping[str, Threshold] = field(default_factory=lambda: LIMITS)
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
+        if self.granularity not in GRANULARITIES:
             raise ConfigError(
-                "The controller has no such policy.",
-                got=repr(self.policy),
-                need=", ".join(POLICIES),
-                where="precision.controller_policy",
+                "unknown granularity of the controller",
+                got=repr(self.granularity),
+                need=", ".join(GRANULARITIES),
+                where="precision.controller.granularity",
             )
-        wrong = [name for name in ("every", "cooldown", "quiet", "recalibrate") if getattr(self, name) < 1]
+        wrong = [
+            name for name in ("interval", "cooldown", "patience", "recalibrate_interval") if getattr(self, name) < 1
+        ]
         if wrong or not 0 <= self.budget <= 1:
             raise ConfigError(
                 "The controller's settings make no sense.",
@@ -68,6 +70,6 @@ def check_budget(sites: Sequence[GemmSite], budget: float) -> None:
         got=f"{budget:.1%} of the products' work may be above 8 bits",
         need=f"at least {least:.1%}, which the policy itself keeps there: {len(kept)} products, "
         f"the first is {kept[0].layer} {kept[0].gemm}",
-        try_=f"precision.controller_budget = {math.ceil(least * 100) / 100:.2f}, or precision.decouple = []",
-        where="precision.controller_budget",
+        try_=f"precision.controller.budget = {math.ceil(least * 100) / 100:.2f}, or precision.bf16_grad_layers = []",
+        where="precision.controller.budget",
     )

@@ -75,7 +75,7 @@ class GemmStats:
 
 _PARTS: tuple[tuple[str, str, type], ...] = (
     *(("tensors", name, TensorStats) for name in TENSORS),
-    *(("products", f"{gemm}.{name}", GemmStats) for gemm in GEMM_NAMES for name in COMPARED),
+    *(("matmuls", f"{gemm}.{name}", GemmStats) for gemm in GEMM_NAMES for name in COMPARED),
 )
 _LENGTH = sum(len(fields(kind)) for _, _, kind in _PARTS)
 
@@ -90,7 +90,7 @@ class LayerStats:
     """
 
     tensors: Mapping[str, TensorStats] = field(default_factory=dict)
-    products: Mapping[str, GemmStats] = field(default_factory=dict)
+    matmuls: Mapping[str, GemmStats] = field(default_factory=dict)
 
     def vector(self) -> list[float]:
         """All numbers, signed so that higher is worse; minus infinity for what is not there."""
@@ -104,7 +104,7 @@ class LayerStats:
     @classmethod
     def from_vector(cls, numbers: Sequence[float]) -> "LayerStats":
         """Back from `vector`."""
-        found: dict[str, dict[str, Any]] = {"tensors": {}, "products": {}}
+        found: dict[str, dict[str, Any]] = {"tensors": {}, "matmuls": {}}
         start = 0
         for attribute, name, kind in _PARTS:
             part = numbers[start : start + len(fields(kind))]
@@ -120,9 +120,9 @@ class QuantStats:
     """One sample: evidence by the layer's name.
 
     Example:
-        >>> a = QuantStats({"up": LayerStats(products={"fprop.fp8_tile": GemmStats(0.99, 0.99, 0.999, 30.0)})})
-        >>> b = QuantStats({"up": LayerStats(products={"fprop.fp8_tile": GemmStats(1.01, 1.01, 0.998, 28.0)})})
-        >>> QuantStats.worst([a, b]).layers["up"].products["fprop.fp8_tile"]
+        >>> a = QuantStats({"up": LayerStats(matmuls={"fprop.fp8_tile": GemmStats(0.99, 0.99, 0.999, 30.0)})})
+        >>> b = QuantStats({"up": LayerStats(matmuls={"fprop.fp8_tile": GemmStats(1.01, 1.01, 0.998, 28.0)})})
+        >>> QuantStats.worst([a, b]).layers["up"].matmuls["fprop.fp8_tile"]
         GemmStats(gain_low=0.99, gain_high=1.01, cosine=0.998, sqnr_db=28.0)
     """
 
@@ -158,7 +158,7 @@ class QuantStats:
         return {
             name: {
                 "tensors": {key: _plain(asdict(part), digits) for key, part in layer.tensors.items()},
-                "products": {key: _plain(asdict(part), digits) for key, part in layer.products.items()},
+                "matmuls": {key: _plain(asdict(part), digits) for key, part in layer.matmuls.items()},
             }
             for name, layer in self.layers.items()
         }
@@ -170,7 +170,7 @@ class QuantStats:
             {
                 name: LayerStats(
                     {key: TensorStats(**_numbers(part)) for key, part in layer["tensors"].items()},
-                    {key: GemmStats(**_numbers(part)) for key, part in layer["products"].items()},
+                    {key: GemmStats(**_numbers(part)) for key, part in layer["matmuls"].items()},
                 )
                 for name, layer in data.items()
             }

@@ -61,10 +61,10 @@ def find(evidence: LayerStats, gemm: str, name: str, limits: dict[str, Threshold
     Returns:
         None where the product was not measured in that format.
     """
-    product = evidence.products.get(f"{gemm}.{name}")
-    if product is None:
+    matmul = evidence.matmuls.get(f"{gemm}.{name}")
+    if matmul is None:
         return None
-    values = {"gain_error": product.gain_error, "cosine": product.cosine, "sqnr_db": product.sqnr_db}
+    values = {"gain_error": matmul.gain_error, "cosine": matmul.cosine, "sqnr_db": matmul.sqnr_db}
     tensors = [evidence.tensors[key] for key in OPERANDS[gemm] if key in evidence.tensors]
     if name == "fp8_tile" and tensors:
         for signal in ("not_finite", "underflow", "dynamic_range_log2"):

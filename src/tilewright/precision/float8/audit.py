@@ -78,7 +78,7 @@ class Audit:
         for fqn, module in self._model.named_modules():
             if isinstance(module, nn.Linear) and "counts" in vars(module):
                 found[fqn] = Float8Linear.executed(module)  # also of a layer that is in another mode now
-        found |= {name: given.products.executed() for name, given in tile_weights(self._model).items()}
+        found |= {name: given.matmuls.executed() for name, given in tile_weights(self._model).items()}
         return {
             fqn: {gemm: _added(self._before.get(fqn, {}).get(gemm, {}), ran[gemm]) for gemm in GEMM_NAMES}
             for fqn, ran in found.items()
@@ -135,15 +135,15 @@ def _counted(fqn: str, module: nn.Module | None, counts: dict[str, dict[str, int
 
 
 def _given_over(row: ModuleRow, given: Given, counts: dict[str, dict[str, int]]) -> Iterator[AuditRow]:
-    products, kernels = given.products, given.products.kernels
-    if products.gemms is None:
+    matmuls, kernels = given.matmuls, given.matmuls.kernels
+    if matmuls.gemms is None:
         yield AuditRow(row.fqn, "all", row.compute, "-", None, row.reason if row.fallback else "")
     for gemm in GEMM_NAMES:
         ran = counts.get(gemm, {})
-        if not ran and products.gemms is not None:
-            ran = {getattr(products.gemms, gemm): 0}
+        if not ran and matmuls.gemms is not None:
+            ran = {getattr(matmuls.gemms, gemm): 0}
         for name, calls in ran.items() if kernels is not None else ():
-            kernel, fallback = _kernel(kernels, given.parameter, products.output_dtype, gemm, name)
+            kernel, fallback = _kernel(kernels, given.parameter, matmuls.output_dtype, gemm, name)
             yield AuditRow(row.fqn, gemm, name, kernel, calls, fallback)
 
 

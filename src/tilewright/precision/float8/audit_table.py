@@ -116,7 +116,7 @@ def differences(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> list[D
         >>> print(*differences(rows, [AuditRow("up", "fprop", "bf16", "ref", 3)]))
         Difference(layer='up', gemm='fprop', what='kernels', first='bf16 native', second='bf16 ref', count=1)
     """
-    ours, theirs = _by_product(first), _by_product(second)
+    ours, theirs = _by_matmul(first), _by_matmul(second)
     found: dict[tuple[str, ...], int] = {}
     for layer, gemm in dict.fromkeys([*ours, *theirs]):
         for what, a, b in _compare(ours.get((layer, gemm), []), theirs.get((layer, gemm), [])):
@@ -137,15 +137,15 @@ def _compare(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> Iterable[
                 yield what, text(first), text(second)
 
 
-def _by_product(rows: Iterable[AuditRow]) -> dict[tuple[str, str], list[AuditRow]]:
+def _by_matmul(rows: Iterable[AuditRow]) -> dict[tuple[str, str], list[AuditRow]]:
     """Rows by layer and product; formats that never ran left out, where others of the product did."""
-    products: dict[tuple[str, str], list[AuditRow]] = {}
+    matmuls: dict[tuple[str, str], list[AuditRow]] = {}
     for row in rows:
-        products.setdefault((row.layer, row.gemm), []).append(row)
-    for key, found in products.items():
+        matmuls.setdefault((row.layer, row.gemm), []).append(row)
+    for key, found in matmuls.items():
         ran = [row for row in found if row.calls != 0]
-        products[key] = sorted(ran or found, key=lambda row: row.format)
-    return products
+        matmuls[key] = sorted(ran or found, key=lambda row: row.format)
+    return matmuls
 
 
 def _formats(rows: Sequence[AuditRow]) -> str:

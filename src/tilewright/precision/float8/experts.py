@@ -83,9 +83,9 @@ def grouped_tile_linear(
     row, column = copies.row, copies.column
     if row is None:
         raise AssertionError("grouped layers have 8-bit products throughout")
-    codes = (column.codes, column.scale_inv) if column is not None else (None, None)
+    qdata = (column.qdata, column.scale_inv) if column is not None else (None, None)
     return _GroupedMatmuls.apply(
-        x_PK, row.codes, row.scale_inv, *codes, tuple(counts), tuple(layers), *[layer.weight for layer in layers]
+        x_PK, row.qdata, row.scale_inv, *qdata, tuple(counts), tuple(layers), *[layer.weight for layer in layers]
     )
 
 
@@ -102,37 +102,37 @@ def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _rows_of(tiled: TiledTensor, start: int, end: int) -> TiledTensor:
-    return TiledTensor(tiled.codes[start:end], tiled.scale_inv[start:end], tiled.tile, tiled.spec)
+    return TiledTensor(tiled.qdata[start:end], tiled.scale_inv[start:end], tiled.tile, tiled.spec)
 
 
 def _columns_of(tiled: TiledTensor, start: int, end: int) -> TiledTensor:
     """Columns of a matrix in row tiles; both ends are whole tiles."""
     scale_inv = tiled.scale_inv[:, start // ROWS : end // ROWS]
-    return TiledTensor(tiled.codes[:, start:end], scale_inv, tiled.tile, tiled.spec)
+    return TiledTensor(tiled.qdata[:, start:end], scale_inv, tiled.tile, tiled.spec)
 
 
 class _GroupedMatmuls(torch.autograd.Function):
     """The three products of each expert."""
 
     @staticmethod
-    def forward(ctx, x_PK, row_codes, row_scale, column_codes, column_scale, counts, layers, *weights_MK):
+    def forward(ctx, x_PK, rowwise_qdata, row_scale, columnwise_qdata, column_scale, counts, layers, *weights_MK):
         kernels = layers[0].kernels
-        row = TiledTensor(row_codes, row_scale, input_tile(tensorwise=False), E4M3)
+        row = TiledTensor(rowwise_qdata, row_scale, input_tile(tensorwise=False), E4M3)
         outs = []
         for layer, weight_MK, (start, end) in zip(layers, weights_MK, _spans(counts), strict=True):
             weight = layer.quantized_weight(weight_MK)
             layer.note_executed("fprop")
             outs.append(kernels.tile_gemm(_rows_of(row, start, end), weight, out_dtype=layers[0].output_dtype))
-        ctx.save_for_backward(column_codes, column_scale, *weights_MK)
+        ctx.save_for_backward(columnwise_qdata, column_scale, *weights_MK)
         ctx.counts, ctx.layers, ctx.x_dtype, ctx.gemms = counts, layers, x_PK.dtype, layers[0].gemms
         return torch.cat(outs)
 
     @staticmethod
     def backward(ctx, dy_PM):
-        column_codes, column_scale, *weights_MK = ctx.saved_tensors
+        columnwise_qdata, column_scale, *weights_MK = ctx.saved_tensors
         first = ctx.layers[0]
         kernels, gemms = first.kernels, ctx.gemms
-        x = TiledTensor(column_codes, column_scale, input_tile(tensorwise=False), E4M3)
+        x = TiledTensor(columnwise_qdata, column_scale, input_tile(tensorwise=False), E4M3)
         dgrad_spec, wgrad_spec = gradient_spec(gemms.dgrad), gradient_spec(gemms.wgrad)
         how = {"tensorwise": False, "power_of_two": first.power_of_two}
         row, column = quantize_copies(dy_PM, dgrad_spec, kernels, **how, row=True, column=True)

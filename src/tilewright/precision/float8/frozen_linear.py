@@ -79,9 +79,9 @@ class FrozenFloat8Linear(Cast, nn.Linear):
     def _run(self, x: Tensor) -> Tensor:
         # Inside of a torch.func transform the GEMM quantises what it reads: here tensors may have no memory.
         row = self._quantized_input(x) if self.fprop in FP8_FORMATS and not in_func_transform() else None
-        products = _FrozenMatmuls if torch.compiler.is_compiling() else _EagerFrozenMatmuls
-        out_NM = products.apply(
-            x.reshape(-1, x.shape[-1]), None if row is None else row.codes, None if row is None else row.scale_inv,
+        matmuls = _FrozenMatmuls if torch.compiler.is_compiling() else _EagerFrozenMatmuls
+        out_NM = matmuls.apply(
+            x.reshape(-1, x.shape[-1]), None if row is None else row.qdata, None if row is None else row.scale_inv,
             self.weight, self.weight_scale_inv, self.bias,
             self.fprop, self.dgrad, self.power_of_two, self.kernels, self.output_dtype or x.dtype,
         )  # fmt: skip
@@ -104,10 +104,10 @@ class FrozenFloat8Linear(Cast, nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         """Moves codes and scales with the model, but `model.bfloat16()` and the like leave their dtypes alone."""
-        codes, scale_inv = self.weight, self.weight_scale_inv
+        qdata, scale_inv = self.weight, self.weight_scale_inv
         super()._apply(fn, recurse)
         if self.weight.dtype != CODE_DTYPE:
-            self.weight = codes.to(self.weight.device)
+            self.weight = qdata.to(self.weight.device)
         if self.weight_scale_inv.dtype != torch.float32:
             self.weight_scale_inv = scale_inv.to(self.weight_scale_inv.device)
         return self
@@ -127,11 +127,11 @@ def freeze_in_fp8(module: nn.Linear, kernels: Kernels) -> None:
         >>> layer.weight.dtype, list(layer.weight_scale_inv.shape), layer(torch.ones(2, 200)).shape
         (torch.float8_e4m3fn, [1, 2], torch.Size([2, 3]))
     """
-    codes, scale_inv = to_stored(module.weight)
+    qdata, scale_inv = to_stored(module.weight)
     if isinstance(module, Float8Linear):
         module.keep_weight(False)
     del module.weight
-    module.register_buffer("weight", codes)
+    module.register_buffer("weight", qdata)
     module.register_buffer("weight_scale_inv", scale_inv)
     if module.bias is not None:
         module.bias.requires_grad_(False)
@@ -164,15 +164,15 @@ class _FrozenMatmuls(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x_NK, row_codes, row_scale, codes_MK, scale_inv, bias_M,
+        x_NK, rowwise_qdata, row_scale, qdata_MK, scale_inv, bias_M,
         fprop, dgrad, power_of_two, kernels, out_dtype,
     ):  # fmt: skip
-        weight = from_stored(codes_MK, scale_inv)
+        weight = from_stored(qdata_MK, scale_inv)
         if fprop in FP8_FORMATS:
-            if row_codes is None:
+            if rowwise_qdata is None:
                 row = kernels.quantize(x_NK, E4M3, ROW_TILE, power_of_two=power_of_two)
             else:
-                row = TiledTensor(row_codes, row_scale, ROW_TILE, E4M3)
+                row = TiledTensor(rowwise_qdata, row_scale, ROW_TILE, E4M3)
             return kernels.tile_gemm(row, weight, bias_M, out_dtype=out_dtype)
         dtype = SPECS[fprop].dtype
         bias = None if bias_M is None else bias_M.to(dtype)
@@ -180,16 +180,16 @@ class _FrozenMatmuls(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x_NK, _, _, codes_MK, scale_inv, _, _, dgrad, power_of_two, kernels, _ = inputs
-        ctx.save_for_backward(codes_MK, scale_inv)
+        x_NK, _, _, qdata_MK, scale_inv, _, _, dgrad, power_of_two, kernels, _ = inputs
+        ctx.save_for_backward(qdata_MK, scale_inv)
         ctx.dgrad, ctx.power_of_two, ctx.kernels, ctx.x_dtype = dgrad, power_of_two, kernels, x_NK.dtype
 
     @staticmethod
     def backward(ctx, dy_NM):
-        codes_MK, scale_inv = ctx.saved_tensors
+        qdata_MK, scale_inv = ctx.saved_tensors
         dx_NK = None
         if ctx.needs_input_grad[0]:
-            weight = from_stored(codes_MK, scale_inv).transposed()
+            weight = from_stored(qdata_MK, scale_inv).transposed()
             with torch.no_grad():
                 if ctx.dgrad in FP8_FORMATS:
                     spec = gradient_spec(ctx.dgrad)

@@ -45,14 +45,14 @@ class QuantizingSwiGLU:
 
 
 def _with_copies(
-    y: Tensor, row_codes: Tensor, row_scale: Tensor, column_codes: Tensor, column_scale: Tensor
+    y: Tensor, rowwise_qdata: Tensor, row_scale: Tensor, columnwise_qdata: Tensor, column_scale: Tensor
 ) -> WithCopies:
-    row = TiledTensor(row_codes, row_scale, ROW_TILE, E4M3)
-    return WithCopies(y, row, TiledTensor(column_codes, column_scale, ROW_TILE, E4M3))
+    row = TiledTensor(rowwise_qdata, row_scale, ROW_TILE, E4M3)
+    return WithCopies(y, row, TiledTensor(columnwise_qdata, column_scale, ROW_TILE, E4M3))
 
 
 def _flat(row: TiledTensor, column: TiledTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return row.codes, row.scale_inv, column.codes, column.scale_inv
+    return row.qdata, row.scale_inv, column.qdata, column.scale_inv
 
 
 class _NormQuantize(torch.autograd.Function):
@@ -63,9 +63,9 @@ class _NormQuantize(torch.autograd.Function):
         y, row, column = kernels.rms_norm_quantize(x, weight_D, eps, E4M3, power_of_two=power_of_two)
         ctx.save_for_backward(x, weight_D)
         ctx.eps = eps
-        codes = _flat(row, column)
-        ctx.mark_non_differentiable(*codes)
-        return y, *codes
+        qdata = _flat(row, column)
+        ctx.mark_non_differentiable(*qdata)
+        return y, *qdata
 
     @staticmethod
     def backward(ctx, dy, *_):
@@ -86,9 +86,9 @@ class _SwigluQuantize(torch.autograd.Function):
     def forward(ctx, gate, up, kernels, power_of_two):
         y, row, column = kernels.swiglu_quantize(gate, up, E4M3, power_of_two=power_of_two)
         ctx.save_for_backward(gate, up)
-        codes = _flat(row, column)
-        ctx.mark_non_differentiable(*codes)
-        return y, *codes
+        qdata = _flat(row, column)
+        ctx.mark_non_differentiable(*qdata)
+        return y, *qdata
 
     @staticmethod
     def backward(ctx, dy, *_):

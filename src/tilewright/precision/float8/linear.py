@@ -23,7 +23,7 @@ from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor, WithCopies
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.float8.gemm.derivatives import in_func_transform
-from tilewright.precision.float8.gemm.gemm_ops import RuntimeFormats, StaticConfig, products
+from tilewright.precision.float8.gemm.gemm_ops import RuntimeFormats, StaticConfig, matmuls
 from tilewright.precision.float8.gemm.input_cache import InputCopies, InputShare
 from tilewright.precision.float8.gemm.operands import quantize_copies, quantize_weight
 from tilewright.precision.float8.gemm.weight_store import new_store, stored_weight
@@ -61,13 +61,13 @@ class Float8Linear(Cast, nn.Linear):
     weight_store: Tensor | None
     """A buffer with these data, see `weight_store.new_store`; None: the weight is quantised in each pass."""
 
-    def configure(self, gemms: Gemms, *, power_of_two: bool, keep: str = "codes", strict: bool = False) -> None:
+    def configure(self, gemms: Gemms, *, power_of_two: bool, keep: str = "qdata", strict: bool = False) -> None:
         """Set the formats, and for them what compiled code and producers of the input depend on.
 
         Args:
             gemms: formats of the products.
             power_of_two: kind of scale.
-            keep: "codes" keeps the input in 8 bits where wgrad has them; "value" keeps the input itself.
+            keep: "qdata" keeps the input in 8 bits where wgrad has them; "value" keeps the input itself.
             strict: see `strict`.
         """
         settings = (gemms.tensorwise, power_of_two)
@@ -180,7 +180,7 @@ class Float8Linear(Cast, nn.Linear):
             copies = make() if self.share is None else self.share.copies_of(x, key, make)
         switch = RuntimeFormats(self.formats, self.counts)
         fixed = StaticConfig(keep_value, *kind, kernels.spec, self.output_dtype)
-        out_NM = products(x_NK, self.weight, self.bias, copies, self.weight_store, switch, fixed)
+        out_NM = matmuls(x_NK, self.weight, self.bias, copies, self.weight_store, switch, fixed)
         return out_NM.view(*x.shape[:-1], self.out_features)
 
     def _kernels(self) -> Kernels:

@@ -66,7 +66,7 @@ class Given:
     """A weight that was given over, and what multiplies by it."""
 
     parameter: nn.Parameter
-    products: Float8Weight
+    matmuls: Float8Weight
 
 
 def tile_weights(model: nn.Module) -> dict[str, Given]:
@@ -81,7 +81,7 @@ def tile_weights(model: nn.Module) -> dict[str, Given]:
 
 def counters(model: nn.Module) -> list[Tensor]:
     """The counts of what was executed of these weights, which a pass that leaves nothing behind puts back."""
-    return [given.products.counts for given in tile_weights(model).values()]
+    return [given.matmuls.counts for given in tile_weights(model).values()]
 
 
 def row_name(fqn: str, weight: Owned) -> str:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tilewright.formats.spec import SPECS
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.float8.gemm.gemm_ops import StaticConfig, products
+from tilewright.precision.float8.gemm.gemm_ops import StaticConfig, matmuls
 from tilewright.precision.float8.gemm.input_cache import InputCopies
 from tilewright.precision.float8.linear import input_copies, new_switch
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES, Gemms
@@ -86,7 +86,7 @@ class Float8Weight:
             copies = self._copies(x_NK, weight_MK.requires_grad)
         kind = self.gemms.tensorwise, self.power_of_two
         fixed = StaticConfig(self._keeps_value, *kind, self._kernels.spec, self.output_dtype)
-        return products(x_NK, weight_MK, bias_M, copies, None, self.switch, fixed)
+        return matmuls(x_NK, weight_MK, bias_M, copies, None, self.switch, fixed)
 
     def _copies(self, x_NK: Tensor, wants_dw: bool) -> InputCopies:
         if self.gemms is None:
@@ -155,7 +155,7 @@ def _rows(tiled: TiledTensor | None, start: int, count: int) -> TiledTensor | No
     if tiled is None:
         return None
     rows = slice(start, start + count)
-    return TiledTensor(tiled.codes[rows], tiled.scale_inv[rows], tiled.tile, tiled.spec)
+    return TiledTensor(tiled.qdata[rows], tiled.scale_inv[rows], tiled.tile, tiled.spec)
 
 
 def _columns(tiled: TiledTensor | None, start: int, count: int) -> TiledTensor | None:
@@ -163,4 +163,4 @@ def _columns(tiled: TiledTensor | None, start: int, count: int) -> TiledTensor |
     if tiled is None:
         return None
     scale_inv = tiled.scale_inv[:, start // ROWS : -(-(start + count) // ROWS)]
-    return TiledTensor(tiled.codes[:, start : start + count], scale_inv, tiled.tile, tiled.spec)
+    return TiledTensor(tiled.qdata[:, start : start + count], scale_inv, tiled.tile, tiled.spec)

@@ -32,7 +32,7 @@ class QuantizedWeights:
         >>> model = nn.Sequential(nn.Linear(128, 128))
         >>> model = convert(model, "fp8_tile")
         >>> weights = QuantizedWeights(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> model[0].quantized_weight().codes.dtype, list(model.state_dict())
+        >>> model[0].quantized_weight().qdata.dtype, list(model.state_dict())
         (torch.uint8, ['0.weight', '0.bias'])
     """
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tilewright.formats.spec import SPECS
 from tilewright.ops.kernels import Kernels
-from tilewright.precision.mixed.tf32 import tf32_product
+from tilewright.precision.mixed.tf32 import tf32_matmul
 
 
 class Cast:
@@ -50,9 +50,9 @@ class Cast:
         with torch.autocast(x.device.type, enabled=False):
             return run(x, *args)
 
-    def _product(self, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    def _matmul(self, matmul: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
         """The product without bias, from TF32 operands, in `output_dtype`."""
-        return tf32_product(product, x.to(torch.float32), weight.to(torch.float32))
+        return tf32_matmul(matmul, x.to(torch.float32), weight.to(torch.float32))
 
     def extra_repr(self) -> str:
         """The torch layer's own text and the formats."""
@@ -71,7 +71,7 @@ class CastLinear(Cast, nn.Linear):
 
     def _run(self, x: Tensor) -> Tensor:
         if self.round_tf32:
-            out = self._product(self._multiply, x, self.weight)
+            out = self._matmul(self._multiply, x, self.weight)
             out = out if self.bias is None else out + self.bias
         elif self.kernels is not None:  # they cast the weight, and give its gradient in as many bits as they can
             out = self.kernels.linear(x.to(self.compute_dtype), self.weight, self.bias)
@@ -103,7 +103,7 @@ class _CastConv(Cast):
             return self._convolve(x, weight, None, output_size)
 
         if self.round_tf32:
-            out = self._product(convolve, x, self.weight)
+            out = self._matmul(convolve, x, self.weight)
             out = out if self.bias is None else out + self.bias.view(-1, *[1] * len(self.kernel_size))
         else:
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)

@@ -37,8 +37,8 @@ class _RoundGradient(torch.autograd.Function):
         return round_to(grad.contiguous(), TF32)
 
 
-def tf32_product(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
-    """`product(x, weight)`, linear in both, with TF32 operands forward and backward.
+def tf32_matmul(matmul: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    """`matmul(x, weight)`, linear in both, with TF32 operands forward and backward.
 
     Args:
         product: a linear layer or convolution without bias.
@@ -47,7 +47,7 @@ def tf32_product(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight:
 
     Example:
         >>> x, w = torch.tensor([[1.0 + 2**-12]]), torch.tensor([[3.0]])
-        >>> tf32_product(torch.nn.functional.linear, x, w)
+        >>> tf32_matmul(torch.nn.functional.linear, x, w)
         tensor([[3.]])
     """
-    return _RoundGradient.apply(product(_RoundValue.apply(x), _RoundValue.apply(weight)))
+    return _RoundGradient.apply(matmul(_RoundValue.apply(x), _RoundValue.apply(weight)))

@@ -13,7 +13,7 @@ from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, 
 from tilewright.precision.policy.rules import ALWAYS_FP32, FP8_KINDS, Rule, kinds_of, known_or_raise, rule_error
 
 MODES = ("fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", *FP8_FORMATS)
-KEEPS = ("codes", "value")
+KEEPS = ("qdata", "value")
 DECOUPLED = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
 """Names of attention output projections, whose gradients the FP8 modes compute in BF16 ("precision decoupling")."""
 KIND_OPS = {
@@ -76,7 +76,7 @@ class Policy:
         fp8_min_gain: on a GPU, linear layers whose `expected_gain` is below this stay in BF16 in the FP8 modes.
         decouple: globs of linear layers whose gradients the FP8 modes compute in BF16.
         strict: `convert` refuses what would run in another way than the policy says: emulated, or in another format.
-        keep: what layers with 8-bit products keep of their input for backward. "codes": its 8-bit copy, where the
+        keep: what layers with 8-bit products keep of their input for backward. "qdata": its 8-bit copy, where the
             weight's gradient is in 8 bits, which it then stays. "value": the input itself, so that all three products
             may move between formats at run time.
 
@@ -96,9 +96,9 @@ class Policy:
     parameters: str = ""
     power_of_two: bool = True
     fp8_min_gain: float = 1.0
-    decouple: tuple[str, ...] = DECOUPLED
+    bf16_grad_layers: tuple[str, ...] = DECOUPLED
     strict: bool = False
-    keep: str = "codes"
+    keep: str = "qdata"
 
     def __post_init__(self) -> None:
         known_or_raise("precision.mode", self.mode, MODES)
@@ -115,7 +115,7 @@ class Policy:
         Args:
             section: of a recipe.
             device_type: "cpu" or "cuda".
-            parameters: "bf16" where `optim.master` is not "fp32".
+            parameters: "bf16" where `optim.master_weights` is not "fp32".
         """
         if not section.enabled:
             return cls("fp32", device_type=device_type, parameters=parameters)
@@ -128,9 +128,9 @@ class Policy:
             parameters,
             power_of_two=section.fp8_scale == "power_of_two",
             fp8_min_gain=section.fp8_min_gain,
-            decouple=tuple(section.decouple),
+            bf16_grad_layers=tuple(section.bf16_grad_layers),
             strict=section.strict,
-            keep="value" if section.moves_products else "codes",
+            keep="value" if section.moves_matmuls else "qdata",
         )
 
     def on(self, device_type: str) -> "Policy":
@@ -142,7 +142,7 @@ class Policy:
         return replace(self, mode=mode)
 
     @property
-    def product(self) -> str:
+    def matmul(self) -> str:
         """Format of matrix products without exceptions, 8-bit ones apart."""
         if self.mode == "hybrid":
             return "fp16" if self.device_type == "cuda" else "bf16"
@@ -170,7 +170,7 @@ class Policy:
     @property
     def activation(self) -> str:
         """Format that products hand on."""
-        return self.product if self.product in ("bf16", "fp16") else "fp32"
+        return self.matmul if self.matmul in ("bf16", "fp16") else "fp32"
 
     def function_ops(self) -> tuple[str, ...]:
         """Entries of `fp32_ops` that mean functions called in a forward, not modules."""
@@ -211,7 +211,7 @@ class Policy:
         if kind == "embedding":
             return FormatDecision(self.stream, self.storage, self.stream, _EMBEDDING[self.stream])
         if not self.is_fp8:
-            return FormatDecision(self.product, self.storage, self.activation, self._product_reason())
+            return FormatDecision(self.matmul, self.storage, self.activation, self._matmul_reason())
         if kind not in ("linear", "experts"):
             reason = f"{self.mode}: linear layers only, without the head; the rest in BF16 with FP32 accumulation"
             return FormatDecision("bf16", self.storage, "bf16", reason)
@@ -223,12 +223,12 @@ class Policy:
             )
             return FormatDecision("bf16", self.storage, "bf16", reason)
         gemms, reason = Gemms.all(self.mode), f"{self.mode}: {_FP8_REASONS[self.mode]}"
-        if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.decouple):
+        if any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.bf16_grad_layers):
             gemms = gemms.changed({"dgrad": "bf16", "wgrad": "bf16"})
-            reason += "; gradients in BF16: attention output projections are sensitive (precision.decouple)"
+            reason += "; gradients in BF16: attention output projections are sensitive (precision.bf16_grad_layers)"
         return FormatDecision(str(gemms), self.storage, "bf16", reason, gemms=gemms)
 
-    def _product_reason(self) -> str:
+    def _matmul_reason(self) -> str:
         if self.mode == "hybrid" and self.device_type == "cuda":
             return "hybrid: product in FP16 with FP32 accumulation; gradients need loss scaling"
         if self.mode == "hybrid":

@@ -57,10 +57,10 @@ class LossModel:
 
     def predict(self, fp8: Collection[Product]) -> Prediction:
         """The change of a policy with these products in FP8, all others in BF16, which counts as no change."""
-        change = sum(self.costs[product] for product in fp8)
+        change = sum(self.costs[matmul] for matmul in fp8)
         if not math.isfinite(change):
             return Prediction(math.inf, math.inf)
-        sums = [sum(self._per_batch[product][batch] for product in fp8) for batch in range(self._num_batches)]
+        sums = [sum(self._per_batch[matmul][batch] for matmul in fp8) for batch in range(self._num_batches)]
         return Prediction(change, standard_error(sums))
 
     def of(self, measured: PolicyChange) -> Prediction:

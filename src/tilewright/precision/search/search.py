@@ -50,22 +50,22 @@ class SearchSpace:
     times: Mapping[str, UnitTime]
     fixed: Mapping[Product, str]
 
-    def products(self) -> list[Product]:
+    def matmuls(self) -> list[Product]:
         """All products, in the model's order."""
         return [(unit.name, gemm) for unit in self.units for gemm in GEMM_NAMES]
 
-    def may_be_fp8(self, product: Product) -> bool:
+    def may_be_fp8(self, matmul: Product) -> bool:
         """False for products that a rule keeps out of FP8, or that gave infinities or NaN in it."""
-        wanted = self.fixed.get(product)
-        return wanted == "fp8_tile" or (wanted is None and math.isfinite(self.model.costs[product]))
+        wanted = self.fixed.get(matmul)
+        return wanted == "fp8_tile" or (wanted is None and math.isfinite(self.model.costs[matmul]))
 
     def allowed(self) -> frozenset[Product]:
         """All products that may be in FP8."""
-        return frozenset(product for product in self.products() if self.may_be_fp8(product))
+        return frozenset(matmul for matmul in self.matmuls() if self.may_be_fp8(matmul))
 
     def required(self) -> frozenset[Product]:
         """Products that a rule puts into FP8."""
-        return frozenset(product for product, name in self.fixed.items() if name == "fp8_tile")
+        return frozenset(matmul for matmul, name in self.fixed.items() if name == "fp8_tile")
 
     def candidate(self, name: str, fp8: frozenset[Product]) -> PolicyCandidate:
         """A policy with its numbers, the recipe's rules followed."""
@@ -155,24 +155,24 @@ def baselines(space: SearchSpace) -> list[PolicyCandidate]:
 
 def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
     """Minimise seconds. A variable of 0 or 1 for each product in FP8, and one for each quantisation that they need."""
-    products = space.products()
-    index = {product: i for i, product in enumerate(products)}
+    matmuls = space.matmuls()
+    index = {matmul: i for i, matmul in enumerate(matmuls)}
     gains, needs = _objective(space, index)
     scale = max(map(abs, gains), default=0.0) or 1.0
-    costs = [cost if math.isfinite(cost := space.model.costs[product]) else 0.0 for product in products]
+    costs = [cost if math.isfinite(cost := space.model.costs[matmul]) else 0.0 for matmul in matmuls]
     cost_scale = max(costs, default=0.0) or 1.0
     required = space.required()
     columns = [
-        Column(gains[i] / scale, float(product in required), float(space.may_be_fp8(product)), whole=True)
-        for product, i in index.items()
+        Column(gains[i] / scale, float(matmul in required), float(space.may_be_fp8(matmul)), whole=True)
+        for matmul, i in index.items()
     ]
-    columns += [Column(gain / scale, upper=1.0) for gain in gains[len(products) :]]
-    rows = [LinearRow({quantisation: 1.0, product: -1.0}, lower=0.0) for product, quantisation in needs]
+    columns += [Column(gain / scale, upper=1.0) for gain in gains[len(matmuls) :]]
+    rows = [LinearRow({quantisation: 1.0, matmul: -1.0}, lower=0.0) for matmul, quantisation in needs]
     rows.append(LinearRow({i: cost / cost_scale for i, cost in enumerate(costs)}, upper=budget / cost_scale + 1e-12))
     found = minimise(columns, rows, gap=GAP, patience_s=math.inf)
     if found is None:
         raise AssertionError("the solver found nothing within a budget that is possible")
-    return frozenset(product for product, i in index.items() if found.values[i] > 0.5)
+    return frozenset(matmul for matmul, i in index.items() if found.values[i] > 0.5)
 
 
 def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[float], list[tuple[int, int]]]:

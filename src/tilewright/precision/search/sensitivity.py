@@ -117,7 +117,7 @@ def measure(
                     advance(done)
             done += 1
             advance(done)
-    switches = [_switch(*product, found) for product, found in tried.items()]
+    switches = [_switch(*matmul, found) for matmul, found in tried.items()]
     return Sensitivity(tuple(units), tuple(switches), tuple(losses))
 
 

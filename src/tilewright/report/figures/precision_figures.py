@@ -67,7 +67,7 @@ def sqnr_figure(run: RunData) -> Figure | None:
     """Signal to noise of the products in FP8 at each sample."""
 
     def worst(layer: LayerStats) -> tuple[float, str] | None:
-        found = [(part.sqnr_db, name.partition(".")[0]) for name, part in layer.products.items() if "fp8" in name]
+        found = [(part.sqnr_db, name.partition(".")[0]) for name, part in layer.matmuls.items() if "fp8" in name]
         return max(found, key=lambda pair: _rank(-pair[0])) if found else None
 
     def strength(sqnr: float) -> float:

@@ -23,7 +23,7 @@ from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.state import TrainState
 
 EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
-"""`save.export_format` -> what the weights are cast to."""
+"""`checkpoint.export_format` -> what the weights are cast to."""
 
 
 def check_export(recipe: Recipe, model: Model) -> None:
@@ -36,7 +36,7 @@ def check_export(recipe: Recipe, model: Model) -> None:
     Raises:
         CheckpointError: nothing of the model can be stored in FP8, or transformers could not read the folder again.
     """
-    if recipe.save.export_hf and recipe.save.export_format == "fp8" and isinstance(model, HFModel):
+    if recipe.checkpoint.export_hf and recipe.checkpoint.export_format == "fp8" and isinstance(model, HFModel):
         plan_fp8(model.net)
 
 
@@ -49,7 +49,7 @@ def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer
     if recipe.lora.rank:
         save_adapter(model, target, base_model=recipe.model.path)
         return f"adapter in {target}"
-    dtype = EXPORT_DTYPES[recipe.save.export_format]
+    dtype = EXPORT_DTYPES[recipe.checkpoint.export_format]
     with state.live() as visit:
         live = None if visit is None else lambda name, tensor: visit.tensor(f"model.{name}", tensor)
         model.save_hf(target, dtype=dtype, extra=_config_keys(recipe, tokenizer), live=live)

@@ -33,7 +33,7 @@ class PrecisionHook:
     control: PrecisionController
     model: TrainableModel
     device: torch.device
-    lr_noise: float = 0.0
+    lr_noise_damping: float = 0.0
 
     def before(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
         """Formats of `step` (counted from 0), and a sample where one is due: one row, or all of them."""
@@ -47,7 +47,7 @@ class PrecisionHook:
 
     def lr(self, lr: float) -> float:
         """The learning rate of a step, lowered by the noise that was measured."""
-        return lr * lr_factor(self.control.controller.noise, self.lr_noise)
+        return lr * lr_factor(self.control.controller.noise, self.lr_noise_damping)
 
     def after(self, step: int, microbatches: Sequence[Batch], recorder: MetricsLogger) -> None:
         """A sample on the batch of a step that wider formats have mended."""

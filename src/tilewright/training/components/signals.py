@@ -16,7 +16,7 @@ from tilewright.core.log import say
 # Sections and fields that decide the numbers a step computes. The others (logging, saving, where things lie) do not.
 _NUMERICS_SECTIONS = ("model", "data", "precision", "optim", "ops")
 _NUMERICS_FIELDS = (
-    "run.seed", "run.device", "run.threads", "train.steps", "train.batch_size", "train.micro_batch",
+    "run.seed", "run.device", "run.threads", "train.steps", "train.global_batch_size", "train.micro_batch_size",
     "train.activation_checkpoint", "train.checkpoint_inputs", "train.compile",
 )  # fmt: skip
 _HARMLESS_FIELDS = ("data.cache_dir", "data.prefetch", "precision.eval_fp32")
@@ -74,21 +74,17 @@ class SettingChange:
         return f"{self.field}: {self.before!r} -> {self.now!r}" + (" (changes the numbers)" if self.numerics else "")
 
 
-def recipe_changes(
-    before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
-) -> list[SettingChange]:
-    """Fields that differ between two recipes, each given as {section: {field: value}}.
+def recipe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
+    """Settings that differ between two recipes, each given as {section.field: value}.
 
     Example:
-        >>> [str(c) for c in recipe_changes({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}})]
+        >>> [str(c) for c in recipe_changes({"optim.lr": 0.1}, {"optim.lr": 0.2})]
         ['optim.lr: 0.1 -> 0.2 (changes the numbers)']
     """
     changes = []
-    for section in now:
-        for field, value in now[section].items():
-            name, old = f"{section}.{field}", before.get(section, {}).get(field)
-            if old != value:
-                changes.append(SettingChange(name, old, value, _is_numerics(section, name)))
+    for name, value in now.items():
+        if before.get(name) != value:
+            changes.append(SettingChange(name, before.get(name), value, _is_numerics(name.partition(".")[0], name)))
     return changes
 
 

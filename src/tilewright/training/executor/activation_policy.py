@@ -46,7 +46,7 @@ def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
     Raises:
         ConfigError: the placement is of other layers, or asks for what the model cannot do.
     """
-    tiles = _for_layers(model, [layer.mlp_tiles for layer in memory_plan.layers], "mlp_tiles")
+    tiles = _for_layers(model, [layer.mlp_chunks for layer in memory_plan.layers], "mlp_chunks")
     if len(set(tiles)) == 1:
         if tiles[0] > 1:  # wherever they are: also in a model whose layers were not found
             chunk_mlps(model, tiles[0], model.notes.append, compile=compile)

@@ -122,7 +122,7 @@ class LayerMajorExecutor:
         optimizer: DeepSeekAdam,
         *,
         clip: GradClip,
-        lagged: bool = False,
+        delayed: bool = False,
         undo: RollbackBuffer | None = None,
         device: torch.device | str = "cpu",
         inputs: ActivationStore | None = None,
@@ -139,7 +139,7 @@ class LayerMajorExecutor:
         self.weights = weights
         self.undo = undo
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
-        self.lagged = DelayedClip(clip, self._params, self.device) if lagged else None
+        self.delayed = DelayedClip(clip, self._params, self.device) if delayed else None
         self.transaction = StepTransaction(model, self._params, self.device, [clip])
         self.run = LayerMajor(
             view,
@@ -174,11 +174,11 @@ class LayerMajorExecutor:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         attempt = _LayerMajorAttempt(1.0 / num_targets)
-        lagged = self.lagged.now() if self.lagged is not None else None
+        delayed = self.delayed.now() if self.delayed is not None else None
         try:
             with self.transaction.rollback_on_oom(irrevocable=lambda: self._why_half(attempt)) as before:
                 batches = [to_device(batch, self.device) for batch in microbatches]
-                norm = self._lagged(batches, attempt) if self.lagged is not None else self._exact(batches, attempt)
+                norm = self._lagged(batches, attempt) if self.delayed is not None else self._exact(batches, attempt)
                 self.run.end()
                 if attempt.skipped is not None:
                     before.forget_pass(self.clip)
@@ -187,8 +187,8 @@ class LayerMajorExecutor:
                 if attempt.skipped is None:
                     self._finish(self.model.after_step)
         except (RuntimeError, MemoryError):
-            if lagged is not None:
-                self.lagged.back_to(lagged)
+            if delayed is not None:
+                self.delayed.back_to(delayed)
             raise
         finally:
             self.run.end()
@@ -241,8 +241,8 @@ class LayerMajorExecutor:
     # ---- lagged: updates on the way ----
 
     def _lagged(self, batches: Sequence[Batch], attempt: _LayerMajorAttempt) -> float:
-        assert self.lagged is not None
-        before = self.lagged.now()
+        assert self.delayed is not None
+        before = self.delayed.now()
         if self.undo is not None:
             self.undo.begin()
         try:
@@ -255,17 +255,17 @@ class LayerMajorExecutor:
             )
         except _Bad as bad:
             self._take_back(attempt, str(bad))
-            self.lagged.back_to(before)
+            self.delayed.back_to(before)
         else:
-            self.lagged.end(self._finish(attempt.norm))
+            self.delayed.end(self._finish(attempt.norm))
         return self._finish(attempt.norm) if attempt.norms else math.nan
 
     def _apply_lagged(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> None:
-        assert self.lagged is not None
+        assert self.delayed is not None
         with self._phase("update"), torch.no_grad():
             params, grads = _gradients(part)
             norms = self._finish(lambda: self._ready(part, attempt))
-            self._finish(lambda: self.lagged(params, grads, norms))
+            self._finish(lambda: self.delayed(params, grads, norms))
             attempt.updated.append(part)
             self._update(part, params, grads)
 
@@ -293,7 +293,7 @@ class LayerMajorExecutor:
                 "A bad gradient was met in the middle of a step.",
                 got=f"{why}, after {len(attempt.updated)} of {len(list(self.run.layer_groups))} slices were updated",
                 need="a finite gradient, or a checkpoint to go back to",
-                try_='memory.undo = "journal", or optim.clip = "exact"',
+                try_='memory.rollback = "buffer", or optim.clip = "two_pass"',
             )
         self._roll_back(attempt)
 

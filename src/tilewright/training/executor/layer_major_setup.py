@@ -95,7 +95,7 @@ def slice_up(
     memory = recipe.memory
     with dummy_values(model):  # a foreign model has to be run before it can be cut
         view = layered(model)
-    layer_groups = find_layer_groups(model, view, memory.group)
+    layer_groups = find_layer_groups(model, view, memory.layers_per_group)
     wanted = by_group(memory_plan or memory_plan_of(recipe, len(view.blocks)), layer_groups)
     home = ParamOffloader(
         model,
@@ -143,7 +143,7 @@ def make_executor(
         sliced.layer_groups,
         optimizer,
         clip=clip,
-        lagged=recipe.optim.clip == "lagged",
+        delayed=recipe.optim.clip == "delayed",
         undo=_rollback(recipe, memory_plan, memory_tracker.device, folder),
         device=memory_tracker.device,
         inputs=inputs,
@@ -178,7 +178,7 @@ def _tell(memory_tracker: MemoryTracker, sliced: LayerMajorParts, run: LayerMajo
 def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, folder: Path) -> RollbackBuffer | None:
     """What keeps the bytes that a lagged step changes: on disk, where some of them are at home there."""
     memory = recipe.memory
-    if recipe.optim.clip != "lagged" or memory.undo != "journal":
+    if recipe.optim.clip != "delayed" or memory.rollback != "journal":
         return None
     on_disk = any("disk" in (layer.parameters, layer.states) for layer in memory_plan)
     return RollbackBuffer("disk" if on_disk else "host", device, folder=folder)

@@ -202,5 +202,5 @@ def partial_update(error: BaseException, why: str) -> PartialUpdateError:
         got=f"{first_line(error)}; {why}",
         need="memory for the rest of the update: the weights in memory are half new, so nothing of them is saved",
         try_="the same command goes on from the newest checkpoint; give it more memory, or\n"
-        'memory.undo = "journal" with optim.clip = "lagged" (layer_major), which can take such a step back',
+        'memory.rollback = "buffer" with optim.clip = "delayed" (layer_major), which can take such a step back',
     )

@@ -9,7 +9,7 @@ from tilewright.core.memory_plan import Activations, LayerMemory, MemoryPlan
 _TIGHTER: dict[Activations, tuple[Activations, ...]] = {
     "keep": ("selective", "attention", "recompute"),
     "selective": ("attention", "recompute"),
-    "products": ("attention", "recompute"),  # not a step of its own: little less than `selective`
+    "matmuls": ("attention", "recompute"),  # not a step of its own: little less than `selective`
     "attention": ("recompute",),
     "recompute": (),
 }

@@ -57,16 +57,16 @@ def _proposals(recipe: Recipe) -> list[str]:
     """Settings that lower the peak and are not in use, those that change no loss first."""
     train, memory = recipe.train, recipe.memory
     found = []
-    if train.micro_batch > 1:
-        found.append(f"train.micro_batch = {train.micro_batch // 2} (changes no loss)")
+    if train.micro_batch_size > 1:
+        found.append(f"train.micro_batch_size = {train.micro_batch_size // 2} (changes no loss)")
     if memory.executor == "standard":
         if train.activation_checkpoint != "full":
             found.append('train.activation_checkpoint = "full" (changes no loss)')
         found.append('memory.executor = "layer_major" (one slice of gradients and activations at a time)')
-    elif memory.group > 1:
-        found.append("memory.group = 1 (changes no loss)")
-    if memory.mlp_tiles == 1:
-        found.append("memory.mlp_tiles = 4 (less for the widest values of a layer)")
+    elif memory.layers_per_group > 1:
+        found.append("memory.layers_per_group = 1 (changes no loss)")
+    if memory.mlp_chunks == 1:
+        found.append("memory.mlp_chunks = 4 (less for the widest values of a layer)")
     if recipe.optim.moments == "fp32":
         found.append('optim.moments = "bf16" (changes results a little)')
     return found

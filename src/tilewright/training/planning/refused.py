@@ -95,4 +95,4 @@ def _last(recipe: Recipe, explicit: frozenset[str]) -> Constraints:
     fixed = typed(recipe, explicit)
     if fixed.activations and fixed.executor is None:  # what layers keep was written for the executor that there is
         fixed = replace(fixed, executor=recipe.memory.executor)
-    return replace(fixed, most_rows=recipe.train.micro_batch)
+    return replace(fixed, most_rows=recipe.train.micro_batch_size)

@@ -55,7 +55,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     vocab_size = _vocab_size(recipe)
     disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
     memory = recipe.memory
-    if memory.executor == "layer_major" and "disk" in (memory.parameters, memory.states, memory.inputs):
+    if memory.executor == "layer_major" and "disk" in memory.tiers:
         disk = disk or _free_space(recipe)  # what the recipe says lies there already
     if options.on:
         row = find_published(options.on)
@@ -65,7 +65,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
         device = (
             _size(options.device_memory, "--device-memory", there, machine.device_name)
             if options.device_memory
-            else recipe.plan.device_budget or there
+            else recipe.plan.device_memory or there
         )
         guessed = f"guessed: {GUESSED_DISK / 1e9:.0f} GB/s of the disk" if disk else ""
         links = Links(LINK_SHARE * row.link, GUESSED_DISK if disk else None, guessed)
@@ -75,7 +75,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     rates = ceilings.measure(machine, progress=None if quiet else say)
-    device, host = _budgets_here(options, machine, recipe.plan.device_budget)
+    device, host = _budgets_here(options, machine, recipe.plan.device_memory)
     progress = None if quiet else say
     folder = _tier_folder(recipe)
     links = as_links(
@@ -101,7 +101,7 @@ def plan_for(planner: Planner, budget: Budget, request: PlanRequest) -> Plan:
 
 
 def _tier_folder(recipe: Recipe) -> str:
-    return recipe.memory.tier_dir or recipe.run.dir
+    return recipe.memory.offload_dir or recipe.run.dir
 
 
 def _free_space(recipe: Recipe) -> int:

@@ -77,11 +77,7 @@ class ResolvedPlan:
         if self.note or self.loaded.recipe.memory.plan == NONE:
             return None
         recipe = self.loaded.recipe
-        disk = "disk" in _tiers(self.memory_plan) | {
-            recipe.memory.parameters,
-            recipe.memory.states,
-            recipe.memory.inputs,
-        }
+        disk = "disk" in _tiers(self.memory_plan) | set(recipe.memory.tiers)
         fixed = written(recipe, self.user_settings)
         if self.decided is None and recipe.memory.executor == "layer_major":
             fixed = replace(fixed, activations=frozenset(["recompute"]))  # as it stands it fits, and does not grow
@@ -109,7 +105,7 @@ def plan_run(
     Raises:
         ConfigError: a plan file that cannot be read, is for another model or machine, or contradicts the command line.
         FitError: nothing fits, and `plan.enforce` is set.
-        UnknownFitError: nothing is known, `plan.device_budget` and `plan.enforce` are set.
+        UnknownFitError: nothing is known, `plan.device_memory` and `plan.enforce` are set.
     """
     recipe = loaded.recipe
     if recipe.memory.plan not in (AUTO, NONE):
@@ -217,7 +213,7 @@ def _not_known(unmodified: ResolvedPlan) -> ResolvedPlan:
         UnknownFitError: the recipe has a memory budget that is to be kept.
     """
     plan, section = unmodified.plan, unmodified.loaded.recipe.plan
-    if section.device_budget and section.enforce:
+    if section.device_memory and section.enforce:
         raise refused(plan, ())
     text = f"{plan.verdict} It runs as the recipe says."
     return replace(unmodified, note=plan.unknown, events=((text, {"least_bytes": plan.peak_bytes}),))
@@ -230,7 +226,7 @@ def _decided(unmodified: ResolvedPlan, resuming: bool) -> ResolvedPlan:
     """What `planner.auto` finds for a recipe that does not fit as it is."""
     recipe, site, user_settings = unmodified.loaded.recipe, unmodified.site, unmodified.user_settings
     planner = site.planner(recipe)
-    fault = "layers come in groups (memory.group)" if recipe.memory.group > 1 else ""
+    fault = "layers come in groups (memory.layers_per_group)" if recipe.memory.layers_per_group > 1 else ""
     shape = planner.shape(recipe)
     if fault:
         text = f"the recipe runs as it stands: {fault}"

@@ -14,7 +14,7 @@ from tilewright.formats.scaling import COLUMN_TILE, ROW_TILE, Tile
 from tilewright.formats.spec import E5M2, FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.backends.cpu.build import FP8
-from tilewright.ops.backends.native.dequant_gemm import decoded_product, is_fast_bf16, tiled_of
+from tilewright.ops.backends.native.dequant_gemm import decoded_matmul, is_fast_bf16, tiled_of
 from tilewright.ops.backends.ref import fp8 as ref
 
 _KINDS = {(1, 128): 0, (128, 1): 1, (128, 128): 2}
@@ -41,16 +41,16 @@ def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> r
     if _is_turned(x_MK):
         row, column = quantize_both(x_MK.T, spec)
         return column, row
-    codes, scale_inv, column_codes, column_scale_inv = _encode_both(x_MK, spec.name)
-    column = TiledTensor(column_codes, column_scale_inv, COLUMN_TILE, spec)
-    return TiledTensor(codes, scale_inv, ROW_TILE, spec), column.transposed()
+    qdata, scale_inv, columnwise_qdata, column_scale_inv = _encode_both(x_MK, spec.name)
+    column = TiledTensor(columnwise_qdata, column_scale_inv, COLUMN_TILE, spec)
+    return TiledTensor(qdata, scale_inv, ROW_TILE, spec), column.transposed()
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `ops.gemm` and `ops.backends.native.dequant_gemm`, which this is with a faster decoder."""
-    return _product(
-        a.codes, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
-        b.codes, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,
+    return _matmul(
+        a.qdata, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
+        b.qdata, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,
         bias_N, out_dtype,
     )  # fmt: skip
 
@@ -62,16 +62,16 @@ def decode_bf16(tiled: TiledTensor, *, turn: bool = False) -> Tensor:
         tiled: the matrix.
         turn: contiguous rows, also where the codes have contiguous columns (and tiles 128 wide); else the codes' order.
     """
-    codes, tile = tiled.codes, tiled.tile
-    turned = _is_turned(codes)
+    qdata, tile = tiled.qdata, tiled.tile
+    turned = _is_turned(qdata)
     if turned and not (turn and tile.cols == ROW_TILE.cols):
         return decode_bf16(tiled.transposed()).T
-    codes = codes if turned else _row_major(codes)
-    rows, cols = codes.shape
+    qdata = qdata if turned else _row_major(qdata)
+    rows, cols = qdata.shape
     out = torch.empty((rows, cols), dtype=torch.bfloat16)
     scale, (tile_rows, tile_cols) = tiled.scale_inv, tile.sizes(tiled.shape)
     FP8.functions.tw_decode(
-        tiled.spec == E5M2, turned, codes.data_ptr(), rows, cols, codes.stride(1 if turned else 0),
+        tiled.spec == E5M2, turned, qdata.data_ptr(), rows, cols, qdata.stride(1 if turned else 0),
         scale.data_ptr(), scale.stride(0), scale.stride(1), tile_rows, tile_cols,
         out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -110,12 +110,12 @@ def _outputs(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("tilewright::cpu_encode", mutates_args=())
 def _encode(x: Tensor, tile_rows: int, tile_cols: int, spec: str) -> tuple[Tensor, Tensor]:
     tile = Tile(tile_rows, tile_cols)
-    codes, scale_inv = _outputs(x, tile)
-    columns = [None, None, codes, scale_inv]
+    qdata, scale_inv = _outputs(x, tile)
+    columns = [None, None, qdata, scale_inv]
     _run_encoder(
-        _KINDS[tile_rows, tile_cols], x, spec, columns if tile == COLUMN_TILE else [codes, scale_inv, None, None]
+        _KINDS[tile_rows, tile_cols], x, spec, columns if tile == COLUMN_TILE else [qdata, scale_inv, None, None]
     )
-    return codes, scale_inv
+    return qdata, scale_inv
 
 
 @_encode.register_fake
@@ -136,22 +136,22 @@ def _(x, spec):
 
 
 @torch.library.custom_op("tilewright::cpu_tile_gemm", mutates_args=())
-def _product(
-    a_codes: Tensor, a_scale: Tensor, a_tile: list[int], a_spec: str,
-    b_codes: Tensor, b_scale: Tensor, b_tile: list[int], b_spec: str,
+def _matmul(
+    a_qdata: Tensor, a_scale: Tensor, a_tile: list[int], a_spec: str,
+    b_qdata: Tensor, b_scale: Tensor, b_tile: list[int], b_spec: str,
     bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    a = tiled_of(a_codes, a_scale, a_tile, FP8_SPECS[a_spec])
-    b = tiled_of(b_codes, b_scale, b_tile, FP8_SPECS[b_spec])
+    a = tiled_of(a_qdata, a_scale, a_tile, FP8_SPECS[a_spec])
+    b = tiled_of(b_qdata, b_scale, b_tile, FP8_SPECS[b_spec])
     if not (is_exact(a) and is_exact(b)):
-        return decoded_product(a.dequantize(), b.dequantize(), bias, out_dtype)
-    if is_fast_bf16(a_codes.device):
+        return decoded_matmul(a.dequantize(), b.dequantize(), bias, out_dtype)
+    if is_fast_bf16(a_qdata.device):
         # Products with a transposed left operand took twice the time on AMX (docs/log.md, 2026-11-20), so it is turned
         # while decoding; without AMX that costs what it saves.
-        return decoded_product(decode_bf16(a, turn=True), decode_bf16(b), bias, out_dtype)
-    return decoded_product(decode_bf16(a).float(), decode_bf16(b).float(), bias, out_dtype)
+        return decoded_matmul(decode_bf16(a, turn=True), decode_bf16(b), bias, out_dtype)
+    return decoded_matmul(decode_bf16(a).float(), decode_bf16(b).float(), bias, out_dtype)
 
 
-@_product.register_fake
-def _(a_codes, a_scale, a_tile, a_spec, b_codes, b_scale, b_tile, b_spec, bias, out_dtype):
-    return a_codes.new_empty((a_codes.shape[0], b_codes.shape[0]), dtype=out_dtype)
+@_matmul.register_fake
+def _(a_qdata, a_scale, a_tile, a_spec, b_qdata, b_scale, b_tile, b_spec, bias, out_dtype):
+    return a_qdata.new_empty((a_qdata.shape[0], b_qdata.shape[0]), dtype=out_dtype)

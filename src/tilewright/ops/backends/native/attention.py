@@ -86,13 +86,13 @@ def _blocked_forward(
                 rows, keys, values, 0.0, False, attn_mask=_added(allowed, q.dtype), scale=scale
             )
         else:
-            part, part_lse = rows_by_products(rows, keys, values, allowed, scale)
+            part, part_lse = rows_by_matmuls(rows, keys, values, allowed, scale)
         out[:, :, start:end] = part
         lse.append(part_lse)
     return out, torch.cat(lse, dim=2)
 
 
-def rows_by_products(
+def rows_by_matmuls(
     q_BHRD: Tensor, k_BHED: Tensor, v_BHED: Tensor, allowed: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp of a block of query rows, its scores in memory: for devices whose kernels tell no

@@ -27,14 +27,14 @@ _AMX_COLUMNS = 32
 
 def dequant(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `ops.gemm`."""
-    return _product(
-        a.codes, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
-        b.codes, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,
+    return _matmul(
+        a.qdata, a.scale_inv, [a.tile.rows, a.tile.cols], a.spec.name,
+        b.qdata, b.scale_inv, [b.tile.rows, b.tile.cols], b.spec.name,
         bias_N, out_dtype,
     )  # fmt: skip
 
 
-def decoded_product(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def decoded_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a @ b.T + bias, summed in FP32, of decoded operands, both BF16 or both FP32."""
     bias = None if bias_N is None else bias_N.to(out_dtype)
     if not a_MK.is_cuda and a_MK.dtype == torch.bfloat16 and a_MK.shape[1] % _AMX_COLUMNS and _has_tiles():
@@ -71,24 +71,24 @@ def is_power_of_two(scale: Tensor) -> bool:
     return not bool((scale.view(torch.int32) & _FP32_MANTISSA).any())
 
 
-def tiled_of(codes: Tensor, scale_inv: Tensor, tile: list[int], spec: FloatSpec) -> TiledTensor:
+def tiled_of(qdata: Tensor, scale_inv: Tensor, tile: list[int], spec: FloatSpec) -> TiledTensor:
     """A TiledTensor from what an operator of torch can take."""
-    return TiledTensor(codes, scale_inv, Tile(tile[0], tile[1]), spec)
+    return TiledTensor(qdata, scale_inv, Tile(tile[0], tile[1]), spec)
 
 
 @torch.library.custom_op("tilewright::dequant_gemm", mutates_args=())
-def _product(
-    a_codes: Tensor, a_scale: Tensor, a_tile: list[int], a_spec: str,
-    b_codes: Tensor, b_scale: Tensor, b_tile: list[int], b_spec: str,
+def _matmul(
+    a_qdata: Tensor, a_scale: Tensor, a_tile: list[int], a_spec: str,
+    b_qdata: Tensor, b_scale: Tensor, b_tile: list[int], b_spec: str,
     bias: Tensor | None, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    a = tiled_of(a_codes, a_scale, a_tile, FP8_SPECS[a_spec])
-    b = tiled_of(b_codes, b_scale, b_tile, FP8_SPECS[b_spec])
-    exact = is_fast_bf16(a_codes.device) and is_power_of_two(a_scale) and is_power_of_two(b_scale)
+    a = tiled_of(a_qdata, a_scale, a_tile, FP8_SPECS[a_spec])
+    b = tiled_of(b_qdata, b_scale, b_tile, FP8_SPECS[b_spec])
+    exact = is_fast_bf16(a_qdata.device) and is_power_of_two(a_scale) and is_power_of_two(b_scale)
     dtype = torch.bfloat16 if exact else torch.float32
-    return decoded_product(a.dequantize(dtype), b.dequantize(dtype), bias, out_dtype)
+    return decoded_matmul(a.dequantize(dtype), b.dequantize(dtype), bias, out_dtype)
 
 
-@_product.register_fake
-def _(a_codes, a_scale, a_tile, a_spec, b_codes, b_scale, b_tile, b_spec, bias, out_dtype):
-    return a_codes.new_empty((a_codes.shape[0], b_codes.shape[0]), dtype=out_dtype)
+@_matmul.register_fake
+def _(a_qdata, a_scale, a_tile, a_spec, b_qdata, b_scale, b_tile, b_spec, bias, out_dtype):
+    return a_qdata.new_empty((a_qdata.shape[0], b_qdata.shape[0]), dtype=out_dtype)

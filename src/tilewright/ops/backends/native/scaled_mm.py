@@ -46,7 +46,7 @@ class Arguments:
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `ops.gemm`. Two E5M2 operands, which cuBLAS does not multiply, go to the Triton kernel."""
     tiles = [a.tile.rows, a.tile.cols, b.tile.rows, b.tile.cols]
-    return _scaled_mm(a.codes, b.codes, a.scale_inv, b.scale_inv, bias_N, tiles, a.spec.name, b.spec.name, out_dtype)
+    return _scaled_mm(a.qdata, b.qdata, a.scale_inv, b.scale_inv, bias_N, tiles, a.spec.name, b.spec.name, out_dtype)
 
 
 # One operation for torch.compile, for two reasons: torch's shape function wants N to be a multiple of 128, which its
@@ -77,7 +77,7 @@ def _(a, b, a_scale, b_scale, bias, tiles, a_spec, b_spec, out_dtype):
 def multiply(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The product on the device."""
     if 0 in (*a.shape, b.shape[0]):
-        out = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.codes.device)
+        out = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.qdata.device)
         return out if bias_N is None else out + bias_N.to(out_dtype)
     call = prepare(a, b, bias_N, out_dtype)
     out = F.scaled_mm(
@@ -139,10 +139,10 @@ def _recipe(operand: TiledTensor) -> str:
 
 def _codes(operand: TiledTensor, more_rows: int, more_cols: int) -> Tensor:
     """Codes row by row as torch's 8-bit dtype, zeros appended."""
-    codes = operand.codes
+    qdata = operand.qdata
     if more_rows or more_cols:
-        codes = F.pad(codes, (0, more_cols, 0, more_rows))
-    return _aligned(codes.contiguous()).view(operand.spec.dtype)
+        qdata = F.pad(qdata, (0, more_cols, 0, more_rows))
+    return _aligned(qdata.contiguous()).view(operand.spec.dtype)
 
 
 def _row_scale(scale_inv: Tensor, more_rows: int) -> Tensor:

@@ -41,5 +41,5 @@ def _features() -> frozenset[str]:
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a @ b with FP32 operands, rounded to a's dtype: into `out`, where given."""
-    product = a.float() @ b.float()
-    return product.to(a.dtype) if out is None else out.copy_(product)
+    matmul = a.float() @ b.float()
+    return matmul.to(a.dtype) if out is None else out.copy_(matmul)

@@ -60,12 +60,12 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     p_N = decay * _value(tensors) - size * m_N / (root_N * inv_root + eps)
     bits_N = hash32(grad_N.numel(), hyper.stream(tensors.number), grad_N.device)
     writes = _targets(tensors, p_N, bits_N)
-    for codes_N, scale_B, value_N, noise_N in (
+    for qdata_N, scale_B, value_N, noise_N in (
         (exp_avg_N, tensors.exp_avg_scale, m_N, bits_N >> 16 & 0xFF),
         (exp_avg_sq_N, tensors.exp_avg_sq_scale, root_N, bits_N >> 24 & 0xFF),
     ):
-        codes, scale = quadratic_map.encode(value_N, noise_N, signed=codes_N.dtype == torch.int8)
-        writes += [(codes_N, codes), (scale_B, scale)]
+        qdata, scale = quadratic_map.encode(value_N, noise_N, signed=qdata_N.dtype == torch.int8)
+        writes += [(qdata_N, qdata), (scale_B, scale)]
     for target, value in writes:
         target.copy_(value)
 

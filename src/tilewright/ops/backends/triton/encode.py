@@ -98,7 +98,7 @@ def encode_bits(
 
 
 @triton.jit
-def to_codes(scaled, MANTISSA: tl.constexpr):
+def to_qdata(scaled, MANTISSA: tl.constexpr):
     """uint8 codes by the conversion instruction: to nearest even, saturating, NaN to 0x7F."""
     if MANTISSA == 3:
         return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -120,13 +120,13 @@ def encode_tile(
         spoilt = tl.max(tl.max(tile_max(magnitude, AXES), axis=1), axis=0) >= INF_BITS
         amax = tile_max(tl.where(magnitude < INF_BITS, magnitude, 0), AXES)
         scale_inv, scale = scales_of(amax, MAX_BITS, LEAST, MOST, POW2)
-        codes = to_codes(x * scale, MANTISSA)
+        qdata = to_qdata(x * scale, MANTISSA)
     else:
         spoilt = False
         amax = tile_max(tl.where(magnitude < INF_BITS, magnitude, 0), AXES)
         scale_inv, scale = scales_of(amax, MAX_BITS, LEAST, MOST, POW2)
-        codes = encode_bits(x, scale, noise, MANTISSA, BIAS, MAX_BITS, NOISY)
-    return codes, scale_inv, spoilt
+        qdata = encode_bits(x, scale, noise, MANTISSA, BIAS, MAX_BITS, NOISY)
+    return qdata, scale_inv, spoilt
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def swiglu_quantize(
 def _tiled(copies: Copies, like: Tensor, spec: FloatSpec) -> tuple[Tensor, TiledTensor, TiledTensor]:
     y, row, row_scale, column, column_scale = copies
     row_tiles, column_tiles = (
-        TiledTensor(codes, scale, ROW_TILE, spec) for codes, scale in ((row, row_scale), (column, column_scale))
+        TiledTensor(qdata, scale, ROW_TILE, spec) for qdata, scale in ((row, row_scale), (column, column_scale))
     )
     return y.view(like.shape), row_tiles, column_tiles
 

@@ -35,7 +35,7 @@ def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: 
         raise AssertionError(f"no product of tiles {a.tile} and {b.tile}; tile_gemm's contract has the pairs")
     b_rows = 128 if b.tile.rows == 128 else 1
     return multiply_codes(
-        a.codes, b.codes, a.scale_inv, b.scale_inv, bias_N, a.spec.name, b.spec.name, b_rows, out_dtype
+        a.qdata, b.qdata, a.scale_inv, b.scale_inv, bias_N, a.spec.name, b.spec.name, b_rows, out_dtype
     )
 
 
@@ -73,14 +73,14 @@ def multiply_codes(
 
 
 @triton.jit
-def decode_bits(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def decode_bits(qdata, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """FP32 values of uint8 codes, see `formats.encode.decode`."""
-    wide = codes.to(tl.int32)
+    wide = qdata.to(tl.int32)
     magnitude = wide & 0x7F
     dropped: tl.constexpr = 23 - MANTISSA
     normal = (magnitude << dropped) + ((127 - BIAS) << 23)
     # A subnormal is read as the smallest normal plus itself.
-    tiny = tl.full(codes.shape, (128 - BIAS) << 23, tl.int32)
+    tiny = tl.full(qdata.shape, (128 - BIAS) << 23, tl.int32)
     subnormal = ((magnitude << dropped) + tiny).to(tl.float32, bitcast=True) - tiny.to(tl.float32, bitcast=True)
     bits = tl.where(magnitude < (1 << MANTISSA), subnormal.to(tl.int32, bitcast=True), normal)
     if MANTISSA == 2:
@@ -92,14 +92,14 @@ def decode_bits(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def operand(codes, DECODED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def operand(qdata, DECODED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """What is multiplied: the 8-bit floats themselves, or their values with 16 or 32 bits."""
     if DECODED == 0:
-        return codes
+        return qdata
     elif DECODED == 16:
-        return decode_bits(codes, MANTISSA, BIAS).to(tl.bfloat16)
+        return decode_bits(qdata, MANTISSA, BIAS).to(tl.bfloat16)
     else:
-        return decode_bits(codes, MANTISSA, BIAS)
+        return decode_bits(qdata, MANTISSA, BIAS)
 
 
 @triton.jit

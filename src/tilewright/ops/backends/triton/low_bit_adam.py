@@ -59,8 +59,8 @@ def _random_bits(element, stream):
 
 
 @triton.jit
-def _decode(codes, scale):
-    code = codes.to(tl.int32)
+def _decode(qdata, scale):
+    code = qdata.to(tl.int32)
     return scale * (code * tl.abs(code)).to(tl.float32)
 
 

@@ -22,8 +22,8 @@ from tilewright.ops.backends.triton.encode import (
     encode_tile,
     mark_not_finite,
     scales_of,
-    to_codes,
     to_fp32,
+    to_qdata,
 )
 from tilewright.ops.backends.triton.launch import TILE, constants, has_fp8, raw, triton_op, wrap_triton
 
@@ -47,12 +47,12 @@ def quantize(
     """
     axes = _axes(tile.rows, tile.cols)
     if axes is not None:
-        codes, scale_inv = quantize_tiles(x_MK, spec.name, axes, power_of_two, noise)
+        qdata, scale_inv = quantize_tiles(x_MK, spec.name, axes, power_of_two, noise)
     else:
         scale_inv = scale_inv_of(tile_amax(x_MK, tile), spec, power_of_two=power_of_two)
         rows, cols = tile.sizes((x_MK.shape[0], x_MK.shape[1]))
-        codes = quantize_with_scales(x_MK, scale_inv, spec.name, rows, cols, power_of_two, noise)
-    return TiledTensor(codes, scale_inv, tile, spec)
+        qdata = quantize_with_scales(x_MK, scale_inv, spec.name, rows, cols, power_of_two, noise)
+    return TiledTensor(qdata, scale_inv, tile, spec)
 
 
 def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> tuple[TiledTensor, TiledTensor]:
@@ -88,23 +88,23 @@ def scale_buffer(rows: int, tiles: int, like: Tensor) -> Tensor:
 def quantize_tiles(x: Tensor, spec: str, axes: int, power_of_two: bool, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes [M, K] and scales of tiles that run along `axes`."""
     num_rows, num_cols = x.shape
-    codes = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
+    qdata = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
     grid_rows, grid_cols = triton.cdiv(num_rows, TILE), triton.cdiv(num_cols, TILE)
     if axes == ROWS:
         scale_inv = scale_buffer(num_rows, grid_cols, x)
     else:
         scale_inv = scale_buffer(grid_rows, num_cols if axes == COLUMNS else grid_cols, x)
     if x.numel() == 0:
-        return codes, scale_inv
+        return qdata, scale_inv
     x = raw(x.contiguous())
     block_m = 64 if axes == ROWS else TILE
     wrap_triton(_tiles_kernel)[(triton.cdiv(num_rows, block_m) * grid_cols,)](
-        x, codes, scale_inv, x if noise is None else noise.contiguous(),
+        x, qdata, scale_inv, x if noise is None else noise.contiguous(),
         num_rows, num_cols, scale_inv.stride(0), scale_inv.stride(1),
         BLOCK_M=block_m, AXES=axes, POW2=power_of_two, NOISY=noise is not None, FAST=has_fp8(x.device),
         **constants(FP8_SPECS[spec]), num_warps=8 if axes == ROWS else 16,
     )  # fmt: skip
-    return codes, scale_inv
+    return qdata, scale_inv
 
 
 @triton_op("quantize_rows_and_columns")
@@ -132,17 +132,17 @@ def quantize_with_scales(
 ) -> Tensor:
     """Codes [M, K] under given scales, one for each `rows` x `cols` elements."""
     num_rows, num_cols = x.shape
-    codes = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
+    qdata = torch.empty((num_rows, num_cols), dtype=torch.uint8, device=x.device)
     if x.numel() == 0:
-        return codes
+        return qdata
     x = raw(x.contiguous())
     wrap_triton(_scaled_kernel)[(triton.cdiv(num_rows, 64) * triton.cdiv(num_cols, TILE),)](
-        x, codes, scale_inv, x if noise is None else noise.contiguous(),
+        x, qdata, scale_inv, x if noise is None else noise.contiguous(),
         num_rows, num_cols, rows, cols, scale_inv.stride(0), scale_inv.stride(1),
         BLOCK_M=64, POW2=power_of_two, NOISY=noise is not None, FAST=has_fp8(x.device),
         **constants(FP8_SPECS[spec]), num_warps=8,
     )  # fmt: skip
-    return codes
+    return qdata
 
 
 # ---- kernels; programs next to each other take blocks next to each other in a row ----
@@ -162,10 +162,10 @@ def _tiles_kernel(
     offsets = rows.to(tl.int64) * num_cols + cols
     x = to_fp32(tl.load(x_ptr + offsets, mask=inside, other=0))
     noise = tl.load(noise_ptr + offsets, mask=inside, other=0) if NOISY else 0
-    codes, scale_inv, spoilt = encode_tile(
+    qdata, scale_inv, spoilt = encode_tile(
         x, noise, AXES, MANTISSA, BIAS, MAX_BITS, LEAST, MOST, POW2, NOISY, FAST
     )  # fmt: skip
-    tl.store(codes_ptr + offsets, codes, mask=inside)
+    tl.store(codes_ptr + offsets, qdata, mask=inside)
     if spoilt:
         mark_not_finite(
                 x_ptr, codes_ptr, block_row * BLOCK_M, block_col * 128, num_rows, num_cols, num_cols, 1, BLOCK_M
@@ -216,8 +216,8 @@ def store_rows(
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Quantise some rows, 128 columns wide, in 1x128 tiles. `store_columns` mends what is not finite."""
-    codes, scale_inv, _ = encode_tile(x, 0, 1, MANTISSA, BIAS, MAX_BITS, LEAST, MOST, POW2, False, FAST)
-    tl.store(row_ptr + rows.to(tl.int64) * num_cols + cols, codes, mask=inside)
+    qdata, scale_inv, _ = encode_tile(x, 0, 1, MANTISSA, BIAS, MAX_BITS, LEAST, MOST, POW2, False, FAST)
+    tl.store(row_ptr + rows.to(tl.int64) * num_cols + cols, qdata, mask=inside)
     tl.store(row_scale_ptr + block_col.to(tl.int64) * num_rows + rows, scale_inv, mask=rows < num_rows)
 
 
@@ -245,11 +245,11 @@ def store_columns(
         inside = (rows < num_rows) & (cols < num_cols)
         x = to_fp32(tl.load(x_ptr + rows.to(tl.int64) * num_cols + cols, mask=inside, other=0))
         if FAST:
-            codes = to_codes(x * scale, MANTISSA)
+            qdata = to_qdata(x * scale, MANTISSA)
         else:
-            codes = encode_bits(x, scale, 0, MANTISSA, BIAS, MAX_BITS, False)
+            qdata = encode_bits(x, scale, 0, MANTISSA, BIAS, MAX_BITS, False)
         out_cols = block_row * 128 + start + tl.arange(0, 16)[None, :]
-        tl.store(column_ptr + out_rows.to(tl.int64) * num_rows + out_cols, tl.trans(codes),
+        tl.store(column_ptr + out_rows.to(tl.int64) * num_rows + out_cols, tl.trans(qdata),
                  mask=(out_rows < num_cols) & (out_cols < num_rows))  # fmt: skip
     if FAST:
         spoilt = tl.max(tl.max(largest, axis=1), axis=0) >= INF_BITS
@@ -279,7 +279,7 @@ def _scaled_kernel(
     else:
         scale = tl.div_rn(tl.full(scale_inv.shape, 1.0, tl.float32), scale_inv)
     if FAST and not NOISY:
-        tl.store(codes_ptr + offsets, to_codes(x * scale, MANTISSA), mask=inside)
+        tl.store(codes_ptr + offsets, to_qdata(x * scale, MANTISSA), mask=inside)
         largest = tl.max(tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1), axis=0)
         if largest >= INF_BITS:
             mark_not_finite(

@@ -8,7 +8,7 @@ take no Python objects, so implementations come as the text of `Kernels.spec`.
 The operators write to `counts` and to a weight's store (`weight_store`) and do not declare it: neither changes a
 result. Declared, torch.compile orders and copies graphs by them, and a compiled layer that runs twice before its
 backward fails (torch 2.13: "modified by an inplace operation").
-Read `products` first.
+Read `matmuls` first.
 
 Legend: N tokens  K input features  M output features.
 """
@@ -64,7 +64,7 @@ class StaticConfig:
     out_dtype: torch.dtype
 
 
-def products(
+def matmuls(
     x_NK: Tensor,
     weight_MK: Tensor,
     bias_M: Tensor | None,
@@ -96,7 +96,7 @@ def products(
 
 
 def _pair(tiled: TiledTensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if tiled is None else (tiled.codes, tiled.scale_inv)
+    return (None, None) if tiled is None else (tiled.qdata, tiled.scale_inv)
 
 
 class _Float8Matmuls(torch.autograd.Function):
@@ -106,25 +106,25 @@ class _Float8Matmuls(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x_NK, weight_MK, bias_M, row_codes, row_scale, column_codes, column_scale, store,
+        x_NK, weight_MK, bias_M, rowwise_qdata, row_scale, columnwise_qdata, column_scale, store,
         formats, counts, keep_value, tensorwise, power_of_two, out_dtype, kernels,
     ):  # fmt: skip
         return _fprop(
-            x_NK, weight_MK, bias_M, row_codes, row_scale, store, formats, counts,
+            x_NK, weight_MK, bias_M, rowwise_qdata, row_scale, store, formats, counts,
             tensorwise, power_of_two, out_dtype, kernels,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         (
-            x_NK, weight_MK, bias_M, _, _, column_codes, column_scale, store,
+            x_NK, weight_MK, bias_M, _, _, columnwise_qdata, column_scale, store,
             formats, counts, keep_value, tensorwise, power_of_two, _, kernels,
         ) = inputs  # fmt: skip
         wants_dw = ctx.needs_input_grad[1]
-        keeps_codes = wants_dw and not keep_value
+        keeps_qdata = wants_dw and not keep_value
         ctx.save_for_backward(
             x_NK if wants_dw and keep_value else None,
-            column_codes if keeps_codes else None, column_scale if keeps_codes else None,
+            columnwise_qdata if keeps_qdata else None, column_scale if keeps_qdata else None,
             weight_MK, store,
         )  # fmt: skip
         # No saved tensors: a change of formats between forward and backward is no lost value.
@@ -135,13 +135,13 @@ class _Float8Matmuls(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_NM):
-        x_NK, column_codes, column_scale, weight_MK, store = ctx.saved_tensors
+        x_NK, columnwise_qdata, column_scale, weight_MK, store = ctx.saved_tensors
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
         with torch.no_grad():
             if wants_dx or wants_dw:
                 dx, dw = _bprop(
-                    dy_NM, x_NK, column_codes, column_scale, weight_MK, store, ctx.formats, ctx.counts,
+                    dy_NM, x_NK, columnwise_qdata, column_scale, weight_MK, store, ctx.formats, ctx.counts,
                     ctx.tensorwise, ctx.power_of_two, ctx.x_dtype, wants_dx, wants_dw, ctx.kernels,
                 )  # fmt: skip
             if ctx.bias_dtype is not None and wants_db:
@@ -161,7 +161,7 @@ def _operator(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_fprop(
-    x: Tensor, weight: Tensor, bias: Tensor | None, row_codes: Tensor | None, row_scale: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, rowwise_qdata: Tensor | None, row_scale: Tensor | None,
     store: Tensor | None, formats: Tensor, counts: Tensor,
     tensorwise: bool, power_of_two: bool, out_dtype: torch.dtype, kernels: str,
 ) -> Tensor:  # fmt: skip
@@ -171,7 +171,7 @@ def _run_fprop(
         dtype = SPECS[name].dtype
         narrow_bias = None if bias is None else bias.to(dtype)
         return run.linear(x.to(dtype), weight.to(dtype), narrow_bias).to(out_dtype)
-    row = _tiled(row_codes, row_scale, input_tile(tensorwise))
+    row = _tiled(rowwise_qdata, row_scale, input_tile(tensorwise))
     if row is None:
         row = run.quantize(x, E4M3, input_tile(tensorwise), power_of_two=power_of_two)
     operand = _weight(run, weight, store, tensorwise, power_of_two)
@@ -183,14 +183,14 @@ _fprop = _operator("tile_fprop", _run_fprop)
 
 @torch.library.register_fake("tilewright::tile_fprop")
 def _(
-    x, weight, bias, row_codes, row_scale, store, formats, counts,
+    x, weight, bias, rowwise_qdata, row_scale, store, formats, counts,
     tensorwise, power_of_two, out_dtype, kernels,
 ):  # fmt: skip
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
 
 def _run_bprop(
-    dy: Tensor, x: Tensor | None, column_codes: Tensor | None, column_scale: Tensor | None,
+    dy: Tensor, x: Tensor | None, columnwise_qdata: Tensor | None, column_scale: Tensor | None,
     weight: Tensor, store: Tensor | None, formats: Tensor, counts: Tensor,
     tensorwise: bool, power_of_two: bool, x_dtype: torch.dtype, wants_dx: bool, wants_dw: bool, kernels: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -206,7 +206,7 @@ def _run_bprop(
         dtype = SPECS[dgrad].dtype
         dx = run.linear(dy.to(dtype), weight.to(dtype).T).to(x_dtype)
     if column is not None:
-        inputs = _tiled(column_codes, column_scale, input_tile(tensorwise))
+        inputs = _tiled(columnwise_qdata, column_scale, input_tile(tensorwise))
         if inputs is None:
             how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
             _, inputs = quantize_copies(x, E4M3, run, **how, row=False, column=True)
@@ -222,7 +222,7 @@ _bprop = _operator("tile_bprop", _run_bprop)
 
 @torch.library.register_fake("tilewright::tile_bprop")
 def _(
-    dy, x, column_codes, column_scale, weight, store, formats, counts,
+    dy, x, columnwise_qdata, column_scale, weight, store, formats, counts,
     tensorwise, power_of_two, x_dtype, wants_dx, wants_dw, kernels,
 ):  # fmt: skip
     dx = dy.new_empty((dy.shape[0], weight.shape[1]) if wants_dx else (0,), dtype=x_dtype if wants_dx else dy.dtype)
@@ -230,10 +230,10 @@ def _(
     return dx, dw
 
 
-def _count(product: int, formats: Tensor, counts: Tensor) -> str:
+def _count(matmul: int, formats: Tensor, counts: Tensor) -> str:
     """The format of a product, noted as run."""
-    index = formats.tolist()[product]
-    counts.numpy()[product, index] += 1  # the same memory, in a tenth of the time of indexing a tensor
+    index = formats.tolist()[matmul]
+    counts.numpy()[matmul, index] += 1  # the same memory, in a tenth of the time of indexing a tensor
     return GEMM_FORMATS[index]
 
 
@@ -257,5 +257,5 @@ def _weight(run: Kernels, weight: Tensor, store: Tensor | None, tensorwise: bool
     return quantize_weight(weight, run, **how) if store is None else stored_weight(store, weight, run, **how)
 
 
-def _tiled(codes: Tensor | None, scale: Tensor | None, tile: Tile) -> TiledTensor | None:
-    return None if codes is None or scale is None else TiledTensor(codes, scale, tile, E4M3)
+def _tiled(qdata: Tensor | None, scale: Tensor | None, tile: Tile) -> TiledTensor | None:
+    return None if qdata is None or scale is None else TiledTensor(qdata, scale, tile, E4M3)

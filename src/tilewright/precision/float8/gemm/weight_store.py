@@ -63,7 +63,7 @@ def stored_weight(
     if header.tolist() != [print_, 1]:
         header[1] = 0
         fresh = quantize_weight(weight_MK, kernels, **how)
-        tiled.codes.copy_(fresh.codes)
+        tiled.qdata.copy_(fresh.qdata)
         tiled.scale_inv.copy_(fresh.scale_inv)
         header[0], header[1] = print_, 1
     return tiled
