@@ -10,6 +10,7 @@ from tests.contracts.observe import fixed_ceilings, write_texts
 from tilewright.cli.app import run
 
 EVERY_STEP = {"train__eval_interval": "1", "train__eval_batches": "1", "optim__schedule": "constant"}
+CONTROLLER = {"precision__controller__enabled": "true"}
 # name -> (settings, exit code); the loss goes to 8e6, 345,341 and the like, with gradients finite or not
 DIVERGING = {
     "1e4": ({"optim__lr": "1e4", "train__steps": "8"}, 4),
@@ -17,7 +18,12 @@ DIVERGING = {
     "40": ({"optim__lr": "40", "train__steps": "30"}, 0),
     "fp16": ({"optim__lr": "1e3", "train__steps": "30", "precision__mode": "pure_fp16"}, 4),
     "controller": (
-        {"optim__lr": "1e3", "train__steps": "8", "precision__mode": "fp8_tile", "precision__controller": "true"},
+        {"optim__lr": "1e3", "train__steps": "8", "precision__mode": "fp8_tile", **CONTROLLER},
+            "optim__lr": "1e3",
+            "train__steps": "8",
+            "precision__mode": "fp8_tile",
+            "precision__controller__enabled": "true",
+        },
         4,
     ),
     "delayed": (

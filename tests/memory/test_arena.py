@@ -340,7 +340,7 @@ class TestDisk:
 
     def test_folder_cannot_be_written(self, tmp_path):
         (tmp_path / "tier").write_text("a file")
-        with pytest.raises(ConfigError, match=r"memory\.tier_dir"):
+        with pytest.raises(ConfigError, match=r"memory\.offload_dir"):
             make_arena("disk", tmp_path, self.big_slices())
 
     def test_kill_leaves_nothing(self, tmp_path):

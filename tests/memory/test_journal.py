@@ -44,7 +44,7 @@ def make(tier, tmp_path, num_slices=4, size=1000):
 def change(rollback, offloader, part, state, amount):
     offloader.fetch(part)
     tensors = [part.params[0].data, state]
-    rollback.keep(part, [part.params[0], state])
+    rollback.save(part, [part.params[0], state])
     for tensor in tensors:
         tensor.add_(amount)
     offloader.release(part, changed=True)
@@ -87,9 +87,9 @@ def test_a_slice_is_kept_once_a_step(tmp_path):
     rollback.begin()
     change(rollback, offloader, parts[0], states[0], 1)
     with pytest.raises(AssertionError, match=r"layers\.0 is kept already"):
-        rollback.keep(parts[0], [parts[0].params[0]])
+        rollback.save(parts[0], [parts[0].params[0]])
     rollback.begin()
-    rollback.keep(parts[0], [parts[0].params[0]])  # other tensors than before
+    rollback.save(parts[0], [parts[0].params[0]])  # other tensors than before
     rollback.close()
 
 

@@ -88,7 +88,7 @@ def test_42_billion_parameters_on_one_card_by_hand():
     train = {"batch_size": 4, "micro_batch_size": 4}
     sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": train, "optim": {"clip": "delayed"}}
     layer_groups = {"executor": "layer_major"}
-    recipe = make_recipe(**sections, memory=layer_groups | {"undo": "checkpoint"})
+    recipe = make_recipe(**sections, memory=layer_groups | {"rollback_buffer": "checkpoint"})
     planner = on_h200(recipe, 128256, OPEN)
     plan = planner.plan(Budget(139 * GIB, 128 * GIB, LINKS))
     assert plan is not None

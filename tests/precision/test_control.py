@@ -189,7 +189,7 @@ def test_a_model_with_nothing_to_move_is_refused(policy):
 
 def test_a_recipe_with_a_controller_keeps_inputs_and_not_their_codes():
     for section in (
-        PrecisionSection(mode="fp8_tile", controller=True),
+        PrecisionSection(mode="fp8_tile", controller={"enabled": True}),
         PrecisionSection(mode="fp8_tile", fp8_until=0.5),
     ):
         assert Policy.from_section(section, "cpu").keep == "value"

@@ -39,7 +39,7 @@ def evidence(fp8, bf16=GOOD, layers=LAYERS):
 
 
 def settings(**changes):
-    return ControllerSettings(**({"budget": 1.0, "cooldown": 200, "quiet": 3} | changes))
+    return ControllerSettings(**({"budget": 1.0, "cooldown": 200, "patience": 3} | changes))
 
 
 # ---- what it must do ----
@@ -159,7 +159,7 @@ def test_an_impossible_budget_names_the_best_possible():
 
 
 def test_settings_that_make_no_sense():
-    for wrong in ({"policy": "none"}, {"budget": 1.5}, {"every": 0}, {"quiet": 0}):
+    for wrong in ({"granularity": "none"}, {"budget": 1.5}, {"interval": 0}, {"patience": 0}):
         with pytest.raises(ConfigError):
             ControllerSettings(**wrong)
 
@@ -168,7 +168,7 @@ def test_settings_that_make_no_sense():
 
 
 def test_three_levels_move_as_groups():
-    controller = Controller(SITES, settings(policy="three_level"))
+    controller = Controller(SITES, settings(granularity="three_level"))
     moves = controller.decide(0, evidence({(LAYERS[2], "wgrad"): BAD}))
     assert {(move.layer, move.gemm) for move in moves} == {(layer, gemm) for layer in LAYERS[1:] for gemm in GEMMS[1:]}
     assert {move.unit for move in moves} == {"gradient"}
@@ -248,7 +248,7 @@ def test_a_step_that_is_not_finite_is_never_applied():
         verdict, spike = controller.observe(math.nan, 1.0)
         assert verdict == REDO
         assert controller.observe_again(math.nan, math.nan, spike)[0] == SKIP
-    careless = Controller(SITES, settings(redo=False))
+    careless = Controller(SITES, settings(retry_steps=False))
     assert careless.observe(math.inf, 1.0)[0] == SKIP
 
 
@@ -277,10 +277,10 @@ SAMPLES = st.lists(
 )
 SETTINGS = st.builds(
     settings,
-    policy=st.sampled_from(["per_gemm", "three_level"]),
+    granularity=st.sampled_from(["per_gemm", "three_level"]),
     budget=st.sampled_from([0.1, 0.3, 0.6, 1.0]),
     cooldown=st.integers(1, 300),
-    quiet=st.integers(1, 4),
+    patience=st.integers(1, 4),
 )
 
 

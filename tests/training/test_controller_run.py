@@ -19,7 +19,7 @@ from tilewright.training.loop import train
 
 CONTROLLED = {
     "precision__mode": "fp8_tile",
-    "precision__controller": "true",
+    "precision__controller__enabled": "true",
     "precision__controller__interval": 2,
     "precision__controller__recalibrate_interval": 6,
     "precision__controller__cooldown": 3,
@@ -150,7 +150,7 @@ def test_an_impossible_budget_is_refused_before_the_first_step(data, tmp_path):
 
 def test_contradictions_are_told_all_at_once(data, tmp_path):
     wrong = {
-        "precision__controller": "true",
+        "precision__controller__enabled": "true",
         "precision__fp8_from": "[0, 2.0, 0]",
         "precision__controller__interval": 2000,
     }

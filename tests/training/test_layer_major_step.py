@@ -173,7 +173,7 @@ def snapshot(model, optimizer):
 def test_a_bad_gradient_in_the_middle_changes_nothing(how, factor):
     model, factors = make_decoder("gqa").train(), [1.0]
     poison(model, 1, factors)
-    options = {} if how == "exact" else {"delayed": True, "undo": RollbackBuffer("host", "cpu")}
+    options = {} if how == "exact" else {"delayed": True, "rollback_buffer": RollbackBuffer("host", "cpu")}
     run = executor(model, clip=GradClip(1.0), **options)
     first, second, third = steps(3)
     assert run.step(first, 1e-2).skipped is None

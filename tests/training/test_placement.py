@@ -55,7 +55,7 @@ def layer_major(model, memory_plan, folder, *, group=1, delayed=False, qdata=Fal
         weights = QuantizedWeights(model, optimizer, without=away)
     return LayerMajorExecutor(
         model, view, layer_groups, optimizer, clip=GradClip(0.5), delayed=delayed,
-        undo=RollbackBuffer("host", "cpu") if delayed else None, offloader=offloader, weights=weights,
+        rollback_buffer=RollbackBuffer("host", "cpu") if delayed else None, offloader=offloader, weights=weights,
         inputs=ActivationStore(input_tiers(memory_plan, layer_groups), "cpu", folder=folder), memory_plan=memory_plan,
     )  # fmt: skip
 
@@ -365,7 +365,7 @@ def test_a_tier_without_room_leaves_all_where_it_was(tmp_path, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         executor.apply_memory_plan(MemoryPlan.uniform(2, parameters="disk", states="disk", inputs="disk"))
     assert len(moved) > 2
-    monkeypatch.undo()
+    monkeypatch.rollback_buffer()
     assert executor.memory_plan == before
     assert_same(outcome(executor, made), want)
 

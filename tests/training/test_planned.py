@@ -149,7 +149,7 @@ def test_a_smaller_micro_batch_is_told_and_written_down(data, tmp_path):
     assert told[0]["least_bytes"] > read_plan(tmp_path / "small" / "plan.toml").machine["device_bytes"]
     assert f"train.micro_batch_size 8 -> {told[0]['after']}" in told[0]["message"]
     text = (tmp_path / "small" / "run.toml").read_text()
-    assert f"micro_batch = {told[0]['after']} # plan auto" in text
+    assert f"micro_batch_size = {told[0]['after']} # plan auto" in text
     again = load_recipe(tmp_path / "small" / "run.toml", environ={})
     assert again.recipe.train.micro_batch_size == told[0]["after"]
 

@@ -79,11 +79,18 @@ def make(
     torch.manual_seed(7)
     clip = GradClip(0.5, adaptive=1.1)
     if layer_major:
-        undo = RollbackBuffer("host", "cpu") if layer_major == "journal" else None
+        rollback_buffer = RollbackBuffer("host", "cpu") if layer_major == "journal" else None
         layer_groups = find_layer_groups(model, model, group)
         delayed = layer_major != "exact"
         return LayerMajorExecutor(
-            model, model, layer_groups, optimizer, clip=clip, delayed=delayed, undo=undo, weights=weights
+            model,
+            model,
+            layer_groups,
+            optimizer,
+            clip=clip,
+            delayed=delayed,
+            rollback_buffer=rollback_buffer,
+            weights=weights,
         )
     scaler = DynamicScaler(init_scale=1024.0, window=2) if mode == "hybrid" else None
     found = PrecisionController(model, ControllerSettings(budget=0.5)) if control else None

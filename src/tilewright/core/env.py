@@ -54,7 +54,7 @@ VARIABLES = (
         "TILEWRIGHT_<SECTION>_<FIELD>",
         "any setting",
         "what `--section.field` takes",
-        "TILEWRIGHT_TRAIN_BATCH_SIZE=8 is --train.global_batch_size 8",
+        "TILEWRIGHT_TRAIN_GLOBAL_BATCH_SIZE=8 is --train.global_batch_size 8",
     ),
     Variable("NO_COLOR", "", "any text", "no colour on a terminal"),
     Variable("CXX", "", "a command", "C++ compiler for compiled layers; else g++ or clang++ is looked for"),
@@ -149,7 +149,7 @@ def _alias(name: str, text: str, problems: list[Problem]) -> EnvSetting | None:
 
 
 def _generic(name: str, text: str) -> EnvSetting | None:
-    """`TILEWRIGHT_TRAIN_BATCH_SIZE` -> `train.global_batch_size`. Section names hold no underscore."""
+    """`TILEWRIGHT_TRAIN_GLOBAL_BATCH_SIZE` -> `train.global_batch_size`. Section names hold no underscore."""
     if not name.startswith(PREFIX):
         return None
     section, _, field = name.removeprefix(PREFIX).lower().partition("_")

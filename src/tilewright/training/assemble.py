@@ -131,9 +131,9 @@ class RunContext:
         return compiles_layers(recipe.train.compile, self.machine, by_default=recipe.model.kind == "decoder")
 
     @property
-    def tier_dir(self) -> Path:
+    def offload_dir(self) -> Path:
         """Folder of the disk tier."""
-        return self.planned.site.tier_dir
+        return self.planned.site.offload_dir
 
     @property
     def memory_limit(self) -> int:
@@ -233,8 +233,8 @@ def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool =
     prepared = prepare_data(recipe)
     rates = ceilings.measure(machine, progress=say, own_process=True)
     run = recipe.run
-    tier_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
-    site = PlanContext(prepared.vocab_size, machine, rates, tier_dir)
+    offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
+    site = PlanContext(prepared.vocab_size, machine, rates, offload_dir)
     planned = plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
     trim_malloc()  # what all of this used; a plan is of the run
     settings = planned.loaded.recipe
@@ -265,7 +265,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         sliced = None
         if recipe.memory.executor == "layer_major":
             sliced = slice_up(
-                recipe, model, optimizer, device, folder=setup.tier_dir, values=values, memory_plan=memory_plan
+                recipe, model, optimizer, device, folder=setup.offload_dir, values=values, memory_plan=memory_plan
             )
         qdata = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
         modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, qdata)
@@ -281,7 +281,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         executor = make_executor(
             recipe, model, sliced, optimizer,
             clip=clip, memory_tracker=memory_tracker, kernels=setup.kernels, weights=qdata,
-            folder=setup.tier_dir, memory_plan=memory_plan,
+            folder=setup.offload_dir, memory_plan=memory_plan,
         )  # fmt: skip
     else:
         executor = StandardExecutor(
@@ -293,20 +293,9 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
     )
     stream = _stream(recipe, setup.prepared)
     return Components(
-        model,
-        modes,
-        optimizer,
-        scaler,
-        clip,
-        rates,
-        stream,
-        memory_tracker,
-        executor,
-        Counters(),
-        setup,
-        control,
-        sliced,
-    )
+        model, modes, optimizer, scaler, clip, rates, stream,
+        memory_tracker, executor, Counters(), setup, control, sliced,
+    )  # fmt: skip
 
 
 def seed_everything(seed: int) -> None:

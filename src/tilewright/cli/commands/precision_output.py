@@ -10,6 +10,7 @@ import click
 
 from tilewright.cli.common import show_table
 from tilewright.cli.load_run import load_newest
+from tilewright.core.config import schema
 from tilewright.core.config.load import CLI, Loaded
 from tilewright.core.config.toml import RECIPES
 from tilewright.core.errors import ConfigError
@@ -64,9 +65,9 @@ def policy_text(found: SearchResult, loaded: Loaded, out: Path, intro: Sequence[
     settings: dict[str, dict[str, object]] = {}
     values = loaded.recipe.model_dump(mode="json")
     for path, source in loaded.sources.items():
-        section, _, name = path.partition(".")
+        section, _, name = path.rpartition(".")
         if source == CLI and path != "run.name" and not (section == "precision" and name in _DECIDED):
-            settings.setdefault(section, {})[name] = values[section][name]
+            settings.setdefault(section, {})[name] = schema.value_at(values, path)
     precision = settings.pop("precision", {})
     clear = loaded.recipe.precision.start_mode is not None
     kept = found.policy.rules

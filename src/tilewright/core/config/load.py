@@ -84,7 +84,8 @@ def load_recipe(
     settings, problems = env.settings(environ)
     merged.problems += problems
     for setting in settings:
-        _put_text(merged, setting.field, setting.value, f"env {setting.name}", f"environment variable {setting.name}")
+        path = schema.from_environment(setting.field)
+        _put_text(merged, path, setting.value, f"env {setting.name}", f"environment variable {setting.name}")
     pairs, problems = _pairs(overrides)
     merged.problems += problems
     for name, text in pairs:
@@ -117,11 +118,11 @@ def write_run_toml(loaded: Loaded, path: str | Path) -> None:
         tables[section] = tomlkit.table()
         (tables[outer] if outer else document).add(tomlkit.nl())
         (tables[outer] if outer else document).add(name, tables[section])
-        for path, value in values.items():
-            if path.rpartition(".")[0] == section:
+        for setting, value in values.items():
+            if setting.rpartition(".")[0] == section:
                 item = tomlkit.item(inline(NONE if value is None else value))
-                item.comment(loaded.sources[path])
-                tables[section].add(path.rpartition(".")[2], item)
+                item.comment(loaded.sources[setting])
+                tables[section].add(setting.rpartition(".")[2], item)
     Path(path).write_text(tomlkit.dumps(document), encoding="utf-8")
 
 

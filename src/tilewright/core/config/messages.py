@@ -49,11 +49,14 @@ def unknown_setting(path: str, value: object, place: str) -> Problem:
     section, _, name = path.rpartition(".")
     if path in renamed.SETTINGS:
         now = renamed.SETTINGS[path]
+        section, _, field = now.rpartition(".")
+        found = renamed.value(now, value) or value
+        typed, written = f"--{now} {found}", f"{field} = {toml_text(found)} in [{section}]"
         return Problem(
             f"setting {path} has another name now",
             got=f"{name} = {toml_text(value)}",
             need=now,
-            try_=f"{now} = {toml_text(renamed.value(now, value) or value)}",
+            try_=typed if place.startswith("--") else written,
             where=place,
         )
     near = schema.suggest(path)
@@ -80,7 +83,8 @@ def not_a_section(section: str, content: object, place: str) -> Problem:
     if section in known:
         need = f"a line [{section}] with settings below it"
         return Problem(f"{section} is a section, not a value", got=got, need=need, where=place)
-    near_section, _, near_name = schema.suggest(section).rpartition(".")
+    near = schema.suggest(section)
+    near_section, near_name = (near, "") if near in known else near.rpartition(".")[::2]
     if near_name:
         try_ = f"put {near_name} under [{near_section}]"
     else:

@@ -92,6 +92,20 @@ def find(path: str) -> Field | None:
     return None if info is None or is_section(info) else Field(path, info)
 
 
+def from_environment(path: str) -> str:
+    """The setting that an environment variable means, whose name has no dot inside of a section's name.
+
+    Example:
+        >>> from_environment("precision.controller_budget"), from_environment("train.steps")
+        ('precision.controller.budget', 'train.steps')
+    """
+    for section in sections():
+        before, dot, inner = section.rpartition(".")
+        if dot and path.startswith(f"{before}.{inner}_"):
+            return f"{section}.{path.removeprefix(f'{before}.{inner}_')}"
+    return path
+
+
 def nested(values: Mapping[str, object]) -> dict[str, typing.Any]:
     """Values by `section.field` as a tree of sections."""
     found: dict[str, typing.Any] = {}

@@ -77,7 +77,7 @@ class RollbackBuffer:
         self._kept.clear()
 
     @torch.no_grad()
-    def keep(self, part: LayerGroup, tensors: Sequence[Tensor]) -> None:
+    def save(self, part: LayerGroup, tensors: Sequence[Tensor]) -> None:
         """Keep the values of a slice's live tensors; they may change when this returns.
 
         Raises:

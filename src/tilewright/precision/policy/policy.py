@@ -74,7 +74,7 @@ class Policy:
             for pure_fp16, else FP32). "bf16" is for an optimizer that updates BF16 weights by stochastic rounding.
         power_of_two: scales of 8-bit operands are powers of two, which keeps them exact in BF16; else FP32.
         fp8_min_gain: on a GPU, linear layers whose `expected_gain` is below this stay in BF16 in the FP8 modes.
-        decouple: globs of linear layers whose gradients the FP8 modes compute in BF16.
+        bf16_grad_layers: globs of linear layers whose gradients the FP8 modes compute in BF16.
         strict: `convert` refuses what would run in another way than the policy says: emulated, or in another format.
         keep: what layers with 8-bit products keep of their input for backward. "qdata": its 8-bit copy, where the
             weight's gradient is in 8 bits, which it then stays. "value": the input itself, so that all three products

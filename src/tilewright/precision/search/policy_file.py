@@ -48,7 +48,7 @@ class PolicyFile:
         for section, values in self.settings.items():
             lines += [f"[{section}]", *(f"{name} = {toml_text(value)}" for name, value in values.items()), ""]
         lines += ["[precision]", 'mode = "fp8_tile"       # what no rule below names is in FP8 tiles']
-        lines += ["decouple = []           # the search has decided about attention output projections too"]
+        lines += ["bf16_grad_layers = []   # the search has decided about attention output projections too"]
         lines += ["fp8_min_gain = 0.0      # and about layers too small to gain"]
         lines += [f"{name} = {toml_text(value)}" for name, value in self.precision.items()]
         if self.clear_start_mode:
@@ -56,13 +56,13 @@ class PolicyFile:
         for rule in self.kept:
             lines += ["", "[[precision.rules]]         # from the recipe", *_fields(rule)]
         rules = fold(self.formats, self.kept)
-        told: set[str] = set()
+        shown: set[str] = set()
         for rule in rules:
             named = [name for name in self.formats if Rule(rule.match, compute="bf16").matches(name, ("linear",))]
-            lines += ["", *self._remarks([name for name in named if name not in told])]
-            told |= set(named)
+            lines += ["", *self._remarks([name for name in named if name not in shown])]
+            shown |= set(named)
             lines += ["[[precision.rules]]", *_fields(rule)]
-        rest = self._remarks([name for name in self.formats if name not in told])
+        rest = self._remarks([name for name in self.formats if name not in shown])
         if rest:
             lines += ["", "# In FP8 tiles throughout, without a rule:", *rest]
         return "\n".join(lines) + "\n"

@@ -101,7 +101,7 @@ class LayerMajorExecutor:
         optimizer: over the model's parameters. Gradients of 16-bit parameters are kept in FP32.
         clip: bounds, and the threshold above which a step is skipped.
         lagged: clip by what was known a step before, in one backward pass.
-        undo: keeps what a lagged step changes; None: a bad one raises `UnrecoverableStepError`.
+        rollback_buffer: keeps what a lagged step changes; None: a bad one raises `UnrecoverableStepError`.
         device: where batches are moved.
         inputs: keeps layer inputs; by default on the device.
         residence: brings slices to the device; by default they live there.
@@ -123,7 +123,7 @@ class LayerMajorExecutor:
         *,
         clip: GradClip,
         delayed: bool = False,
-        undo: RollbackBuffer | None = None,
+        rollback_buffer: RollbackBuffer | None = None,
         device: torch.device | str = "cpu",
         inputs: ActivationStore | None = None,
         offloader: ParamOffloader | None = None,
@@ -137,7 +137,7 @@ class LayerMajorExecutor:
         self.device = torch.device(device)
         self.memory_tracker = memory_tracker
         self.weights = weights
-        self.undo = undo
+        self.rollback_buffer = rollback_buffer
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self.delayed = DelayedClip(clip, self._params, self.device) if delayed else None
         self.transaction = StepTransaction(model, self._params, self.device, [clip])
@@ -163,8 +163,10 @@ class LayerMajorExecutor:
         Raises:
             NumericsError: the third step in a row whose gradient is not finite. The weights are those of the last good
                 step.
-            UnrecoverableStepError: a bad gradient after the first update, and no `undo`. The weights are of no use.
-            PartialUpdateError: no memory after the first update, again after some was made free, and no `undo`.
+            UnrecoverableStepError: a bad gradient after the first update, and no rollback
+                buffer. The weights are of no use.
+            PartialUpdateError: out of memory after the first update, also after some was freed, and no rollback
+                buffer.
         """
         started = time.perf_counter()
         num_targets, num_tokens = count_targets(microbatches), count_tokens(microbatches)
@@ -192,8 +194,8 @@ class LayerMajorExecutor:
             raise
         finally:
             self.run.end()
-        if self.undo is not None:
-            self.undo.commit()
+        if self.rollback_buffer is not None:
+            self.rollback_buffer.commit()
         self.run.offloader.flush()
         seconds = time.perf_counter() - started
         return StepResult(loss, num_targets, num_tokens, norm, attempt.skipped, 1.0, seconds, attempt.aux)
@@ -212,8 +214,8 @@ class LayerMajorExecutor:
         """Give back threads, files and memory. What is at home off the device is lost."""
         self.run.inputs.close()
         self.run.offloader.close()
-        if self.undo is not None:
-            self.undo.close()
+        if self.rollback_buffer is not None:
+            self.rollback_buffer.close()
 
     # ---- exact: the norm first ----
 
@@ -243,8 +245,8 @@ class LayerMajorExecutor:
     def _lagged(self, batches: Sequence[Batch], attempt: _LayerMajorAttempt) -> float:
         assert self.delayed is not None
         before = self.delayed.now()
-        if self.undo is not None:
-            self.undo.begin()
+        if self.rollback_buffer is not None:
+            self.rollback_buffer.begin()
         try:
             finite = self.run.forward(batches)
             attempt.aux = self._told(len(batches))
@@ -278,9 +280,9 @@ class LayerMajorExecutor:
             raise _Bad(_NOT_FINITE)
         if norm > self.clip.threshold:
             raise _Bad(f"gradient norm {norm:.3g} is above clip_threshold {self.clip.threshold:.3g}")
-        if self.undo is not None:
+        if self.rollback_buffer is not None:
             self.optimizer.init_states(params)
-            self.undo.keep(part, self._tensors(params))
+            self.rollback_buffer.save(part, self._tensors(params))
         return norms
 
     def _take_back(self, attempt: _LayerMajorAttempt, why: str) -> None:
@@ -288,7 +290,7 @@ class LayerMajorExecutor:
         attempt.skipped = why
         if not attempt.updated:
             return
-        if self.undo is None:
+        if self.rollback_buffer is None:
             raise UnrecoverableStepError(
                 "A bad gradient was met in the middle of a step.",
                 got=f"{why}, after {len(attempt.updated)} of {len(list(self.run.layer_groups))} slices were updated",
@@ -298,9 +300,9 @@ class LayerMajorExecutor:
         self._roll_back(attempt)
 
     def _roll_back(self, attempt: _LayerMajorAttempt) -> None:
-        undo = self.undo
-        assert undo is not None
-        self._finish(lambda: undo.rollback(self.run.offloader))
+        rollback_buffer = self.rollback_buffer
+        assert rollback_buffer is not None
+        self._finish(lambda: rollback_buffer.rollback(self.run.offloader))
         for part in attempt.updated:
             self._refresh(part)
         attempt.updated.clear()
@@ -309,7 +311,7 @@ class LayerMajorExecutor:
         """Why a step that found no memory cannot be taken back; None where nothing was updated, or it is undone."""
         if not attempt.updated:
             return None
-        if self.undo is None:
+        if self.rollback_buffer is None:
             return f"{len(attempt.updated)} of {sum(1 for _ in self.run.layer_groups)} slices were updated"
         self._roll_back(attempt)
         return None

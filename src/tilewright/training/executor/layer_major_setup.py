@@ -144,7 +144,7 @@ def make_executor(
         optimizer,
         clip=clip,
         delayed=recipe.optim.clip == "delayed",
-        undo=_rollback(recipe, memory_plan, memory_tracker.device, folder),
+        rollback_buffer=_rollback(recipe, memory_plan, memory_tracker.device, folder),
         device=memory_tracker.device,
         inputs=inputs,
         offloader=sliced.home,
@@ -178,7 +178,7 @@ def _tell(memory_tracker: MemoryTracker, sliced: LayerMajorParts, run: LayerMajo
 def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, folder: Path) -> RollbackBuffer | None:
     """What keeps the bytes that a lagged step changes: on disk, where some of them are at home there."""
     memory = recipe.memory
-    if recipe.optim.clip != "delayed" or memory.rollback != "journal":
+    if recipe.optim.clip != "delayed" or memory.rollback != "buffer":
         return None
     on_disk = any("disk" in (layer.parameters, layer.states) for layer in memory_plan)
     return RollbackBuffer("disk" if on_disk else "host", device, folder=folder)

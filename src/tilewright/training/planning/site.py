@@ -21,14 +21,14 @@ class PlanContext:
     vocab_size: int
     machine: Machine
     rates: Ceilings
-    tier_dir: Path
+    offload_dir: Path
     """Of the disk tier."""
 
     def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
         """What the run may use; with `disk`, of the free space of the tier's disk too, whose speed is measured."""
         device = recipe.plan.device_memory or self.machine.device_memory_bytes
-        speed = disk_speed(self.tier_dir, self.machine, progress=say) if disk else None
-        room = shutil.disk_usage(existing(self.tier_dir)).free if speed is not None else 0
+        speed = disk_speed(self.offload_dir, self.machine, progress=say) if disk else None
+        room = shutil.disk_usage(existing(self.offload_dir)).free if speed is not None else 0
         links = as_links(host_speed(self.machine, progress=say), speed)
         return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
 
