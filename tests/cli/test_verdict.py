@@ -19,11 +19,6 @@ DIVERGING = {
     "fp16": ({"optim__lr": "1e3", "train__steps": "30", "precision__mode": "pure_fp16"}, 4),
     "controller": (
         {"optim__lr": "1e3", "train__steps": "8", "precision__mode": "fp8_tile", **CONTROLLER},
-            "optim__lr": "1e3",
-            "train__steps": "8",
-            "precision__mode": "fp8_tile",
-            "precision__controller__enabled": "true",
-        },
         4,
     ),
     "delayed": (

@@ -168,7 +168,7 @@ def test_journal_takes_a_step_back(kept_in, tmp_path):
         rollback.begin()
         for index, param in enumerate(params):
             keep_busy()
-            rollback.keep(LayerGroup(f"layers.{index}", range(0), (param,), ()), [param])
+            rollback.save(LayerGroup(f"layers.{index}", range(0), (param,), ()), [param])
             with torch.no_grad():
                 param.add_(100)
         rollback.rollback(Here())

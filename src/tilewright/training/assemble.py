@@ -292,10 +292,8 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     stream = _stream(recipe, setup.prepared)
-    return Components(
-        model, modes, optimizer, scaler, clip, rates, stream,
-        memory_tracker, executor, Counters(), setup, control, sliced,
-    )  # fmt: skip
+    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, Counters(), setup, control
+    return Components(model, *run_parts, sliced)
 
 
 def seed_everything(seed: int) -> None:
