@@ -97,7 +97,7 @@ def speed() -> dict[str, object]:
             name: {"wall": spread(wall[name][WARM_UPS:]), "processor": spread(processor[name][WARM_UPS:])}
             for name in steps
         }
-    results["bytes a parameter, weight and states"] = {name: round(size, 4) for name, _, size in steppers()}
+    results["bytes per parameter, weight and states"] = {name: round(size, 4) for name, _, size in steppers()}
     results["first step"] = first_step()
     return results
 

@@ -1,6 +1,6 @@
 """A model whose classic training state is far over this machine's memory, all parameters trained: layer-major on a CPU.
 
-Recipe slice_3b_cpu: BF16 weights in memory, 8-bit moments on disk, real text. Classic state is 16 bytes a parameter
+Recipe slice_3b_cpu: BF16 weights in memory, 8-bit moments on disk, real text. Classic state is 16 bytes per parameter
 (FP32 weights, gradients and two moments). `bound` says what the step waited for: the processor, or the disk. A batch
 of so few tokens is one or two documents, so its loss says little: held-out rows of two domains are evaluated before
 and after. Results are written after every step.

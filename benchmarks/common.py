@@ -96,10 +96,10 @@ class Stolen:
 
 
 def watched_step(replanner: Any, number: int, microbatches: Sequence[Any], lr: float) -> Any:
-    """A step as `training.run.Run` takes it where it watches every one, free blocks given back every ten steps.
+    """A step as `training.run.Run` takes it where it watches every one, free blocks returned every ten steps.
 
     Args:
-        regroup: watches the executor, see `training.planning.replan.AdaptiveReplanner`.
+        re-plan: watches the executor, see `training.planning.replan.AdaptiveReplanner`.
         number: of the step, counted from 1.
         microbatches: as `training.executor.standard.Executor.step` takes them.
         lr: learning rate.

@@ -1,10 +1,10 @@
 """The precision controller on a case that FP8 alone cannot learn, and on one where it has nothing to do.
 
 stress: outliers in what every layer reads (benchmarks/outliers.py): in BF16 they change nothing, in FP8 the forward
-products lose all other features of their tiles. calm: the model as it is. Each in bf16_mixed, in static fp8_tile, and
+matmuls lose all other features of their tiles. calm: the model as it is. Each in bf16_mixed, in static fp8_tile, and
 in fp8_tile with the controller; real text, several seeds. Loss is that on held-out text in the formats of training.
 
-A run takes minutes, so each is kept in `results/dpaa_runs.jsonl` as it ends, and a later call goes on where the last
+A run takes minutes, so each is kept in `results/dpaa_runs.jsonl` as it ends, and a later call continues where the last
 one stopped. The result is made of all runs with the same number of steps.
 
 python -m benchmarks.dpaa [--steps 400] [--seeds 3] [--cases stress calm]
@@ -25,7 +25,7 @@ from tilewright.training.executor.standard import count_targets
 
 CLAIM = (
     "stress: static fp8_tile fails (over 5 % above BF16's loss), with the controller within 0.5 % of BF16; "
-    "calm: at least 95 % of the products' work stays in 8 bits; three seeds"
+    "calm: at least 95 % of the matmuls' work stays in 8 bits; three seeds"
 )
 RUNS = RESULTS / "dpaa_runs.jsonl"
 MODES = ("bf16_mixed", "fp8_tile", "controller")

@@ -21,8 +21,8 @@ from tilewright.models.decoder.flops import count_flops, count_parameters
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "h200.md"
 START, END = "<!-- floors: made by `python -m benchmarks.floors` -->", "<!-- /floors -->"
 STEP_PARTS = {
-    "linear_bf16_ms": "linear layers' products, BF16",
-    "linear_fp8_ms": "linear layers' products, FP8",
+    "linear_bf16_ms": "linear layers' matmuls, BF16",
+    "linear_fp8_ms": "linear layers' matmuls, FP8",
     "quantise_ms": "quantisation: inputs and output gradients read once, two copies written",
     "attention_ms": "attention's scores and values, BF16 in both",
     "head_ms": "output head, BF16 in both",
@@ -32,20 +32,20 @@ STEP_PARTS = {
 
 
 def page_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table whose numbers stand on the right."""
+    """Lines of a Markdown table whose numbers are on the right."""
     head = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def matmuls() -> list[str]:
-    """Three products of a linear layer, and the best that FP8 can be."""
+    """Three matmuls of a linear layer, and the best that FP8 can be."""
     rows = []
     for inputs, outputs in LAYERS:
         found = Products(TOKENS, inputs, outputs).floor()
         best = found["bf16_floor_ms"] / found["fp8_floor_ms"]
         names = ("bf16_floor_ms", "fp8_products_floor_ms", "quantise_floor_ms")
         rows.append([f"{inputs} to {outputs}", *(f"{found[name]:.2f}" for name in names), f"{best:.2f}x"])
-    title = f"Three products (fprop, dgrad, wgrad) of a linear layer, {TOKENS:,} tokens, in ms:"
+    title = f"Three matmuls (fprop, dgrad, wgrad) of a linear layer, {TOKENS:,} tokens, in ms:"
     return [title, "", *page_table(["layer", "BF16", "FP8", "quantise x and dy", "at best"], rows)]
 
 
@@ -67,7 +67,7 @@ def step() -> list[str]:
 
 
 def memory() -> list[str]:
-    """Layer-major steps: products beside what crosses the link."""
+    """Layer-major steps: matmuls beside what crosses the link."""
     cases = {
         "42B, recipe slice_42b_h200": load_recipe("slice_42b_h200", {}, environ={}).recipe,
         "8B, states on the host": load_recipe("default", EIGHT_B | SLICED, environ={}).recipe,
@@ -98,7 +98,7 @@ def loss() -> list[str]:
     seconds = tokens * count_flops(config, recipe.data.seq_len).step() / RATES["bf16_flops"]
     number = count_parameters(config).total
     return [
-        f"The curves of loss: {number / 1e9:.2f}B parameters, {tokens:,} tokens a step, at least {seconds:.2f} s a "
+        f"The curves of loss: {number / 1e9:.2f}B parameters, {tokens:,} tokens per step, at least {seconds:.2f} s a "
         f"step in BF16, so at most {240 / seconds:,.0f} steps in the four minutes of each curve.",
         "",
     ]

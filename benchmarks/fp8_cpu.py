@@ -71,7 +71,7 @@ def parts_of_a_layer() -> dict[str, Work]:
     return {
         "bf16 layer": plain,
         "fp8 layer": whole,
-        "products alone": lambda: [F.linear(a, b) for a, b in decoded],
+        "matmuls alone": lambda: [F.linear(a, b) for a, b in decoded],
         "decode operands": lambda: [(fp8.decode_bf16(a, turn=True), fp8.decode_bf16(b)) for a, b in pairs],
         "encode x and dy": lambda: (kernels.quantize_both(x, E4M3), kernels.quantize_both(dy, E4M3)),
         "encode weight": lambda: kernels.quantize(weight, E4M3, BLOCK_TILE),

@@ -1,8 +1,8 @@
-"""8-bit tiles on a GPU: quantisation, products, and a training step, each beside BF16. The floor is written down first.
+"""8-bit tiles on a GPU: quantisation, matmuls, and a training step, each beside BF16. The floor is written down first.
 
 Parts, each a command of its own; results are written after every case, so that a part cut short keeps what it has:
   quantize  bandwidth of the quantisation kernels, as a share of a copy's
-  gemm      the three products of a linear layer with their quantisation, against BF16's three
+  gemm      the three matmuls of a linear layer with their quantisation, against BF16's three
   step      a training step of an 8B-shaped decoder, fp8_tile against bf16_mixed, with peak memory and a kernel table
 
 Floors use the rates of one H200 that were measured before: 790 TFLOP/s BF16, 4.3 TB/s; and 1,500 TFLOP/s FP8 (assumed).
@@ -37,7 +37,7 @@ from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
 
 CLAIMS = {
     "quantize": "quantisation runs at 85 % of a copy's bandwidth or more",
-    "gemm": "a linear layer's three products, quantisation included, take at most 1/1.4 of BF16's time",
+    "gemm": "a linear layer's three matmuls, quantisation included, take at most 1/1.4 of BF16's time",
     "step": "an fp8_tile step of an 8B-shaped decoder takes at most 1/1.3 of a bf16_mixed step, in less memory",
 }
 RATES = {"bf16_flops": 790e12, "fp8_flops": 1500e12, "bytes": 4.3e12}
@@ -153,12 +153,12 @@ def quantize_part(tiny: bool) -> None:
             write_result("quantize", CLAIMS["quantize"], results)
 
 
-# ---- products ----
+# ---- matmuls ----
 
 
 @dataclass(frozen=True)
 class Products:
-    """The three products of a linear layer and what they cost at least."""
+    """The three matmuls of a linear layer and what they cost at least."""
 
     tokens: int
     inputs: int
@@ -195,7 +195,7 @@ def gemm_part(tiny: bool) -> None:
 
 
 def layer(matmuls: Products, tiny: bool) -> dict[str, Any]:
-    """BF16's three products, then those of each candidate with and without the quantisation of x and dy."""
+    """BF16's three matmuls, then those of each candidate with and without the quantisation of x and dy."""
     x, dy = random(matmuls.tokens, matmuls.inputs), random(matmuls.tokens, matmuls.outputs)
     weight = random(matmuls.outputs, matmuls.inputs)
     bf16 = milliseconds(lambda: (x @ weight.T, dy @ weight, dy.T @ x))
@@ -290,7 +290,7 @@ CONTENDERS = ("bf16_mixed", "fp8_tile", "fp8_hybrid", "torchao_tensorwise", "tor
 def step_part(tiny: bool, names: tuple[str, ...]) -> None:
     """Each contender in a process of its own; fewer layers for all when one does not fit."""
     shape = TINY if tiny else StepShape()
-    results: dict[str, Any] = {"unit": "ms a step", "rates": RATES}
+    results: dict[str, Any] = {"unit": "ms per step", "rates": RATES}
     while shape.layers > 0:
         results |= {"shape": asdict(shape), "roofline": shape.roofline()}
         write_result("step", CLAIMS["step"], results)

@@ -1,7 +1,7 @@
 """A training step in fp8_tile beside the same in bf16_mixed: seconds, and bytes kept for backward, layers compiled.
 
-Both models live in one process and take steps in turns, so that each round compares them under the same conditions.
-The inputs of linear layers are what autograd saves for a stack of linear layers alone; the ledger's activations are
+Both models live in one process and take steps in turns, so that each round compares them under the same conditions. The
+inputs of linear layers are what autograd saves for a stack of linear layers alone; the memory tracker's activations are
 those of the whole step. A CPU decodes the 8-bit operands to BF16 and multiplies those, so a step cannot be faster.
 
 python -m benchmarks.fp8_step [--dim 1024] [--rounds 7]
@@ -102,7 +102,7 @@ def main() -> None:
     ratios = [fp8 / bf16 for fp8, bf16 in zip(seconds["fp8_tile"], seconds["bf16_mixed"], strict=True)]
     inputs = {mode: linear_input_bytes(mode, args.dim) for mode in modes}
     results = {
-        "unit": "seconds a step",
+        "unit": "seconds per step",
         "shape": {"dim": args.dim, "layers": LAYERS, "rows": ROWS, "seq_len": SEQ, "vocab": VOCAB},
         **{mode: spread(times) for mode, times in seconds.items()},
         "ratio": spread(ratios),
@@ -112,7 +112,7 @@ def main() -> None:
         "ledger_activation_saving_percent": 100 * (1 - activations["fp8_tile"] / activations["bf16_mixed"]),
     }
     print(f"ratio {results['ratio']['median']:.3f}, linear inputs -{results['linear_input_saving_percent']:.1f} %, ")
-    print(f"activations in the ledger -{results['ledger_activation_saving_percent']:.1f} %")
+    print(f"activations in the memory tracker -{results['ledger_activation_saving_percent']:.1f} %")
     write_result(f"fp8_step_{machine_kind()}", CLAIM, results)
 
 

@@ -1,12 +1,12 @@
 """Everything that needs a GPU, in three groups of under ten minutes each, most valuable parts first:
 
-fp8     checks of every kernel, then timings: products and quantisation, a training step, what is left
+fp8     checks of every kernel, then timings: matmuls and quantisation, a training step, what is left
 memory  42 billion parameters on one card; 8 billion beside other tools
 loss    FP8 with the controller beside BF16, a 1B-shaped model on real text
 
 Each part is a process of its own with a time limit and writes `<part>.json` (under $OUT, else benchmarks/results/gpu)
 before the next begins: its exit code, seconds, the end of what it printed, and the results it had written by then, also
-where it was cut short. Parts that are there already are passed over, so an interrupted run goes on where it stopped.
+where it was cut short. Parts that are there already are passed over, so an interrupted run continues where it stopped.
 
 python -m benchmarks.gpu [fp8|memory|loss] [--only PART ...] [--again] [--tiny] [--minutes 9.5]
 """

@@ -58,7 +58,7 @@ def why_not(name: str) -> str | None:
 
 
 def load_libraries(name: str) -> None:
-    """Import what a row's user imports, so that its size can be told from that of the training."""
+    """Import what a row's user imports, so that its size can be reported from that of the training."""
     for module in (
         ("tilewright.training.executor.layer_major_setup",)
         if name in OURS

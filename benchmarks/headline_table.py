@@ -31,7 +31,7 @@ def table(record: dict[str, Any], cap: dict[str, Any] | None) -> list[str]:
     limit = f" under {cap['results']['limit_bytes'] / 2**30:g} GiB |" if cap else ""
     heads = [f"peak, {mode} | seconds | of the processor | loss of step {len(first['losses'])} |" for mode in modes]
     lines = [
-        f"One decoder of 209M parameters, {results['tokens_per_step']:,} tokens a step in 4 micro-batches, "
+        f"One decoder of 209M parameters, {results['tokens_per_step']:,} tokens per step in 4 micro-batches, "
         f"{place(record)}; medians of {len(first['step_s']['samples'])} turns in alternation (`{record['command']}`). "
         "Peak of the whole process: its libraries (in brackets; transformers and torchao are large) and the compiler "
         "are in it. Seconds a step by the clock, and of the processor over all threads, which do not count waiting for "

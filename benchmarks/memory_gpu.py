@@ -1,7 +1,7 @@
 """Models that are too big for their card: 42 billion parameters on one, and 8 billion beside other tools' offloading.
 
 Parts, each a command of its own; results are written after every step, so that a part cut short keeps what it has:
-  largest   recipe slice_42b_h200: all parameters trained, 8k tokens a step; loss, tokens/s, device and host peak, and
+  largest   recipe slice_42b_h200: all parameters trained, 8k tokens per step; loss, tokens/s, device and host peak, and
             the plan's prediction beside them
   offload   an 8B-shaped decoder, the same rows of text: layer-major with 8-bit states on the host, FSDP2 with
             `CPUOffloadPolicy`, torchao's `CPUOffloadOptimizer`; all with BF16 parameters and recomputed layers
@@ -60,13 +60,13 @@ TINY = {
 
 
 def setup_of(recipe: str, settings: dict[str, str], tiny: bool) -> RunContext:
-    """Machine, data and plan; a plan that says "does not fit" is told and not obeyed."""
+    """Machine, data and plan; a plan that says "does not fit" is reported and not obeyed."""
     settings = {**settings, "plan.enforce": "false", "optim.warmup_steps": "2"} | (TINY if tiny else {})
     return set_up(load_recipe(recipe, settings, environ={}))
 
 
 def floor(parameters: int, tokens: int) -> dict[str, float]:
-    """Seconds of a step at the given rates: products with every layer computed twice forward, and 8-bit states over
+    """Seconds of a step at the given rates: matmuls with every layer computed twice forward, and 8-bit states over
     the link, there and back."""
     return {
         "products_s": 8 * parameters * tokens / RATES["bf16_flops"],

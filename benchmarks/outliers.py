@@ -1,7 +1,7 @@
 """Features that FP8 tiles cannot carry beside others, planted in a model without changing what it computes in BF16.
 
 The first feature of each tile of 128 is a million times larger than the others, and read by weights that are zero, as
-massive activations of large models nearly are. In FP8 the forward products lose all other features of such a tile.
+massive activations of large models nearly are. In FP8 the forward matmuls lose all other features of such a tile.
 """
 
 from collections.abc import Iterable

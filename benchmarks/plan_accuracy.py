@@ -1,9 +1,9 @@
-"""Claim: the plan's peak memory is within 10 % of the measured one, for all shipped recipes, two foreign models, and
-FP8 in eager mode, at checkpoint boundaries and in a foreign model.
+"""Claim: the plan's peak memory is within 10 % of the measured one, for all shipped recipes, two Hugging Face models,
+and FP8 in eager mode, at checkpoint boundaries and in a Hugging Face model.
 
 Each recipe runs `tilewright train RECIPE --dry-run` in a process of its own: two real steps on real data, whose last
-lines are the plan beside the ledger's measurement. A first pass, not counted, prepares and caches the data, because
-preparing it leaves pages in the process. Seconds are recorded too, but depend on how busy the machine is.
+lines are the plan beside the memory tracker's measurement. A first pass, not counted, prepares and caches the data,
+because preparing it leaves pages in the process. Seconds are recorded too, but depend on how busy the machine is.
 
     python -m benchmarks.plan_accuracy [RECIPE ...]
 """

@@ -1,14 +1,14 @@
 """The planner's choices beside other ways to fit a step into a budget of memory: same model, same rows, same budgets.
 
-  planned     `memory.plan = "auto"` with `plan.device_memory`: what is kept, layer by layer, regrouped after the
+  planned     `memory.plan = "auto"` with `plan.device_memory`: what is kept, layer by layer, re-planned after the
               first steps, as `tilewright train` does. A plan leaves `plan.margin` free, so others are held to the peak
               that it then had
   torch       torch's `activation_memory_budget` (the partitioner of compiled layers), the fastest value that fits
   every_k     every k-th layer recomputed, the fastest k that fits (torchtitan's selective checkpointing by layers)
   full        every layer recomputed
 
-All train the same FP32 decoder through the standard executor with compiled layers: in FP32 every product is torch's
-own, and its partitioner knows what it costs. Where a CPU multiplies BF16 in FP32 the product is an operation of ours,
+All train the same FP32 decoder through the standard executor with compiled layers: in FP32 every matmul is torch's
+own, and its partitioner knows what it costs. Where a CPU multiplies BF16 in FP32 the matmul is an operation of ours,
 which the partitioner holds to be free. The micro-batch is given, so the planner does not make it smaller.
 The C library keeps freed pages in all of them (`HELD`), so that steps are compared and not how often pages are fetched.
 Each setting's graphs are compiled in a process before: what compiling takes is in nobody's peak then.
@@ -63,12 +63,12 @@ EVERY = (2, 3, 4)
 WARMUP = 4
 """Steps. A plan is settled by what its first two measured."""
 HELD = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-"""glibc maps blocks above the first, at most 32 MiB, and gives back what is free at the end above the second."""
+"""glibc maps blocks above the first, at most 32 MiB, and returns what is free at the end above the second."""
 TOLERANCE = 1.01
 """Peaks of the same setting differ by so much from process to process."""
 FEWEST_PAIRS = 8
 CLEAR = 4.0
-"""Standard errors that the mean ratio of a duel must lie from 1 for it to end early."""
+"""Standard errors that the mean ratio of a duel must be from 1 for it to end early."""
 FINALISTS = 2
 """Settings of a way that are measured beside a plan."""
 WAYS = ("planned", "torch", "every_k", "full")
@@ -134,7 +134,7 @@ class Setting:
     Args:
         way: one of `WAYS`, or "none".
         label: for people.
-        setting: what the worker is told.
+        setting: what the worker is reported.
         tiny: take the small size.
     """
 
@@ -295,7 +295,7 @@ def main() -> None:
             print(json.dumps(contests[-1]), flush=True)
     for setting in settings:
         setting.end()
-    results = {"unit": "seconds a step", "torch": torch.__version__, "curves": points, "budgets": contests}
+    results = {"unit": "seconds per step", "torch": torch.__version__, "curves": points, "budgets": contests}
     folder = write_result(f"plan_budget_{'tiny' if args.tiny else machine_kind()}", CLAIM, results).parent
     draw(contests, PICTURE if folder == RESULTS and not args.tiny else folder / "plan_budget.svg")
 

@@ -1,7 +1,7 @@
 """Planned beside measured: five models under several plans each, before the first step and after it.
 
 Models: the default decoder, one of 48 layers that are 128 wide, recipe tiny_moe (mixture of experts, latent attention),
-a foreign Llama, a foreign Qwen3. Plans:
+a Hugging Face Llama, a Hugging Face Qwen3. Plans:
 
   as it stands   the recipe fits, and nothing is decided
   budget         `plan.device_memory` at 85 % of what the recipe would take: `memory.plan = "auto"` decides
@@ -14,16 +14,16 @@ a foreign Llama, a foreign Qwen3. Plans:
 `order` is the rank correlation (Spearman's) of planned and measured seconds over the plans of a model: whether the
 alternatives that a plan offers are as fast among each other as it says.
 
-Each runs in a process of its own, regrouping as `tilewright train` does: steps, an evaluation, and a checkpoint with a
+Each runs in a process of its own, re-planning as `tilewright train` does: steps, an evaluation, and a checkpoint with a
 step beside it. `before` is what the plan said of the whole run, against its highest whole-process peak; `before_steps`
 the same of the steps alone; `after` what the run expected of a step once the first ones had been measured.
 
 Seconds of a shared machine change by the minute, by a half and more, and seconds planned in a fast minute say nothing
 of steps taken in a slow one. So the four runs of a model take their steps in turns, and between the turns the machine's
 ceilings are measured again and again; steps and measurements during which a hypervisor gave more than 3 % of the
-processors to other machines do not count, and turns go on until enough do (a case in which they never do has no
+processors to other machines do not count, and turns continue until enough do (a case in which they never do has no
 `step_error`, and the result says so). `step_error` is what the planner says of a step with the middle one of all these
-rates, over the median step after a placement's first; `step_error_before` what it said when the run began, with rates
+rates, over the median step after a memory plan's first; `step_error_before` what it said when the run began, with rates
 measured just before; `step_s_each` with each measurement alone, as the run's `step_s` are of each step. A first pass,
 not counted, prepares data and kernels.
 
@@ -139,7 +139,7 @@ def worker(recipe: str, settings: dict[str, str]) -> None:
 
 
 def step_s(setup: RunContext, memory_plan: MemoryPlan | None, rates: ceilings.Ceilings) -> float:
-    """Seconds of a step that the planner says, with these rates; of another placement than the run began with."""
+    """Seconds of a step that the planner says, with these rates; of another memory plan than the run began with."""
     site = replace(setup.planned.site, rates=rates)
     if setup.planned.decided is None and memory_plan is None:
         return plan_run(setup.planned.loaded, site).plan.step_s
@@ -154,7 +154,7 @@ def answer(found: dict[str, Any]) -> None:
 
 
 def beyond_steps(setup: RunContext, parts: Components) -> dict[str, dict[str, int]]:
-    """Bytes by owner while a run evaluates, and while it writes a checkpoint and goes on."""
+    """Bytes by owner while a run evaluates, and while it writes a checkpoint and continues."""
     recipe, found = setup.recipe, {}
     with parts.passing():
         evaluate(parts.model, parts.eval_batches, device=setup.device, fp32=recipe.precision.eval_fp32)
@@ -254,7 +254,7 @@ def errors(found: dict[str, Any]) -> dict[str, Any]:
     found |= {"measured_steps_bytes": peak, "error_before_steps": found["before_steps_bytes"] / peak - 1}
     if "after_bytes" in found:
         found["error_after"] = found["after_bytes"] / peak - 1
-    # The first step under a placement compiles; a regrouping comes after its step.
+    # The first step under a memory plan compiles; a re-planning comes after its step.
     steps = list(zip(found["step_s"], found["stolen"], strict=True))[1 + max(found["regrouped"], default=0) :]
     counted = [seconds for seconds, share in steps if share <= STOLEN]
     found |= {"counted_steps": len(counted), "counted_rates": sum(share <= STOLEN for share in found["rates_stolen"])}

@@ -1,8 +1,8 @@
 """A searched policy beside the ones people choose without a search, in whole runs of the default job.
 
 Searches once, then trains each policy with each seed: all BF16, all FP8, FP8 but for the first and last block, and the
-searched one. The policy and each run are kept in `results/precision_search/` as they end, and a later call goes on
-where the last one stopped. Speeds are those of the search (`--time`), of linear products alone; losses are held out.
+searched one. The policy and each run are kept in `results/precision_search/` as they end, and a later call continues
+where the last one stopped. Speeds are those of the search (`--time`), of linear matmuls alone; losses are held out.
 
 python -m benchmarks.precision_search [--budget 0.005%] [--rows 16] [--seeds 0 1 2] [--SECTION.FIELD VALUE]
 """

@@ -1,8 +1,8 @@
 """Held-out loss of the precision modes, and of formats of the optimizer's states under BF16, on the default model and
 data: same seeds, same rows, by the command line.
 
-A run takes minutes, so each is kept in `results/quality_runs.jsonl` as it ends, and a later call goes on where the last
-one stopped. The result is made of all runs with the same number of steps and rows on the same text: which that is
+A run takes minutes, so each is kept in `results/quality_runs.jsonl` as it ends, and a later call continues where the
+last one stopped. The result is made of all runs with the same number of steps and rows on the same text: which that is
 depends on the packages that are installed, and runs on different texts cannot be compared.
 
 python -m benchmarks.quality [--steps 2000] [--rows 2] [--seeds 3] [--modes bf16_mixed fp8_tile 8bit ...]
@@ -40,7 +40,7 @@ Runs = dict[tuple[str, int], float]
 
 def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -> tuple[float, str]:
     """Held-out loss, token-weighted and evaluated in FP32, of the default recipe in `mode` (a name of MODES or
-    STATES) with `rows` rows a step; and the fingerprint of its data."""
+    STATES) with `rows` rows per step; and the fingerprint of its data."""
     name = f"{mode}-{seed}"
     # The recipe's rate is for its 16 rows. With Adam a rate goes with the root of the batch (Malladi et al., 2022); at
     # the full rate two rows learn less and runs part by several percent (docs/log.md, 2026-11-21).

@@ -1,4 +1,4 @@
-"""Which part of FP8 costs loss: a small model on the default data with 8 bits in some of its products only.
+"""Which part of FP8 costs loss: a small model on the default data with 8 bits in some of its matmuls only.
 
 Three layers of 192, 300 steps of 1024 tokens, not compiled: a minute or more a run. Two runs that differ in rounding
 alone part by a percent here, so only many seeds say something about a part (docs/log.md). Each run is kept in
@@ -33,7 +33,7 @@ RULES = {
     "v_fprop_bf16": (Rule("*.v_proj", op="linear", fprop="bf16"),),
     "qk_fprop_bf16": (Rule("*.q_proj", op="linear", fprop="bf16"), Rule("*.k_proj", op="linear", fprop="bf16")),
 }
-"""What is in 8 bits: all products, and exceptions."""
+"""What is in 8 bits: all matmuls, and exceptions."""
 SETTINGS = {
     "precision.mode": "bf16_mixed", "train.compile": "off", "model.dim": "192", "model.num_layers": "3",
     "model.num_heads": "3", "data.seq_len": "256", "train.global_batch_size": "4", "train.micro_batch_size": "4",

@@ -39,7 +39,7 @@ def read(name: str) -> dict[str, Any] | None:
 
 
 def ladder(records: list[dict[str, Any]]) -> list[str]:
-    """Throughput on each machine and peak memory, one row a step."""
+    """Throughput on each machine and peak memory, one row per step."""
     first = records[0]
     versions, turns = first["machine"]["versions"], len(first["results"]["fp32"]["samples"])
     lines = [
@@ -98,7 +98,7 @@ def _controller_rows() -> list[tuple[str, str, str, dict]]:
         what = "loss against BF16 where FP8 alone fails (outliers), precision controller"
         rows.append((what, "at most 0.5 % more", text, record))
         shares = [100 * run["share_8bit"] for run in result["calm"]["controller"]["runs"].values()]
-        what = "share of the products' work that the controller leaves in 8 bits where nothing is wrong"
+        what = "share of the matmuls' work that the controller leaves in 8 bits where nothing is wrong"
         rows.append((what, "at least 95 %", f"{min(shares):.1f} % or more", record))
     if record := read("dpaa_cost_amx") or read("dpaa_cost_cpu"):
         text = f"{record['results']['share_of_time_percent']:.2f} %"
@@ -110,7 +110,7 @@ def _controller_rows() -> list[tuple[str, str, str, dict]]:
             f"{found[name]['times_as_fast']:.2f}x"
             for name in (EVERYTHING, ENDS, SEARCHED)
         ]
-        what = "loss against BF16, and speed of linear products, of policies where outliers hurt some layers"
+        what = "loss against BF16, and speed of linear matmuls, of policies where outliers hurt some layers"
         rows.append((what, "searched: less than all FP8, faster than the habit", "; ".join(texts), record))
     return rows
 

@@ -1,4 +1,5 @@
-"""Runs whose memory changes while they go on: are the losses the same bits, and do they keep within what they may use?
+"""Runs whose memory changes while they continue: are the losses the same bits, and do they keep within what they may
+use?
 
 A decoder of 1.7 million parameters in eager BF16 on a CPU, as `tilewright train` builds and watches it, in a process of
 its own for each run. Three changes, each beside the same steps with everything kept:
@@ -7,7 +8,7 @@ rows    rows of 512, of 2048 and of 512 tokens again, within 80 % of what 2048 t
 budget  what the run may use is cut by 30 % before the third step
 memory  in each step after the first an allocation, drawn at random over the whole step, finds no memory
 
-python -m benchmarks.regroup
+python -m benchmarks.re-plan
 """
 
 import argparse
@@ -43,7 +44,7 @@ class Told:
 
 
 def run(case: str, watched: bool) -> dict[str, Any]:
-    """The steps of a case in this process; `watched` with the change and regrouping, else with everything kept."""
+    """The steps of a case in this process; `watched` with the change and re-planning, else with everything kept."""
     import torch
 
     from tilewright.core.config.load import load_recipe

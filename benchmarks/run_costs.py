@@ -25,7 +25,7 @@ SAVE_EVERY, STEPS, KILL_AT = 20, 80, 50
 
 
 def rows(path: Path) -> list[dict]:
-    """The rows of a .jsonl file; a line torn by the kill is left out."""
+    """The rows of a .jsonl file; a line corrupt by the kill is left out."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines()

@@ -1,10 +1,10 @@
 """A precision search where something is to be found: outliers in what the first and the last layer read.
 
 Everything in FP8 loses by them, the habit of leaving the first and the last layer in BF16 pays for two whole layers to
-be rid of them, and a search has to find the few products that they hurt. Searches once, at the weights of some BF16
+be rid of them, and a search has to find the few matmuls that they hurt. Searches once, at the weights of some BF16
 steps, then trains each policy from the beginning with each seed. Losses are held out, in the formats of training.
-Speeds are those of the search with quantisation taken as free (`--time ideal`), of linear products alone. Runs are kept
-in `results/search_planted/` as they end, and a later call goes on where the last one stopped.
+Speeds are those of the search with quantisation taken as free (`--time ideal`), of linear matmuls alone. Runs are kept
+in `results/search_planted/` as they end, and a later call continues where the last one stopped.
 
 python -m benchmarks.search_planted [--steps 400] [--seeds 0 1 2] [--budget 0.04%]
 """

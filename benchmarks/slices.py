@@ -31,9 +31,7 @@ from benchmarks.common import machine_kind, spread, write_result
 from tilewright.core.env import tune_cpu_runtime
 from tilewright.core.units import format_bytes
 
-CLAIM = (
-    "without any one of the slices inside a layer the peak of long rows is higher; what each costs in seconds is told"
-)
+CLAIM = "without any one of the chunkings the peak of long rows is higher; the seconds that each costs are reported"
 WHOLE = {"memory.loss_chunk_bytes": "64GiB"}
 SLICES = {
     "memory.mlp_chunks": "8",
@@ -137,7 +135,7 @@ def worker(name: str, length: int, args: argparse.Namespace) -> None:
             held, start = probe.current(), time.perf_counter()
             with executor.memory_tracker.phase(
                 "step"
-            ):  # the ledger's boundaries inside reset the mark, so it keeps the peaks
+            ):  # the memory tracker's boundaries inside reset the mark, so it keeps the peaks
                 loss = executor.step(batches, recipe.optim.lr).loss
             seconds = time.perf_counter() - start
             peak = max(executor.memory_tracker.snapshot(None, None)["phases"].values())
@@ -221,7 +219,7 @@ def main() -> None:
         return
     tune_cpu_runtime()
     results: dict[str, Any] = {
-        "unit": "bytes of the whole process; seconds a step",
+        "unit": "bytes of the whole process; seconds per step",
         "shape": {**(TINY if args.tiny else SHAPE), "micro_batches": MICRO, "tokens": args.tokens},
         "documents_a_row": DOCUMENTS, "compiled": args.compile, "rounds": args.rounds,
     }  # fmt: skip

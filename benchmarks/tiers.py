@@ -1,4 +1,4 @@
-"""Tiers: bytes a second to host and disk, and how much of that the computation of a layer hides.
+"""Tiers: bytes per second to host and disk, and how much of that the computation of a layer hides.
 
 For each tier: rates of single slices (`memory.offload.bandwidth`), then a pass over slices with a computation on each,
 in three ways: nothing moves; slices come and go back with prefetch; the same without prefetch. `waited_s` is what the

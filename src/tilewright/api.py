@@ -41,7 +41,7 @@ def plan(
         recipe: a TOML file or the name of a shipped recipe.
         settings: `{"train.micro_batch_size": "4"}`; the planner leaves these as they are.
         device_memory: "24GiB"; by default what the machine has.
-        host_memory: of the host, for what may lie there.
+        host_memory: of the host, for what may be there.
         disk_memory: space on the disk that the plan may use; none by default.
         on: published numbers of h100, h200, a100, 4090 or b200 instead of this machine's.
 

@@ -101,7 +101,7 @@ def test_a_scale_that_is_found_once_in_a_thousand_steps():
 def test_architecture_sample():
     """`if torch.cuda.get_device_capability()[0] >= 9: quant_mode = 'full_fp8' else: 'hybrid_fp16'`.
 
-    It raises where there is no CUDA. The names are kept, with the reason and the products that the unit runs.
+    It raises where there is no CUDA. The names are kept, with the reason and the matmuls that the unit runs.
     """
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):

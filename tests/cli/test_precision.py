@@ -108,7 +108,7 @@ def test_an_impossible_budget_exits_with_3_and_writes_nothing(here, capsys):
     command = ["precision", "search", "--out", "none.toml", *FAST, *arguments(precision__rules=rules)]
     assert run([*command, "--budget", "0.0000001%"]) == 3
     text = capsys.readouterr().err
-    assert "best possible, with 6 products in FP8" in text
+    assert "best possible, with 6 matmuls in FP8" in text
     assert "--budget" in text
     assert not (here / "none.toml").exists()
 
@@ -116,7 +116,7 @@ def test_an_impossible_budget_exits_with_3_and_writes_nothing(here, capsys):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["--budget", "lots"], "per cent"),
+        (["--budget", "lots"], "percent"),
         (["--run", "nosuch"], "no such run"),
         (["--precision.enabled", "false"], "no precision to search"),
         (["--precision.fp32_ops", '["linear"]'], "no linear layer that could compute in FP8"),

@@ -75,7 +75,7 @@ def test_cgroup_limits_count(tmp_path, monkeypatch):
     ],
 )
 def test_what_8_bit_training_means_on_a_machine(capability, mode, native):
-    """full_fp8 from 9.0 on, as the article has it; which products the unit runs is told exactly."""
+    """full_fp8 from 9.0 on, as the article has it; which matmuls the unit runs is reported exactly."""
     device = "cpu" if capability is None else "cuda"
     choice = fp8_choice(replace(detect_machine("cpu"), device=device, capability=capability))
     assert (choice.mode, choice.native) == (mode, native)

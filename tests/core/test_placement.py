@@ -1,4 +1,4 @@
-"""Placements: what is uniform, and what is refused."""
+"""Memory plans: what is uniform, and what is refused."""
 
 import pytest
 

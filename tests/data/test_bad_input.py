@@ -226,7 +226,7 @@ def test_compressed_jsonl_whole_truncated_and_damaged(folder, tmp_path, compress
         (f"no.jsonl.{suffix}", "damaged compressed file, the rest is lost"): 1,
     }
     kept = len(texts) - 2 - 6
-    assert 1000 < kept < 4000, "what stands before the damage is used"
+    assert 1000 < kept < 4000, "what is before the damage is used"
     assert {r["text"].strip("\n") for r in rows(3, seed=50) + rows(3, seed=60)} <= set(texts)
 
 

@@ -199,7 +199,7 @@ def test_processes_at_once_prepare_once(corpus_folder, tmp_path):
 
 
 def test_provenance_points_at_the_text(corpus_folder, prepared):
-    """Each piece of a batch, decoded, stands in the file that `explain` names."""
+    """Each piece of a batch, decoded, is in the file that `explain` names."""
     stream = Stream(prepared, seed=3, batch_size=8, micro_batch_size=8, prefetch=0)
     batch = stream.next_step()[0]
     for sample in range(8):

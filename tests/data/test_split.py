@@ -191,7 +191,7 @@ def test_every_domain_gets_both_parts_or_is_dropped(tmp_path_factory, layout):
         assert domain in split.dropped or (held and kept)
     for cluster in set(clusters.tolist()):
         sides = set(split.held[clusters == cluster].tolist())
-        assert len(sides) == 1, "a cluster stands on both sides"
+        assert len(sides) == 1, "a cluster is on both sides"
 
 
 def test_holdout_is_near_the_share(prepared):

@@ -65,7 +65,7 @@ def test_ranks_share_one_order(world, prefetch):
 
 
 def test_resume_at_another_world_size_after_weights_changed():
-    """Stop anywhere, also between a change of weights and its start; go on at worlds of 3 and 2; same samples."""
+    """Stop anywhere, also between a change of weights and its start; continue at worlds of 3 and 2; same samples."""
 
     def change(streams, at, step):
         if step == at:

@@ -16,7 +16,7 @@ PAGES = sorted(path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.m
 
 
 def run_console(example: Example) -> None:
-    """Every `$ tilewright ...` line ends well; `|| true` allows an error that is told in four parts (exit 2)."""
+    """Every `$ tilewright ...` line ends well; `|| true` allows an error that is reported in four parts (exit 2)."""
     for line in str(example.parsed).splitlines():
         if not line.startswith("$ "):
             continue

@@ -14,8 +14,8 @@ def noise_of(size, seed=0, most=256):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_code_is_kept(signed):
-    """Values that stand in codes come back whatever the noise: nothing drifts by being stored again."""
-    # The largest code stands in both blocks, so that their scales stay.
+    """Values that are in codes come back whatever the noise: nothing drifts by being stored again."""
+    # The largest code is in both blocks, so that their scales stay.
     qdata = torch.arange(-127, 129).clamp(max=127).to(torch.int8)
     qdata = qdata if signed else torch.tensor([*[255] * 4, *range(4, 256)], dtype=torch.uint8)
     for scale in (1.0, 3e-7, 1e20):

@@ -1,4 +1,4 @@
-"""8-bit operations on a CUDA device: bits equal to the CPU's, products against FP64. Run with `pytest -m gpu`.
+"""8-bit operations on a CUDA device: bits equal to the CPU's, matmuls against FP64. Run with `pytest -m gpu`.
 
 Outputs come from memory that was filled with ones (NaN as codes and as floats) before, so what is not written shows.
 """
@@ -135,8 +135,8 @@ def test_large():
 
 
 def assert_product(out, a, b, bias, eps, result=None):
-    """In FP64 from the very operands. `eps`: of sums of 128 products; 8-bit units keep 14 bits of them. `result`: a
-    dtype that products are rounded to before the result's."""
+    """In FP64 from the very operands. `eps`: of sums of 128 matmuls; 8-bit units keep 14 bits of them. `result`: a
+    dtype that matmuls are rounded to before the result's."""
     a64, b64 = a.dequantize().double(), b.dequantize().double()
     want, sizes = a64 @ b64.T, a64.abs() @ b64.abs().T
     largest = want.abs()

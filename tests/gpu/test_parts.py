@@ -46,7 +46,7 @@ def test_floors():
     weights = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
     assert step.roofline()["linear_flops"] == 6 * 1024 * weights
     assert step.roofline()["attention_flops"] == 3.5 * 2 * 1024**2 * 4096
-    copies = 6 * 4096 + 2 * 1024 + 3 * 14336  # elements a token: x of qkv, o, gate and up, down; dy of all seven
+    copies = 6 * 4096 + 2 * 1024 + 3 * 14336  # elements per token: x of qkv, o, gate and up, down; dy of all seven
     assert step.roofline()["quantise_ms"] == pytest.approx(1e3 * 4 * 1024 * copies / RATES["bytes"])
 
 

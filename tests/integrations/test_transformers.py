@@ -112,7 +112,7 @@ def test_trainer_equals_a_plain_loop(make, policy, tmp_path):
 
     plain = tilewright.convert(make(), policy)
     want = plain_losses(plain, trainer_of(plain, tmp_path)[0])
-    assert log.losses == pytest.approx(want, rel=3e-3)  # the bound of BF16: 2^-8 relative a product
+    assert log.losses == pytest.approx(want, rel=3e-3)  # the bound of BF16: 2^-8 relative a matmul
     fp32 = plain_losses(make(), trainer_of(make(), tmp_path)[0])
     assert log.losses == pytest.approx(fp32, rel=1e-2)
 

@@ -1,4 +1,4 @@
-"""The arena against plain tensors: what goes in comes out, however slices are fetched, changed and let go."""
+"""The pool against plain tensors: what goes in comes out, however layer groups are fetched, changed and let go."""
 
 import os
 import random
@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 def make_slices(num_slices=5):
-    """Tensors of several dtypes and shapes, uneven slices, an empty tensor and a scalar."""
+    """Tensors of several dtypes and shapes, uneven layer groups, an empty tensor and a scalar."""
     generator = torch.Generator().manual_seed(0)
     layer_groups = {}
     for index in range(num_slices):
@@ -111,7 +111,7 @@ class TestValues:
             assert_equal(first, expected[0], 0)
             assert_equal(second, expected[3], 3)
             if tier != "device":
-                with pytest.raises(AssertionError, match="2 slices are live"):
+                with pytest.raises(AssertionError, match="2 layer groups are live"):
                     pool.fetch(4)
 
     def test_misuse_is_a_bug(self, tier, tmp_path):
@@ -131,7 +131,7 @@ class TestValues:
         value = tied.detach().clone()
         with OffloadPool(tier, "cpu", folder=tmp_path) as pool:
             pool.add("embed", {"embed.weight": tied})
-            with pytest.raises(AssertionError, match="in slices 'embed' and 'head'"):
+            with pytest.raises(AssertionError, match="in layer groups 'embed' and 'head'"):
                 pool.add("head", {"head.weight": tied, "norm": torch.ones(3)})
         with OffloadPool(tier, "cpu", folder=tmp_path) as pool:
             pool.add("shared", {"embed.weight": tied}, resident=True)

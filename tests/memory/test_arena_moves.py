@@ -1,4 +1,4 @@
-"""Slices in tiers of their own, and slices that change their tier: no value is lost, no room is kept."""
+"""Layer groups in tiers of their own, and layer groups that change their tier: no value is lost, no room is kept."""
 
 import ctypes
 import errno
@@ -102,7 +102,7 @@ def test_a_disk_without_holes_and_a_disk_that_fails(tmp_path, monkeypatch):
                 patch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=lambda *_: -1))
                 patch.setattr(ctypes, "get_errno", lambda fault=fault: fault)
                 if fault == errno.EIO:
-                    with pytest.raises(HardwareError, match="cannot be given back"):
+                    with pytest.raises(HardwareError, match="cannot be returned"):
                         pool.move(key, "device")
                 else:
                     pool.move(key, "device")

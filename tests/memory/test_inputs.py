@@ -56,7 +56,7 @@ def test_eight_bits_are_those_of_the_format(tier, tmp_path):
     tiled = quantize(x.reshape(-1, 300), E4M3, ROW_TILE)
     torch.testing.assert_close(store.get(0, 0), tiled.dequantize(torch.bfloat16).view(x.shape), rtol=0, atol=0)
     torch.testing.assert_close(store.get(1, 0), x, rtol=0, atol=0)
-    assert store.num_bytes == {tier: 21 * (300 + 3 * 4) + x.nbytes}, "a byte an element and a scale a 1x128 tile"
+    assert store.num_bytes == {tier: 21 * (300 + 3 * 4) + x.nbytes}, "a byte per element and a scale a 1x128 tile"
     store.close()
 
 
@@ -165,7 +165,7 @@ def test_each_layer_in_its_own_tier_and_another_one_later(tmp_path):
                 store.drop(layer, micro)
         store.place(dict(enumerate(later if tiers is first else first)))
     store.place("device")
-    assert store.num_bytes == {"device": 0}, "the others' room is given back"
+    assert store.num_bytes == {"device": 0}, "the others' room is returned"
     store.close()
 
 

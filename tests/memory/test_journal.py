@@ -1,4 +1,4 @@
-"""The journal: a step that is taken back leaves everything as it was, bit by bit."""
+"""The rollback buffer: a step that is taken back leaves everything as it was, bit by bit."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 class ArenaResidence:
-    """Slices of an arena, by their names."""
+    """Layer groups of an pool, by their names."""
 
     def __init__(self, pool):
         self.pool = pool
@@ -30,7 +30,7 @@ class ArenaResidence:
 
 
 def make(tier, tmp_path, num_slices=4, size=1000):
-    """Slices of uneven size with a state each, in an arena, and their first values."""
+    """Layer groups of uneven size with a state each, in an pool, and their initial values."""
     parts, states, pool = [], [], OffloadPool(tier, "cpu", folder=tmp_path)
     for i in range(num_slices):
         param = nn.Parameter(torch.randn(size + 10 * i, generator=torch.Generator().manual_seed(i)).bfloat16())

@@ -1,4 +1,5 @@
-"""A model that is filled slice by slice equals one that was made whole, whatever it is and wherever it goes."""
+"""A model that is filled layer group by layer group equals one that was made whole, whatever it is and wherever it
+goes."""
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def whole_decoder(name):
 
 
 def fill_lazily(model, values, tier, folder, num_slices=4):
-    """All parameters by way of an arena of slices that cut across modules; afterwards they are in the model."""
+    """All parameters by way of an pool of layer groups that cut across modules; afterwards they are in the model."""
     to_placeholders(model, "cpu")
     fill_buffers(model, values)
     named = list(model.named_parameters())
@@ -256,7 +257,8 @@ def test_vacate_keeps_ties_flags_and_what_is_real():
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_model_is_never_in_memory_twice(tier, tmp_path):
-    """By the C library's own count of live bytes, while slices are filled: the tier, and about one slice."""
+    """By the C library's own count of live bytes, while layer groups are filled: the tier, and about one layer
+    group."""
     config = DecoderConfig.of(vocab_size=100, dim=256, num_heads=4, num_layers=8, ffn_dim=1024)
     with torch.device("meta"):
         model = Decoder(config, KERNELS)
@@ -278,5 +280,5 @@ def test_model_is_never_in_memory_twice(tier, tmp_path):
         slice_bytes = 4 * sum(p.numel() for p in model.blocks[0].parameters())
         most = (max(live) - pool.num_bytes["host"]) / slice_bytes
         assert len(live) == 8
-        assert most < 1.2, f"{most:.2f} slices beside the tier"
+        assert most < 1.2, f"{most:.2f} layer groups beside the tier"
     sampler.close()

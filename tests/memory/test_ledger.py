@@ -1,4 +1,4 @@
-"""The ledger's bytes against sizes known by construction."""
+"""The memory tracker's bytes against sizes known by construction."""
 
 import mmap
 import subprocess

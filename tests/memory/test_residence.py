@@ -1,4 +1,5 @@
-"""Updates slice by slice, parameters and states in tiers, against the same optimizer over a model in memory."""
+"""Updates layer group by layer group, parameters and states in tiers, against the same optimizer over a model in
+memory."""
 
 import pytest
 import torch

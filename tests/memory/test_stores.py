@@ -69,7 +69,7 @@ def test_a_room_that_is_large_enough_stays(tmp_path):
 
 
 def test_a_file_without_holes_does_not_grow_for_ever(tmp_path, monkeypatch):
-    """Rooms that were given back are taken again, where the file system has no other way to use their blocks."""
+    """Rooms that were returned are taken again, where the file system has no other way to use their blocks."""
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=lambda *_: -1))
     monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
     store = DiskStore(tmp_path)

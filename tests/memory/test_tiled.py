@@ -100,7 +100,7 @@ def test_each_weight_gets_one_gradient_summed_in_fp32():
     assert sorted(calls) == sorted((name, torch.float32) for name, _ in layer.named_parameters())
     for (name, param), (_, want) in zip(layer.named_parameters(), exact.named_parameters(), strict=True):
         worst = (param.grad - want.grad).abs().max() / want.grad.abs().max()
-        assert worst < 2**-6, f"{name}: {worst}"  # each tile's part is a BF16 product of BF16-rounded factors
+        assert worst < 2**-6, f"{name}: {worst}"  # each tile's part is a BF16 matmul of BF16-rounded factors
 
 
 def test_draws_the_same_numbers_again_and_leaves_the_generator_alone():
@@ -148,7 +148,7 @@ def test_own_decoder_in_low_precision(mode):
     assert losses[1] == losses[3]
     for name, want in grads[1].items():
         noise = (grads[3][name] - want).norm() / want.norm()
-        # Of the whole, a product of 16 bit is rounded once; of tiles each tile's part is. FP8 products sum in FP32.
+        # Of the whole, a matmul of 16 bit is rounded once; of tiles each tile's part is. FP8 matmuls sum in FP32.
         assert noise < 2**-8, f"{name}: {noise}"
 
 

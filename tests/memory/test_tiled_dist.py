@@ -39,7 +39,7 @@ def _rank(rank: int, folder: str) -> None:
     plain = Model()
     assert chunk_mlps(plain, 3, print) == ["layer.mlp"]
     model = DistributedDataParallel(plain)
-    for _ in range(2):  # buckets are built anew after the first
+    for _ in range(2):  # buckets are built again after the first
         model.zero_grad()
         model(rows()[rank]).square().mean().backward()
     torch.save({name: p.grad for name, p in plain.named_parameters()}, Path(folder) / f"{rank}.pt")

@@ -1,7 +1,7 @@
 """Which weights' results a model chooses by, found by watching a forward pass: the truth that router rules are held to.
 
-Every tensor carries the names of the weights that made it: a product with a weight gives its result that weight's name,
-another product gives none, and all else hands names on. What arrives at a choice (topk, argmax, max along a dimension,
+Every tensor carries the names of the weights that made it: a matmul with a weight gives its result that weight's name,
+another matmul gives none, and all else hands names on. What arrives at a choice (topk, argmax, max along a dimension,
 gather) is what decides it. Nothing here reads the structure of a module.
 """
 

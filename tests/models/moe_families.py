@@ -80,7 +80,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a family needs besides, by its folder."""
+"""What a family needs too, by its folder."""
 
 TEXT = {"qwen3_omni_moe": "qwen3_omni_moe_text"}
 """The config for text, where it is not the only one of its name."""

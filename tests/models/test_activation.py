@@ -1,4 +1,4 @@
-"""Inputs of recomputed layers kept in 8 bits: the loss exact, gradients near, a byte an element."""
+"""Inputs of recomputed layers kept in 8 bits: the loss exact, gradients near, a byte per element."""
 
 import copy
 import logging
@@ -102,7 +102,7 @@ def test_mixture_of_experts_layers_are_recomputed_exactly():
 
 @pytest.mark.parametrize(("mode", "size"), [("fp32", 4), ("bf16_mixed", 2)])
 def test_bytes_kept_between_forward_and_backward(mode, size):
-    """Each layer keeps a byte an element and four a tile, and one element that stands for it, not its input."""
+    """Each layer keeps a byte per element and four a tile, and one element that stands for it, not its input."""
     kept = {}
     for kind in ("exact", "fp8"):
         model = Decoder(SHAPES["gqa"], KERNELS)

@@ -35,7 +35,7 @@ def test_active_parameters_leave_out_idle_experts():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_flops_of_forward_and_backward(name):
-    """Held against torch's counter over the reference attention, which is made of plain products."""
+    """Held against torch's counter over the reference attention, which is made of plain matmuls."""
     overrides = dict.fromkeys(("attention", "linear", "cross_entropy"), "ref")
     model = Decoder(SHAPES[name], Kernels(detect_machine("cpu"), overrides, compile=False))
     for param in model.parameters():

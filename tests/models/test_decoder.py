@@ -64,7 +64,7 @@ def test_activation_checkpointing_is_exact(name, mode):
 
 
 def test_activation_checkpoint_must_be_a_mode():
-    with pytest.raises(ValueError, match="one of none, selective, products, attention, full"):
+    with pytest.raises(ValueError, match="one of none, selective, matmuls, attention, full"):
         make_decoder("gqa").activation_checkpoint = "half"
 
 

@@ -28,7 +28,7 @@ def test_the_seed_decides(make_model):
     one, two, other = (generate(model, ids, 20, generator=generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(one, two)
     assert not torch.equal(one, other)
-    assert model.training, "the mode is given back"
+    assert model.training, "the mode is returned"
 
 
 def test_top_k_keeps_to_the_k_most_likely():

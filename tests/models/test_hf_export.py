@@ -1,4 +1,4 @@
-"""Folders of foreign models: FP8 that is FP8 in every family, and a config that stays the model's own."""
+"""Folders of Hugging Face models: FP8 that is FP8 in every family, and a config that stays the model's own."""
 
 import json
 import re

@@ -193,7 +193,7 @@ def break_folder(folder, how):
         (folder / "config.json").write_text("[1]")
     elif how == "no weights":
         weights.unlink()
-    elif how == "torn weights":
+    elif how == "corrupt weights":
         weights.write_bytes(weights.read_bytes()[:5000])
     elif how == "empty weights":
         weights.write_bytes(b"")
@@ -202,7 +202,7 @@ def break_folder(folder, how):
 
 @pytest.mark.parametrize(
     "how",
-    ["no folder", "no config", "broken config", "config is a list", "no weights", "torn weights", "empty weights"],
+    ["no folder", "no config", "broken config", "config is a list", "no weights", "corrupt weights", "empty weights"],
 )
 def test_bad_folders(how, tmp_path):
     make_decoder("gqa").save_hf(tmp_path)
@@ -252,7 +252,7 @@ def test_a_full_disk_leaves_no_half_model(tmp_path):
 
 
 def test_reading_holds_one_slice_beside_the_model(tmp_path, monkeypatch):
-    """What reading allocates besides the parameters is at most one slice."""
+    """What reading allocates in addition to the parameters is at most one slice."""
     monkeypatch.setattr(hf_weights, "SLICE_BYTES", 4096)
     config = DecoderConfig.of(vocab_size=500, dim=64, num_layers=1, num_heads=4)
     model = Decoder(config)

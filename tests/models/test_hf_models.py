@@ -217,7 +217,7 @@ def broken(folder, how):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"num_attention_heads": 5}))
     elif how == "no weights":
         (folder / "model.safetensors").unlink()
-    elif how == "torn weights":
+    elif how == "corrupt weights":
         (folder / "model.safetensors").write_bytes(b"\0" * 100)
     elif how == "weights of another size":
         config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 40}))
@@ -230,7 +230,7 @@ def broken(folder, how):
     "how",
     [
         *("no folder", "no config", "broken config", "unknown model", "impossible values"),
-        *("no weights", "torn weights", "weights of another size", "weights of another depth"),
+        *("no weights", "corrupt weights", "weights of another size", "weights of another depth"),
     ],
 )
 def test_bad_folders(how, tmp_path):

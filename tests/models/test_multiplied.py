@@ -1,4 +1,4 @@
-"""What a module does with its own parameters: a product's weight, or not."""
+"""What a module does with its own parameters: a matmul's weight, or not."""
 
 import pytest
 import torch

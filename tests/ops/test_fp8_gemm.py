@@ -1,4 +1,4 @@
-"""Candidates for products of 8-bit operands against float64 on the same operands: only sums and rounding differ."""
+"""Candidates for matmuls of 8-bit operands against float64 on the same operands: only sums and rounding differ."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def operands(m, n, k, tiles="row_block", formats="e4m3", *, power_of_two=True, s
 def assert_rounding_only(out, a, b, bias, *, rounded=None):
     """Within the rounding of the result (half a last place of `rounded`, its own dtype if None) and of an FP32 sum.
 
-    A sum of K products in FP32, in any order, errs by at most K eps of the sum of magnitudes (Higham, section 4.2); the
+    A sum of K matmuls in FP32, in any order, errs by at most K eps of the sum of magnitudes (Higham, section 4.2); the
     result is rounded once, and once more where a bias is added to what was rounded before.
     """
     exact_a, exact_b = a.dequantize().double(), b.dequantize().double()
@@ -73,7 +73,7 @@ def test_other_dtypes_of_the_result(candidate, dtype):
     for given in (None, bias):
         out = candidate.run(a, b, given, dtype)
         assert out.dtype == dtype
-        # torch's BF16 product on a CPU comes rounded to BF16 (ops.native.dequant_gemm); the reference's does not.
+        # torch's BF16 matmul on a CPU comes rounded to BF16 (ops.native.dequant_gemm); the reference's does not.
         assert_rounding_only(out, a, b, given, rounded=None if candidate.name == "ref" else torch.bfloat16)
 
 

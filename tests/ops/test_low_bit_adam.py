@@ -55,7 +55,7 @@ def test_stays_close_to_adamw(kind):
         want.grad = grad.double()
         optimizer.step()
         low_bit_adam(replace(tensors, grad=grad), hyper(step, lr))
-    # Codes of both moments are off by 2 to 3 % of a moment, anew in each step, and last about ten steps: 32 dB. Sixty
+    # Codes of both moments are off by 2 to 3 % of a moment, again in each step, and last about ten steps: 32 dB. Sixty
     # roundings to BF16 add (60 / 6) ** 0.5 * 2^-7 to weights between 1 and 2, which move by about 0.3: 22 dB.
     floor = 20 if kind == "bf16" else 30
     assert_snr(value_of(tensors).double() - start, want.detach() - start, floor)

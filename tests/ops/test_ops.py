@@ -48,7 +48,7 @@ def check(run, reference, inputs, dtype):
 
 
 def skip_without_tiles(candidate, dtype):
-    """Other candidates run wherever they are told to."""
+    """Other candidates run wherever they are reported to."""
     reason = candidate.why_not(detect_machine("cpu"), Case("cpu", dtype)) if candidate.name == "amx" else None
     if reason:
         pytest.skip(reason)

@@ -31,7 +31,7 @@ def exact(dy, x):
 
 
 def assert_fp32_sums(out, dy, x):
-    """Products of BF16 numbers are exact in FP32; each of N sums rounds by eps/2 of what was summed so far."""
+    """Matmuls of BF16 numbers are exact in FP32; each of N sums rounds by eps/2 of what was summed so far."""
     bound = torch.finfo(torch.float32).eps * max(dy.shape[0], 1) * (dy.double().abs().T @ x.double().abs())
     excess = ((out.double() - exact(dy, x)).abs() - bound).flatten()
     worst = int(excess.argmax()) if len(excess) else 0

@@ -1,7 +1,7 @@
 """Uses that PyTorch allows of any optimizer: each equals a reference, or is refused in words.
 
 Memory layouts are compared with the same numbers in contiguous tensors, in every format of the states; FP32 is compared
-with torch.optim.AdamW besides.
+with torch.optim.AdamW too.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Copies, pickles and saved states of DeepSeekAdam: they go on with the same bits, or are refused in words."""
+"""Copies, pickles and saved states of DeepSeekAdam: they continue with the same bits, or are refused in words."""
 
 import copy
 import io

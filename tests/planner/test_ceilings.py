@@ -34,7 +34,7 @@ def measured(machine, tmp_path_factory):
     lines = []
     found = measure(machine, tmp_path_factory.mktemp("cache"), progress=lines.append)
     patch.undo()
-    assert lines, "progress is told"
+    assert lines, "progress is reported"
     return found
 
 

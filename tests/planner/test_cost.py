@@ -197,7 +197,7 @@ def test_recomputation_trades_seconds_for_bytes():
     again = {mode: plans[mode].seconds["recompute"] for mode in modes}
     once = plans["none"].seconds
     loops = 0.39 * once["elementwise"] - 0.39 * element_s(11 * head_kept())
-    matmuls = once["matmuls"] / 3 - 2 * 16 * 128 * 3 * 64 * 192 / 1e12  # not the last product of a layer
+    matmuls = once["matmuls"] / 3 - 2 * 16 * 128 * 3 * 64 * 192 / 1e12  # not the last matmul of a layer
     attention = once["attention"] / 3.5
     assert again["none"] == 0
     assert again["selective"] == pytest.approx(loops)

@@ -1,4 +1,4 @@
-"""Speeds of host and disk: measured once, kept, used by the plan; nowhere to write is told."""
+"""Speeds of host and disk: measured once, kept, used by the plan; nowhere to write is reported."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tilewright.planner.cost.links import LinkSpeed, as_links, disk_speed, exist
 
 @pytest.fixture
 def measurements(monkeypatch):
-    """Small slices, and a list for what is told before each measurement."""
+    """Small slices, and a list for what is reported before each measurement."""
     monkeypatch.setattr(links, "_DISK_SLICE", 2**16)
     return []
 

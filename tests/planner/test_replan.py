@@ -1,4 +1,4 @@
-"""Fixed choices, the margin, the price of a given placement, and plans of a run that goes on."""
+"""Fixed choices, the margin, the price of a given memory plan, and plans of a run that continues."""
 
 from dataclasses import replace
 
@@ -114,7 +114,7 @@ def test_on_a_cpu_the_host_tier_is_the_device(on_a_cpu):
     for owner in ("parameters", "optimizer"):
         assert there.phases["load"][owner] == pytest.approx(here.phases["load"][owner])
     assert there.phases["backward"]["activations"] == pytest.approx(here.phases["backward"]["activations"])
-    assert there.peak_bytes > here.peak_bytes  # buffers besides
+    assert there.peak_bytes > here.peak_bytes  # buffers too
 
 
 def test_the_journal_is_counted_and_lies_on_a_disk_only_where_slices_do():

@@ -45,7 +45,7 @@ def compositions(total, parts):
 
 
 def every(problem):
-    """All counts with (seconds, peak, host, disk), reckoned layer by layer."""
+    """All counts with (seconds, peak, host, disk), estimated layer by layer."""
     for counts in itertools.product(*(compositions(g.count, len(g.costs)) for g in problem.groups)):
         layers = [
             (group.name, cost)

@@ -1,4 +1,5 @@
-"""Whether a run fits has three answers, and each is told in every place: verdict, table, JSON, exit code, training."""
+"""Whether a run fits has three answers, and each is reported in every place: verdict, table, JSON, exit code,
+training."""
 
 import json
 

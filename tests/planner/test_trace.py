@@ -1,4 +1,4 @@
-"""Traces of foreign models on fake tensors, against the same models on real ones."""
+"""Traces of Hugging Face models on fake tensors, against the same models on real ones."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""The audit: every product counted by format and kernel, fallbacks with their reason, resumed and compared."""
+"""The audit: every matmul counted by format and kernel, fallbacks with their reason, resumed and compared."""
 
 import json
 from dataclasses import replace
@@ -216,7 +216,7 @@ def test_inspect_says_what_is_missing_or_broken(data, tmp_path, capsys):
 
 
 def test_a_strict_run_stops_at_the_first_step_that_fell_back(data, tmp_path, monkeypatch):
-    """The conversion is told that this machine has an FP8 unit; the kernels that run have none."""
+    """The conversion is reported that this machine has an FP8 unit; the kernels that run have none."""
     native = replace(fp8_choice(MACHINE), native=("fp8_tile",))
     monkeypatch.setattr("tilewright.precision.assign.validate.fp8_choice", lambda machine: native)
     recipe = {"model__dim": 128, "precision__mode": "fp8_tile", "precision__strict": "true"}

@@ -55,7 +55,7 @@ def test_products_forward_and_backward(name, compute):
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_linear_equals_torchs_own_bf16_linear(compute):
-    """The product is torch's; only the parameters are kept wider."""
+    """The matmul is torch's; only the parameters are kept wider."""
     torch.manual_seed(0)
     dtype = SPECS[compute].dtype
     layer = nn.Linear(32, 24)

@@ -28,7 +28,7 @@ PRODUCTS = (GOOD, MIDDLING, BAD, BROKEN)
 
 
 def evidence(fp8, bf16=GOOD, layers=LAYERS):
-    """Evidence that says the same of all products, or what `fp8` has for a (layer, gemm)."""
+    """Evidence that says the same of all matmuls, or what `fp8` has for a (layer, gemm)."""
     found = {}
     for layer in layers:
         matmuls = {f"{gemm}.bf16": bf16 for gemm in GEMMS}
@@ -107,7 +107,7 @@ BROKEN_NUMBERS = [
 @pytest.mark.parametrize(("signal", "value"), BROKEN_NUMBERS)
 def test_evidence_that_is_not_finite_is_the_worst(signal, value):
     broken = GemmStats(**{**vars(GOOD), signal: value})
-    controller = Controller(SITES, settings(budget=0.06))  # room for one product of the first layer
+    controller = Controller(SITES, settings(budget=0.06))  # room for one matmul of the first layer
     (move,) = controller.decide(0, evidence({(LAYERS[0], "dgrad"): broken, (LAYERS[0], "fprop"): BAD}))
     assert move.gemm == "dgrad"
     assert [refused.gemm for refused in controller.refused] == ["fprop"]

@@ -102,7 +102,7 @@ def test_fp8_reaches_the_work_and_its_noise_is_that_of_fp8(name, mode):
     model = build(name)
     choices = SameChoices()
     wide = copy.deepcopy(model).double()
-    wide.config._experts_implementation = "eager"  # torch's grouped product takes no FP64
+    wide.config._experts_implementation = "eager"  # torch's grouped matmul takes no FP64
     with choices:
         exact, reference = loss_and_gradients(wide)
     low = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Adapters on frozen FP8 weights: exact operands, right gradients, one byte a weight, files that peft reads."""
+"""Adapters on frozen FP8 weights: exact operands, right gradients, one byte per weight, files that peft reads."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ REF = Kernels(detect_machine("cpu"), {"tile_gemm": "ref", "quantize": "ref"})
 BF16_DB = 45
 """Adapters compute in BF16: relative rounding errors up to 2^-9 (54 dB each), several of them in a row."""
 FP32_DB = 120
-"""Sums of the same exact products in another order: FP32 has 24 bits, 144 dB."""
+"""Sums of the same exact matmuls in another order: FP32 has 24 bits, 144 dB."""
 FP8_DB = 25
 """E4M3 rounds by up to 1/16: about 31 dB an operand, and two operands differ from the unrounded ones."""
 
@@ -103,7 +103,7 @@ def test_the_base_is_frozen_and_takes_a_byte_a_weight():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(torch.randn(64, 300, dtype=torch.bfloat16, requires_grad=True))
     extra = {t.data_ptr(): t.nbytes for t in saved if t.data_ptr() not in {b.data_ptr() for b in buffers.values()}}
-    # BF16 input, A, B and the narrow product: nothing as large as the weight in BF16, no copy of the codes
+    # BF16 input, A, B and the narrow matmul: nothing as large as the weight in BF16, no copy of the codes
     assert sum(extra.values()) <= 2 * (64 * 300 + 4 * 300 + 4 * 576 + 2 * 64 * 4)
 
 

@@ -15,7 +15,7 @@ OWN_CODE = ("dbrx", "jetmoe", "llama4", "longcat_flash", "step3p7")
 
 
 class Dtypes(TorchFunctionMode):
-    """Dtypes of the results of products with some weights."""
+    """Dtypes of the results of matmuls with some weights."""
 
     def __init__(self, weights: set[Tensor]) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def test_products_against_float64(make):
         gain = float((narrow * shadow).sum() / (shadow * shadow).sum())
         cosine = float(F.cosine_similarity(narrow.flatten(), shadow.flatten(), dim=0))
         noise = float(10 * torch.log10((shadow**2).sum() / ((narrow - shadow) ** 2).sum()))
-        # Both products are rounded to BF16 besides (2^-9), and the shadow's weight too: that moves a gain by less than
+        # Both matmuls are rounded to BF16 besides (2^-9), and the shadow's weight too: that moves a gain by less than
         # 2^-9, and noise of 30 dB by a few hundredths of it.
         assert matmul.gain_low == matmul.gain_high == pytest.approx(gain, abs=2e-3)
         assert matmul.cosine == pytest.approx(cosine, abs=2e-4)

@@ -1,4 +1,4 @@
-"""Weights that other classes than nn.Linear own: the products of a Float8Linear with the same matrix.
+"""Weights that other classes than nn.Linear own: the matmuls of a Float8Linear with the same matrix.
 
 Operands are equal bit for bit. Sums may differ in their order where a matrix has other strides; another operand would
 show: one code more or less moves a result a thousand times further than the bounds here.
@@ -44,7 +44,7 @@ def twin(weight_MK, bias_M, gemms, power_of_two=True, output=torch.float32):
 
 
 def same(ours, theirs, name):
-    """Equal but for the order of sums; a product in BF16 may be rounded the other way then."""
+    """Equal but for the order of sums; a matmul in BF16 may be rounded the other way then."""
     assert ours.dtype == theirs.dtype
     least = {"rtol": 2**-7 if name == "bf16" else 1e-5, "atol": 1e-5 * theirs.abs().max().item()}
     assert torch.allclose(ours, theirs, **least), f"{name}: largest difference {(ours - theirs).abs().max()}"

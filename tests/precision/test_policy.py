@@ -10,7 +10,7 @@ from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 from tilewright.precision.policy.policy import MODES, Policy, Rule
 from tilewright.precision.policy.rules import ALWAYS_FP32, KINDS
 
-FORMATS_BY_MODE = {  # (product, embedding, storage) on CPU
+FORMATS_BY_MODE = {  # (matmul, embedding, storage) on CPU
     "fp32": ("fp32", "fp32", "fp32"),
     "tf32": ("tf32", "fp32", "fp32"),
     "bf16_mixed": ("bf16", "bf16", "fp32"),

@@ -130,7 +130,7 @@ def test_an_impossible_budget_says_the_best_possible():
     assert error.value.exit_code == 3
     suggested = error.value.problems[0].try_.split('"')[1]
     assert fastest(space, parse_budget(suggested)).predicted.change <= parse_budget(suggested)
-    with pytest.raises(FitError, match=r"0 % or more: the best possible, all products in BF16"):
+    with pytest.raises(FitError, match=r"0 % or more: the best possible, all matmuls in BF16"):
         fastest(space_of(3), -0.01)
 
 
@@ -180,7 +180,7 @@ def test_slope_of_a_loss_that_rises_or_is_unknown_is_zero():
 
 @pytest.mark.parametrize("text", ["0.25", "much", "%", "nan%", "inf %", ""])
 def test_a_budget_without_per_cent_is_refused(text):
-    with pytest.raises(ConfigError, match="per cent"):
+    with pytest.raises(ConfigError, match="percent"):
         parse_budget(text)
 
 
@@ -245,7 +245,7 @@ def sensitivity(model, batches):
 
 
 def by_hand(model, batch, name, gemm):
-    """Loss and flat FP64 gradient with one product in FP8."""
+    """Loss and flat FP64 gradient with one matmul in FP8."""
     layers = find_float8_layers(model)
     for layer in layers.values():
         layer.set_gemms(BASE, power_of_two=True)
@@ -323,7 +323,7 @@ def test_measuring_leaves_the_model_as_it_was(model, batches):
 
 
 def test_single_switches_add_up(model, batches, sensitivity):
-    """What all products lose together is within 2x of the sum over single switches: independent errors' squares add."""
+    """What all matmuls lose together is within 2x of the sum over single switches: independent errors' squares add."""
     everything = measure_policy(model, batches, dict.fromkeys(find_float8_layers(model), TILES))
     for i in range(len(batches)):
         total = sum(switch.gradients[i].lost for switch in sensitivity.switches)

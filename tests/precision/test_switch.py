@@ -1,4 +1,4 @@
-"""Products that move between formats at run time: nothing is compiled anew, and each call does what it was told."""
+"""Matmuls that move between formats at run time: nothing is compiled again, and each call does what it was reported."""
 
 import copy
 import itertools

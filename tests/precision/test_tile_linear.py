@@ -1,4 +1,4 @@
-"""The tile-scaled linear layer against float64 products of the operands it should have multiplied."""
+"""The tile-scaled linear layer against float64 matmuls of the operands it should have multiplied."""
 
 import gc
 import weakref
@@ -29,7 +29,7 @@ SHAPES = [(256, 128, 384), (1, 576, 200), (130, 72, 576), (0, 128, 64), (300, 10
 
 
 def tile_linear(x, weight, bias, gemms, kernels):
-    """x W^T + b without a layer: the three products as a layer calls them."""
+    """x W^T + b without a layer: the three matmuls as a layer calls them."""
     keep_value, kind = gemms.wgrad not in FP8_FORMATS, (gemms.tensorwise, True)
     column = not keep_value and weight.requires_grad and torch.is_grad_enabled()
     copies = input_copies(x, kernels, *kind, row=gemms.fprop in FP8_FORMATS, column=column)
@@ -67,7 +67,7 @@ def operands(x, weight, dy, gemms):
 
 
 def assert_rounding_only(ours, exact, magnitude, what):
-    """Equal but for FP32 sums and one rounding to BF16. `magnitude` is the product of absolute values."""
+    """Equal but for FP32 sums and one rounding to BF16. `magnitude` is the matmul of absolute values."""
     bound = exact.abs() * 2.0**-8 + magnitude * 2.0**-20 + 1e-30
     excess = (ours.double() - exact).abs() / bound
     worst = int(excess.argmax()) if excess.numel() else 0
@@ -152,7 +152,7 @@ class CountingKernels(Kernels):
 
 @pytest.fixture
 def counting(monkeypatch):
-    """Kernels that count, also where the products make their own from text."""
+    """Kernels that count, also where the matmuls make their own from text."""
     kernels = CountingKernels()
     monkeypatch.setattr("tilewright.precision.float8.gemm.gemm_ops.kernels_of", lambda spec: kernels)
     return kernels

@@ -22,7 +22,7 @@ STEADY: Mapping[str, Any] = {
     "wait_share": 0.001,
     "memory_bytes": 2**30,
 }
-"""What a step's row holds besides its loss where a test says nothing else."""
+"""What a step's row holds in addition to its loss where a test says nothing else."""
 
 RECIPE = "[optim]\nclip_norm = 1.0 # default\nwarmup_steps = 0 # default\n\n[train]\nsteps = 400 # default\n"
 PLAN = {"peak_bytes": 2**30, "step_phase": "backward", "phases": {"backward": {"activations": 2**30}}}

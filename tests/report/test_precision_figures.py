@@ -56,7 +56,7 @@ def run(folder):
     (folder / "precision.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with (folder / "events.jsonl").open("a") as file:
         file.write(
-            json.dumps({"time_s": 1, "step": 200, "kind": "precision_move", "message": "1 products moved"}) + "\n"
+            json.dumps({"time_s": 1, "step": 200, "kind": "precision_move", "message": "1 matmuls moved"}) + "\n"
         )
     return collect(folder)
 
@@ -97,7 +97,7 @@ def test_the_page_has_the_maps_the_moves_and_the_mark(run):
     page = render(run)
     for text in ("Formats by layer", "Underflow: share", "Signal to noise", "underflow 0.25, limit 0.01", "1 made, 1"):
         assert text in page
-    assert "step 200: precision_move: 1 products moved" in page
+    assert "step 200: precision_move: 1 matmuls moved" in page
 
 
 def test_a_run_without_a_controller_has_none_of_it(folder):

@@ -119,7 +119,7 @@ def test_bad_goes_before_worth_a_look_and_else_the_order_of_the_rules(tmp_path):
     assert found.worst.rule.name == "clipping"
     assert "300 of 400 recorded steps (75 %) were clipped" in found.headline("x")
     assert found.line("x").count("\n") == 0
-    assert "Besides: data wait, divergence" in found.line("x")
+    assert "Also: data wait, divergence" in found.line("x")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, MIN_RECORDS - 1])

@@ -1,4 +1,4 @@
-"""An allocator that finds no memory when it is told to: at any allocation of a step, on any device."""
+"""An allocator that finds no memory when it is reported to: at any allocation of a step, on any device."""
 
 from collections.abc import Collection
 
@@ -19,7 +19,7 @@ class Allocator(TorchDispatchMode):
     """Counts the allocations made inside, and fails at some of them.
 
     Args:
-        fail: numbers of the allocations that find no memory, counted from 0. Those that are tried again count anew.
+        fail: numbers of the allocations that find no memory, counted from 0. Those that are tried again count again.
         kind: of error: that of the device's allocator, of the CPU's, or Python's.
     """
 

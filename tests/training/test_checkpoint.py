@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, background):
     assert "too large" in record.error
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     assert check_manifest(store.path_of(1)) is None
-    _save(store, 3)  # and the store goes on when there is room again
+    _save(store, 3)  # and the store continues when there is room again
     assert store.newest_sound()[0] == store.path_of(3)
 
 

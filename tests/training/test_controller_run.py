@@ -45,7 +45,7 @@ def test_a_calm_run_stays_in_8_bits_and_equals_one_without_a_controller(data, tm
 
 
 def _poison(monkeypatch, steps):
-    """Make the loss of some steps infinite, as long as a product has 8 bits."""
+    """Make the loss of some steps infinite, as long as a matmul has 8 bits."""
     whole = StandardExecutor._attempt
     calls = []
 
@@ -213,7 +213,7 @@ def test_settings_of_the_controller(name, data, tmp_path, monkeypatch):
 
 
 def _distort(monkeypatch, samples):
-    """Make the first samples say that one product is bad."""
+    """Make the first samples say that one matmul is bad."""
     sample = Monitor.sample
     taken = []
 

@@ -1,4 +1,4 @@
-"""The folder that a run leaves: a foreign model's config stays its own, and the event says what is FP8."""
+"""The folder that a run leaves: a Hugging Face model's config stays its own, and the event says what is FP8."""
 
 import json
 

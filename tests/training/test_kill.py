@@ -86,7 +86,7 @@ def test_sigterm_saves_and_exits_with_0(data, tmp_path, straight):
     code, said = _kill(data, tmp_path, 7, 0.0, signal.SIGTERM)
     assert code == 0, said
     assert "SIGTERM" in said
-    assert "the same command goes on from there" in said
+    assert "the same command continues from there" in said
     train(tiny(data, tmp_path, **CHANGES))
     assert "recovered" in [row["kind"] for row in rows(tmp_path / "tiny" / "events.jsonl")]
     assert_same_run(tmp_path / "tiny", straight)

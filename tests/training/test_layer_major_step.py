@@ -216,7 +216,7 @@ def test_a_bad_loss_or_output_begins_no_update(delayed):
         run.step(second, 1e-2)
 
 
-# ---- lagged clipping ----
+# ---- delayed clipping ----
 
 
 def test_lagged_bounds_by_the_norm_of_the_step_before(monkeypatch):
@@ -356,7 +356,7 @@ def test_choices_of_foreign_routers_are_replayed():
 
 
 def test_eight_bit_products_follow_their_weights():
-    """FP8 codes of a slice are made anew at its update: three steps equal those of the standard executor."""
+    """FP8 codes of a slice are made again at its update: three steps equal those of the standard executor."""
     ours, theirs = make_decoder("gqa").train(), make_decoder("gqa").train()
     runs = []
     for model in (ours, theirs):

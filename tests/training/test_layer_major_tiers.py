@@ -1,4 +1,4 @@
-"""Runs whose parameters, states and layer inputs are at home off the device: no number changes, nothing is lost."""
+"""Runs whose parameters, states and layer inputs are stored off the device: no number changes, nothing is lost."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def test_tiers_change_no_number(data, at_home, tmp_path, away):
 
 
 def test_resume_in_other_tiers(data, at_home, tmp_path):
-    """A checkpoint is the same wherever the slices were at home: it is taken up from disk, host and device."""
+    """A checkpoint is the same wherever the slices were stored: it is taken up from disk, host and device."""
     options = LAYERS | {"run__name": "moved", "optim__schedule": "constant", "train__eval_interval": 0}
     train(tiny(data, tmp_path, **options | {"train__steps": 2}, **AWAY))
     train(tiny(data, tmp_path, **options | {"train__steps": 4}))
@@ -87,7 +87,7 @@ def test_prefetch_takes_buffers(data, tmp_path):
 
 
 def test_fp8_weights_and_experts_in_tiers(data, tmp_path):
-    """Eight-bit products read the weights of the moment, and routing is replayed, wherever the weights are at home."""
+    """Eight-bit matmuls read the weights of the moment, and routing is replayed, wherever the weights are stored."""
     options = LAYERS | {"precision__mode": "fp8_tile", "model__num_experts": 4, "train__checkpoint_inputs": "fp8"}
     options |= {"optim__clip": "delayed", "optim__master_weights": "stochastic", "ops__adam": "ref"}
     options |= {"train__steps": 3, "train__eval_interval": 0}
@@ -111,7 +111,7 @@ def test_a_hugging_face_folder_at_the_end(data, tmp_path):
 
 @pytest.mark.slow
 def test_kill_9_and_go_on(data, at_home, tmp_path):
-    """The states on disk are a cache: a run killed in mid-step goes on from its checkpoint to the same bits."""
+    """The states on disk are a cache: a run killed in mid-step continues from its checkpoint to the same bits."""
     given = settings(data, tmp_path, **LAYERS, **AWAY, checkpoint__interval=1)
     code = "from tilewright.core.config.load import load_recipe; from tilewright.training.loop import train; "
     command = [sys.executable, "-c", code + f"train(load_recipe(None, {given!r}, environ={{}}))"]

@@ -1,4 +1,4 @@
-"""A whole run in small: what it writes, how it stops, and that going on equals never having stopped."""
+"""A whole run in small: what it writes, how it stops, and that running equals never having stopped."""
 
 import json
 import math
@@ -171,7 +171,7 @@ def test_nothing_sound_is_an_error_that_loses_nothing(data, tmp_path):
     train(tiny(data, tmp_path, checkpoint__keep_latest_k=1))
     meta = tmp_path / "tiny" / "checkpoints" / "step_00000012" / "meta.json"
     meta.write_text("{}")
-    with pytest.raises(CheckpointError, match="no sound checkpoint") as caught:
+    with pytest.raises(CheckpointError, match="no valid checkpoint") as caught:
         train(tiny(data, tmp_path))
     assert "meta.json has 2 bytes" in caught.value.problems[0].got
     assert meta.exists()
@@ -181,7 +181,7 @@ def test_nothing_sound_is_an_error_that_loses_nothing(data, tmp_path):
 
 
 def test_required_resume_without_a_checkpoint(data, tmp_path):
-    with pytest.raises(CheckpointError, match="no sound checkpoint"):
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
         train(tiny(data, tmp_path, checkpoint__resume="required"))
 
 

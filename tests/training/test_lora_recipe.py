@@ -46,7 +46,7 @@ def test_an_fp8_folder_is_adapted_and_the_adapter_written(kind, published, data,
     # What is trained, and has states, are the adapters.
     trained = {key.split(".", 1)[1].rsplit(".", 1)[0] for key in tensors if key.startswith("optimizer.")}
     assert trained == {key.removeprefix("model.") for key in tensors if ".lora_" in key and key.startswith("model.")}
-    # The adapter goes on the folder's model.
+    # The adapter continues the folder's model.
     model = load_decoder(published)
     load_adapter(model, result.run_dir / "hf")
     config = json.loads((result.run_dir / "hf" / "adapter_config.json").read_text())

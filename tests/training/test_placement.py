@@ -1,4 +1,4 @@
-"""Each layer as its placement says: whatever that is, losses and weights are the same bits.
+"""Each layer as its memory plan says: whatever that is, losses and weights are the same bits.
 
 The reference is the same executor with everything on the device and recomputed, which `test_layer_major_step` compares
 with torch's AdamW.
@@ -40,7 +40,7 @@ LR = 1e-3
 
 
 def layer_major(model, memory_plan, folder, *, group=1, delayed=False, qdata=False):
-    """An executor whose slices and inputs are where the placement says."""
+    """An executor whose slices and inputs are where the memory plan says."""
     optimizer = DeepSeekAdam(decay_groups(model, 0.1), betas=(0.9, 0.95))
     view = layered(model)
     layer_groups = find_layer_groups(model, view, group)
@@ -61,7 +61,7 @@ def layer_major(model, memory_plan, folder, *, group=1, delayed=False, qdata=Fal
 
 
 def drawn(draw, num_layers=2, group=1):
-    """A placement at random, the same for the layers of a slice."""
+    """A memory plan at random, the same for the layers of a slice."""
     ends = [LayerMemory(parameters=draw.choice(TIERS), states=draw.choice(TIERS), inputs=draw.choice(TIERS))
             for _ in range(2)]  # fmt: skip
     layers = []
@@ -124,7 +124,7 @@ def test_random_placements_change_no_number(name, group, delayed, tmp_path):
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("name", ["gqa", "tied", "gqa_moe"])
 def test_a_change_between_steps_changes_no_number(name, delayed, tmp_path):
-    """A new placement, drawn at random, before each step."""
+    """A new memory plan, drawn at random, before each step."""
     made = steps(5)
     want = outcome(layer_major(make_decoder(name).train(), plain(), tmp_path, delayed=delayed), made)
     draw = random.Random(name)
@@ -178,7 +178,7 @@ def test_a_kept_layer_is_not_computed_again(tmp_path):
 
 
 def test_kept_graphs_hold_no_memory_of_slices_that_leave(tmp_path):
-    """Between the passes a layer that is at home elsewhere is NaN, and so are the buffers that its bytes were in."""
+    """Between the passes a layer that is stored elsewhere is NaN, and so are the buffers that its bytes were in."""
     made = steps(2)
     keep = MemoryPlan.uniform(2, parameters="disk", states="host", activations="keep")
     want = outcome(layer_major(make_decoder("gqa").train(), plain(), tmp_path), made)
@@ -328,8 +328,8 @@ def test_what_cannot_be_changed_changes_nothing(tmp_path):
     refused = [
         (MemoryPlan.uniform(3), "another model"),
         (MemoryPlan.uniform(2, activations="selective"), "selected activations"),
-        (MemoryPlan.uniform(2, mlp_chunks=2), "cannot change while a run goes on"),
-        (MemoryPlan.uniform(2, attention_block=8), "cannot change while a run goes on"),
+        (MemoryPlan.uniform(2, mlp_chunks=2), "cannot change while a run continues"),
+        (MemoryPlan.uniform(2, attention_block=8), "cannot change while a run continues"),
     ]
     for memory_plan, says in refused:
         with pytest.raises(ConfigError, match=says):

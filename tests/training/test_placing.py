@@ -1,4 +1,4 @@
-"""The standard executor does with each layer what its placement says, and another thing between steps: same bits."""
+"""The standard executor does with each layer what its memory plan says, and another thing between steps: same bits."""
 
 import copy
 import itertools
@@ -98,7 +98,7 @@ def test_layers_are_computed_again_where_it_says_so(name):
     for kinds in itertools.product(KINDS, KINDS):
         model, made = make_model(name)
         checkpoint_layers(model, memory_plan(*kinds))
-        model.loss(made[0][0])  # foreign models are tried out with their first batch
+        model.loss(made[0][0])  # Hugging Face models are tried out with their first batch
         told = calls[kinds] = [0, 0]
         for index, layer in enumerate(model.layers):
             layer.mlp.register_forward_pre_hook(lambda *_, i=index, told=told: told.__setitem__(i, told[i] + 1))
@@ -210,7 +210,7 @@ def test_what_cannot_be_changed():
     refused(executor, memory_plan("keep"), "another model")
     refused(executor, memory_plan("keep", "keep", states="host"), "keeps everything on the device")
     refused(executor, replace(memory_plan("keep", "keep"), head=LayerMemory(parameters="disk")), "everything on the")
-    refused(executor, memory_plan("keep", "keep", mlp_chunks=2), "cannot change while a run goes on")
+    refused(executor, memory_plan("keep", "keep", mlp_chunks=2), "cannot change while a run continues")
     model = make_decoder("gqa")
     model.checkpoint_inputs = "fp8"
     executor = standard(model, memory_plan("keep", "recompute"))
@@ -234,7 +234,7 @@ def test_modes_by_layer_are_checked():
         _ = model.activation_checkpoint
     with pytest.raises(ValueError, match="2 layers, got 1"):
         model.checkpointing = ("none",)
-    with pytest.raises(ValueError, match="one of none, selective, products, attention, full"):
+    with pytest.raises(ValueError, match="one of none, selective, matmuls, attention, full"):
         model.checkpointing = ("none", "all")
     assert model.checkpointing == ("none", "full")
 

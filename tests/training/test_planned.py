@@ -1,4 +1,4 @@
-"""`memory.plan`: real runs that are planned, and go on; what a plan may not change; plans for something else."""
+"""`memory.plan`: real runs that are planned, and continue; what a plan may not change; plans for something else."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Signals become a request between steps; recipe changes are told apart."""
+"""Signals become a request between steps; recipe changes are reported apart."""
 
 import os
 import signal

@@ -71,7 +71,7 @@ class PlayedWhole:
 
 
 class PlayedExecutor:
-    """Takes what its placement takes on a machine that differs from the plan by a factor."""
+    """Takes what its memory plan takes on a machine that differs from the plan by a factor."""
 
     def __init__(self, memory_plan=KEEP, *, factor=1.0) -> None:
         self.memory_plan = memory_plan
@@ -215,7 +215,7 @@ def test_free_blocks_that_pile_up_are_given_back_and_change_no_plan():
 
 @pytest.mark.parametrize("budget", [1e6, 632])
 def test_free_blocks_that_pile_up_fast(budget):
-    """The plan learns nothing of them. Where they pass what the run may use, they are given back earlier."""
+    """The plan learns nothing of them. Where they pass what the run may use, they are returned earlier."""
     play, given = Play(PlayedExecutor(), budget=budget), []
 
     def give_back():
@@ -372,7 +372,7 @@ def test_no_tighter_plan():
     play = Play(PlayedExecutor(tight))
     play.executor.trouble = [no_memory()]
     play.step()  # once more, with what the failure has made free
-    assert "there is no tighter placement" in play.events[0][1]
+    assert "there is no tighter memory plan" in play.events[0][1]
     play.executor.trouble = [no_memory(), no_memory()]
     with pytest.raises(torch.OutOfMemoryError):
         play.step()
@@ -426,7 +426,7 @@ def test_the_second_step_settles_what_is_expected(factor):
 
 
 def test_a_second_step_that_makes_the_run_go_over_to_another_placement():
-    # Two factors are settled by the step after which a new placement is taken, of which nothing is known yet.
+    # Two factors are settled by the step after which a new memory plan is taken, of which nothing is known yet.
     play = Play(PlayedExecutor(factor=1.0), budget=620)
     play.step()
     play.executor.factor = 1.1
@@ -458,7 +458,7 @@ def test_what_the_recipe_sets_stays():
     play.executor.trouble = [no_memory()]
     play.step()
     assert play.executor.memory_plan == KEEP
-    assert "there is no tighter placement" in play.events[-1][1]
+    assert "there is no tighter memory plan" in play.events[-1][1]
 
 
 def test_nothing_fits_into_a_smaller_budget():
@@ -467,7 +467,7 @@ def test_nothing_fits_into_a_smaller_budget():
     play.budget = 100.0
     play.step()
     assert words(play.executor.memory_plan) == "4 recompute"
-    assert "nothing fits, so the smallest placement" in play.events[-1][1]
+    assert "nothing fits, so the smallest memory plan" in play.events[-1][1]
     count = len(play.events)
     play.step()
     assert len(play.events) == count

@@ -47,7 +47,7 @@ def batches(lengths=LENGTHS):
 
 
 def weights_of(executor):
-    """Every parameter and state, wherever it is at home."""
+    """Every parameter and state, wherever it is stored."""
     if isinstance(executor, StandardExecutor):
         return [value.clone() for value in executor.model.state_dict().values()]
     layer_groups, home = executor.run.layer_groups, executor.run.offloader

@@ -1,4 +1,4 @@
-"""Whole runs whose memory changes while they go on: the same files of numbers as a run whose memory does not."""
+"""Whole runs whose memory changes while they continue: the same files of numbers as a run whose memory does not."""
 
 import json
 import random
@@ -66,7 +66,7 @@ def test_a_run_with_an_out_of_memory_is_the_run_without(case, data, tmp_path, mo
 
 
 def test_a_step_that_could_not_be_finished_stops_the_run(data, tmp_path, monkeypatch):
-    """No memory from the second update of step 5 on: the checkpoint stays, and the run goes on from it."""
+    """No memory from the second update of step 5 on: the checkpoint stays, and the run continues from it."""
     case = CASES["layer_major"]
     train(tiny(data, tmp_path / "plain", **case))
     real, calls = DeepSeekAdam.step_params, []
@@ -94,7 +94,7 @@ def test_without_a_plan_a_step_is_computed_again_and_nothing_else(data, tmp_path
     train(tiny(data, tmp_path, memory__plan=""))
     (told,) = [row for row in rows(tmp_path / "tiny" / "events.jsonl") if row["kind"] == "replan"]
     assert told["step"] == 5
-    assert "there is no tighter placement" in told["message"]
+    assert "there is no tighter memory plan" in told["message"]
     assert "after" not in told
 
 
@@ -130,9 +130,9 @@ def test_the_report_shows_what_was_decided(data, tmp_path, monkeypatch):
     path = write_report(tmp_path / "tiny")
     page = outline(path.read_text())
     text = " ".join(" ".join(page.text).split())
-    assert "Plans made while the run went on" in text
+    assert "Plans made while the run continued" in text
     assert "out of memory" in text
-    assert "1 with another placement" in text
+    assert "1 with another memory plan" in text
     assert "-10.0% 2 keep 2 " in text
 
 

@@ -1,4 +1,5 @@
-"""The record of a run: rows are never torn, doubled or lost; one trainer a folder; sinks are checked at the start."""
+"""The record of a run: rows are never corrupt, doubled or lost; one trainer a folder; sinks are checked at the
+start."""
 
 import json
 import math

@@ -27,7 +27,7 @@ from tilewright.training.executor.standard import StandardExecutor
 
 
 class Counting(nn.Module):
-    """Buffers of every kind that a forward pass changes: in place, assigned, made from None, and notes besides."""
+    """Buffers of every kind that a forward pass changes: in place, assigned, made from None, and notes too."""
 
     def __init__(self):
         super().__init__()

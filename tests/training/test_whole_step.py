@@ -1,7 +1,7 @@
 """A step that finds no memory at an allocation drawn at random: computed again, it is the step that found some.
 
 Everything that a step changes is compared bit by bit: weights, buffers, codes, optimizer states, generators, clipping,
-loss scale, counts of products.
+loss scale, counts of matmuls.
 """
 
 import random
@@ -134,7 +134,7 @@ def started(case):
 @pytest.mark.parametrize("draws", [DRAWS, pytest.param(6 * DRAWS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_no_memory_at_any_allocation(case, draws):
-    """Of an error that comes out, the second call is the step; where none does, the step went on by itself."""
+    """Of an error that comes out, the second call is the step; where none does, the step continued by itself."""
     executor = started(case)
     before = state_of(executor)
     with Allocator() as allocator:
@@ -178,7 +178,8 @@ def test_the_first_step_makes_states_that_are_whole():
 
 @pytest.mark.parametrize("case", ["stochastic", "exact", "delayed", "journal"])
 def test_what_cannot_be_brought_to_its_end_is_said_or_undone(case):
-    """Every allocation fails from some point of the update on: with a journal the step is undone, without one lost."""
+    """Every allocation fails from some point of the update on: with a rollback buffer the step is undone, without one
+    lost."""
     executor = started(case)
     before = state_of(executor)
     middle = _middle_of_updates(executor)

@@ -87,7 +87,7 @@ def assert_same_run(run: Path, reference: Path, *, matmuls: bool = True) -> None
     Args:
         run: folder.
         reference: folder.
-        products: as many products were executed, too; not so where one of them computed some again.
+        matmuls: as many matmuls were executed, too; not so where one of them computed some again.
     """
     (tensors, meta), (expected, expected_meta) = last_state(run), last_state(reference)
     assert tensors.keys() == expected.keys()

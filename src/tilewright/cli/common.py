@@ -133,7 +133,7 @@ def print_json(value: object) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on standard output, whatever the verbosity: fitted to a terminal, else one whole line a row."""
+    """A table on standard output, whatever the verbosity: fitted to a terminal, else one whole line per row."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

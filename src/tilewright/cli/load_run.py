@@ -38,7 +38,7 @@ def reopen(run: Path, device: str = "auto") -> Reopened:
     """The model of a run folder, in evaluation mode.
 
     Raises:
-        CheckpointError: no sound checkpoint is there, or it is of another model than the run's recipe builds.
+        CheckpointError: no valid checkpoint is there, or it is of another model than the run's recipe builds.
     """
     recipe = load_recipe(run / "run.toml", environ={}).recipe
     machine = detect_machine(device)
@@ -53,7 +53,7 @@ def reopen(run: Path, device: str = "auto") -> Reopened:
 
 
 def load_newest(run: Path, model: Model) -> Path:
-    """The weights of a run's newest sound checkpoint into a model, in place; the checkpoint's path.
+    """The weights of a run's newest valid checkpoint into a model, in place; the checkpoint's path.
 
     Raises:
         CheckpointError: there is none, or it is of another model.
@@ -73,8 +73,8 @@ def _newest(run: Path) -> Path:
         say(f"note: {rejection.path.name} is not used: {rejection.reason}", error=True)
     if path is None:
         raise CheckpointError(
-            "the run has no sound checkpoint",
-            got=f"{len(rejected)} that are torn or corrupt" if rejected else "none",
+            "the run has no valid checkpoint",
+            got=f"{len(rejected)} that are truncated or corrupt" if rejected else "none",
             need="one written by train",
             try_=f"tilewright train {run / 'run.toml'}",
             where=str(run / "checkpoints"),

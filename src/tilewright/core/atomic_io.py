@@ -2,7 +2,7 @@
 
 `write_whole` replaces one file. A folder is made under another name, sealed with `write_manifest`, and renamed
 by `publish_folder`; `check_manifest` says later whether it is still what was written. The hash (XXH3, 128 bit)
-finds torn and rotten files; it is no protection against somebody who means harm.
+finds truncated and corrupt files; it is no protection against someone who means harm.
 """
 
 import json

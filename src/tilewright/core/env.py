@@ -48,7 +48,7 @@ VARIABLES = (
         "DEEPSEEK_FP32_OPS",
         "precision.fp32_ops",
         "names with commas between: layer_norm,softmax",
-        "operations kept in FP32 besides those of the mode",
+        "operations kept in FP32 in addition to those of the mode",
     ),
     Variable(
         "TILEWRIGHT_<SECTION>_<FIELD>",

@@ -80,7 +80,7 @@ class DataError(TilewrightError):
 
 
 class CheckpointError(TilewrightError):
-    """A checkpoint that is missing, torn, of another model, or cannot be written."""
+    """A checkpoint that is missing, corrupt, of another model, or cannot be written."""
 
     exit_code = EXIT_INPUT
 

@@ -73,17 +73,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class Fp8Choice:
-    """What 8-bit training means on a machine: the two names of the articles, and which products a unit runs."""
+    """What 8-bit training means on a machine: the two names of the articles, and which matmuls a unit runs."""
 
     mode: Literal["full_fp8", "hybrid_fp16"]
-    """full_fp8: linear layers on the FP8 unit. hybrid_fp16: products in 16 bit."""
+    """full_fp8: linear layers on the FP8 unit. hybrid_fp16: matmuls in 16 bit."""
     native: tuple[str, ...]
-    """Modes of `precision.mode` whose products torch runs on the FP8 unit."""
+    """Modes of `precision.mode` whose matmuls torch runs on the FP8 unit."""
     reason: str
 
 
 def fp8_choice(machine: Machine) -> Fp8Choice:
-    """How 8-bit products run on a machine. `doctor` prints it; which kernel runs is decided in `ops`.
+    """How 8-bit matmuls run on a machine. `doctor` prints it; which kernel runs is decided in `ops`.
 
     Example:
         >>> from dataclasses import replace
@@ -92,7 +92,7 @@ def fp8_choice(machine: Machine) -> Fp8Choice:
         ('hybrid_fp16', ('fp8_tensorwise',))
     """
     if machine.capability is None:
-        reason = "a CPU has no FP8 unit: 8-bit operands are decoded to BF16, exactly, before each product"
+        reason = "a CPU has no FP8 unit: 8-bit operands are decoded to BF16, exactly, before each matmul"
         return Fp8Choice("hybrid_fp16", (), reason)
     capability = f"compute capability {machine.capability[0]}.{machine.capability[1]}"
     if machine.capability == (9, 0):
@@ -100,11 +100,11 @@ def fp8_choice(machine: Machine) -> Fp8Choice:
         return Fp8Choice("full_fp8", ("fp8_tile", "fp8_hybrid", "fp8_tensorwise"), reason)
     if machine.capability > (9, 0):
         reason = (
-            f"{capability} has an FP8 unit; torch's product of scaled tiles is for 9.0 alone, so tiles run elsewhere"
+            f"{capability} has an FP8 unit; torch's matmul of scaled tiles is for 9.0 alone, so tiles run elsewhere"
         )
         return Fp8Choice("full_fp8", ("fp8_tensorwise",), reason)
     if machine.capability == (8, 9):
-        reason = f"{capability} has an FP8 unit, which torch uses for operands with one scale a tensor, not for tiles"
+        reason = f"{capability} has an FP8 unit, which torch uses for operands with one scale per tensor, not for tiles"
         return Fp8Choice("hybrid_fp16", ("fp8_tensorwise",), reason)
     reason = f"{capability} has no FP8 unit (8.9 is the first): 8-bit operands are decoded to BF16, exactly"
     return Fp8Choice("hybrid_fp16", (), reason)

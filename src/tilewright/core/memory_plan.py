@@ -1,7 +1,7 @@
-"""What a run does with each layer: where its bytes are at home, and what it keeps for the backward pass.
+"""What a run does with each layer: where its bytes are stored, and what it keeps for the backward pass.
 
 A plan decides it, the executors do it. `MemoryPlan.uniform` is what the settings of a recipe say without a plan: the
-same for all layers. Nothing here knows tensors; `plan` makes placements, `training` and `memory` read them.
+same for all layers. Nothing here knows tensors; `plan` makes memory plans, `training` and `memory` read them.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ OFFLOADS: dict[object, Offload] = {tier: offload for offload, tier in TIERS.item
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """One layer, or what stands before or after the layers.
+    """One layer, or what is before or after the layers.
 
     Raises:
         ValueError: a word or number that means nothing.
@@ -82,7 +82,7 @@ class MemoryPlan:
         mlp_chunks: int = 1,
         attention_block: int = 0,
     ) -> "MemoryPlan":
-        """The same for all layers; both ends are at home where the layers are."""
+        """The same for all layers; both ends are stored where the layers are."""
         layer = LayerMemory(
             parameters=parameters,
             states=states,

@@ -59,7 +59,7 @@ def prepare(
         cache_dir: where prepared data is kept; empty: the user's cache folder.
         seed: which text is sampled and held out. Not the order of training: keep it, and runs stay comparable.
         own_process: what is not there yet is made by a process of its own, so that what this takes of memory (a
-            hundred MiB, much of which a process does not get rid of) is not in the one that goes on.
+            hundred MiB, much of which a process does not get rid of) is not in the one that continues.
 
     Raises:
         DataError: nothing usable in the source, or a cache folder that cannot be written.

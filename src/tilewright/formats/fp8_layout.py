@@ -1,4 +1,4 @@
-"""FP8 weights as they lie in files, in the layout of DeepSeek-V3: codes, a scale a block, and what config.json says.
+"""FP8 weights as they are in files, in the layout of DeepSeek-V3: codes, a scale per block, and what config.json says.
 
     weight            float8_e4m3fn [N, K]
     weight_scale_inv  FP32 [ceil(N / 128), ceil(K / 128)], value of an element = code * scale_inv of its block

@@ -10,7 +10,7 @@ raised to it, so that the finest step of a first moment moves a weight by a quar
 largest moments of their blocks are alike. (Zero codes in memory that nothing was written to mean zeros.)
 
 Rounding is stochastic: up or down to a neighbour with the probability that makes the expectation right, up to 1/512 of
-a step. A running mean of rounded numbers that change by less than a step would stand still otherwise.
+a step. A running mean of rounded numbers that change by less than a step would be still otherwise.
 
 This file is the definition; `ops/backends/cpu/low_bit_adam.cpp` and `ops/backends/triton/low_bit_adam.py` have the
 same bits. All arithmetic is in FP32, each operation rounded by itself.

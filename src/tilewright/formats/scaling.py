@@ -1,7 +1,7 @@
 """Tiles of a matrix and the scale of each: from the largest magnitude to `scale_inv`.
 
 `scale_inv` is the decode scale: value = code value * scale_inv. A power of two by default: then a code times its scale
-is exact in BF16, so a BF16 product of the decoded operands multiplies the very numbers that an FP8 unit multiplies.
+is exact in BF16, so a BF16 matmul of the decoded operands multiplies the very numbers that an FP8 unit multiplies.
 
 See: DeepSeek-V3 report, section 3.3.2 (1x128 tiles for activations, 128x128 blocks for weights).
 
@@ -54,7 +54,7 @@ class Tile:
 
 
 ROW_TILE = Tile(1, 128)
-"""Activations and gradients, along the dimension that a product sums over."""
+"""Activations and gradients, along the dimension that a matmul sums over."""
 COLUMN_TILE = Tile(128, 1)
 """The same for a matrix whose rows are summed over, as in a weight gradient."""
 BLOCK_TILE = Tile(128, 128)
@@ -134,7 +134,7 @@ def spread_scale(scale: Tensor, tile: Tile, shape: tuple[int, int]) -> Tensor:
 
 
 def _tile_of(size: int, width: int, like: Tensor) -> Tensor:
-    """Number of the tile that each of `size` rows or columns lies in: int64 [size].
+    """Number of the tile that each of `size` rows or columns is in: int64 [size].
 
     For compiled code with ragged tiles, and by way of floating point: inductor for CPUs splits a loop whose index is
     divided by an integer, and forgets the ragged end (`try_loop_split` of torch 2.13). Codes there were never written.

@@ -77,7 +77,7 @@ E5M2 = FloatSpec("e5m2", 8, 5, 2, torch.float8_e5m2)
 SPECS = {spec.name: spec for spec in (FP32, TF32, BF16, FP16)}
 """Formats that values are computed in without a scale."""
 FP8_SPECS = {spec.name: spec for spec in (E4M3, E5M2)}
-"""Formats that need a scale: 8 bits an element."""
+"""Formats that need a scale: 8 bits per element."""
 
 
 def round_to(x: Tensor, spec: FloatSpec) -> Tensor:

@@ -1,4 +1,4 @@
-"""A matrix in 8-bit codes with a scale a tile: the one container that quantised operands travel in.
+"""A matrix in 8-bit codes with a scale per tile: the one container that quantised operands travel in.
 
 Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
 """

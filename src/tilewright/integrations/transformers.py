@@ -44,7 +44,7 @@ def attach(
             `with tilewright.evaluating(model)`.)
         scaler: loss scaling to use; None makes one where the policy has FP16 gradients. Its scale and its skipped
             steps are then in the Trainer's logs.
-        control: moves products between FP8, BF16 and FP32 on evidence, decided so; "fp8_tile" only. See
+        control: moves matmuls between FP8, BF16 and FP32 on evidence, decided so; "fp8_tile" only. See
             `transformers_control`.
 
     Raises:

@@ -22,10 +22,10 @@ from tilewright.precision.snapshot import ModuleSnapshot
 
 
 class ControllerCallback(TrainerCallback, ExportableState):
-    """Moves products between formats while a Trainer trains, drops bad steps, and writes precision.jsonl.
+    """Moves matmuls between formats while a Trainer trains, drops bad steps, and writes precision.jsonl.
 
     Its state is in the Trainer's checkpoints; with `restore_callback_states_from_checkpoint=True` a resumed training
-    goes on with it. `precision.history.read_history(output_dir)` reads what it wrote.
+    continues with it. `precision.history.read_history(output_dir)` reads what it wrote.
 
     Args:
         settings: as JSON types, see `ControllerSettings`.

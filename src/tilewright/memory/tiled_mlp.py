@@ -3,7 +3,7 @@
 `chunk_mlps(model, tiles)` finds the token-wise MLPs of a model, by the names that models give them, and changes how
 they run; `chunk_layers` does it with a number for each layer. Their parameters and names stay what they were. A tiled
 MLP is an autograd function of the tokens and the weights: each weight gets one gradient, summed in FP32 over the tiles,
-so hooks of DDP and FSDP see what they always see. Backward computes a tile again, then its gradient. It may stand
+so hooks of DDP and FSDP see what they always see. Backward computes a tile again, then its gradient. It may be
 inside of a layer that is itself recomputed.
 
 Equal to the whole MLP up to the order of sums; dropout draws other numbers, tile by tile, and the same ones in both
@@ -132,7 +132,7 @@ class _Tiling:
         with torch.no_grad(), evaluation(module):
             together = whole(x)
             if not isinstance(together, Tensor) or together.shape[:-1] != x.shape[:-1]:
-                return "its result is not one row a token"
+                return "its result is not one row per token"
             alone = torch.cat([whole(part) for part in x.split((1, x.shape[-2] - 1), dim=-2)], dim=-2)
         difference = (together.double() - alone.double()).abs().max() / together.double().abs().max().clamp_min(1e-30)
         if difference > _MAX_DIFFERENCE.get(together.dtype, 2**-6):
@@ -243,7 +243,8 @@ def _add(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What decides how a function computes besides its arguments: autocast, functions kept in FP32, random states."""
+    """What decides how a function computes in addition to its arguments: autocast, functions kept in FP32, random
+    states."""
 
     device: torch.device
     autocast: tuple[bool, torch.dtype, bool]

@@ -124,7 +124,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 def init_weights(model: Model, seed: int) -> None:
-    """Random first weights, a pure function of seed and parameter names. Overwrites what is there."""
+    """Random initial weights, a pure function of seed and parameter names. Overwrites what is there."""
     if isinstance(model, Decoder):
         init_decoder(model, seed)
     elif isinstance(model, HFModel):

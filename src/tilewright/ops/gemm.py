@@ -1,11 +1,11 @@
 """tile_gemm: out_MN = a_MK @ b_NK.T + bias_N of 8-bit operands, summed in FP32. No autograd.
 
 tile_gemm(a: TiledTensor [M, K], b: TiledTensor [N, K], bias_N, out_dtype) -> [M, N] out_dtype.
-A linear layer's products are all of this form: forward (x, weight), input gradient (dy, weight transposed), weight
+A linear layer's matmuls are all of this form: forward (x, weight), input gradient (dy, weight transposed), weight
 gradient (dy transposed, x transposed).
 a is in tiles of 1x128 and b in 1x128 or 128x128, or both have one scale; any sizes, also M = 0. The bias is rounded to
 out_dtype. The case's dtype is out_dtype, its kind "tiles" or "tensorwise".
-torch's own 8-bit products on CPU are no candidate: they ran at 0.01 GFLOP/s (torch 2.13).
+torch's own 8-bit matmuls on CPU are no candidate: they ran at 0.01 GFLOP/s (torch 2.13).
 """
 
 from torch import Tensor

@@ -1,7 +1,7 @@
 """low_bit_adam: one AdamW step of one tensor, in place, with both moments in 8 bits.
 
 The formulas of `ops.adam`, in FP32, with decoupled decay. Between steps the first moment m and the root of the second
-moment v stand in square codes (`formats.quadratic_map`), 2.06 bytes a parameter. The root, because that is what the
+moment v are in square codes (`formats.quadratic_map`), 2.06 bytes per parameter. The root, because that is what the
 update divides by: v alone would lose its small values. The target is one of
 
     FP32       a parameter, or the master of one

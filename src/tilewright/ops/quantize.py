@@ -1,4 +1,4 @@
-"""quantize, quantize_both: a matrix to 8-bit codes with a scale a tile. No autograd.
+"""quantize, quantize_both: a matrix to 8-bit codes with a scale per tile. No autograd.
 
 quantize(x_MK, spec, tile, power_of_two=True, noise=None) -> TiledTensor [M, K].
 quantize_both(x_MK, spec, power_of_two=True) -> (row, column), from one read of x: `row` is x in tiles of 1x128, and

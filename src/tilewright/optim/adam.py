@@ -111,7 +111,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         return list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
 
     def _place(self, param: Tensor) -> "_ParamSlot":
-        """Where a parameter stands in the groups, which other code may have changed."""
+        """Where a parameter is in the groups, which other code may have changed."""
         place = self._places.get(param)
         if place is None or not place.holds(param, self.param_groups):
             members = [(g, i, p) for g, group in enumerate(self.param_groups) for i, p in enumerate(group["params"])]
@@ -230,11 +230,11 @@ class DeepSeekAdam(torch.optim.Optimizer):
         which parameters are updated together, or in which order. Hooks of `step` are not called.
 
         Where an error comes out of it, of an allocator say, each parameter was updated whole or not at all, and those
-        that were have no gradient any more: called again with what has one still, it goes on where it stood.
+        that were have no gradient any more: called again with what has one still, it continues where it stood.
 
         Args:
             params: parameters of this optimizer.
-            grads: their gradients, FP32; by default what stands in `.grad`, and parameters without are left alone.
+            grads: their gradients, FP32; by default what is in `.grad`, and parameters without are left alone.
 
         Raises:
             ConfigError: see `step`.

@@ -62,7 +62,7 @@ class GradClip:
     def __call__(self, params: Iterable[Tensor], inv_scale: float = 1.0) -> ClipResult:
         """Multiply the gradients by `inv_scale` (one over the loss scale) and clip them, in one pass.
 
-        Raises nothing: trouble is told in the result's `skip`, and the gradients are then left as they were.
+        Raises nothing: trouble is reported in the result's `skip`, and the gradients are then left as they were.
         """
         lists = gradient_values(params)
         norm = total_norm(lists) * inv_scale

@@ -1,6 +1,6 @@
 """Clipping for a step that updates its parameters piece by piece, before the whole gradient is known.
 
-Two bounds stand in for the one on the global norm, neither of which needs more than what is at hand:
+Two bounds are in for the one on the global norm, neither of which needs more than what is at hand:
 
 - The gradient is multiplied by what the norm of the step before asks for. Norms change slowly, so this is what exact
   clipping does, a step late.

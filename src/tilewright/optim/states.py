@@ -29,7 +29,7 @@ _TORCHS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fu
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Storage of the moments, and what is kept of a 16-bit parameter besides. See `DeepSeekAdam`."""
+    """Storage of the moments, and what is kept of a 16-bit parameter too. See `DeepSeekAdam`."""
 
     moments: Moments
     master: Master

@@ -100,9 +100,9 @@ def _check_not_sharded(param: DTensor, format: StateFormat) -> None:
         need = "FP32 parameters and FP32 moments where parameters are sharded"
         raise _refused(param, got, need, 'FP32 parameters with moments="fp32", or an unsharded model')
     if any(placement.is_partial() for placement in param.placements):
-        got = f"a sharded parameter with placements {param.placements}"
+        got = f"a sharded parameter with memory plans {param.placements}"
         raise _refused(
-            param, got, "placements Shard or Replicate", "param.redistribute(...) before the optimizer is made"
+            param, got, "memory plans Shard or Replicate", "param.redistribute(...) before the optimizer is made"
         )
 
 

@@ -1,7 +1,7 @@
 """`memory.plan = "auto"`: the plan that changes a recipe least and fits.
 
 What a recipe says is fixed; what it leaves at its default is decided. In stages, each of which may change more of what
-a run computes than the one before: what layers keep and where bytes lie (no bit of a loss), what stands beside the
+a run computes than the one before: what layers keep and where bytes lie (no bit of a loss), what is beside the
 steps (a checkpoint's copy, the format of evaluations), then micro-batches, the loss tile, the executor (rounding), and
 at last the optimizer's formats (what is learned). The first stage with a plan that fits is taken, and in it the fastest
 plan.
@@ -28,7 +28,7 @@ FORMATS = frozenset(("optim.moments", "optim.master_weights"))
 
 @dataclass(frozen=True)
 class Stage:
-    """What may be decided. `disk`: bytes may lie there; `formats`: the optimizer's may be narrowed; `beside`: settings
+    """What may be decided. `disk`: bytes may be there; `formats`: the optimizer's may be narrowed; `beside`: settings
     that no step reads, changed."""
 
     fixed: Constraints
@@ -133,7 +133,7 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
         recipe: the run's settings.
         explicit: those of them that the user set.
         fused: see `constraints.fuses`; not all that layers may keep gives the same bits then.
-        same_numbers: only what changes no bit, for a run that goes on.
+        same_numbers: only what changes no bit, for a run that continues.
     """
     memory, train = recipe.memory, recipe.train
     now = replace(
@@ -191,8 +191,8 @@ def stages(recipe: Recipe, explicit: frozenset[str], *, fused: bool, same_number
 
 
 def _beside(recipe: Recipe, explicit: frozenset[str], same_numbers: bool) -> Iterator[dict[str, Any]]:
-    """Settings of what takes memory beside the steps: each alone, then all of them. A run that goes on keeps the format
-    of its evaluations, which are compared with each other."""
+    """Settings of what takes memory beside the steps: each alone, then all of them. A run that continues keeps the
+    format of its evaluations, which are compared with each other."""
     found: list[dict[str, Any]] = []
     if written_beside(recipe) and "checkpoint.async_save" not in explicit:
         found.append({"checkpoint.async_save": False})

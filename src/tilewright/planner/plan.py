@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> float:
-        """Bytes in the disk tier, the journal among them where there is such a tier."""
+        """Bytes in the disk tier, the rollback buffer among them where there is such a tier."""
         used = sum(row.count * row.cost.disk for row in self.rows)
         if not any("disk" in (row.choice.parameters, row.choice.states) for row in self.rows):
             return used
@@ -145,7 +145,7 @@ class Plan:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What the executors are told."""
+        """What the executors are reported."""
         layers = [self.row_of(layer).choice for layer in range(self.shape.num_layers)]
         ends = {
             row.name: LayerMemory(parameters=row.choice.parameters, states=row.choice.states)

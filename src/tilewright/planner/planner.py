@@ -110,7 +110,7 @@ class Planner:
         return other
 
     def with_beside(self, settings: Mapping[str, Any]) -> "Planner":
-        """A planner of the same recipe with other settings of what stands beside the steps (`constraints.BESIDE`)."""
+        """A planner of the same recipe with other settings of what is beside the steps (`constraints.BESIDE`)."""
         other = self.with_recipe(changed(self.recipe, dict(settings)))
         other._shapes, other._layers = self._shapes, self._layers
         return other
@@ -173,8 +173,8 @@ class Planner:
         return None
 
     def _settled(self, found: Plan, budget: Budget) -> Plan | None:
-        """A plan with a disk on which no slice is at home, with the journal and the checkpoint's copy where they are
-        then; None where that does not fit."""
+        """A plan with a disk on which no layer group is stored, with the rollback buffer and the checkpoint's copy
+        where they are then; None where that does not fit."""
         if budget.links.disk is None or any("disk" in (row.choice.parameters, row.choice.states) for row in found.rows):
             return found
         without = self.plan(replace(budget, links=replace(budget.links, disk=None), disk=0.0))
@@ -224,14 +224,14 @@ class Planner:
         return self.priced(GlobalConfig.of(self.recipe), memory_plan, budget)
 
     def priced(self, setting: GlobalConfig, memory_plan: MemoryPlan, budget: Budget) -> Plan:
-        """What a given placement is expected to take, whether it fits or not.
+        """What a given memory plan is expected to take, whether it fits or not.
 
         Raises:
             ValueError: it is for another number of layers.
         """
         shape = self.shape(self.recipe)
         if len(memory_plan.layers) != shape.num_layers:
-            raise ValueError(f"a placement of {len(memory_plan.layers)} layers for a model of {shape.num_layers}")
+            raise ValueError(f"a memory plan of {len(memory_plan.layers)} layers for a model of {shape.num_layers}")
         homes = {home for layer in memory_plan for home in (layer.parameters, layer.states)}
         known = OffloadFlags(is_offloaded=homes != {"device"}, on_disk="disk" in homes)
         table = self._table(self.recipe, shape, setting, budget, known)
@@ -311,7 +311,7 @@ class Planner:
         return OffloadFlags(is_offloaded=on_disk or not fixed <= {None, "device"}, on_disk=on_disk)
 
     def _head_seconds(self, shape: ModelShape, setting: GlobalConfig, recipe: Recipe, links: Links) -> dict[str, float]:
-        """Of what stands around the layers; a layer-major step that clips by the exact norm runs it twice."""
+        """Of what is around the layers; a layer-major step that clips by the exact norm runs it twice."""
         found = layer_seconds(shape.rest, LayerMemory(), setting, shape, recipe, self.rates, links)
         if shape.plain_head:
             times = setting.num_micro * (setting.passes if setting.executor == "layer_major" else 1)
@@ -390,7 +390,7 @@ def _left_out(late: Sequence[OutOfTime]) -> tuple[str, ...]:
 
 
 def _rows(table: _Table, counts: Counts) -> Iterator[PlanRow]:
-    """Options with their layers. What keeps more lies higher: backward lets go of it first."""
+    """Options with their layers. What keeps more lies higher: backward frees it first."""
     for found, mine, group, row in zip(table.classes, table.options, table.problem.groups, counts, strict=True):
         left = sorted(found.indices)
         used = [(cost, choice, n) for cost, choice, n in zip(group.costs, mine, row, strict=True) if n]

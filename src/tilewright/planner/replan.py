@@ -1,4 +1,4 @@
-"""Plans of a run that is going on: another budget, other rows, what measurements said; never another loss.
+"""Plans of a run that is running: another budget, other rows, what measurements said; never another loss.
 
 Executor, micro-batch, loss tile, formats, and each layer's MLP tiles and attention blocks stay as they are. What may
 change is what layers keep (keep, selective, recompute), where that changes no bit of a result, and where bytes lie.
@@ -20,7 +20,7 @@ STEP_PHASES = ("load", "forward", "loss", "backward", "update")
 
 @dataclass(frozen=True)
 class Replan:
-    """A placement and what it is expected to take, corrected by what was measured."""
+    """A memory plan and what it is expected to take, corrected by what was measured."""
 
     memory_plan: MemoryPlan
     phases: Mapping[str, Mapping[str, float]]
@@ -46,7 +46,7 @@ class Replanner:
     Args:
         planner: of the recipe as it runs.
         setting: how it runs.
-        placement: how it runs.
+        memory plan: how it runs.
         budget: of the run; host and disk stay.
     """
 
@@ -62,7 +62,7 @@ class Replanner:
     def plan(
         self, device_bytes: float, seq_len: int | None = None, *, memory_factor: float = 1.0, time_factor: float = 1.0
     ) -> Replan | None:
-        """The fastest placement within a budget of the device, `plan.margin` left free; None where nothing fits.
+        """The fastest memory plan within a budget of the device, `plan.margin` left free; None where nothing fits.
 
         Args:
             device_bytes: of the device that the run may use.
@@ -74,7 +74,7 @@ class Replanner:
         return None if found is None else _corrected(found, memory_factor, time_factor)
 
     def smallest(self, seq_len: int | None = None, *, memory_factor: float = 1.0) -> Replan | None:
-        """The placement with the fewest bytes on the device; None where the host has not room for it."""
+        """The memory plan with the fewest bytes on the device; None where the host has not room for it."""
         found = self._of(seq_len).smallest(self.budget)
         return None if found is None else _corrected(found, memory_factor, 1.0)
 
@@ -86,7 +86,7 @@ class Replanner:
         memory_factor: float = 1.0,
         time_factor: float = 1.0,
     ) -> Replan:
-        """What a given placement is expected to take."""
+        """What a given memory plan is expected to take."""
         found = self._of(seq_len).priced(self.setting, memory_plan, self.budget)
         return replace(_corrected(found, memory_factor, time_factor), memory_plan=memory_plan)
 
@@ -107,7 +107,7 @@ def same_numbers(
         fixed: before.
         recipe: of the run.
         setting: of the run.
-        placement: of the run.
+        memory plan: of the run.
         fused: see `constraints.fuses`.
     """
 

@@ -18,14 +18,15 @@ from tilewright.planner.plan import Budget, Plan, State
 from tilewright.planner.planner import Planner
 
 STEP_PHASES = ("load", "forward", "backward", "update")
-"""Phases that the memory ledger measures in every step."""
+"""Phases that the memory memory tracker measures in every step."""
 STEP = ("forward", "loss", "backward")
 """What names of a plan's phases begin with that a step passes through before it updates."""
 
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Predicted bytes and seconds of a run in the memory ledger's words. Bytes are of the device; seconds of one step.
+    """Predicted bytes and seconds of a run in the memory memory tracker's words. Bytes are of the device; seconds of
+    one step.
 
     `phases`: bytes by owner (as in `memory.tracking.tracker`) at load, forward, backward, update, evaluate and
     checkpoint. `seconds`: of a step, by part. `bound_by`: compute or bandwidth, and the largest part under it.
@@ -68,7 +69,7 @@ class PlanSummary:
 
     @property
     def state(self) -> State:
-        """Whether the peak, and what the device holds besides, is within the budget. What is known of a run may be too
+        """Whether the peak, and what the device holds too, is within the budget. What is known of a run may be too
         much already where the rest is not known."""
         if self.peak_bytes + self.reserve_bytes > self.budget_bytes:
             return "does not fit"
@@ -128,7 +129,7 @@ def make_plan(recipe: Recipe, vocab_size: int, machine: Machine, rates: Ceilings
 
 
 def summarize(found: Plan) -> PlanSummary:
-    """Bytes by owner at the phases that the ledger measures, seconds, and the ceiling of most of them."""
+    """Bytes by owner at the phases that the memory tracker measures, seconds, and the ceiling of most of them."""
     cuda = found.machine.device == "cuda"
     reserve = max(owners["process"] for owners in found.phases.values()) if cuda else 0.0
     named = {name: _owned(owners, reserve) for name, owners in found.phases.items()}
@@ -164,7 +165,7 @@ def summarize(found: Plan) -> PlanSummary:
 
 
 def _owned(owners: Mapping[str, float], reserve: float) -> dict[str, int]:
-    """By the ledger's owners."""
+    """By the memory tracker's owners."""
     named = {name: int(owners[name]) for name in ("parameters", "optimizer", "gradients", "activations", "buffers")}
     return named | {"other": int(owners["work"] + max(0.0, owners["process"] - reserve))}
 

@@ -47,7 +47,7 @@ def convert(model: ModuleT, policy: Policy | str = "bf16_mixed", *, kernels: Ker
         model: any module; its parameters stay the same objects.
         policy: a policy or the name of a mode: fp32, tf32, bf16_mixed, hybrid, pure_fp16, fp8_tile, fp8_hybrid,
             fp8_tensorwise.
-        kernels: implementations of the operations; None takes torch's own linear, and for 8-bit products the best
+        kernels: implementations of the operations; None takes torch's own linear, and for 8-bit matmuls the best
             for this machine.
 
     Raises:
@@ -109,7 +109,7 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation: FP32 throughout and `eval()` mode inside, everything as before outside. Gradients are left alone.
 
-    Products that were moved to other formats at run time (`Float8Linear.set_gemms`) are in these again.
+    Matmuls that were moved to other formats at run time (`Float8Linear.set_gemms`) are in these again.
 
     Raises:
         ConfigError: the model is not converted.
@@ -246,7 +246,7 @@ def _wrap(site: ModuleSite, decision: FormatDecision, policy: Policy) -> None:
     """Formats of a module that is not torch's: FP32 tensors and no autocast, or autocast to the 16-bit format.
 
     A norm returns its input's dtype. What another module returns may be the residual stream (embeddings with positions
-    added) or a product; it is cast where the two have one format, and else left as it comes.
+    added) or a matmul; it is cast where the two have one format, and else left as it comes.
     """
     region = region_of(site.module, policy.device_type)
     low = decision.compute in ("bf16", "fp16")
@@ -264,7 +264,7 @@ def _surround(model: nn.Module, policy: Policy, sites: Sequence[tuple[ModuleSite
     """Autocast regions on every module through which a forward may enter, down to the repeated layers.
 
     Functions kept in FP32 need one on each layer too: recomputing a layer in backward enters there, and torch restores
-    autocast for it but not this. The modules of `module_kinds` have their formats already, and those whose products
+    autocast for it but not this. The modules of `module_kinds` have their formats already, and those whose matmuls
     were given over need no region.
     """
     functions = fp32_functions(policy)
@@ -289,7 +289,7 @@ def _narrow_beside_routers(
 ) -> None:
     """Experts with code of their own get their FP32 router's weights in the residual stream's format.
 
-    They add products with these weights into tensors made in the format of their input.
+    They add matmuls with these weights into tensors made in the format of their input.
     """
     routers = {site.module for site, _ in sites if site.kind == "router"}
     own_code = {site.module for site, _ in sites if site.handling is Handling.REGION and site.kind == "other"}

@@ -1,4 +1,5 @@
-"""What a pass changes besides gradients, as it was: buffers, what modules note on the side, counts and generators.
+"""What a pass changes in addition to gradients, as it was: buffers, what modules note on the side, counts and
+generators.
 
 For passes that are looked at and not trained on (`monitor`), for steps that are skipped or computed again, and for
 layers that are computed a second time with the same random numbers. Random states have one form, that of checkpoints:
@@ -26,7 +27,7 @@ Slot = tuple[dict[str, Any], str]
 
 
 class ModuleSlots:
-    """Where the modules of models hold what a pass changes besides gradients; they are looked through once.
+    """Where the modules of models hold what a pass changes in addition to gradients; they are looked through once.
 
     Linear layers with 8-bit weights are left out: a pass changes nothing there but the counts of what was executed.
     """
@@ -91,7 +92,7 @@ class Snapshot:
 
     Args:
         slots: of the models.
-        device: whose generator the models draw from, besides those of the host; None for all GPUs in use.
+        device: whose generator the models draw from, in addition to those of the host; None for all GPUs in use.
     """
 
     def __init__(self, slots: ModuleSlots, device: torch.device | None = None) -> None:

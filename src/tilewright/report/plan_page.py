@@ -90,7 +90,7 @@ def _pareto_figure(curve: Sequence[Plan], plan: Plan) -> Figure:
     series.append(Series("this plan", [plan.peak_bytes / 2**30], [plan.step_s], 1, "dots"))  # above the others
     marks = [Mark(plan.budget.device / 2**30, f"budget {format_bytes(plan.budget.device)}")]
     svg = line_chart(
-        series, label="seconds of a step against device memory", y_label="seconds a step", x_label="device GiB",
+        series, label="seconds of a step against device memory", y_label="seconds per step", x_label="device GiB",
         marks=marks, zero=True, size=_SIZE,
     )  # fmt: skip
     return Figure("Memory against time", svg, note, legend)

@@ -1,4 +1,4 @@
-"""The report's table of what a run decided about its memory while it went on."""
+"""The report's table of what a run decided about its memory while it continued."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ TRIGGERS = {
 
 @dataclass(frozen=True)
 class ReplanRow:
-    """One of them, in words. `after` is empty where the placement stayed."""
+    """One of them, in words. `after` is empty where the memory plan stayed."""
 
     step: str
     trigger: str
@@ -37,7 +37,7 @@ def decisions(run: RunData) -> list[ReplanRow]:
 def summary(found: Sequence[ReplanRow]) -> str:
     """How often, and how often something changed."""
     changed = sum(bool(one.after) for one in found)
-    return f"{len(found)} {'decision' if len(found) == 1 else 'decisions'}, {changed} with another placement"
+    return f"{len(found)} {'decision' if len(found) == 1 else 'decisions'}, {changed} with another memory plan"
 
 
 def _decision(event: Row) -> ReplanRow:

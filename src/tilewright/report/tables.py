@@ -147,7 +147,7 @@ def memory_table(run: RunData) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
 
 
 def tier_rows(run: RunData) -> Sequence[tuple[str, str, str]]:
-    """(tier, owner, most bytes) of what lies off the device."""
+    """(tier, owner, most bytes) of what is off the device."""
     most: dict[tuple[str, str], float] = {}
     for row in run.steps:
         for tier, owners in (row.get("memory_tiers") or {}).items():

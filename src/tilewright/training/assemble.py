@@ -157,13 +157,13 @@ class Components:
     counters: Counters
     setup: RunContext
     control: PrecisionHook | None
-    """Moves single products between formats; None where nothing of the kind was asked for."""
+    """Moves single matmuls between formats; None where nothing of the kind was asked for."""
     sliced: LayerMajorParts | None = None
     """The model in slices, where the executor is layer-major."""
 
     @cached_property
     def audit(self) -> Audit:
-        """What the model's products have executed."""
+        """What the model's matmuls have executed."""
         return Audit(self.model)
 
     @cached_property
@@ -194,7 +194,7 @@ class Components:
             self.executor.close()
 
     def passing(self) -> AbstractContextManager[None]:
-        """Forward passes of the model are possible inside, wherever its slices are at home."""
+        """Forward passes of the model are possible inside, wherever its slices are stored."""
         sliced = self.sliced
         if sliced is None or not sliced.is_offloaded:
             return nullcontext()
@@ -246,8 +246,8 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
 
     Args:
         setup: machine, data and plan.
-        fresh: give the model its first weights; False where a checkpoint overwrites them.
-        placement: what is done with each layer; None: what the plan, or the recipe, says.
+        fresh: give the model its initial weights; False where a checkpoint overwrites them.
+        memory plan: what is done with each layer; None: what the plan, or the recipe, says.
     """
     recipe, device = setup.recipe, setup.device
     memory_plan = memory_plan or setup.memory_plan
@@ -360,7 +360,7 @@ def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, b
 
 
 def _control(setup: RunContext, model: Model) -> PrecisionHook | None:
-    """The controller of single products, if the recipe asks for it or for a schedule of them.
+    """The controller of single matmuls, if the recipe asks for it or for a schedule of them.
 
     Raises:
         FitError: its budget cannot be kept.

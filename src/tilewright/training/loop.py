@@ -1,7 +1,7 @@
 """`train`: from a recipe to a finished, stopped or failed run, everything about it in the run folder.
 
     recipe -> assemble (machine, data, plan, model, precision, optimizer, executor)
-           -> resume (newest sound checkpoint) -> run.Run.train -> metrics, events, checkpoints
+           -> resume (newest valid checkpoint) -> run.Run.train -> metrics, events, checkpoints
 
 This file connects; the loop over steps is in `run`. The report is written by the command line after `train`
 returns or raises.
@@ -30,7 +30,7 @@ from tilewright.training.runlog.sinks import open_sinks
 
 
 def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
-    """Train what a recipe describes, or go on where its run folder stops.
+    """Train what a recipe describes, or continue where its run folder stops.
 
     Args:
         loaded: a recipe from `core.config.load.load_recipe`.
@@ -56,7 +56,7 @@ def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
             loaded, run_plan = load_run_plan(loaded, folder.path)
         found = find(folder, store, loaded.recipe)
         if found.step >= recipe.train.steps:
-            say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to go on.")
+            say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to continue.")
             return RunResult(folder.path, found.step)
         return _train_through(loaded, run_plan, folder, store, found, began)
     finally:
@@ -88,7 +88,7 @@ def _train_through(
         store.wait()
         loaded, run_plan = load_run_plan(loaded, folder.path)
         found = find(folder, store, loaded.recipe)
-        say(f"step {max(left_out) + 1} is left out; the run goes on from step {found.step}")
+        say(f"step {max(left_out) + 1} is left out; the run continues from step {found.step}")
 
 
 def _train(

@@ -2,7 +2,7 @@
 
     set up -> weights (of a run, or a few BF16 steps) -> sensitivity -> times -> search -> check on fresh batches
 
-What is measured and how it is reckoned stands in `precision.search.sensitivity`, `precision.search.loss_model` and
+What is measured and how it is estimated is in `precision.search.sensitivity`, `precision.search.loss_model` and
 `precision.search.gemm_time`. Nothing is kept but the result.
 """
 
@@ -131,7 +131,7 @@ def search(loaded: Loaded, settings: SearchSettings, weights: Weights | None = N
         seen, fresh = batches[: settings.batches], batches[settings.batches :]
         sensitivity = _measure(parts.model, seen, progress)
         time = settings.time or ("measured" if "fp8_tile" in fp8_choice(setup.machine).native else "h200")
-        progress.phase("time of each product", len(sensitivity.units))
+        progress.phase("time of each matmul", len(sensitivity.units))
         micro_batches = -(-loaded.recipe.train.global_batch_size // loaded.recipe.train.micro_batch_size)
         times = _times(sensitivity.units, time, micro_batches, setup, progress)
         model = LossModel(sensitivity, loss_slope(steps, losses))
@@ -155,7 +155,7 @@ def recipe_policy(recipe: Recipe, machine: Machine) -> Policy:
 
 
 def fixed_matmuls(policy: Policy, units: Sequence[SearchUnit]) -> dict[Product, str]:
-    """Formats that the policy's rules set, by unit and product.
+    """Formats that the policy's rules set, by unit and matmul.
 
     Raises:
         ConfigError: a rule asks for an 8-bit format that the search does not know.
@@ -171,7 +171,7 @@ def fixed_matmuls(policy: Policy, units: Sequence[SearchUnit]) -> dict[Product, 
                     raise ConfigError(
                         "The search chooses between fp8_tile and bf16 only.",
                         got=f"{rule}, which {unit.name} follows",
-                        need="fp8_tile or bf16 in rules on layers with 8-bit products",
+                        need="fp8_tile or bf16 in rules on layers with 8-bit matmuls",
                         try_="take the rule out for the search, and put it into the policy file",
                         where="precision.rules",
                     )

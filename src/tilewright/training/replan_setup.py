@@ -26,7 +26,7 @@ LESS = 0.95
 def replanner_for(
     setup: RunContext, parts: Components, recorder: MetricsLogger, *, budget: Callable[[], float] | None = None
 ) -> AdaptiveReplanner:
-    """What watches the steps of this run. With `memory.plan = ""` all placements stay, but for a step without memory.
+    """What watches the steps of this run. With `memory.plan = ""` all memory plans stay, but for a step without memory.
 
     Args:
         setup: machine and plan.
@@ -70,7 +70,7 @@ def _ladder(setup: RunContext, memory_plan: MemoryPlan) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the run's first plan says of the placement that it begins with."""
+    """What the run's first plan says of the memory plan that it begins with."""
 
     memory_plan: MemoryPlan
     phases: Mapping[str, Mapping[str, float]]
@@ -129,5 +129,5 @@ def cheapest_fixes(setup: RunContext) -> list[str]:
     recipe = changed(setup.recipe, {"plan.device_memory": budget})
     try:
         return [str(fix) for fix in fixes_of(recipe, setup.planned.site)]
-    except TilewrightError:  # what stands in the error then are settings without numbers
+    except TilewrightError:  # what is in the error then are settings without numbers
         return []

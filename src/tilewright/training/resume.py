@@ -1,4 +1,4 @@
-"""From a run folder to a run that goes on: which checkpoint, what changed in the recipe, what it took.
+"""From a run folder to a run that continues: which checkpoint, what changed in the recipe, what it took.
 
 `open_folder` and `find` look before any model is built; `restore` loads, and says everything that was found.
 """
@@ -21,7 +21,7 @@ from tilewright.training.runlog.run_folder import RunFolder, move_away
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run folder holds: the checkpoint to go on from, and what must be said about it."""
+    """What a run folder holds: the checkpoint to continue from, and what must be said about it."""
 
     checkpoint: Path | None
     step: int
@@ -38,7 +38,7 @@ def open_folder(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
     """The run's folder, locked, and where the run that was in it went with `checkpoint.resume = "never"`.
 
     Args:
-        recipe: `[run]` says where; `[checkpoint]` whether to go on.
+        recipe: `[run]` says where; `[checkpoint]` whether to continue.
         name: of the folder where the recipe names none.
 
     Raises:
@@ -54,7 +54,7 @@ def open_folder(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
 
 
 def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> ResumePoint:
-    """The newest sound checkpoint of the folder. Bad newer ones are set aside, unfinished ones removed.
+    """The newest valid checkpoint of the folder. Bad newer ones are set aside, unfinished ones removed.
 
     Raises:
         CheckpointError: there are checkpoints and none is sound, or there is none where the recipe requires one.
@@ -125,7 +125,7 @@ def _changes(folder: RunFolder, recipe: Recipe) -> list[SettingChange]:
 def _nothing_to_resume(folder: Path, rejected: list[Rejection]) -> CheckpointError:
     got = "\n".join(f"{rejection.path.name}: {rejection.reason}" for rejection in rejected)
     return CheckpointError(
-        "There is no sound checkpoint to go on from.",
+        "There is no valid checkpoint to continue from.",
         got=got or "no checkpoint",
         need="a checkpoint whose files are what was written",
         try_="--checkpoint.resume never, which starts again and keeps this folder under another name",

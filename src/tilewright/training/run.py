@@ -78,7 +78,7 @@ class Run:
     """The stream's state before the batches of a step that has not changed anything yet."""
     _saved_step: int = -1
     _saving: int = 0
-    """Saves whose end has not been told."""
+    """Saves whose end has not been reported."""
 
     def __post_init__(self) -> None:
         self.recipe = self.setup.recipe
@@ -146,7 +146,7 @@ class Run:
         if finished:
             self._finish()
         else:
-            text = f"{stop.reason} after step {self.step}; saved, the same command goes on from there"
+            text = f"{stop.reason} after step {self.step}; saved, the same command continues from there"
             self.recorder.event(self.step, "stop", text)
         loss = self.last.loss if self.last is not None else None
         return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else stop.reason)
@@ -203,7 +203,7 @@ class Run:
             self.folder.write_json("precision.json", self.parts.modes.rows())
 
     def _enter_formats(self, control: PrecisionHook, microbatches: Sequence[Batch], lr: float) -> float:
-        """Give the products the formats of this step, by schedule and evidence; the learning rate that goes with it."""
+        """Give the matmuls the formats of this step, by schedule and evidence; the learning rate that goes with it."""
         self._retried(lambda: control.before(self.step, microbatches, self.recorder))
         return control.lr(lr)
 
@@ -258,7 +258,7 @@ class Run:
     # ---- checkpoints ----
 
     def _check_no_fallbacks(self) -> None:
-        """Stop a strict run whose products ran in another way than its recipe says; the record tells which.
+        """Stop a strict run whose matmuls ran in another way than its recipe says; the record tells which.
 
         Raises:
             HardwareError: some did.
@@ -272,7 +272,7 @@ class Run:
         self._write_audit()
         self._saved_step = self.step
         self._saving += 1
-        # They come with a parameter's first update, and going on asks for all: after a stop before the first step too.
+        # They come with a parameter's first update, and running asks for all: after a stop before the first step too.
         self.parts.optimizer.init_states()
         self.parts.counters.elapsed_s = self.recorder.log.elapsed_s
         meta = self.state.meta() | {"precision": self.parts.modes.mode, "recipe": self.setup.recipe_digest}
@@ -294,7 +294,7 @@ class Run:
                 f"The checkpoint of step {self.step} could not be written.",
                 got=failed.error or "",
                 need="room and the right to write there; the checkpoints before it are untouched",
-                try_="make room and run the same command: it goes on from the newest checkpoint",
+                try_="make room and run the same command: it continues from the newest checkpoint",
                 where=str(self.store.folder),
             )
 
@@ -324,7 +324,7 @@ class Run:
         self.recorder.event(self.step, "stop", str(error), cause="numerics")
 
     def _out_of_memory(self, error: RuntimeError | MemoryError) -> FitError:
-        """The error of a step that found no memory under any placement. The step has changed nothing, so the steps
+        """The error of a step that found no memory under any memory plan. The step has changed nothing, so the steps
         before it are saved."""
         memory = self.parts.memory_tracker.snapshot(self.parts.model, self.parts.optimizer)
         when, fixes = f"in step {self.step + 1}", cheapest_fixes(self.setup)

@@ -1,4 +1,4 @@
-"""The Triton product of 8-bit operands, in the interpreter, against FP64."""
+"""The Triton matmul of 8-bit operands, in the interpreter, against FP64."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="these run the in
 
 
 def assert_product(out, a, b, bias, out_dtype, name):
-    """FP32 sums of FP32 products: each K step adds at most one rounding of the sum of magnitudes."""
+    """FP32 sums of FP32 matmuls: each K step adds at most one rounding of the sum of magnitudes."""
     a64, b64 = a.dequantize().double(), b.dequantize().double()
     want, sizes = a64 @ b64.T, a64.abs() @ b64.abs().T
     if bias is not None:
@@ -54,7 +54,7 @@ def test_any_shape(m, n, k, b_tile, a_spec, b_spec, power_of_two, has_bias, out_
 
 
 def test_transposed_operand():
-    """The input gradient's product: the weight's own codes and scales, seen the other way."""
+    """The input gradient's matmul: the weight's own codes and scales, seen the other way."""
     dy, weight = torch.randn(20, 140), torch.randn(140, 200)
     a, b = quantize(dy, E5M2, ROW_TILE), quantize(weight, E4M3, BLOCK_TILE).transposed()
     assert_product(gemm.tile_gemm(a, b, None, torch.float32), a, b, None, torch.float32, "transposed")
@@ -62,7 +62,7 @@ def test_transposed_operand():
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_code_is_decoded(spec):
-    """A product with one is the code's value: all 256, NaN and infinities too."""
+    """A matmul with one is the code's value: all 256, NaN and infinities too."""
     qdata = TiledTensor(torch.arange(256, dtype=torch.uint8)[:, None], torch.ones(256, 1), ROW_TILE, spec)
     one = quantize(torch.full((1, 1), 1.0), E4M3, ROW_TILE)
     got, want = gemm.tile_gemm(qdata, one, None, torch.float32)[:, 0], qdata.dequantize()[:, 0]

@@ -1,4 +1,4 @@
-"""What torch's `scaled_mm` is called with, by its own rules, and the product of those very arguments on CPU."""
+"""What torch's `scaled_mm` is called with, by its own rules, and the matmul of those very arguments on CPU."""
 
 import dataclasses
 

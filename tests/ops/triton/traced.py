@@ -1,5 +1,5 @@
 """Trace every Triton operation for a CUDA device that is not here: fake tensors, not the interpreter. Run as a program;
-prints, as JSON, how many kernel launches stand in the graph of each."""
+prints, as JSON, how many kernel launches are in the graph of each."""
 
 import json
 

@@ -87,7 +87,7 @@ def _measured(rates: "Ceilings | None", speeds: "dict[str, LinkSpeed]") -> list[
         flops = ", ".join(f"{fmt} {rate / 1e12:.3g}" for fmt, rate in best.items())
         updates = ", ".join(f"{moments} {rate / 1e6:.3g}" for moments, rate in rates.adam.items())
         rows = [
-            ("ceilings", f"products in TFLOP/s: {flops}; memory {format_bytes(rates.bandwidth)}/s"),
+            ("ceilings", f"matmuls in TFLOP/s: {flops}; memory {format_bytes(rates.bandwidth)}/s"),
             ("", f"updates in million parameters/s by moments: {updates}"),
         ]
     return rows + [("link", f"{name}: {speed}") for name, speed in speeds.items()]
@@ -138,7 +138,7 @@ def _warnings(machine: Machine) -> list[str]:
     if fault:
         found.append(f"training on the CPU runs uncompiled and slower: {fault}")
     if machine.device == "cpu" and not machine.cpu_multiplies(torch.bfloat16):
-        found.append("this CPU has no BF16 instructions: BF16 products run in FP32, no faster than mode fp32")
+        found.append("this CPU has no BF16 instructions: BF16 matmuls run in FP32, no faster than mode fp32")
     return found
 
 

@@ -105,7 +105,7 @@ def _diff(first: Path, second: Path, as_json: bool) -> None:
         print_json({"first": str(first), "second": str(second), "differences": [asdict(item) for item in found]})
         return
     if not found:
-        click.echo(f"no difference: {first} and {second} executed the same products in the same formats and kernels")
+        click.echo(f"no difference: {first} and {second} executed the same matmuls in the same formats and kernels")
         return
     lines = [
         (

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @recipe_argument
 @json_option
 @click.option("--device-memory", default="", metavar="SIZE", help="Memory of the device: decide everything within it.")
-@click.option("--host-memory", default="", metavar="SIZE", help="Memory of the host, for what may lie there.")
+@click.option("--host-memory", default="", metavar="SIZE", help="Memory of the host, for what may be there.")
 @click.option(
     "--disk-memory", default="", metavar="SIZE", help="Space on the disk that a plan may use; none by default."
 )
@@ -47,7 +47,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
 
     RECIPE is a TOML file or the name of a shipped recipe. Exits with 3 where the run does not fit, with 6 where that is
     not known. With
-    --device-memory, --host-memory, --on or --largest, decides for each kind of layers what lies where and what is kept,
+    --device-memory, --host-memory, --on or --largest, decides for each kind of layers what is where and what is kept,
     so that a step is fastest; else prices the recipe as it stands.
     """
     loaded = load_recipe(recipe, overrides(ctx))

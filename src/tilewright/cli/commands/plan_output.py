@@ -50,7 +50,7 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
     )
     if spent:
         click.echo("time: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in spent))
-    if changes and plan.state == "fits":  # else they stand in the error
+    if changes and plan.state == "fits":  # else they are in the error
         click.echo("\nWhat would be faster:")
         for change in changes:
             click.echo(f"  {change}")

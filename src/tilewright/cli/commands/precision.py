@@ -1,4 +1,4 @@
-"""`tilewright precision`: which products of which layers to compute in FP8, found before a run by measuring."""
+"""`tilewright precision`: which matmuls of which layers to compute in FP8, found before a run by measuring."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def precision() -> None:
 
 @precision.command(cls=RecipeCommand)
 @recipe_argument
-@click.option("--budget", default="0.25%", show_default=True, help="Loss that a policy may cost, in per cent.")
+@click.option("--budget", default="0.25%", show_default=True, help="Loss that a policy may cost, in percent.")
 @click.option("--out", default="policy.toml", show_default=True, type=click.Path(path_type=Path), help="Policy file.")
 @click.option("--force", is_flag=True, help="Replace the files if they are there.")
 @click.option("--batches", default=4, show_default=True, type=click.IntRange(2), help="Batches the choice rests on.")
@@ -28,7 +28,7 @@ def precision() -> None:
 @click.option(
     "--time",
     type=click.Choice(["measured", "h200", "ideal"]),
-    help="Seconds measured here, reckoned for an H200, or with free quantisation. "
+    help="Seconds measured here, estimated for an H200, or with free quantisation. "
     "If left out: measured where there is a unit for FP8 tiles, else h200.",
 )
 @json_option
@@ -47,7 +47,7 @@ def search(
     time: str | None,
     as_json: bool,
 ) -> None:
-    """Measure each product of each layer in FP8; write the fastest policy within the budget.
+    """Measure each matmul of each layer in FP8; write the fastest policy within the budget.
 
     RECIPE is a TOML file or the name of a shipped recipe. Writes OUT, a recipe that `tilewright train` takes, and
     beside it a .json with all measurements and an .svg with the trade-off curve. Exits with 3 where no policy is within

@@ -31,7 +31,7 @@ _DECIDED = ("mode", "rules", "bf16_grad_layers", "fp8_min_gain", "start_mode")
 
 
 def weights_of(run: str) -> Weights:
-    """The newest sound checkpoint of a run, and the losses that led there.
+    """The newest valid checkpoint of a run, and the losses that led there.
 
     Raises:
         ConfigError: there is no such run.
@@ -48,7 +48,7 @@ def weights_of(run: str) -> Weights:
 
 
 def recorded_losses(run: Path) -> tuple[list[float], list[float]]:
-    """Steps and losses of a run's metrics.jsonl; none where there is no such file. A torn line is left out."""
+    """Steps and losses of a run's metrics.jsonl; none where there is no such file. A corrupt line is left out."""
     path = run / "metrics.jsonl"
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
@@ -81,7 +81,7 @@ def intro_of(found: SearchResult, name: str, budget: str, weights: str) -> list[
     return [
         f"Precision policy for {name!r}, within {budget} of the loss; by `tilewright precision search`.",
         f"Predicted loss change {found.chosen.predicted}; measured on other batches {found.checked['chosen']}.",
-        f"Linear products {_times_as_fast(found, found.chosen)} as fast as all in BF16: {TIMES[found.time]}.",
+        f"Linear matmuls {_times_as_fast(found, found.chosen)} as fast as all in BF16: {TIMES[found.time]}.",
         f"Measured at the weights of {weights}. Edit freely: later rules win.",
     ]
 
@@ -107,7 +107,7 @@ def show(found: SearchResult, budget: str) -> None:
     show_table(columns, rows)
     if len(units) > SHOWN:
         click.echo(f"... and {len(units) - SHOWN} layers that hurt less; all of them are in the policy file")
-    click.echo(f"\nspeed of the linear products is {TIMES[found.time]}")
+    click.echo(f"\nspeed of the linear matmuls is {TIMES[found.time]}")
     lines = []
     for candidate in (found.chosen, *found.baselines):
         share = f"{len(candidate.fp8)} of {3 * len(units)}"
@@ -133,7 +133,7 @@ def _cost(found: SearchResult, unit: SearchUnit) -> float:
 
 
 def _blur(found: SearchResult, unit: SearchUnit) -> float:
-    """Share of a step that the unit's products lose together."""
+    """Share of a step that the unit's matmuls lose together."""
     return sum(statistics.fmean(switch.lost) for switch in _switches(found, unit).values())
 
 

@@ -95,7 +95,7 @@ def _precision(recipe: Recipe) -> Iterator[Conflict]:
 
 
 def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
-    """The controller, and schedules of single products."""
+    """The controller, and schedules of single matmuls."""
     precision = recipe.precision
     until = precision.fp8_until
     if not all(0 <= share <= 1 for share in precision.fp8_from):
@@ -109,7 +109,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
     elif precision.fp8_from != (0.0, 0.0, 0.0) and max(precision.fp8_from) >= until:
         yield Conflict(
             ("precision.fp8_from", "precision.fp8_until"),
-            "8 bits would end before all products have begun with them",
+            "8 bits would end before all matmuls have begun with them",
             f"precision.fp8_from = {list(precision.fp8_from)}, fp8_until = {until:g}",
             "shares in fp8_from below fp8_until",
             "precision.fp8_until = 1.0",
@@ -120,7 +120,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
     if precision.mode != "fp8_tile":
         yield Conflict(
             ("precision.mode", "precision.controller.enabled", "precision.fp8_from", "precision.fp8_until"),
-            "only products in 8-bit tiles can be moved while training",
+            "only matmuls in 8-bit tiles can be moved while training",
             f'{asked}, precision.mode = "{precision.mode}"',
             'precision.mode = "fp8_tile"',
             'precision.mode = "fp8_tile", or precision.controller.enabled = false and no fp8_from and fp8_until',
@@ -128,9 +128,9 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
     elif precision.start_mode is not None:
         yield Conflict(
             ("precision.start_mode", "precision.controller.enabled", "precision.fp8_from", "precision.fp8_until"),
-            "a start mode and moves of single products cannot be together",
+            "a start mode and moves of single matmuls cannot be together",
             f'{asked}, precision.start_mode = "{precision.start_mode}"',
-            "one of them; fp8_from starts the products in BF16, too",
+            "one of them; fp8_from starts the matmuls in BF16, too",
             f'precision.start_mode = "none", precision.fp8_from = {[precision.start_fraction] * 3}',
         )
     if precision.controller.enabled and precision.controller.recalibrate_interval < precision.controller.interval:
@@ -224,7 +224,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
     if layer_major and recipe.precision.moves_matmuls:
         yield Conflict(
             ("precision.controller.enabled", "precision.fp8_from", "precision.fp8_until", "memory.executor"),
-            "products cannot be moved between formats where a step updates its layers on the way",
+            "matmuls cannot be moved between formats where a step updates its layers on the way",
             'precision.controller, fp8_from or fp8_until with memory.executor = "layer_major"',
             "formats that stay",
             'memory.executor = "standard", or precision.controller.enabled = false and no fp8_from and fp8_until',

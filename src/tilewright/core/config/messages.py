@@ -90,7 +90,7 @@ def not_a_section(section: str, content: object, place: str) -> Problem:
     else:
         try_ = f"did you mean [{near_section}]?" if near_section else ""
     return Problem(
-        f"unknown section [{section}]" if isinstance(content, dict) else f"{section} stands outside of a section",
+        f"unknown section [{section}]" if isinstance(content, dict) else f"{section} is outside of a section",
         got=got,
         need="" if try_ else "sections: " + ", ".join(known),
         try_=try_,

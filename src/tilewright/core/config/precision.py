@@ -19,11 +19,11 @@ class PrecisionRule(Section):
     compute: ComputeFormat = ""
     """Format that the matched modules compute in. Later rules win. Empty: as it is without this rule."""
     fprop: GemmFormat = ""
-    """Format of a linear layer's forward product alone. Empty: as `compute` says."""
+    """Format of a linear layer's forward matmul alone. Empty: as `compute` says."""
     dgrad: GemmFormat = ""
-    """Format of the product that gives a linear layer's input gradient."""
+    """Format of the matmul that gives a linear layer's input gradient."""
     wgrad: GemmFormat = ""
-    """Format of the product that gives a linear layer's weight gradient."""
+    """Format of the matmul that gives a linear layer's weight gradient."""
     kind: Literal["", "linear", "head", "router"] = ""
     """What the matched modules are, where their structure does not tell. Empty: as found."""
 
@@ -66,7 +66,7 @@ class PrecisionSection(Section):
     rules: tuple[PrecisionRule, ...] = ()
     """Per-layer and per-op exceptions to the mode, later ones win."""
     fp32_ops: tuple[str, ...] = ()
-    """Operations kept in FP32 besides those of the mode: layer_norm, softmax, ... (`DEEPSEEK_FP32_OPS`)."""
+    """Operations kept in FP32 in addition to those of the mode: layer_norm, softmax, ... (`DEEPSEEK_FP32_OPS`)."""
     loss_scale: Literal["auto", "off"] | float = "auto"
     """`auto`: dynamic where gradients are FP16, first value from the parameter count. A number: dynamic from there."""
     loss_scale_window: int = Field(default=2000, ge=1)
@@ -82,18 +82,18 @@ class PrecisionSection(Section):
     bf16_grad_layers: tuple[str, ...] = ("*.o_proj", "*.out_proj", "*attn.c_proj", "*attention.output.dense")
     """Globs of linear layers whose gradients the FP8 modes compute in BF16: attention output projections."""
     fp8_from: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Shares of the steps after which the forward product, the weight's gradient and the input's gradient may have 8
+    """Shares of the steps after which the forward matmul, the weight's gradient and the input's gradient may have 8
     bits; BF16 before. [0, 0.1, 0.2] is the articles' progressive start: weights, then activations, then gradients."""
     fp8_until: float = Field(default=1.0, gt=0, le=1)
     """Share of the steps after which 8 bits give way to BF16. 1: never."""
     fp8_after: Literal["all", "fprop"] = "all"
-    """What goes to BF16 then: all products, or the forward product alone."""
+    """What goes to BF16 then: all matmuls, or the forward matmul alone."""
     controller: ControllerSection = ControllerSection()
     lr_noise_damping: float = Field(default=0.0, ge=0)
     """Multiply the learning rate by 1 / (1 + lr_noise_damping * noise), where noise is the mean noise over signal of
     the matmuls in the controller's last sample (E4M3: 0.03). 0: off."""
     strict: bool = False
-    """Stop where something would run in another way than asked: 8-bit products on a machine without a unit for them,
+    """Stop where something would run in another way than asked: 8-bit matmuls on a machine without a unit for them,
     TF32 by rounding, a layer that cannot compute in its format."""
     eval_fp32: bool = True
     """Evaluate in FP32."""

@@ -72,7 +72,7 @@ class ModelSection(Section):
     tie_embeddings: bool = True
     """One matrix for embedding and output head."""
     init_std: float = Field(default=0.02, gt=0)
-    """Standard deviation of the first weights."""
+    """Standard deviation of the initial weights."""
     attention: Literal["gqa", "mla"] = "gqa"
     """Grouped-query, or multi-head latent attention as in DeepSeek-V3."""
     q_lora_rank: int = Field(default=0, ge=0)
@@ -90,7 +90,7 @@ class ModelSection(Section):
     num_experts_per_token: int = Field(default=2, ge=1)
     """Routed experts that each token uses."""
     num_shared_experts: int = Field(default=1, ge=0)
-    """Experts that every token uses besides."""
+    """Experts that every token uses too."""
     expert_dim: int = Field(default=0, ge=0)
     """Hidden width of an expert. 0: `ffn_dim / num_experts_per_token`."""
     num_dense_layers: int = Field(default=1, ge=0)
@@ -144,7 +144,7 @@ class OptimSection(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay, on matrices only."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """Storage of AdamW's two moments. `8bit`: one byte a number, and a scale for 128 of them."""
+    """Storage of AdamW's two moments. `8bit`: one byte per number, and a scale for 128 of them."""
     master_weights: Literal["fp32", "split24", "stochastic"] = "fp32"
     """FP32 master weights; or weights kept in BF16 and updated with stochastic rounding, alone (`stochastic`) or with
     8 bits more that only the optimizer reads (`split24`, with 8-bit moments)."""
@@ -180,7 +180,7 @@ class LoraSection(Section):
     targets: tuple[str, ...] = ("*",)
     """Globs on the names of linear layers that get an adapter. Heads, routers and embeddings never do."""
     base: Literal["fp8", "keep"] = "fp8"
-    """What the layers' frozen weights are kept in: E4M3 with a scale for each 128x128 block, one byte a weight, as
+    """What the layers' frozen weights are kept in: E4M3 with a scale for each 128x128 block, one byte per weight, as
     folders of DeepSeek-V3 hold them; or as they are."""
 
 
@@ -192,11 +192,11 @@ class TrainSection(Section):
     micro_batch_size: int = Field(default=8, ge=1)
     """Rows per forward pass; the rest is gradient accumulation."""
     activation_checkpoint: ActivationCheckpoint = "none"
-    """What a layer keeps for backward: all activations; results of products and of attention, so that only the cheap
-    rest is recomputed; of products alone; of attention alone; or only its input, so that it is recomputed whole."""
+    """What a layer keeps for backward: all activations; results of matmuls and of attention, so that only the cheap
+    rest is recomputed; of matmuls alone; of attention alone; or only its input, so that it is recomputed whole."""
     checkpoint_inputs: CheckpointInputs = "exact"
     """With `activation_checkpoint = "full"`: keep each layer's input as it is, or in E4M3 with a scale for each 1x128
-    tile, one byte an element. The loss stays exact; the layer is then recomputed from the rounded input, so gradients
+    tile, one byte per element. The loss stays exact; the layer is then recomputed from the rounded input, so gradients
     are approximate (about 3 % noise)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers. `auto`: where a compiler is found and the model is tilewright's own."""
@@ -211,7 +211,7 @@ class TrainSection(Section):
 
 
 class MemorySection(Section):
-    """What lies where during a step. See `tilewright.memory`."""
+    """What is where during a step. See `tilewright.memory`."""
 
     plan: str = "auto"
     """`auto`: a recipe that does not fit as it stands is planned: what it leaves at its default is decided for each
@@ -244,7 +244,7 @@ class MemorySection(Section):
     in memory. Costs one more forward pass of the MLPs. Not for mixtures of experts."""
     loss_chunk_bytes: Bytes = Field(default=64 * 2**20, ge=1)
     """Bytes of logits alive at once in the loss of an output head, forward and backward; one row at least. Not for
-    foreign models whose head is more than one product: their logits are whole."""
+    Hugging Face models whose head is more than one matmul: their logits are whole."""
     attention_block: int = Field(default=0, ge=0)
     """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at
     once. Compiled, and on a GPU, the scores of a block are in memory. tilewright's own decoder only."""
@@ -300,7 +300,7 @@ class OpsSection(Section):
     quantize: QuantizeBackend = "auto"
     """Encoding to 8-bit tiles, alone or with a norm or activation: Triton, C++ built at first use, or torch."""
     tile_gemm: TileGemmBackend = "auto"
-    """Products of 8-bit operands: torch's own on GPUs with 8-bit units, Triton, or decoded to BF16 (cpu, dequant)."""
+    """Matmuls of 8-bit operands: torch's own on GPUs with 8-bit units, Triton, or decoded to BF16 (cpu, dequant)."""
 
 
 class PlanSection(Section):

@@ -133,7 +133,7 @@ def _plain(key: str) -> str:
 
 
 def toml_text(value: object) -> str:
-    """A value as it stands in a recipe.
+    """A value as it is in a recipe.
 
     Example:
         >>> toml_text((0.9, 0.95)), toml_text("cpu"), toml_text(None)

@@ -1,9 +1,8 @@
 """The batches of a run, in order: this rank's micro-batches of one optimizer step after the other.
 
-The state is the same on every rank, under a kilobyte, and enough to go on at any number of ranks: seed, fingerprint of
-the data, next sample, log of mixture weights. Batches are made ahead in one thread; `wait_s` is the time that the
-caller really waited.
-"""
+The state is the same on every rank, under a kilobyte, and enough to continue at any number of ranks: seed, fingerprint
+of the data, next sample, log of mixture weights. Batches are made ahead in one thread; `wait_s` is the time that the
+caller really waited."""
 
 import queue
 import threading
@@ -205,7 +204,7 @@ class _Worker:
     def close(self) -> None:
         self._stop.set()
         while self._thread.is_alive():
-            try:  # the thread may stand before a full queue
+            try:  # the thread may be before a full queue
                 self._queue.get_nowait()
             except queue.Empty:
                 self._thread.join(0.01)

@@ -1,7 +1,7 @@
 """Cache entries: folders that are either whole and checked, or not there.
 
 An entry is built in a folder of another name and renamed when it is complete, with a manifest of its files. One process
-builds while others that want the same entry wait. A torn or changed entry is said, removed and built again.
+builds while others that want the same entry wait. A corrupt or changed entry is said, removed and built again.
 POSIX only (flock).
 """
 

@@ -1,7 +1,7 @@
 """From a source to encoded text: read, deduplicate, hold out, train the tokenizer, encode. One cache entry.
 
 What is here does not depend on the row length or the task, so that changing those costs only the packing
-(`prepare`). The entry holds `train.npy`, `holdout.npy` (token streams), `documents.parquet` (one row a document, in
+(`prepare`). The entry holds `train.npy`, `holdout.npy` (token streams), `documents.parquet` (one row per document, in
 stream order, training first), the tokenizer, `rejects.jsonl` and `summary.json`.
 """
 

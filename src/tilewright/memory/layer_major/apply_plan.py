@@ -1,11 +1,11 @@
-"""What a layer-major run does with each slice, as a `MemoryPlan`; and from one to the next between two steps.
+"""What a layer-major run does with each layer group, as a `MemoryPlan`; and from one to the next between two steps.
 
-    homes = by_group(memory_plan, layer_groups)  # checked against the slices
+    homes = by_group(memory_plan, layer_groups)  # checked against the layer groups
     policy = PlanApplier(run, memory_plan, weights)
     policy.now                                              # read off what is really where
     policy.apply(memory_plan)
 
-Which activations are kept and where bytes are at home changes no number, so it may change at any time. Into how many
+Which activations are kept and where bytes are stored changes no number, so it may change at any time. Into how many
 parts MLPs and attention are cut rounds differently, so that stays as the run began. Called by
 `training.executor.layer_major` and `training.executor.layer_major_setup`.
 """
@@ -25,10 +25,11 @@ Homes = tuple[Tier, Tier]
 
 
 def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, LayerMemory]:
-    """What is done with each slice, by its name. Not the shared one, which is always on the device.
+    """What is done with each layer group, by its name. Not the shared one, which is always on the device.
 
     Raises:
-        ConfigError: the placement is of another number of layers, cuts a slice, or asks for what is not offered.
+        ConfigError: the memory plan is of another number of layers, cuts a layer group, or asks for what is not
+        offered.
     """
     num_layers = sum(len(part.layers) for part in layer_groups.groups)
     if len(memory_plan.layers) != num_layers:
@@ -47,9 +48,9 @@ def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, La
             )
         if len({_of_slice(layer) for layer in layers}) > 1:
             raise ConfigError(
-                "Layers of one slice are asked to be in several places.",
+                "Layers of one layer group are asked to be in several places.",
                 got=f"different parameters, states, inputs or activations within {part.name}",
-                need="the same for all layers of a slice",
+                need="the same for all layers of a layer group",
                 try_="memory.layers_per_group = 1",
                 where="memory.layers_per_group",
             )
@@ -58,9 +59,9 @@ def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, La
 
 
 def other_layers(asked: int, there: int) -> ConfigError:
-    """The error of a placement that is of another model."""
+    """The error of a memory plan that is of another model."""
     return ConfigError(
-        "The placement is of another model.",
+        "The memory plan is of another model.",
         got=f"{asked} layers",
         need=f"{there}, as many as can be placed in this one",
         try_="a plan made for this model",
@@ -68,7 +69,7 @@ def other_layers(asked: int, there: int) -> ConfigError:
 
 
 def input_tiers(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[int, Tier]:
-    """Where the input of each slice waits, by its place; the last one's output waits for the loss."""
+    """Where the input of each layer group waits, by its place; the last one's output waits for the loss."""
     found = {place: memory_plan.layers[part.layers[0]].inputs for place, part in enumerate(layer_groups.groups)}
     return found | {len(layer_groups.groups): memory_plan.head.inputs}
 
@@ -87,14 +88,14 @@ def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None
     for index, (to, of) in enumerate(zip(new.layers, old.layers, strict=True)):
         if (to.mlp_chunks, to.attention_block) != (of.mlp_chunks, of.attention_block):
             raise ConfigError(
-                "MLP tiles and attention blocks cannot change while a run goes on.",
+                "MLP tiles and attention blocks cannot change while a run continues.",
                 got=f"layer {index}: mlp_tiles {to.mlp_chunks}, attention_block {to.attention_block}",
                 need=f"{of.mlp_chunks} and {of.attention_block}, as the run began: others round differently",
                 try_="a plan that changes activations and homes alone",
             )
         if not exact and "recompute" in {to.activations, of.activations} and to.activations != of.activations:
             raise ConfigError(
-                "What is recomputed cannot change while a run goes on from 8-bit inputs.",
+                "What is recomputed cannot change while a run continues from 8-bit inputs.",
                 got=f'layer {index}: "{of.activations}" to "{to.activations}"',
                 need="the same: gradients of a layer that is recomputed from a rounded input are others",
                 try_='train.checkpoint_inputs = "exact"',
@@ -103,17 +104,17 @@ def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None
 
 
 def _of_slice(layer: LayerMemory) -> LayerMemory:
-    """Without what each layer of a slice has for itself."""
+    """Without what each layer of a layer group has for itself."""
     return replace(layer, mlp_chunks=1, attention_block=0)
 
 
 class PlanApplier:
-    """Reads and changes the placement of a layer-major run.
+    """Reads and changes the memory plan of a layer-major run.
 
     Args:
-        run: its slices are at home as `memory_plan` says, and so are the inputs.
-        placement: the first one; None: all on the device, everything recomputed.
-        weights: 8-bit codes of weights at home on the device, which follow them.
+        run: its layer groups are stored as `memory_plan` says, and so are the inputs.
+        memory plan: the first one; None: all on the device, everything recomputed.
+        weights: 8-bit codes of weights stored on the device, which follow them.
 
     Raises:
         ConfigError: see `by_group`.
@@ -144,7 +145,7 @@ class PlanApplier:
         """From the next step on, do this. All of it or, where that fails, nothing.
 
         Raises:
-            ConfigError: it cannot be done by this executor, or not while the run goes on.
+            ConfigError: it cannot be done by this executor, or not while the run continues.
             FitError: a tier has not so much room.
             HardwareError: the disk fails.
             RuntimeError: the device has not so much memory.
@@ -172,7 +173,7 @@ class PlanApplier:
         return told if place is None else told | {"inputs": self._run.inputs.tier_of(place)}
 
     def _move(self, homes: Mapping[str, Homes]) -> None:
-        """Move slices, those that make room on the device first; move them back where one of them cannot."""
+        """Move layer groups, those that make room on the device first; move them back where one of them cannot."""
         todo = []
         for part in self._run.layer_groups:
             old = self._run.offloader.homes(part)

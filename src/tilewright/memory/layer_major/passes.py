@@ -1,20 +1,19 @@
-"""All micro-batches through one slice of layers, then the next: forward, and backward by recomputation.
+"""All micro-batches through one layer group of layers, then the next: forward, and backward by recomputation.
 
     run = LayerMajor(view, layer_groups, inputs=..., residence=..., replay=..., phase=...)
-    run.keeps = frozenset({3})  # slices whose graphs are kept instead
-    run.forward(batches)  # keeps the input of each slice, and nothing else
-    run.backward(factor, done)  # done(slice): its gradients are in `.grad`, whole; None afterwards
+    run.keeps = frozenset({3})  # layer groups whose graphs are kept instead
+    run.forward(batches)  # keeps the input of each layer group, and nothing else
+    run.backward(factor, done)  # done(layer group): its gradients are in `.grad`, whole; None afterwards
     run.end()
 
-So one slice's activations and one slice's gradients are alive at a time, and a slice can be updated in `done`, before
-the backward pass goes on: nothing will read the old values any more. `backward` may be called again, as long as no
-`done` has changed a parameter; graphs that were kept are gone then, and their slices are recomputed like the others.
-A piece of it that finds no memory may be done again: `retry` is around each. The gradient is that of the whole batch,
-summed in FP32 for 16-bit parameters.
+So one layer group's activations and one layer group's gradients are alive at a time, and a layer group can be updated
+in `done`, before the backward pass continues: nothing will read the old values any more. `backward` may be called
+again, as long as no `done` has changed a parameter; graphs that were kept are gone then, and their layer groups are
+recomputed like the others. A piece of it that finds no memory may be done again: `retry` is around each. The gradient
+is that of the whole batch, summed in FP32 for 16-bit parameters.
 
-What moves slices to the device is `param_store`, what keeps layer inputs `activations`. Updates, clipping and what to
-do with bad numbers are the matter of `training.executor.layer_major`, which calls this.
-"""
+What moves layer groups to the device is `param_store`, what keeps layer inputs `activations`. Updates, clipping and
+what to do with bad numbers are the matter of `training.executor.layer_major`, which calls this."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,17 +36,13 @@ Retry = Callable[[Callable[[], Any], Callable[[], None]], Any]
 
 
 class LayerMajor:
-    """One step's passes over a model cut into slices.
+    """One step's passes over a model cut into layer groups.
 
     Args:
-        view: the model, to be run layer by layer.
-        slices: its parameters.
-        inputs: keeps layer inputs between the passes.
-        residence: brings slices to the device.
-        replay: makes the second pass draw and choose as the first.
-        phase: measures what runs inside: forward, backward.
-        device: where batches are.
-        retry: called with each piece of a backward pass (one micro-batch through one slice), and with what frees the
+        view: the model, to be run layer by layer. layer groups: its parameters. inputs: keeps layer inputs between the
+        passes. residence: brings layer groups to the device. replay: makes the second pass draw and choose as the
+        first. phase: measures what runs inside: forward, backward. device: where batches are. retry: called with each
+        piece of a backward pass (one micro-batch through one layer group), and with what frees the
             kept graphs. A piece that failed leaves everything so that it can be called again, for the same result.
     """
 
@@ -70,7 +65,7 @@ class LayerMajor:
         self.replay = replay
         self.device = device
         self.keeps: frozenset[int] = frozenset()
-        """Places of the slices whose graphs live from forward to the first backward. Set between steps."""
+        """Places of the layer groups whose graphs live from forward to the first backward. Set between steps."""
         self.retry = retry
         self._phase = phase
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -133,7 +128,7 @@ class LayerMajor:
         return how((index, micro), self.view.blocks[index], lambda: self.view.layer(index, x, context))
 
     def aux_metrics(self) -> dict[str, Tensor]:
-        """What the model reports besides its loss, summed over the micro-batches. Once a forward pass."""
+        """What the model reports in addition to its loss, summed over the micro-batches. Once a forward pass."""
         told: dict[str, Tensor] = {}
         for counted in self._counted:
             for name, value in self.view.aux_metrics(counted).items():
@@ -154,10 +149,10 @@ class LayerMajor:
 
         Args:
             factor: the gradient is that of the summed loss times this.
-            done: called with each slice once its gradient is whole. Its parameters' `.grad` is None where nothing
+            done: called with each layer group once its gradient is whole. Its parameters' `.grad` is None where nothing
                 reads them.
             after_loss: called with the summed loss before the first `done`.
-            last: there is no further call for this forward pass, so layer inputs are let go of on the way.
+            last: there is no further call for this forward pass, so layer inputs are freed on the way.
         """
         with self._phase("backward"):
             loss, grads = self._backward_epilogue(factor, done, after_loss, last)
@@ -219,14 +214,14 @@ class LayerMajor:
             self._drop(place, micro, last)
 
     def _layers_piece(self, wanted: list[Tensor], place: int, micro: int, grad: Tensor | None) -> Tensor | None:
-        """A slice's gradient at its input, for one micro-batch."""
+        """A layer group's gradient at its input, for one micro-batch."""
         start, out = self._graph(place, micro)
         if grad is not None:
             out.backward(grad, inputs=[start, *wanted])
         return start.grad
 
     def _graph(self, place: int, micro: int) -> tuple[Tensor, Tensor]:
-        """A slice's input and output, and the graph between them: as it was kept, or computed again."""
+        """A layer group's input and output, and the graph between them: as it was kept, or computed again."""
         kept = self._graphs.pop((place, micro), None)
         if kept is not None:
             return kept
@@ -252,7 +247,7 @@ class LayerMajor:
             self.inputs.drop(place, micro)
 
     def free_saved_graphs(self) -> None:
-        """Free the graphs that are kept; their slices are recomputed instead, for the same gradients."""
+        """Free the graphs that are kept; their layer groups are recomputed instead, for the same gradients."""
         self._graphs.clear()
 
     @staticmethod
@@ -274,12 +269,12 @@ class LayerMajor:
         self._batches, self._contexts, self._counted = (), [], []
 
     def _after(self, place: int) -> LayerGroup:
-        """The slice that the forward pass reads after that of this place."""
+        """The layer group that the forward pass reads after that of this place."""
         groups = self.layer_groups.groups
         return groups[place + 1] if place + 1 < len(groups) else self.layer_groups.epilogue
 
     def _before(self, place: int) -> LayerGroup:
-        """The slice that the backward pass reads after that of this place."""
+        """The layer group that the backward pass reads after that of this place."""
         return self.layer_groups.groups[place - 1] if place else self.layer_groups.prologue
 
     @contextmanager

@@ -5,7 +5,7 @@
 
 Without it a dropout mask of the backward pass is another one than that of the forward pass, and a router whose scores
 come out in another last bit (compiled otherwise, or from a rounded input) may send a token to another expert. Choices
-of our own router are taken over where it makes them, those of foreign layers at `torch.topk`.
+of our own router are taken over where it makes them, those of Hugging Face layers at `torch.topk`.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -38,7 +38,7 @@ class RouterChoices:
         return self._made[self._given - 1]
 
     def rewind(self) -> "RouterChoices":
-        """From now on give back, from the first one on."""
+        """From now on return, from the first one on."""
         self._given = 0
         return self
 
@@ -55,7 +55,7 @@ class Replay:
     """Remembers calls by key until `clear`.
 
     Args:
-        device: whose generator the layers draw from, besides that of the CPU.
+        device: whose generator the layers draw from, in addition to that of the CPU.
     """
 
     def __init__(self, device: torch.device | str) -> None:

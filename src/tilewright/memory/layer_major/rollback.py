@@ -1,14 +1,13 @@
 """What a step changes, as it was before: so that a step that turns out bad half way can be taken back whole.
 
     rollback.begin()
-    rollback.keep(part, tensors)  # just before the slice's first change
+    rollback.keep(part, tensors)  # just before the layer group's first change
     rollback.rollback(residence)  # or commit()
 
-As many bytes as all slices that a step changes, parameters and states, on the host or on disk; room is taken when a
-slice is kept for the first time, and used again in every step. Copies to the host are in order with the computation. A
-disk is written by a thread from two buffers of the largest slice, so `keep` waits for it only where it is slower than
-the computation. The bytes are of no use to another process: a checkpoint is.
-"""
+As many bytes as all layer groups that a step changes, parameters and states, on the host or on disk; room is taken when
+a layer group is kept for the first time, and used again in every step. Copies to the host are in order with the
+computation. A disk is written by a thread from two buffers of the largest layer group, so `keep` waits for it only
+where it is slower than the computation. The bytes are of no use to another process: a checkpoint is."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,7 +48,7 @@ class _Buffer:
 
 
 class RollbackBuffer:
-    """Keeps slices as they were before a step.
+    """Keeps layer groups as they were before a step.
 
     Args:
         tier: host or disk.
@@ -78,10 +77,10 @@ class RollbackBuffer:
 
     @torch.no_grad()
     def save(self, part: LayerGroup, tensors: Sequence[Tensor]) -> None:
-        """Keep the values of a slice's live tensors; they may change when this returns.
+        """Keep the values of a layer group's live tensors; they may change when this returns.
 
         Raises:
-            FitError: there is no room for them. The slice is unchanged.
+            FitError: there is no room for them. The layer group is unchanged.
             HardwareError: the disk fails, or failed since the last call.
         """
         if part.name in self._kept:

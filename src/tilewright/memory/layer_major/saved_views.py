@@ -1,13 +1,13 @@
 """Graphs that outlive the memory of the parameters that they were made with.
 
-A slice that is at home off the device has other memory each time it is fetched. What autograd saves of a weight is
-often a view of it, into a buffer that holds another slice by the time of the backward pass. Inside of
+A layer group that is stored off the device has other memory each time it is fetched. What autograd saves of a weight is
+often a view of it, into a buffer that holds another layer group by the time of the backward pass. Inside of
 `rebind_saved_views` such a view is saved as its place in the parameter, and made again, from where the parameter is
 then, when backward wants it.
 
     with rebind_saved_views(part.params):
         out = layer(x)
-    ...                             # the slice leaves, and comes back somewhere else
+    ...                             # the layer group leaves, and comes back somewhere else
     out.backward(grad)
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _SavedView:
-    """A view of memory that a parameter lies in."""
+    """A view of memory that a parameter is in."""
 
     param: Tensor
     distance: int
@@ -36,7 +36,7 @@ def rebind_saved_views(params: Sequence[Tensor]) -> Iterator[None]:
     """Graphs made inside hold nothing of the memory that these parameters have now.
 
     Args:
-        params: live, now and when backward runs through the graphs. Those that share memory lie in it at the same
+        params: live, now and when backward runs through the graphs. Those that share memory are in it at the same
             distances then.
     """
     owners = {param.untyped_storage().data_ptr(): param for param in params if param.numel()}

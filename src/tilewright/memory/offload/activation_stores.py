@@ -5,7 +5,7 @@ interface.
     prefetch(key)        begin to bring them back
     get(key)             the tensors on the device
     drop(key)            they are of no use any more
-    forget(gone)         give back the room of layers for which gone(layer)
+    forget(gone)         return the room of layers for which gone(layer)
 """
 
 from collections import deque

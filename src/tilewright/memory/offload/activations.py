@@ -31,7 +31,7 @@ from tilewright.ops.kernels import Kernels
 
 @dataclass(frozen=True)
 class _Entry:
-    """What `get` needs besides the bytes."""
+    """What `get` needs in addition to the bytes."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class ActivationStore:
         self.place(tier)
 
     def place(self, tier: Tier | Mapping[int, Tier]) -> None:
-        """Keep what is put from now on in these tiers. What they do not need any more is given back.
+        """Keep what is put from now on in these tiers. What they do not need any more is returned.
 
         Args:
             tier: as for the constructor. Nothing may be kept now.
@@ -116,7 +116,7 @@ class ActivationStore:
 
     @torch.no_grad()
     def put(self, layer: int, micro: int, x: Tensor, *, exact: bool = False, here: bool = False) -> None:
-        """Keep x. The caller may go on reading it and must not write into it.
+        """Keep x. The caller may continue reading it and must not write into it.
 
         Args:
             layer: number of the layer.
@@ -158,11 +158,11 @@ class ActivationStore:
         return TiledTensor(parts[0], parts[1], ROW_TILE, E4M3).dequantize(entry.dtype).view(entry.shape)
 
     def drop(self, layer: int, micro: int) -> None:
-        """Let go of it."""
+        """Free it."""
         self._keepers[self._entries.pop((layer, micro)).tier].drop((layer, micro))
 
     def clear(self) -> None:
-        """Let go of all, as when a step is given up."""
+        """Free all, as when a step is given up."""
         for layer, micro in list(self._entries):
             self.drop(layer, micro)
 
@@ -172,7 +172,7 @@ class ActivationStore:
         return {tier: keeper.num_bytes for tier, keeper in self._keepers.items()}
 
     def close(self) -> None:
-        """Let go of all memory, files and threads."""
+        """Free all memory, files and threads."""
         self._entries.clear()
         for keeper in self._keepers.values():
             keeper.close()

@@ -1,4 +1,4 @@
-"""How fast a tier is: bytes a second to and from the device, measured with the code that training uses.
+"""How fast a tier is: bytes per second to and from the device, measured with the code that training uses.
 
 A disk is measured past the system's copies of it in memory, as a tier larger than memory meets it; `cached` is what a
 smaller one meets.
@@ -32,14 +32,14 @@ class LinkRates:
 def measure_link(
     tier: Tier, device: torch.device | str, *, folder: Path | str | None = None, slice_bytes: int, num_slices: int = 4
 ) -> LinkRates:
-    """Write and read `num_slices` slices one after another.
+    """Write and read `num_slices` layer groups one after another.
 
     Args:
         tier: host or disk.
         device: the other end.
         folder: of the disk tier.
         slice_bytes: bytes moved at a time.
-        num_slices: room taken in the tier, in slices.
+        num_slices: room taken in the tier, in layer groups.
 
     Raises:
         FitError: the tier has not so much room.

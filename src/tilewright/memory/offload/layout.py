@@ -1,4 +1,4 @@
-"""Where tensors lie in a flat stretch of bytes, and what stands in for those that are elsewhere."""
+"""Where tensors are in a flat stretch of bytes, and what is in for those that are elsewhere."""
 
 import math
 from collections.abc import Mapping, Sequence

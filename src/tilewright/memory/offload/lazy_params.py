@@ -1,11 +1,11 @@
-"""A model without memory, ready to be filled slice by slice.
+"""A model without memory, ready to be filled layer group by layer group.
 
     model = build_model(section, vocab_size, kernels, "meta")
     values = random_values(model, seed)  # or stored_values(model, folder); see models.initial_values
     convert(model, policy)  # dtypes are chosen on meta
     to_placeholders(model, device)
     fill_buffers(model, values)
-    pool.add("layers.0", {name: parameter, ...}, fill=values)  # and so on; bytes are made in arena.seal()
+    pool.add("layers.0", {name: parameter, ...}, fill=values)  # and so on; bytes are made in pool.seal()
 
 So a parameter's first bytes are those in its tier, and nothing ever holds the model twice.
 """
@@ -42,7 +42,7 @@ def to_placeholders(model: nn.Module, device: torch.device | str) -> None:
 
 
 def fill_buffers(model: nn.Module, values: InitialValues) -> None:
-    """Give all buffers their first values: they are small, and always on the device."""
+    """Give all buffers their initial values: they are small, and always on the device."""
     values(dict(model.named_buffers()))
 
 

@@ -1,4 +1,4 @@
-"""A model's parameters and its optimizer's states at home in tiers, each slice in its own.
+"""A model's parameters and its optimizer's states stored in tiers, each layer group in its own.
 
     offloader = ParamOffloader(model, layer_groups, optimizer, device, parameters="host", states="disk", folder=folder)
     offloader.prefetch(next_part)
@@ -9,8 +9,9 @@
     offloader.move(part, parameters="device", states="disk")  # between steps
 
 States are made here, where the optimizer has none yet, and are never all in memory unless their tier is the device. A
-slice's parameters are named as in the model, its states `<parameter>.<state>`. The optimizer's step counters are no
-bytes to speak of and stay where they are. The slice of parameters that several others read stays on the device.
+layer group's parameters are named as in the model, its states `<parameter>.<state>`. The optimizer's step counters are
+no bytes to speak of and stay where they are. The layer group of parameters that several others read stays on the
+device.
 
 Built by `training.executor.layer_major_setup`.
 """
@@ -29,27 +30,28 @@ from tilewright.models.layerwise.view import LayerGroup, LayerGroups
 from tilewright.optim.adam import DeepSeekAdam
 
 Homes = Tier | Mapping[str, Tier]
-"""A tier for all slices, or one for each by its name. The slice that several others read is on the device anyway."""
+"""A tier for all layer groups, or one for each by its name. The layer group that several others read is on the device
+anyway."""
 
 
 class ParamOffloader:
-    """Brings slices to the device and takes them away.
+    """Brings layer groups to the device and takes them away.
 
     Args:
         model: its parameters are real, or vacant (`lazy_params.to_placeholders`) where there are `values`.
-        slices: of the model.
+        layer groups: of the model.
         optimizer: without states yet.
         device: where the model computes.
         parameters: tiers of the parameters.
         states: tiers of the optimizer's states.
         folder: of the disk tier.
-        prefetch: slices that may be on their way, or written back, while one is used.
-        values: makes the parameters' first values; None takes those that they have.
+        prefetch: layer groups that may be on their way, or written back, while one is used.
+        values: makes the parameters' initial values; None takes those that they have.
 
     Raises:
         FitError: a tier has not so much room.
         ConfigError: the folder cannot be written.
-        CheckpointError: the values' files are torn.
+        CheckpointError: the values' files are corrupt.
     """
 
     def __init__(
@@ -83,16 +85,16 @@ class ParamOffloader:
         self.states.seal()
 
     def prefetch(self, part: LayerGroup, *, states: bool = False) -> None:
-        """Begin to bring a slice, and its states where they will be wanted."""
+        """Begin to bring a layer group, and its states where they will be wanted."""
         self.parameters.prefetch(part.name)
         if states:
             self.states.prefetch(part.name)
 
     def fetch(self, part: LayerGroup, *, states: bool = False) -> None:
-        """Have a slice's parameters on the device when this returns, and its states where they are wanted.
+        """Have a layer group's parameters on the device when this returns, and its states where they are wanted.
 
         Raises:
-            HardwareError: the disk fails, or failed before. The slice is not live then.
+            HardwareError: the disk fails, or failed before. The layer group is not live then.
         """
         self.parameters.fetch(part.name)
         if not states:
@@ -105,7 +107,7 @@ class ParamOffloader:
         self._states_live.add(part.name)
 
     def release(self, part: LayerGroup, *, changed: bool) -> None:
-        """Let go of a slice; what changed is written back."""
+        """Free a layer group; what changed is written back."""
         changed = changed and bool(part.trained)
         self.parameters.release(part.name, changed=changed)
         if part.name in self._states_live:
@@ -113,11 +115,11 @@ class ParamOffloader:
             self.states.release(part.name, changed=changed)
 
     def homes(self, part: LayerGroup) -> tuple[Tier, Tier]:
-        """Where a slice's parameters and states are at home."""
+        """Where a layer group's parameters and states are stored."""
         return self.parameters.tier_of(part.name), self.states.tier_of(part.name)
 
     def flush(self) -> None:
-        """Wait until all that was released is at home.
+        """Wait until all that was released is stored.
 
         Raises:
             HardwareError: it cannot be written.
@@ -127,11 +129,11 @@ class ParamOffloader:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether anything is at home off the device."""
+        """Whether anything is stored off the device."""
         return self.parameters.is_offloaded or self.states.is_offloaded
 
     def move(self, part: LayerGroup, *, parameters: Tier, states: Tier) -> None:
-        """Give a slice other homes; see `OffloadPool.move`. Not the slice that several others read.
+        """Give a layer group other homes; see `OffloadPool.move`. Not the layer group that several others read.
 
         Raises:
             FitError: a tier has not so much room. What did not move is where it was.
@@ -154,7 +156,7 @@ def _home(homes: Homes, part: LayerGroup, layer_groups: LayerGroups) -> Tier:
 
 
 class _StateValues:
-    """First values of a slice's states: zero, and the parameter's own value where the state is its master."""
+    """First values of a layer group's states: zero, and the parameter's own value where the state is its master."""
 
     def __init__(self, parameters: OffloadPool, part: str) -> None:
         self._parameters, self._part = parameters, part

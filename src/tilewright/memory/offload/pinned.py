@@ -1,6 +1,6 @@
 """Host memory that a GPU reads and writes directly: ordinary tensors, registered with the driver.
 
-torch's own pinned memory comes in powers of two (up to twice what was asked for) and is never given back. A tensor that
+torch's own pinned memory comes in powers of two (up to twice what was asked for) and is never returned. A tensor that
 is registered costs its own bytes.
 """
 

@@ -1,10 +1,10 @@
-"""The arena: tensors of a model, slice by slice, each in its tier; on the device only while they are used.
+"""The pool: tensors of a model, layer group by layer group, each in its tier; on the device only while they are used.
 
     pool = OffloadPool("disk", device, folder=run_folder)
     for slice_id, tensors in layer_groups.items():
-        pool.add(slice_id, tensors)  # or in another tier than the arena's: tier="host"
+        pool.add(slice_id, tensors)  # or in another tier than the pool's: tier="host"
     pool.seal()  # the tiers take the bytes over
-    for slice_id in slices:
+    for slice_id in layer groups:
         pool.prefetch(next_one)
         tensors = pool.fetch(slice_id)  # live now
         ...
@@ -12,14 +12,13 @@
     pool.move(slice_id, "host")  # between uses: to another tier
 
 A tensor keeps its identity: while it is live, `tensor.data` is a view of a staging buffer; else it is one NaN (of an
-integer: the largest) in its shape, which takes no memory, shows wherever it is used, and cannot be written to. On
-tier `device` the tensors stay where they are and are always live. So do those of a slice that is added as `resident`:
-for tensors that several slices read, as a head tied to the embedding. A tensor belongs to one slice.
+integer: the largest) in its shape, which takes no memory, shows wherever it is used, and cannot be written to. On tier
+`device` the tensors stay where they are and are always live. So do those of a layer group that is added as `resident`:
+for tensors that several layer groups read, as a head tied to the embedding. A tensor belongs to one layer group.
 
-`prefetch + 1` staging buffers of the largest slice that is off the device rotate, whatever its tier (`slots`). Which
-slice goes where is the caller's choice; the bytes move in `transfer`, and lie in `stores`.
-Not for several threads.
-"""
+`prefetch + 1` staging buffers of the largest layer group that is off the device rotate, whatever its tier (`slots`).
+Which layer group goes where is the caller's choice; the bytes move in `transfer`, and are in `stores`. Not for several
+threads."""
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,7 +44,7 @@ class _Slice:
     fixed: bool = False
     """Never moves from the device."""
     away: dict[str, Tensor] = field(default_factory=dict)
-    """What stands in for the tensors while they are not live."""
+    """What is in for the tensors while they are not live."""
     layout: Layout = field(default_factory=lambda: Layout({}, 0))
     live: bool = False
 
@@ -60,24 +59,24 @@ class _Slice:
             self.tensors[name].data = view
 
     def to_placeholders(self, device: torch.device) -> None:
-        """Make what stands in for the tensors while their bytes are in a tier."""
+        """Make what is in for the tensors while their bytes are in a tier."""
         self.away = {name: placeholder(tensor.shape, tensor.dtype, device) for name, tensor in self.tensors.items()}
         self.leave()
 
     def leave(self) -> None:
-        """Let the tensors be what stands in for them."""
+        """Let the tensors be what is in for them."""
         for name, value in self.away.items():
             self.tensors[name].data = value
 
 
 class OffloadPool:
-    """Slices of tensors in tiers.
+    """Layer groups of tensors in tiers.
 
     Args:
-        tier: where the bytes of a slice lie while they are not used, if it is added without a word about that.
+        tier: where the bytes of a layer group lie while they are not used, if it is added without a word about that.
         device: where the tensors are used.
         folder: of the disk tier.
-        prefetch: slices that may be on their way, or written back, while one is used.
+        prefetch: layer groups that may be on their way, or written back, while one is used.
     """
 
     def __init__(
@@ -105,31 +104,36 @@ class OffloadPool:
         tier: Tier | None = None,
         resident: bool = False,
     ) -> None:
-        """Announce a slice. Nothing moves before `seal`.
+        """Announce a layer group. Nothing moves before `seal`.
 
         Args:
             slice_id: any name.
             tensors: contiguous ones on the device, by name; `placeholder` ones where there is a `fill`.
-            fill: makes the first values, called once, with host tensors under the same names, so that the values need
+            fill: makes the initial values, called once, with host tensors under the same names, so that the values need
                 not be anywhere before. None takes those that the tensors have.
-            tier: its home; None for the arena's.
+            tier: its home; None for the pool's.
             resident: always on the device.
         """
         tier = "device" if resident else tier or self.tier
         if tier == "disk" and self._folder is None:
-            raise ValueError(f"slice {slice_id!r} on disk needs an arena with a folder")
+            raise ValueError(f"layer group {slice_id!r} on disk needs an pool with a folder")
         if self._sealed or slice_id in self._layer_groups:
-            raise AssertionError(f"slice {slice_id!r} is added twice, or after seal()")
+            raise AssertionError(f"layer group {slice_id!r} is added twice, or after seal()")
         for name, tensor in tensors.items():
             if tensor.is_meta or (fill is None and not tensor.is_contiguous()):
-                raise AssertionError(f"slice {slice_id!r}, {name}: need contiguous tensors, or vacant ones and a fill")
+                raise AssertionError(
+                    f"layer group {slice_id!r}, {name}: need contiguous tensors, or vacant ones and a fill"
+                )
             owner = self._owners.setdefault(id(tensor), slice_id)
             if owner != slice_id:
-                raise AssertionError(f"{name} is in slices {owner!r} and {slice_id!r}: add it to one that is resident")
+                raise AssertionError(
+                    f"{name} is in layer groups {owner!r} and {slice_id!r}: add it to one that is resident"
+                )
         self._layer_groups[slice_id] = _Slice(dict(tensors), fill, tier, fixed=resident)
 
     def seal(self) -> None:
-        """Take the tiers' room, then the bytes, slice by slice; afterwards nothing is live but what always is.
+        """Take the tiers' room, then the bytes, layer group by layer group; afterwards nothing is live but what always
+        is.
 
         Raises:
             FitError: a tier has not so much room; nothing has moved then.
@@ -168,7 +172,8 @@ class OffloadPool:
 
     @torch.no_grad()
     def _write_values(self, slice_id: Hashable, item: _Slice, store: Store) -> None:
-        """Fill a room with the first values of a slice, or with those that its tensors have: one copy and no more."""
+        """Fill a room with the initial values of a layer group, or with those that its tensors have: one copy and no
+        more."""
         flat = store.view(slice_id) if store.in_memory else torch.empty(item.layout.num_bytes, dtype=torch.uint8)
         views = item.layout.views(flat)
         fill, item.fill = item.fill, None
@@ -193,7 +198,8 @@ class OffloadPool:
     # ---- using ----
 
     def prefetch(self, slice_id: Hashable) -> bool:
-        """Start bringing a slice in. False where no buffer is free for it: the slice comes when it is fetched."""
+        """Start bringing a layer group in. False where no buffer is free for it: the layer group comes when it is
+        fetched."""
         item = self._layer_groups[slice_id]
         if item.resident or item.live:
             return True
@@ -202,14 +208,14 @@ class OffloadPool:
         return self._slots.prefetch(slice_id, self._to(item.tier))
 
     def fetch(self, slice_id: Hashable) -> dict[str, Tensor]:
-        """Make a slice's tensors live, waiting for them where need be; the tensors by name.
+        """Make a layer group's tensors live, waiting for them where need be; the tensors by name.
 
         Raises:
-            HardwareError: the disk fails, now or when an earlier slice was written back.
+            HardwareError: the disk fails, now or when an earlier layer group was written back.
         """
         item = self._layer_groups[slice_id]
         if item.live:
-            raise AssertionError(f"slice {slice_id!r} is live already: release it first")
+            raise AssertionError(f"layer group {slice_id!r} is live already: release it first")
         if not item.resident:
             if not self._slots.slots:
                 self._make_slots()
@@ -218,10 +224,10 @@ class OffloadPool:
         return dict(item.tensors)
 
     def release(self, slice_id: Hashable, *, changed: bool) -> None:
-        """Let a slice go; `changed` writes it back in the background."""
+        """Let a layer group go; `changed` writes it back in the background."""
         item = self._layer_groups[slice_id]
         if not item.live:
-            raise AssertionError(f"slice {slice_id!r} is not live")
+            raise AssertionError(f"layer group {slice_id!r} is not live")
         item.live = False
         if not item.resident:
             item.leave()
@@ -237,15 +243,15 @@ class OffloadPool:
             self.release(slice_id, changed=changed)
 
     def read(self, slice_id: Hashable) -> dict[str, Tensor]:
-        """Copies of a slice's tensors in host memory, as they are now. What is live stays so, what is not does not
-        become it."""
+        """Copies of a layer group's tensors in host memory, as they are now. What is live stays so, what is not does
+        not become it."""
         item = self._layer_groups[slice_id]
         if item.resident or item.live:
             return {name: _host_copy(tensor) for name, tensor in item.tensors.items()}
         return {name: _host_copy(view) for name, view in self._views(slice_id, item).items()}
 
     def _views(self, slice_id: Hashable, item: _Slice) -> dict[str, Tensor]:
-        """The tensors of a slice that is off the device and not live."""
+        """The tensors of a layer group that is off the device and not live."""
         return item.layout.views(self._slots.read(slice_id, self._to(item.tier), item.layout.num_bytes))
 
     def flush(self) -> None:
@@ -285,7 +291,7 @@ class OffloadPool:
 
     @property
     def traffic(self) -> Traffic:
-        """What went to and from the tiers since the arena was sealed, and the seconds spent waiting for them."""
+        """What went to and from the tiers since the pool was sealed, and the seconds spent waiting for them."""
         parts = [transfer.traffic for transfer in self._transfers.values()]
         read, written = sum(part.read_bytes for part in parts), sum(part.written_bytes for part in parts)
         return Traffic(read, written, self._slots.wait_s)
@@ -293,34 +299,36 @@ class OffloadPool:
     # ---- moving ----
 
     def tier_of(self, slice_id: Hashable) -> Tier:
-        """Where a slice is at home."""
+        """Where a layer group is stored."""
         return self._layer_groups[slice_id].tier
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether any slice is at home off the device."""
+        """Whether any layer group is stored off the device."""
         return any(not item.resident for item in self._layer_groups.values())
 
     @torch.no_grad()
     def move(self, slice_id: Hashable, tier: Tier) -> None:
-        """Give a slice another home. It is in memory twice while it moves, nothing else is.
+        """Give a layer group another home. It is in memory twice while it moves, nothing else is.
 
         Args:
             slice_id: not live.
-            tier: device, host, or disk where the arena has a folder.
+            tier: device, host, or disk where the pool has a folder.
 
         Raises:
-            FitError: the tier has not so much room; the slice stays where it is.
-            HardwareError: the disk fails, now or when an earlier slice was written back.
-            RuntimeError: the device has not so much memory; the slice stays where it is.
+            FitError: the tier has not so much room; the layer group stays where it is.
+            HardwareError: the disk fails, now or when an earlier layer group was written back.
+            RuntimeError: the device has not so much memory; the layer group stays where it is.
         """
         item = self._layer_groups[slice_id]
         if tier == item.tier:
             return
         if not self._sealed or item.fixed or (tier == "disk" and self._folder is None):
-            raise AssertionError(f"slice {slice_id!r} cannot move to {tier}: not sealed, fixed, or without a folder")
+            raise AssertionError(
+                f"layer group {slice_id!r} cannot move to {tier}: not sealed, fixed, or without a folder"
+            )
         if item.live or any(slot.live for slot in self._slots.slots):
-            raise AssertionError("slices move while none is live")
+            raise AssertionError("layer groups move while none is live")
         self._slots.drop()
         before = item.tier
         if tier == "device":

@@ -1,11 +1,12 @@
-"""Staging buffers on the device, and which slice is in which. They rotate: the one used longest ago is filled next.
+"""Staging buffers on the device, and which layer group is in which. They rotate: the one used longest ago is filled
+next.
 
     slots.make(transfer, num_bytes, count)
     slots.prefetch(key, transfer)
-    flat = slots.fetch(key, transfer)  # the slice's bytes; may be changed until
+    flat = slots.fetch(key, transfer)  # the layer group's bytes; may be changed until
     slots.release(key, changed=True)  # written back in the background
 
-A slice that is released and fetched again before its buffer was needed is not read again.
+A layer group that is released and fetched again before its buffer was needed is not read again.
 """
 
 import time
@@ -26,9 +27,9 @@ class StagingBuffer:
     buffer: Buffer
     holds: Hashable | None = None
     transfer: Transfer | None = None
-    """Of the tier that this slice belongs to."""
+    """Of the tier that this layer group belongs to."""
     wanted: bool = False
-    """Prefetched or live: not free for another slice."""
+    """Prefetched or live: not free for another layer group."""
     live: bool = False
     loading: Future[None] | None = None
     saving: Future[None] | None = None
@@ -36,17 +37,17 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """Brings slices into staging buffers and writes them back."""
+    """Brings layer groups into staging buffers and writes them back."""
 
     def __init__(self) -> None:
         self.slots: list[StagingBuffer] = []  # the one that was used longest ago first
         self.wait_s = 0.0
         """Seconds that the caller stood still for bytes on their way."""
         self._saves: dict[Hashable, Future[None]] = {}
-        """The last time that a slice was written back."""
+        """The last time that a layer group was written back."""
 
     def make(self, transfer: Transfer, num_bytes: int, count: int) -> None:
-        """Make this many buffers, each for every slice of at most `num_bytes`."""
+        """Make this many buffers, each for every layer group of at most `num_bytes`."""
         self.slots = [StagingBuffer(transfer.make_buffer(num_bytes)) for _ in range(count)]
 
     def drop(self) -> None:
@@ -63,19 +64,19 @@ class StagingBuffers:
         self.slots = []
 
     def prefetch(self, key: Hashable, transfer: Transfer) -> bool:
-        """Start bringing a slice in. False where no buffer is free for it."""
+        """Start bringing a layer group in. False where no buffer is free for it."""
         slot = self._of(key) or next((slot for slot in self.slots if not slot.wanted), None)
         if slot is not None:
             self._start(slot, key, transfer)
         return slot is not None
 
     def fetch(self, key: Hashable, transfer: Transfer) -> Tensor:
-        """The bytes of a slice on the device. Takes the buffer of one that was prefetched and not used where no other
-        is free."""
+        """The bytes of a layer group on the device. Takes the buffer of one that was prefetched and not used where no
+        other is free."""
         if not self.prefetch(key, transfer):
             unused = next((slot for slot in self.slots if not slot.live), None)
             if unused is None:
-                raise AssertionError(f"{len(self.slots)} slices are live, and there are no more buffers")
+                raise AssertionError(f"{len(self.slots)} layer groups are live, and there are no more buffers")
             self._start(unused, key, transfer)
         slot = self._of(key)
         assert slot is not None, "just started"
@@ -90,9 +91,9 @@ class StagingBuffers:
         return slot.buffer.live
 
     def release(self, key: Hashable, *, changed: bool) -> None:
-        """A slice that was fetched is not used any more; `changed` writes it back."""
+        """A layer group that was fetched is not used any more; `changed` writes it back."""
         slot = self._of(key)
-        assert slot, "a live slice has a buffer"
+        assert slot, "a live layer group has a buffer"
         assert slot.transfer, "and came from a tier"
         slot.wanted = slot.live = False
         slot.mark = slot.transfer.mark()
@@ -102,7 +103,7 @@ class StagingBuffers:
             slot.saving = self._saves[key] = slot.transfer.save(key, slot.buffer, slot.mark)
 
     def read(self, key: Hashable, transfer: Transfer, num_bytes: int) -> Tensor:
-        """The bytes of a slice as they are now: a buffer's own on the device, else a copy on the host."""
+        """The bytes of a layer group as they are now: a buffer's own on the device, else a copy on the host."""
         slot = self._of(key)
         if slot is not None:
             self.wait_for(slot.loading)
@@ -131,13 +132,15 @@ class StagingBuffers:
         return next((slot for slot in self.slots if slot.holds == key), None)
 
     def _start(self, slot: StagingBuffer, key: Hashable, transfer: Transfer) -> None:
-        """Load a slice into a buffer, unless it is there."""
+        """Load a layer group into a buffer, unless it is there."""
         slot.wanted = True
         if slot.holds == key:
             return
         # Out of the buffer must be what was in it, and in its room what is to come, whichever tiers these are.
         before = [future for future in (slot.saving, self._saves.get(key)) if future is not None]
         if slot.transfer is not transfer and slot.loading is not None:
-            wait([slot.loading])  # a slice that was prefetched in vain; another thread than this tier's may be at it
+            wait(
+                [slot.loading]
+            )  # a layer group that was prefetched in vain; another thread than this tier's may be at it
         slot.holds, slot.transfer = key, transfer
         slot.loading = transfer.load(key, slot.buffer, slot.mark, before)

@@ -6,15 +6,14 @@
     store.read("layers.0", [bytes_a, bytes_b])
     store.give_back(["layers.0"])  # to the system, not only to this object
 
-A store knows keys and bytes, nothing about tensors and slices. All pieces are flat uint8 tensors in host memory. On the
-host each room is an allocation. On disk all are in one file without a name: it is gone from its folder as soon as it is
-made, so no other program can remove, cut or reuse it, and however this process ends, `kill -9` included, its room is
-free again. It is a cache; the checkpoint is the truth. Pages of it that the system keeps in memory are not this
+A store knows keys and bytes, nothing about tensors and layer groups. All pieces are flat uint8 tensors in host memory.
+On the host each room is an allocation. On disk all are in one file without a name: it is gone from its folder as soon
+as it is made, so no other program can remove, cut or reuse it, and however this process ends, `kill -9` included, its
+room is free again. It is a cache; the checkpoint is the truth. Pages of it that the system keeps in memory are not this
 process' own. Threads may read and write rooms that do not overlap, also while another takes room.
 
-Parameters and states (`pool`), layer inputs (`activation_stores`), the journal and the measurement of `bandwidth` use
-it.
-"""
+Parameters and states (`pool`), layer inputs (`activation_stores`), the rollback buffer and the measurement of
+`bandwidth` use it."""
 
 import ctypes
 import errno
@@ -212,7 +211,7 @@ class DiskStore(Store):
                 if start < self._end and size:
                     self._punch_hole(start, size)
         except OSError as error:
-            raise self._failed("given back", error) from error
+            raise self._failed("returned", error) from error
 
     def view(self, key: Hashable) -> Tensor:
         raise AssertionError("bytes on disk cannot be looked at")
@@ -287,7 +286,7 @@ class DiskStore(Store):
             got=reason,
             need="a disk that keeps the room that it gave at the start",
             try_="mend the disk, free space or set memory.offload_dir, and start the run again: "
-            "it goes on from its newest checkpoint, the tier holds nothing else",
+            "it continues from its newest checkpoint, the tier holds nothing else",
             where=str(self.folder),
         )
 

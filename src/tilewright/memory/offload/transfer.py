@@ -1,10 +1,9 @@
 """Copies between the rooms of a store and the staging buffers on the device, in the background.
 
-One thread reads, one writes; each works off its orders in turn, and a read first waits for the writes that it is told
-to wait for. A finished future means: the bytes are where they should be. On a CPU the staging buffer is host memory,
-and the store reads right into it. On a GPU the copies run on two streams of their own beside the computation, the store
-in memory page-locked, the store on disk through page-locked buffers.
-"""
+One thread reads, one writes; each works off its orders in turn, and a read first waits for the writes that it is
+reported to wait for. A finished future means: the bytes are where they should be. On a CPU the staging buffer is host
+memory, and the store reads right into it. On a GPU the copies run on two streams of their own beside the computation,
+the store in memory page-locked, the store on disk through page-locked buffers."""
 
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -150,7 +149,7 @@ class CudaTransfer(Transfer):
             self.store.write(key, [host])
 
     def _host_bytes(self, key: Hashable, buffer: Buffer) -> Tensor:
-        """Page-locked memory at this end of the link: the store itself, or what stands before the disk."""
+        """Page-locked memory at this end of the link: the store itself, or what is before the disk."""
         if self.store.in_memory:
             return self.store.view(key)
         assert buffer.bounce is not None, "a buffer for a disk has a middle"

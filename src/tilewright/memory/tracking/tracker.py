@@ -1,4 +1,4 @@
-"""The ledger: measured bytes by owner, at the peak of every phase of a step.
+"""The memory tracker: measured bytes by owner, at the peak of every phase of a step.
 
     memory_tracker = MemoryTracker(device)  # before the model is built
     with memory_tracker.phase("load"): model = ...
@@ -106,8 +106,8 @@ class MemoryTracker:
         """Ask this keeper for an owner's bytes by tier, instead of looking into model and optimizer.
 
         It is asked at every boundary, so it must be quick. Several keepers of one owner add up. On the CPU, device and
-        host are the same memory. What lies in other tiers is in the snapshot's `tiers`; where a keeper tells nothing
-        of the device, the ledger's own count stands for that.
+        host are the same memory. What is in other tiers is in the snapshot's `tiers`; where a keeper tells nothing
+        of the device, the memory tracker's own count stands for that.
 
         Args:
             owner: one of OWNERS but `allocator` and `other`.
@@ -145,7 +145,7 @@ class MemoryTracker:
         self._probe.reset_peak()
 
     def take_peaks(self) -> dict[str, int]:
-        """Peak bytes by phase since the last call, for who looks at every step; the snapshot's window goes on."""
+        """Peak bytes by phase since the last call, for who looks at every step; the snapshot's window continues."""
         self._credit()
         peaks, self._recent = self._recent, {}
         return peaks

@@ -168,7 +168,7 @@ class _Edge(torch.autograd.Function):
 
 
 class _Value(torch.autograd.Function):
-    """A value for what stands in the graph: the result is `value`, its gradient is that of `edge`."""
+    """A value for what is in the graph: the result is `value`, its gradient is that of `edge`."""
 
     @staticmethod
     def forward(ctx, edge: Tensor, value: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""A place to build a model for its shapes: on the meta device, and nobody draws first values for weights without bytes.
+"""A place to build a model for its shapes: on the meta device, and nobody draws initial values for weights without
+bytes.
 
 torch's own initialisation of a meta tensor imports torch's compiler, which takes seconds.
 """

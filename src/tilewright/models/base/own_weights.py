@@ -1,6 +1,6 @@
 """Whether a module multiplies by a parameter of its own, as far as its source text tells.
 
-A parameter that only meets element-wise operations is no weight of a product: a position table that is added, a decay
+A parameter that only meets element-wise operations is no weight of a matmul: a position table that is added, a decay
 rate that goes through an exponential. Where the source is not to be had, or a parameter leaves the module's code by
 another way, it may be multiplied by.
 """
@@ -95,7 +95,7 @@ class _Uses:
 
 
 def _is_elementwise(function: ast.expr) -> bool:
-    """A function of torch that is no product, or a method of a tensor that is none."""
+    """A function of torch that is no matmul, or a method of a tensor that is none."""
     if not isinstance(function, ast.Attribute):
         return False
     if function.attr in PRODUCTS:

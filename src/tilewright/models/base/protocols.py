@@ -33,7 +33,7 @@ class LossOutput:
 
 
 InitialValues = Callable[[Mapping[str, Tensor]], None]
-"""Writes the first values of parameters and buffers into host tensors, under their fully qualified names. In whatever
+"""Writes the initial values of parameters and buffers into host tensors, under their fully qualified names. In whatever
 pieces a model is asked for, each tensor gets the same values."""
 
 
@@ -59,7 +59,7 @@ class Model(TrainableModel, Protocol):
     """What the model could not do as asked, in plain words. Grows by the first batch; shown and recorded."""
 
     activation_checkpoint: ActivationCheckpoint
-    """Settable. none: keep all activations; selective: keep outputs of products and attention; products, attention: of
+    """Settable. none: keep all activations; selective: keep outputs of matmuls and attention; matmuls, attention: of
     one of them; full: recompute each layer. Never changes a loss or a gradient. Read only where all layers do the
     same."""
 
@@ -73,7 +73,7 @@ class Model(TrainableModel, Protocol):
 
     checkpoint_inputs: CheckpointInputs
     """Settable before `compile_blocks`; means something where `activation_checkpoint` is full. exact: keep each layer's
-    input; fp8: keep it in 8 bits, one byte an element. Never changes a loss; with fp8 gradients are approximate."""
+    input; fp8: keep it in 8 bits, one byte per element. Never changes a loss; with fp8 gradients are approximate."""
 
     def compile_blocks(self) -> None:
         """Compile the layers in place with torch.compile."""
@@ -99,6 +99,6 @@ class Model(TrainableModel, Protocol):
                 layers' linear weights in FP8 with a scale for each 128x128 block, all others in BF16.
             extra: further keys of config.json, such as bos_token_id, eos_token_id, max_position_embeddings.
             live: gives a tensor of the state_dict, from its name and itself, with its bytes, until the next is asked
-                for: where parameters are at home off the device.
+                for: where parameters are stored off the device.
         """
         ...

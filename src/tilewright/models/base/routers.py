@@ -19,7 +19,7 @@ CHOOSING = frozenset({"topk", "argmax", "argsort", "multinomial"})
 SELECTING = CHOOSING | {"max", "sort", "gather"}
 """A module of one weight that calls one of these, with as many rows as there are experts beside it, chooses."""
 PRODUCTS = frozenset({"matmul", "bmm", "mm", "einsum", "baddbmm", "scaled_dot_product_attention"})
-"""A module whose own code calls one of these may choose by a product of activations, not by its weight's result."""
+"""A module whose own code calls one of these may choose by a matmul of activations, not by its weight's result."""
 
 
 def find_routers(model: nn.Module) -> Iterator[nn.Module]:

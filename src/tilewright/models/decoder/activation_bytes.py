@@ -1,7 +1,7 @@
 """Bytes that a decoder's layers keep from forward to backward, from its shape alone. Pure integers, no torch.
 
 Held against the tensors that autograd really saves (tests/models/test_activation_bytes.py). Three things decide: the
-checkpoint mode; the bytes of the residual stream and of products (bf16_mixed 2 and 2, hybrid 4 and 2, fp32 4 and 4);
+checkpoint mode; the bytes of the residual stream and of matmuls (bf16_mixed 2 and 2, hybrid 4 and 2, fp32 4 and 4);
 and whether layers are compiled, because eager RMSNorm and SwiGLU keep FP32 intermediates that a compiled layer does
 not. Linear layers that keep their input in 8 bits, for their weight's gradient, are named in `Storage.qdata`: one copy
 serves those that read the same input. Read by `planner.summary`.
@@ -30,7 +30,7 @@ class Storage:
 
     Args:
         stream: bytes an element of the residual stream.
-        product: bytes an element of what matrix products take and return.
+        matmul: bytes an element of what matrix matmuls take and return.
         compiled: whether `compile_blocks` was called.
         inputs: what a layer that is recomputed whole keeps of its input.
         tiled: linear layers of the layer, by role (see `role`), that keep no copy of their weight, because they read
@@ -198,7 +198,7 @@ def _kept_input(storage: Storage, width: int, *readers: str) -> int:
 
 def head_bytes(config: DecoderConfig, num_tokens: int, storage: Storage) -> int:
     """Bytes that final norm and loss keep for backward: FP32 input and normalised input, and both finished
-    gradients of the head (`ops.loss`: for x in the products' format, for the weight in FP32)."""
+    gradients of the head (`ops.loss`: for x in the matmuls' format, for the weight in FP32)."""
     norm = num_tokens * (2 * FP32 * config.dim + FP32)
     return norm + num_tokens * config.dim * storage.matmul + config.vocab_size * config.dim * FP32
 
@@ -213,7 +213,7 @@ def _kv_width(config: DecoderConfig) -> int:
 
 
 def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
-    """Selective: outputs of products and of attention with its log-sum-exp."""
+    """Selective: outputs of matmuls and of attention with its log-sum-exp."""
     heads = config.num_heads * config.qk_head_dim
     if config.attention == "gqa":
         projections = heads + 2 * _kv_width(config)
@@ -225,7 +225,7 @@ def _matmuls_kept(config: DecoderConfig, moe: bool, storage: Storage) -> int:
         shared = 2 * config.num_shared_experts * config.expert_dim + (config.dim if config.num_shared_experts else 0)
         elements += config.num_experts_per_token * (2 * config.expert_dim + config.dim) + shared
         return storage.matmul * elements + FP32 * config.num_experts
-    # A compiled layer sees that nobody needs the last product's output in backward.
+    # A compiled layer sees that nobody needs the last matmul's output in backward.
     elements += 2 * config.ffn_dim + (0 if storage.compiled else config.dim)
     return storage.matmul * elements
 
@@ -236,7 +236,7 @@ def _attention_kept(config: DecoderConfig, storage: Storage) -> int:
 
 
 def _norm_none(config: DecoderConfig, storage: Storage, *readers: str) -> int:
-    """A norm over the stream and the copies of its output that products keep."""
+    """A norm over the stream and the copies of its output that matmuls keep."""
     if storage.fused.issuperset(readers):
         return config.dim * (storage.stream + 1)
     source = storage.stream if storage.compiled else 2 * FP32
@@ -244,7 +244,7 @@ def _norm_none(config: DecoderConfig, storage: Storage, *readers: str) -> int:
 
 
 def _inner_norm(width: int, source: int, storage: Storage, reader: str) -> int:
-    """MLA's norm over a compressed vector that lies in a tensor of `source` elements."""
+    """MLA's norm over a compressed vector that is in a tensor of `source` elements."""
     result = _kept_input(storage, width, reader)
     if storage.compiled or reader in storage.fused:
         return storage.matmul * source + result + (0 if reader in storage.fused else FP32)
@@ -271,7 +271,7 @@ def _attention_none(config: DecoderConfig, storage: Storage) -> int:
 
 
 def _swiglu(width: int, storage: Storage, reader: str) -> int:
-    """gate, up and their product; eager also keeps silu(gate), and the first three in FP32."""
+    """gate, up and their matmul; eager also keeps silu(gate), and the first three in FP32."""
     narrow = storage.compiled or reader in storage.fused
     return width * (2 * storage.matmul if narrow else 3 * FP32) + _kept_input(storage, width, reader)
 

@@ -23,7 +23,7 @@ LATENT_NORM_EPS = 1e-6
 class CausalAttention(nn.Module):
     """softmax(q k^T / sqrt(Dk)) v without parameters: the part of a layer whose precision is a rule of its own.
 
-    `compute_dtype` (settable, None = the query's dtype) is what the scores and the product are computed from;
+    `compute_dtype` (settable, None = the query's dtype) is what the scores and the matmul are computed from;
     the result has the query's dtype in either case. `block` (settable, None = as the kernels say) is how many query
     rows are computed at a time.
     """

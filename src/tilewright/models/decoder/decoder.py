@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.activation_checkpoint: ActivationCheckpoint = "none"
         self.checkpoint_inputs: CheckpointInputs = "exact"
         self.compiled_inside = False
-        """Compiled without the keeping of its input, which stands outside then."""
+        """Compiled without the keeping of its input, which is outside then."""
 
     @property
     def keeps_qdata(self) -> bool:
@@ -247,7 +247,7 @@ class Decoder(nn.Module):
         return tuple(self.blocks)
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, LayerContext]:
-        """Embedded tokens [B, S, D], and what all layers read besides: cos and sin of the positions, segments."""
+        """Embedded tokens [B, S, D], and what all layers read too: cos and sin of the positions, segments."""
         ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
         if positions_BS is None:
             positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]

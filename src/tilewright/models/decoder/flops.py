@@ -17,11 +17,9 @@ class ParameterCount:
     """Parameters by place. Tied embeddings count once, under `embedding`.
 
     Args:
-        embedding: the token table.
-        layers: one number a layer: attention, MLP or all experts, router, two norms. Without routing biases (buffers).
-        final_norm: the norm before the head.
-        head: the output projection where it is not tied.
-        inactive_layers: one number a layer: parameters of routed experts that a token does not pass.
+        embedding: the token table. layers: one number per layer: attention, MLP or all experts, router, two norms.
+        Without routing biases (buffers). final_norm: the norm before the head. head: the output projection where it is
+        not tied. inactive_layers: one number per layer: parameters of routed experts that a token does not pass.
     """
 
     embedding: int
@@ -66,7 +64,7 @@ def layer_parameters(config: DecoderConfig, layer: int) -> int:
 
 
 def attention_weights(config: DecoderConfig) -> int:
-    """Elements of a layer's attention projections; each does 2 FLOPs a token."""
+    """Elements of a layer's attention projections; each does 2 FLOPs per token."""
     dim, heads = config.dim, config.num_heads
     out = heads * config.value_head_dim * dim
     if config.attention == "gqa":
@@ -96,10 +94,10 @@ class FlopCount:
     """FLOPs a token of one forward pass.
 
     Args:
-        layers: one number a layer: products with weights.
+        layers: one number per layer: matmuls with weights.
         attention: of one layer: scores and weighted values.
         head: the output projection.
-        last: one number a layer: its last product, whose result nobody needs in backward, so it is not recomputed.
+        last: one number per layer: its last matmul, whose result nobody needs in backward, so it is not recomputed.
     """
 
     layers: tuple[int, ...]
@@ -114,12 +112,12 @@ class FlopCount:
 
     @property
     def backward(self) -> float:
-        """Backward by plain rules: two products for each one of forward."""
+        """Backward by plain rules: two matmuls for each one of forward."""
         return 2 * self.forward
 
     def step(self, activation_checkpoint: str = "none") -> float:
         """Forward and backward as executed: flash attention's backward forms its scores again (2.5 times its forward),
-        "full" runs each layer up to its last product once more, "attention" the same without attention, "matmuls"
+        "full" runs each layer up to its last matmul once more, "attention" the same without attention, "matmuls"
         attention alone, "selective" neither."""
         attention = len(self.layers) * self.attention
         again = sum(self.layers) - sum(self.last) if activation_checkpoint in ("full", "attention") else 0
@@ -128,7 +126,7 @@ class FlopCount:
 
 
 def count_flops(config: DecoderConfig, seq_len: int, *, causal: bool = True) -> FlopCount:
-    """FLOPs a token in rows of `seq_len`.
+    """FLOPs per token in rows of `seq_len`.
 
     Args:
         causal: count the pairs that a causal mask leaves (half, and the diagonal); False counts all S x S pairs, as

@@ -71,7 +71,7 @@ def load_weights(model: nn.Module, folder: Path | str, *, absent: Collection[str
         absent: names of the model's own that no folder holds (adapters); left as they are.
 
     Raises:
-        CheckpointError: names, shapes or scales do not match (all of them are listed), a file is missing or torn, or
+        CheckpointError: names, shapes or scales do not match (all of them are listed), a file is missing or corrupt, or
             FP8 weights hold NaN. The model is untouched where names, shapes or scales do not match.
     """
     values = decoder_weights(model, folder, absent=absent)
@@ -82,7 +82,7 @@ def decoder_weights(model: nn.Module, folder: Path | str, *, absent: Collection[
     """What copies a folder's weights into tensors under the model's names; see `load_weights`.
 
     Names and shapes are checked now, by the files' headers. Bytes are read when the copier is called, which raises
-    CheckpointError where a file is torn or FP8 weights hold NaN.
+    CheckpointError where a file is corrupt or FP8 weights hold NaN.
 
     Args:
         model: a decoder, perhaps on the meta device; only names, shapes and dtypes are read.
@@ -113,7 +113,7 @@ def copy_stored(
     """Copy stored weights into the tensors of the same names, decoding FP8 where the tensor is not FP8 itself.
 
     Raises:
-        CheckpointError: a file is torn, or FP8 weights hold NaN.
+        CheckpointError: a file is corrupt, or FP8 weights hold NaN.
     """
     scales = {name: tensor for name, tensor in tensors.items() if _is_scale_of_codes(name, tensors)}
     targets = {name: tensor for name, tensor in tensors.items() if name not in scales}

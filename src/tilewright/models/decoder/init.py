@@ -59,7 +59,7 @@ _Rule = float | Callable[[Tensor], object]
 
 
 def _rules(model: Decoder) -> Iterator[tuple[str, _Rule]]:
-    """For each parameter and buffer what its first values are."""
+    """For each parameter and buffer what its initial values are."""
     std = model.config.init_std
     into_residual = std / (2 * model.config.num_layers) ** 0.5
     for name, module in model.named_modules():
@@ -76,7 +76,7 @@ def _rules(model: Decoder) -> Iterator[tuple[str, _Rule]]:
 
 @torch.no_grad()
 def _apply(rules: Mapping[str, _Rule], seed: int, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors. Draws run in threads, a few ahead; a core draws some 100 million numbers a second."""
+    """Fill tensors. Draws run in threads, a few ahead; a core draws some 100 million numbers per second."""
     draws: deque[tuple[Tensor, Future[Tensor]]] = deque()
     num_threads = torch.get_num_threads()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="init") as pool:

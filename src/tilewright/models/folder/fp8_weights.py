@@ -1,8 +1,8 @@
 """FP8 weights in model folders: codes and scales found, checked by their headers, read by block rows, written.
 
 The layout is that of DeepSeek-V3 (`formats.fp8_layout`). A weight is never whole in FP32 beside its target, a model
-never twice in memory. All that is wrong with names, shapes and dtypes is told at once, before a byte is copied; codes
-that are NaN are found while reading.
+never twice in memory. All that is wrong with names, shapes and dtypes is reported at once, before a byte is copied;
+codes that are NaN are found while reading.
 
 Legend: N output features  K input features; grid [GN, GK] = blocks down and across.
 """

@@ -31,7 +31,7 @@ def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
     """Every tensor of the folder's safetensors files, by name; headers only.
 
     Raises:
-        CheckpointError: no safetensors, a file of the index is missing, or a file is torn.
+        CheckpointError: no safetensors, a file of the index is missing, or a file is corrupt.
     """
     folder = Path(folder)
     if (folder / INDEX).is_file():
@@ -109,7 +109,7 @@ def open_file(file: Path) -> Any:
     """Open a safetensors file for lazy reading.
 
     Raises:
-        CheckpointError: the file is torn or missing.
+        CheckpointError: the file is corrupt or missing.
     """
     try:
         return safe_open(file, framework="pt", device="cpu")

@@ -98,7 +98,7 @@ def _task_class(path: Path | str | Any, task: Task) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def init_hf(model: HFModel, seed: int) -> None:
-    """Draw first weights as transformers would, each module from a generator seeded by its name.
+    """Draw initial weights as transformers would, each module from a generator seeded by its name.
 
     It happens on the CPU, so that every device gets the same numbers; the model visits it for that.
     """

@@ -71,7 +71,8 @@ class HFModel(nn.Module):
         return self.net.get_input_embeddings().weight.shape[0]
 
     def loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
-        """The same as calling the model: hooks on it, such as the precision region of a foreign model, take part."""
+        """The same as calling the model: hooks on it, such as the precision region of a third-party model, take
+        part."""
         return self(batch)
 
     def forward(self, batch: Mapping[str, Tensor]) -> LossOutput:

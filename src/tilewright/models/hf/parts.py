@@ -1,4 +1,4 @@
-"""Which parts of a foreign architecture a task trains, and which it leaves out or never reads.
+"""Which parts of a third-party architecture a task trains, and which it leaves out or never reads.
 
 transformers gives some tasks a part of a model: `causal_lm` of Whisper is its decoder without the encoder, and the
 attention to the encoder that stays in the decoder is never used. Found from names and shapes, without weights.

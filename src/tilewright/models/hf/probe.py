@@ -1,4 +1,4 @@
-"""How a foreign language model must be called so that packed documents do not see each other.
+"""How a Hugging Face language model must be called so that packed documents do not see each other.
 
 Hugging Face models differ in what they accept and, worse, in what they silently ignore. Instead of a table of
 architectures, a few forward passes over eight tokens compare outputs: rows that differ only in another document must

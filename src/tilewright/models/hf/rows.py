@@ -1,4 +1,4 @@
-"""What a foreign language model does with a row of a given length, found out from its shapes alone.
+"""What a Hugging Face language model does with a row of a given length, found out from its shapes alone.
 
 The model is built without weights and called once on a short row. Weights stay on the meta device, where nothing is
 computed; everything else (position ids, masks, small tables) is real, so it can be seen which table is read at which

@@ -84,7 +84,7 @@ class _CallSite:
 
 @dataclass
 class _Call:
-    """What a layer is called with besides the stream, and the autocast around it."""
+    """What a layer is called with in addition to the stream, and the autocast around it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -131,7 +131,7 @@ class HFLayers:
         return self._run(batch, lambda index, args, kwargs: self._place.pack(x))
 
     def aux_metrics(self, counted: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Nothing: foreign layers count nothing."""
+        """Nothing: Hugging Face layers count nothing."""
         return {}
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -164,7 +164,9 @@ def layered(model: Model) -> LayerwiseModel:
     try:
         return _cut(model)
     except _NotSliceable as reason:
-        model.notes.append(f"Layer-major execution keeps {type(model.net).__name__} whole, as one slice: {reason}.")
+        model.notes.append(
+            f"Layer-major execution keeps {type(model.net).__name__} whole, as one layer group: {reason}."
+        )
         return SingleBlock(model)
 
 

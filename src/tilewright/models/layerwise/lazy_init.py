@@ -1,4 +1,5 @@
-"""First values of a model that has no memory yet, in pieces: what `memory.offload.lazy_params` fills its slices with.
+"""First values of a model that has no memory yet, in pieces: what `memory.offload.lazy_params` fills its layer groups
+with.
 
     values = random_values(model, seed)  # or stored_values(model, folder)
     values({"model.layers.3.mlp.up_proj.weight": tensor, ...})
@@ -24,11 +25,11 @@ from tilewright.models.hf.load import draw_module, load_hf, weight_owners
 from tilewright.models.hf.model import HFModel
 
 _NET = "net."
-"""What stands before the names of a Hugging Face model in ours."""
+"""What is before the names of a Hugging Face model in ours."""
 
 
 def random_values(model: Model, seed: int) -> InitialValues:
-    """Random first weights, those of `build.init_weights`. The model may be on the meta device."""
+    """Random initial weights, those of `build.init_weights`. The model may be on the meta device."""
     if isinstance(model, Decoder):
         return decoder_values(model, seed)
     if isinstance(model, HFModel):
@@ -84,7 +85,7 @@ def _copy_stored(net: nn.Module, copy: InitialValues, tensors: Mapping[str, Tens
 
 @torch.no_grad()
 def _draw(net: nn.Module, seed: int, tensors: Mapping[str, Tensor]) -> None:
-    """transformers' own initialisation of some parameters, while the others lie on one scratch buffer.
+    """transformers' own initialisation of some parameters, while the others are on one scratch buffer.
 
     Modules are initialised as in `load.init_hf`: some draw for all that is below them, so each module runs that has
     a wanted tensor in it, and draws what it would draw for the whole model.

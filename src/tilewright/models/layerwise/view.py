@@ -2,9 +2,9 @@
 
     prologue(batch) -> x, context      layer(0 .. L-1, x, context) -> x      epilogue(x, context, batch) -> loss
 
-`Decoder` is such a row itself; `hf_view` finds one in a foreign model; `SingleBlock` is what is left of a model that
-cannot be cut: no layers, all of it epilogue. `find_layer_groups` says which parameters belong together when layers are
-run and updated by groups."""
+`Decoder` is such a row itself; `hf_view` finds one in a Hugging Face model; `SingleBlock` is what is left of a model
+that cannot be cut: no layers, all of it epilogue. `find_layer_groups` says which parameters belong together when layers
+are run and updated by groups."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ class LayerwiseModel(Protocol):
     blocks: Sequence[nn.Module]
 
     def prologue(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-        """The first layer's input, and what the layers read besides: nothing in it asks for a gradient."""
+        """The first layer's input, and what the layers read too: nothing in it asks for a gradient."""
         ...
 
     def layer(self, index: int, x: Tensor, context: Any) -> tuple[Tensor, Tensor | None]:
@@ -88,7 +88,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """All slices of a model. Each parameter is in exactly one."""
+    """All layer groups of a model. Each parameter is in exactly one."""
 
     prologue: LayerGroup
     groups: tuple[LayerGroup, ...]
@@ -100,7 +100,7 @@ class LayerGroups:
 
 
 def find_layer_groups(model: nn.Module, view: LayerwiseModel, group: int = 1) -> LayerGroups:
-    """Cut a model: `group` layers to a slice, and what stands around them.
+    """Cut a model: `group` layers to a layer group, and what is around them.
 
     A parameter that nothing reads (a head that this task has no use for) goes with the prologue.
     """

@@ -1,4 +1,4 @@
-"""What torch.compile must be told about this machine's C++ compiler so that its CPU code is right.
+"""What torch.compile must be reported about this machine's C++ compiler so that its CPU code is right.
 
 GCC that finds AVX-512 on a processor it has no tuning for (a newer one, or one whose features a virtual machine masks)
 compiles with `-mtune=generic`. GCC 12 then vectorises torch's transposition of BF16 blocks wrongly: NaN and stale
@@ -42,7 +42,7 @@ def graph_limit() -> dict[str, int]:
     """More arguments of `torch.compile` for layers: how many graphs there may be of one piece of code.
 
     Each way of keeping activations has its own, with gradients and without, in each dtype and for lengths that vary.
-    Beyond the limit torch goes on without a compiler; its own, 8, is within reach. Empty for a torch that takes none.
+    Beyond the limit torch continues without a compiler; its own, 8, is within reach. Empty for a torch that takes none.
     """
     return {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
 
@@ -54,7 +54,7 @@ def why_no_compile(machine: Machine) -> str | None:
     if miscompiles() and not _takes_march():
         return (
             f"{machine.cxx_compiler} has no tuning for this processor and would miscompile BF16 code, and torch "
-            f"{torch.__version__} cannot be told an architecture (2.13 can; or set CXX=clang++)"
+            f"{torch.__version__} cannot be reported an architecture (2.13 can; or set CXX=clang++)"
         )
     return None
 

@@ -1,7 +1,7 @@
 """Which implementation of an operation runs, and why not the others.
 
 An operation is an ordered tuple of candidates. Each candidate answers `why_not(machine, case)` with
-a reason or None; the first None wins. There is no registry: the tuples stand in the operations'
+a reason or None; the first None wins. There is no registry: the tuples are in the operations'
 own files, and `ops.kernels.Kernels` asks here once for each case.
 """
 

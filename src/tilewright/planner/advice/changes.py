@@ -21,7 +21,7 @@ from tilewright.planner.planner import Planner
 
 NUM_CHANGES = 3
 WORTH = 1.03
-"""Times as many tokens a second: what gains less is not worth a change, and is below what the rates are known to."""
+"""Times as many tokens per second: what gains less is not worth a change, and is below what the rates are known to."""
 IDLE = 0.1
 """Share of the device's budget: a plan that leaves more of it says why."""
 

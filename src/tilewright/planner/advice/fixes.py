@@ -2,7 +2,7 @@
 
 Two kinds: settings that leave the result as it is (smaller micro-batches, recomputation, compiled layers), and
 settings that change what is learned or how exactly (8- and 16-bit formats, shorter rows, a smaller model). The first
-kind comes first; inside a kind the order is that of seconds a token.
+kind comes first; inside a kind the order is that of seconds per token.
 """
 
 from collections.abc import Iterator, Mapping

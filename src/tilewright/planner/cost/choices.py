@@ -4,7 +4,7 @@ What a choice costs is in `layer_cost`.
 
 Executors. `standard`: one micro-batch after the other through the whole model; everything stays on the device; all
 gradients live until the update. `layer_major`: all micro-batches through a layer, then the next; parameters, states and
-layer inputs may lie elsewhere; one layer's gradients live at a time.
+layer inputs may be elsewhere; one layer's gradients live at a time.
 """
 
 import itertools

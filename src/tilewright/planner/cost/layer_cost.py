@@ -41,7 +41,7 @@ Pass = Literal["fprop", "dgrad", "wgrad"]
 
 
 class GemmCost:
-    """Seconds of the products of a layer in one micro-batch, by pass; no choice changes them.
+    """Seconds of the matmuls of a layer in one micro-batch, by pass; no choice changes them.
 
     Args:
         found: the layer.
@@ -270,7 +270,7 @@ class _Layer:
         return self.matmul_s("fprop") * self.found.mlp_flops / self.found.matmul_flops
 
     def matmul_s(self, which: Pass) -> float:
-        """Products of one micro-batch."""
+        """Matmuls of one micro-batch."""
         return self.matmuls.seconds(which)
 
     def attention_s(self) -> float:

@@ -68,7 +68,7 @@ def disk_speed(
     refresh: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LinkSpeed | None:
-    """Of the disk that a folder is on, or would be; None where nothing can be written there, which is told.
+    """Of the disk that a folder is on, or would be; None where nothing can be written there, which is reported.
 
     Args:
         folder: need not be there yet.

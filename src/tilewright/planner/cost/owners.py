@@ -16,7 +16,7 @@ def owners_at(
     """Device bytes of a phase by owner; `work` is what lives only while something runs, and pages that stay free."""
     found: dict[str, float] = dict.fromkeys(OWNERS, 0.0)
     for owner, size in phase.owners.items():
-        found[owner if owner in found else "work"] += size  # a journal, a checkpoint's copy
+        found[owner if owner in found else "work"] += size  # a rollback buffer, a checkpoint's copy
     found["process"] += sum(row.cost.once for row in rows)
     for row in rows:
         cost, held = row.cost, 0.0

@@ -25,10 +25,10 @@ FRAGMENTS = 0.02
 
 @dataclass(frozen=True)
 class OffloadFlags:
-    """What follows from where parameters and states are at home, before it is decided for each layer.
+    """What follows from where parameters and states are stored, before it is decided for each layer.
 
-    `is_offloaded`: some are off the device, so a checkpoint is written slice by slice and without a copy of all.
-    `on_disk`: some are on disk, and so the journal is."""
+    `is_offloaded`: some are off the device, so a checkpoint is written layer group by layer group and without a copy of
+    all. `on_disk`: some are on disk, and so the rollback buffer is."""
 
     is_offloaded: bool
     on_disk: bool
@@ -42,7 +42,7 @@ class FixedBytes:
     stream: float
     """Residual stream, or its gradient, between head and layers."""
     head_kept: float
-    """What stands around the layers keeps for backward."""
+    """What is around the layers keeps for backward."""
     head_gradient: float
     """Of a plain head: complete when the forward pass ends."""
     loss_work: float
@@ -81,7 +81,8 @@ class FixedBytes:
 
 
 def written_beside(recipe: Recipe) -> bool:
-    """Whether checkpoints are written from a copy while training goes on. The last one never is: nothing follows it."""
+    """Whether checkpoints are written from a copy while training continues. The last one never is: nothing follows
+    it."""
     return recipe.checkpoint.async_save and 0 < recipe.checkpoint.interval < recipe.train.steps
 
 
@@ -108,7 +109,7 @@ def rollback_bytes(base: FixedBytes, setting: GlobalConfig, recipe: Recipe) -> f
 
 def host_base(base: FixedBytes, setting: GlobalConfig, recipe: Recipe, homes: OffloadFlags) -> dict[str, float]:
     """Bytes of the host that no choice changes, by owner: the process, the copy that a background checkpoint writes
-    from, and the journal, where no slices are on disk."""
+    from, and the rollback buffer, where no layer groups are on disk."""
     copied = setting.executor == "standard" and written_beside(recipe)
     rollback = rollback_bytes(base, setting, recipe) if not homes.on_disk else 0.0
     return {"process": float(HOST_PROCESS_BYTES), "checkpoint": base.state if copied else 0.0, "journal": rollback}
@@ -167,7 +168,7 @@ def _checkpoints(found: Sequence[Phase], copy: float, alone: Phase) -> list[Phas
 
 
 def _beside(name: str, found: Sequence[Phase], more: Mapping[str, float]) -> list[Phase]:
-    """The same moments with something besides."""
+    """The same moments with something too."""
     return [replace(phase, name=f"{name}, {phase.name}", owners={**phase.owners, **more}) for phase in found]
 
 

@@ -150,12 +150,12 @@ def measure(
         cache_dir: folder of the cache; the user's cache folder by default.
         refresh: measure again.
         progress: called with a line of text before each measurement.
-        own_process: measure in a process of its own, so that pages which this leaves are not in the one that goes on.
+        own_process: measure in a process of its own, so that pages which this leaves are not in the one that continues.
 
     Raises:
         HardwareError: the process of its own was killed.
 
-    A cache folder that cannot be written is told by a warning, and the measurement is used all the same.
+    A cache folder that cannot be written is reported by a warning, and the measurement is used all the same.
     """
     key = _key(machine)
     folder = Path(cache_dir) if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
@@ -260,7 +260,7 @@ def _middle(rounds: Sequence[Any]) -> Any:
 
 
 def _middle_timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]]) -> dict[str, dict[int, Timed]]:
-    """The same of products."""
+    """The same of matmuls."""
     return {
         fmt: {width: Timed.middle([found[fmt][width] for found in rounds]) for width in row}
         for fmt, row in rounds[0].items()
@@ -268,7 +268,7 @@ def _middle_timings(rounds: Sequence[Mapping[str, Mapping[int, Timed]]]) -> dict
 
 
 def _matmuls(probe: RateProbe, machine: Machine) -> dict[str, dict[int, Timed]]:
-    """Matrix products by format and width."""
+    """Matrix matmuls by format and width."""
     found = {fmt: probe.matmul(dtype) for fmt, dtype in _DTYPES.items()}
     found["tf32"] = probe.matmul_tf32() if machine.device == "cuda" else found["fp32"]
     if machine.capability is not None and machine.capability >= (8, 9):

@@ -2,7 +2,7 @@
 
 Rates are the makers' own, dense (without structured sparsity), and no measurement of ours: a plan made with them says
 so. What a program reaches of a published peak is a guess, named here and printed with the plan. Memory is not what is
-sold (80 GB) but what CUDA reports as the total to a program, as it stands in PyTorch's out-of-memory messages; a driver
+sold (80 GB) but what CUDA reports as the total to a program, as it is in PyTorch's out-of-memory messages; a driver
 may give some hundredths of a GiB more or less. Used for `--on`.
 """
 
@@ -21,7 +21,7 @@ EXPONENTIALS = 1e12
 HOST_BYTES = 128 * GIB
 """Host memory where none is named."""
 GUESSES = (
-    f"guessed shares of the published peaks: products {MATMUL_SHARE:.0%}, attention {ATTENTION_SHARE:.0%}, device "
+    f"guessed shares of the published peaks: matmuls {MATMUL_SHARE:.0%}, attention {ATTENTION_SHARE:.0%}, device "
     f"memory {MEMORY_SHARE:.0%} (eager loops {EAGER_SHARE:.0%}), host link {LINK_SHARE:.0%}"
 )
 

@@ -30,7 +30,7 @@ _FEW, _FEW_TILED = 16, 128
 
 @dataclass(frozen=True)
 class Timed:
-    """Three products of a square linear layer, forward and backward: their seconds with few rows and with many."""
+    """Three matmuls of a square linear layer, forward and backward: their seconds with few rows and with many."""
 
     width: int
     few: int
@@ -136,7 +136,7 @@ class RateProbe:
         return self._by_width(prepared, _FEW)
 
     def matmul_fp8(self) -> dict[int, Timed]:
-        """The same three products of operands in 8-bit tiles, which are made before."""
+        """The same three matmuls of operands in 8-bit tiles, which are made before."""
 
         def prepared(width: int, num_tokens: int) -> Callable[[], object]:
             x_ND, upstream_ND = (self._random(num_tokens, width, dtype=torch.bfloat16) for _ in range(2))
@@ -178,7 +178,7 @@ class RateProbe:
         return 3.5 * 2 * num_rows * num_heads * num_positions**2 * head_dim / self.clock(work)
 
     def loss(self, dtype: torch.dtype, matmul_rate: float) -> float:
-        """Logits/s of the head's softmax and loss: the whole operation's time less that of its three products."""
+        """Logits/s of the head's softmax and loss: the whole operation's time less that of its three matmuls."""
         num_tokens, vocab_size, dim = 512 * self._scale, 8192, 512
         x_ND = self._random(num_tokens, dim, dtype=dtype, grad=True)
         weight_VD = self._random(vocab_size, dim, dtype=torch.float32, grad=True)

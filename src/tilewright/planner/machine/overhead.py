@@ -3,8 +3,8 @@
 process     interpreter, torch, libraries, and what the compiler leaves in the process. On CUDA it is not in the
             allocator's figures.
 work        what operations need while they run: the chunks of the head's loss, a layer's gradients in backward.
-kept pages  what glibc's malloc does not give back after a free (CPU only). They are what backward's work leaves, so the
-            same number stands for both; a layer that was recomputed leaves what it kept besides.
+kept pages  what glibc's malloc does not return after a free (CPU only). They are what backward's work leaves, so the
+            same number stands for both; a layer that was recomputed leaves what it kept too.
 
 benchmarks/plan_accuracy.py holds the sums of `planner.cost.phases` against real runs.
 """
@@ -44,7 +44,7 @@ class Pages:
     """What backward needs beside what is kept, and what it leaves, as shares.
 
     `work`: of what a layer keeps where all is kept: its gradients, in FP32 in part, and the allocator's gaps.
-    `rebuilt`: of what a layer makes again that did not keep it, besides. `gaps`: free pages between what all layers
+    `rebuilt`: of what a layer makes again that did not keep it, too. `gaps`: free pages between what all layers
     keep, as a share of it.
     """
 
@@ -54,7 +54,7 @@ class Pages:
 
     @classmethod
     def of(cls, machine: Machine, operand_bytes: int, compiled: bool) -> "Pages":
-        """The shares of a machine, the bytes of an operand of the products, and layers that are compiled or not.
+        """The shares of a machine, the bytes of an operand of the matmuls, and layers that are compiled or not.
 
         Measured with glibc on two kinds of CPU, 4 to 16 rows, 6 and 12 layers, a decoder and a Llama. One that
         multiplies 16-bit operands in FP32 frees the FP32 result beside the rounded one that is kept. Compiled FP32
@@ -89,8 +89,8 @@ def free_pages(machine: Machine, operand_bytes: int) -> float:
 
 
 def process_size(machine: Machine, *, compiles: bool, foreign: bool) -> int:
-    """What the process holds besides the model: of a run that compiles something or not, of a model of transformers or
-    our own."""
+    """What the process holds in addition to the model: of a run that compiles something or not, of a model of
+    transformers or our own."""
     triton = TRITON_BYTES if machine.versions.get("triton") else 0
     return PROCESS_BYTES + triton + (COMPILER_BYTES if compiles else 0) + (TRANSFORMERS_BYTES if foreign else 0)
 

@@ -1,6 +1,6 @@
-"""What a planner may not choose, because the recipe, the user or the run that is going on has chosen it already.
+"""What a planner may not choose, because the recipe, the user or the run that is running has chosen it already.
 
-`None` leaves a thing open. A run that goes on fixes all that would change its numbers; what is left then (what layers
+`None` leaves a thing open. A run that continues fixes all that would change its numbers; what is left then (what layers
 keep, and where bytes lie) changes no loss.
 """
 
@@ -76,14 +76,14 @@ KEPT: frozenset[Activations] = frozenset(("keep", "recompute")) | SELECTED
 
 
 def fuses(compiled: bool, machine: Machine) -> bool:
-    """Whether compiled layers may round in other places than eager ones. On a CPU they are told not to
+    """Whether compiled layers may round in other places than eager ones. On a CPU they are reported not to
     (`ops.base.compile.layer_options`, held by a test); on a GPU nobody has looked yet."""
     return compiled and machine.device != "cpu"
 
 
 def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activations]:
     """What else a layer may keep without a change of a bit: not where it is recomputed from rounded inputs, and where
-    the compiler fuses what it finds into other roundings (`fuses`) no other kind with 8-bit products, and none of
+    the compiler fuses what it finds into other roundings (`fuses`) no other kind with 8-bit matmuls, and none of
     `SELECTED`.
 
     Example:

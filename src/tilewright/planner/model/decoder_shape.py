@@ -187,7 +187,7 @@ def storage_in(policy: Policy, matmuls: Sequence[LinearGemm], *, compiled: bool,
 
     Args:
         policy: in one mode.
-        products: of the layer.
+        matmuls: of the layer.
         compiled: whether it is.
         inputs: what a layer that is recomputed keeps of its input.
     """
@@ -214,7 +214,7 @@ def work_per_token(config: DecoderConfig, matmul: int, stream: int) -> float:
 
     Args:
         config: of the decoder.
-        product: bytes of a number in the products.
+        matmul: bytes of a number in the matmuls.
         stream: bytes of a number in the residual stream.
     """
     around_mlp = (10 if matmul == 2 else 8) * config.ffn_dim + stream * config.dim

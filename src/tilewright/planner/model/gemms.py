@@ -1,4 +1,4 @@
-"""Matrix products of a model's linear layers, and its weights: what they are stored in, and what trains.
+"""Matrix matmuls of a model's linear layers, and its weights: what they are stored in, and what trains.
 
 Found on the meta device; `planner.model.decoder_shape` and `planner.model.hf_shape` make layer classes of them.
 """
@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class LinearGemm:
-    """A linear layer: its shape, the tokens that pass it as a share of a row's, the formats of its products."""
+    """A linear layer: its shape, the tokens that pass it as a share of a row's, the formats of its matmuls."""
 
     fqn: str
     num_in: int
@@ -157,7 +157,7 @@ def held_qdata(matmuls: Sequence[LinearGemm], machine: Machine) -> int:
 
 
 def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine) -> float:
-    """Bytes of the operands of the busiest 8-bit product: both copies of codes, and as decoded where no unit multiplies
+    """Bytes of the operands of the busiest 8-bit matmul: both copies of codes, and as decoded where no unit multiplies
     them."""
     size = 2 if fp8_unit(machine) else 4
     needs = (
@@ -169,7 +169,7 @@ def operand_work(matmuls: Sequence[LinearGemm], tokens: float, machine: Machine)
 
 
 def uncast(matmuls: Iterable[LinearGemm]) -> int:
-    """Weights that no pass casts to 16 bits: all three of their products read codes."""
+    """Weights that no pass casts to 16 bits: all three of their matmuls read codes."""
     return sum(matmul.num_weights for matmul in matmuls if _all_fp8(matmul.gemms))
 
 

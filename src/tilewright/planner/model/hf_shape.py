@@ -37,7 +37,7 @@ def trace_twice(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Mac
 
 
 def _traced(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine, rows: int) -> Trace:
-    """A trace. What quantisation moves is priced apart (`shape.Coding`): with 8-bit products all that is moved, and
+    """A trace. What quantisation moves is priced apart (`shape.Coding`): with 8-bit matmuls all that is moved, and
     called, is that of the same model in BF16."""
     assert isinstance(skeleton.model, HFModel)
     found = trace_model(skeleton.model, skeleton.names, recipe, policy, machine, rows)
@@ -108,7 +108,7 @@ def foreign_shape(
 
 
 class _Found:
-    """Layer classes and what stands around them, from the traces of one row and of two."""
+    """Layer classes and what is around them, from the traces of one row and of two."""
 
     def __init__(
         self, skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: Machine,
@@ -230,7 +230,7 @@ def _rest_of(trace: Trace, name: str) -> float:
 
 
 def _named(gemms: Gemms, layer: str) -> Gemms:
-    """Products of a layer by the names of linear layers in the model."""
+    """Matmuls of a layer by the names of linear layers in the model."""
     return {_full(kind, layer): found for kind, found in gemms.items()}
 
 
@@ -239,7 +239,7 @@ def _full(kind: GemmKind, layer: str) -> GemmKind:
 
 
 def _without(whole: Gemms, parts: Sequence[Gemms]) -> Gemms:
-    """Products of the whole that are in no part."""
+    """Matmuls of the whole that are in no part."""
     found = {}
     for kind, (calls, flops) in whole.items():
         of_parts = [part.get(kind, (0, 0.0)) for part in parts]
@@ -250,7 +250,7 @@ def _without(whole: Gemms, parts: Sequence[Gemms]) -> Gemms:
 
 
 def _beside(gemms: Gemms, matmuls: Sequence[LinearGemm]) -> Gemms:
-    """Products that are no linear layer's."""
+    """Matmuls that are no linear layer's."""
     names = {matmul.fqn for matmul in matmuls}
     return {kind: found for kind, found in gemms.items() if kind.module not in names}
 

@@ -1,7 +1,7 @@
-"""Bytes read and written to make 8-bit operands of products, and to decode them where no unit multiplies them.
+"""Bytes read and written to make 8-bit operands of matmuls, and to decode them where no unit multiplies them.
 
 A pass over a layer quantises its inputs, or their gradients, once for each group of layers that reads them. Without a
-unit for 8 bits the codes of both operands are decoded before each product. The codes of weights are made once per step
+unit for 8 bits the codes of both operands are decoded before each matmul. The codes of weights are made once per step
 on a CPU, which keeps them, and in each pass on a GPU (`precision.float8.gemm.weight_store`).
 """
 

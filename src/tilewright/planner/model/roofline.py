@@ -22,13 +22,13 @@ _COMPILED_PASSES, _EAGER_PASSES = 5, 11
 as counted of a decoder's layer."""
 
 _PIECES_BESIDE_EXPERTS = 4
-"""Compiled pieces of a layer with experts besides those (counted)."""
+"""Compiled pieces of a layer with experts in addition to those (counted)."""
 _CALLS_A_PIECE = 9
 """To enter a compiled piece, forward and backward, takes as long as so many eager linear layers on next to nothing
 (profiled: 0.7 ms and 0.08)."""
 
 FRESH_PASSES = 4.5
-"""Passes that writing into new memory costs a CPU besides: the system clears each page (measured: a Mamba and seven
+"""Passes that writing into new memory costs a CPU too: the system clears each page (measured: a Mamba and seven
 attention models, user and system time of their steps, `elementwise` from `ceilings`)."""
 CALL_SHARE = 0.1
 """Of the seconds that calling a linear layer on almost nothing takes, forward and backward, those of one operation."""
@@ -92,7 +92,7 @@ def walked(machine: Machine, moved: float, fresh: float) -> float:
 
 
 def remade_share(fused: bool, operand_bytes: float) -> float:
-    """Of the time of forward's loops, what backward takes longer where products are kept and the rest is made again.
+    """Of the time of forward's loops, what backward takes longer where matmuls are kept and the rest is made again.
 
     Compiled FP32 loops wait for memory, and making a result again costs no more than loading one that was kept: 0.1 to
     0.2 % of a layer at three widths on a CPU with AMX, where BF16 took what forward takes (rounding between operations
@@ -102,7 +102,7 @@ def remade_share(fused: bool, operand_bytes: float) -> float:
 
 
 def head_s(tokens: float, dim: int, vocab_size: int, fmt: str, rates: Ceilings) -> float:
-    """Seconds of the products of the head, forward and backward."""
+    """Seconds of the matmuls of the head, forward and backward."""
     return 6 * tokens * dim * vocab_size / rates.matmul_rate(fmt, (dim * vocab_size) ** 0.5)
 
 

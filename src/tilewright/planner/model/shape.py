@@ -1,4 +1,4 @@
-"""A model as the planner sees it: classes of equal layers, and what stands around them.
+"""A model as the planner sees it: classes of equal layers, and what is around them.
 
 `planner.model.classes` finds shapes; everything in a plan is computed from one. Bytes are straight lines in the rows of
 a micro-batch.
@@ -48,7 +48,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Coding:
-    """Bytes moved to make 8-bit operands of a layer's products and to decode them; see `operands.OperandBytes`."""
+    """Bytes moved to make 8-bit operands of a layer's matmuls and to decode them; see `operands.OperandBytes`."""
 
     forward: Line = Line()
     backward: Line = Line()
@@ -56,14 +56,14 @@ class Coding:
 
     @classmethod
     def of(cls, matmuls: Sequence[LinearGemm], seq_len: int, machine: Machine) -> "Coding":
-        """Of a layer with these products, for rows of `seq_len` tokens."""
+        """Of a layer with these matmuls, for rows of `seq_len` tokens."""
         one, two = (OperandBytes.of(matmuls, rows * seq_len, machine) for rows in (1, 2))
         return cls(Line.through(one.forward, two.forward), Line.through(one.backward, two.backward), one.step)
 
 
 @dataclass(frozen=True)
 class LayerClass:
-    """Layers of one structure, or what stands around the layers. Bytes are `Line`s in the rows of a micro-batch, FLOPs
+    """Layers of one structure, or what is around the layers. Bytes are `Line`s in the rows of a micro-batch, FLOPs
     are of one row's forward pass."""
 
     name: str
@@ -77,7 +77,7 @@ class LayerClass:
     kept_selective: Line = Line()
     kept_matmuls: Line = Line()
     kept_attention: Line = Line()
-    """The same with results of products and attention kept, of products alone, and of attention alone."""
+    """The same with results of matmuls and attention kept, of matmuls alone, and of attention alone."""
     input: Line = Line()
     """The layer's input: all that a recomputed layer keeps."""
     routes: bool = False
@@ -85,7 +85,7 @@ class LayerClass:
     work: Line = Line()
     """What backward needs beyond `kept`, gradients of weights left out."""
     moved: Line = Line()
-    """Read and written, forward and backward, by what is neither product nor attention."""
+    """Read and written, forward and backward, by what is neither matmul nor attention."""
     fused: bool = False
     """Whether that is compiled into loops."""
     mlp_kept: Line = Line()
@@ -93,21 +93,21 @@ class LayerClass:
     mask: float = 0.0
     """Bytes per row of what attention holds for all pairs of positions (a mask); in `kept` too."""
     matmuls: tuple[LinearGemm, ...] = ()
-    """Linear layers and the formats of their products."""
+    """Linear layers and the formats of their matmuls."""
     matmul_flops: float = 0.0
     last_flops: float = 0.0
-    """Of them those of products at the end that a recomputed layer need not run again."""
+    """Of them those of matmuls at the end that a recomputed layer need not run again."""
     mlp_flops: float = 0.0
     attention_flops: float = 0.0
     """Pairs that a causal mask leaves, where there is one."""
     largest_weight: int = 0
-    """Elements; what a product's copy of it takes is in `work` on a CPU, and so this is 0 there."""
+    """Elements; what a matmul's copy of it takes is in `work` on a CPU, and so this is 0 there."""
     cast: int = 0
     """Weights that each micro-batch casts to 16 bits; 0 where `moved` has that already."""
     called_experts: int = 0
     """Experts that are called one by one, each a compiled piece where layers are compiled."""
     others: Mapping[GemmKind, tuple[int, float]] = field(default_factory=dict)
-    """Calls and FLOPs of products of no linear layer (experts in one tensor, convolutions)."""
+    """Calls and FLOPs of matmuls of no linear layer (experts in one tensor, convolutions)."""
     operations: int = 0
     """Calls of operations, forward and backward, of layers that are not ours."""
     buffers: float = 0.0
@@ -141,7 +141,7 @@ class ModelShape:
     classes: tuple[LayerClass, ...]
     """Empty for a model without a list of layers: all of it is `rest`."""
     rest: LayerClass
-    """What is kept, needed and computed around the layers, without weights; the products and the loss of a `plain_head`
+    """What is kept, needed and computed around the layers, without weights; the matmuls and the loss of a `plain_head`
     are formulas (`phases.FixedBytes`)."""
     embedding: Weights
     """Everything before the layers."""
@@ -150,7 +150,7 @@ class ModelShape:
     tied: bool
     """Whether the head reads the embedding's matrix."""
     plain_head: bool
-    """Whether logits are one product of hidden states, so that the loss runs in chunks (`ops.loss`)."""
+    """Whether logits are one matmul of hidden states, so that the loss runs in chunks (`ops.loss`)."""
     seq_len: int
     """Tokens of a row; 1 for an image."""
     dim: int
@@ -162,7 +162,8 @@ class ModelShape:
     compiled: bool
     loss_compiled: bool
     process_bytes: float
-    """Of a process on a CPU, besides the model; the code for one way of treating each class of layers included."""
+    """Of a process on a CPU, in addition to the model; the code for one way of treating each class of layers
+    included."""
     kind_bytes: float = 0.0
     """That code, in the standard executor (`overhead.KIND_BYTES`)."""
     expert_rows: float = 1.0
@@ -173,7 +174,7 @@ class ModelShape:
     """The same share of gradients and of what the head needs: eager steps leave free pages between all that they make,
     and these stay with the process (`overhead.free_pages`)."""
     rebuilt: float = 1.0
-    """Of what a layer makes again, what counts besides its work (there too)."""
+    """Of what a layer makes again, what counts in addition to its work (there too)."""
     backward: Line = Line()
     """Of a model without a list of layers: most bytes in backward of a first micro-batch, all gradients included."""
     notes: tuple[str, ...] = ()

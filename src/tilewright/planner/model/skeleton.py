@@ -31,7 +31,7 @@ class Skeleton:
     embedding: str
     """Name of the module before the layers; empty where the model names none."""
     config: DecoderConfig | None
-    """The whole decoder's; None for a foreign model."""
+    """The whole decoder's; None for a Hugging Face model."""
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -46,7 +46,7 @@ class Skeleton:
                 yield name, module
 
     def weights(self, policy: Policy) -> tuple[Weights, list[Weights], Weights]:
-        """Of what stands before the layers, of each of the layers, and of what stands behind them; tied ones count
+        """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
         where they come first."""
         storage, seen = storage_of(self.model, policy), set[int]()
         named = self.model.get_submodule(self.embedding).named_modules(prefix=self.embedding) if self.embedding else ()
@@ -100,7 +100,7 @@ def _short_decoder(section: ModelSection, lora: LoraSection, vocab_size: int) ->
 
 
 def _foreign_skeleton(model: HFModel) -> Skeleton:
-    """Sort the layers of a foreign model by structure and keep one of each."""
+    """Sort the layers of a third-party model by structure and keep one of each."""
     stack = find_stack(model)
     if stack is not None:
         keep_layers(model, stack, [indices[0] for indices in stack.kinds])

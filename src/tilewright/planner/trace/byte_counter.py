@@ -97,14 +97,14 @@ def is_view(func: Any) -> bool:
 
 @functools.cache
 def _moves(func: Any) -> bool:
-    """Whether an operation walks over its tensors: not a view, and no product, whose operations are what it costs."""
+    """Whether an operation walks over its tensors: not a view, and no matmul, whose operations are what it costs."""
     packet = func.overloadpacket
     return not (packet in _formulas() or packet in _WALKS_NOWHERE or is_view(func))
 
 
 @dataclass(frozen=True)
 class GemmKind:
-    """Matrix products that cost alike for each FLOP.
+    """Matrix matmuls that cost alike for each FLOP.
 
     `module`: name of the linear layer that they are part of, empty outside of all (`LiveBytes.watching`). `dtype`: of
     the operands. `width`: square root of the weight's elements. `groups`: weights that one operation multiplies by
@@ -132,12 +132,12 @@ class LiveBytes(TorchDispatchMode):
         live, peak: bytes now, and at most.
         landed: of `live`, gradients of parameters that are complete (`watching`).
         passing_peak: most bytes beside complete gradients.
-        moved: bytes read and written by all that is no matrix product and no attention, views left out.
+        moved: bytes read and written by all that is no matrix matmul and no attention, views left out.
         fresh: of the bytes that these write, those in storages that they make.
         in_backward: set it while autograd runs backward. It adds gradients up in place; on fake tensors, which are a
             subclass, it makes a new tensor and drops the old one at once.
         operations: how many ran.
-        gemms: (calls, FLOPs) of matrix products, by kind. Attention is not among them.
+        gemms: (calls, FLOPs) of matrix matmuls, by kind. Attention is not among them.
         attention: FLOPs of fused attention's forward pass.
     """
 
@@ -155,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Inside, tell products of linear layers by these layers, and complete gradients of parameters from others."""
+        """Inside, tell matmuls of linear layers by these layers, and complete gradients of parameters from others."""
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if _is_linear(module):
@@ -225,7 +225,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _kind(module: str, packet: Any, args: Any) -> GemmKind:
-    """What a product of these arguments is; its weight is the last of them."""
+    """What a matmul of these arguments is; its weight is the last of them."""
     operands = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1]
     weight = operands[-1]
     if packet is _aten._grouped_mm and weight.dim() == 3:

@@ -20,12 +20,12 @@ from tilewright.models.hf.packing import forward_arguments
 from tilewright.models.hf.probe import REFUSALS, Documents, has_window
 
 KERNELS = {"linear": "native", "quantize": "ref", "tile_gemm": "dequant"}
-"""What runs 8-bit products in a trace: operations that need no unit and no library, whatever the machine has."""
+"""What runs 8-bit matmuls in a trace: operations that need no unit and no library, whatever the machine has."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What fake tensors cannot do is an exception; torch would print a traceback besides."""
+    """What fake tensors cannot do is an exception; torch would print a traceback too."""
     logger = logging.getLogger(fake_tensor.__name__)
     before = logger.disabled
     logger.disabled = True

@@ -58,7 +58,7 @@ class _FusedOnGpu(TorchFunctionMode):
 
 def fuse_attention(modules: Iterable[nn.Module]) -> None:
     """Let attention inside of these modules run as a GPU runs it, in backward's recomputation too, where no mode that
-    stands around is at work."""
+    is around is at work."""
     for module in modules:
         entered: list[_FusedOnGpu] = []
 

@@ -28,11 +28,11 @@ class TracedLayer:
     """One layer and one micro-batch, in bytes and in FLOPs of a forward pass.
 
     `kept`, `kept_selective`, `kept_matmuls`, `kept_attention`: from forward to backward, its input among them, its
-    output not; with all kept, with results of products and attention, of one of them alone. `input`: of its input.
+    output not; with all kept, with results of matmuls and attention, of one of them alone. `input`: of its input.
     `work`: most that backward has alive beyond `kept`, gradients of weights left out. `moved`: read and written by
-    what is neither product nor attention, forward and backward; `fresh`: of that, written into new memory.
+    what is neither matmul nor attention, forward and backward; `fresh`: of that, written into new memory.
     `operations`: calls, forward and backward. `mlp_kept`, `mlp_work`: kept and needed by its token-wise part alone; 0
-    where none was found. `gemms`: calls and FLOPs of matrix products, linear layers by their names in the layer.
+    where none was found. `gemms`: calls and FLOPs of matrix matmuls, linear layers by their names in the layer.
     `last_matmuls`: FLOPs of those at its end that recomputation does not run again. `mlp_matmuls`: of its token-wise
     part's. `attention`: fused attention, all pairs of positions.
     """
@@ -55,7 +55,7 @@ class TracedLayer:
 
     @property
     def matmuls(self) -> float:
-        """FLOPs of all matrix products."""
+        """FLOPs of all matrix matmuls."""
         return flops_of(self.gemms)
 
 
@@ -156,7 +156,7 @@ def _kept_and_work(
 ) -> tuple[int, LiveBytes]:
     """Bytes alive after forward, its output counted as its input would be; what was counted, the peak of backward.
 
-    `parameters`: whose gradients backward makes besides that of the input.
+    `parameters`: whose gradients backward makes in addition to that of the input.
     """
     first = _first((args, kwargs))
     edge = first.detach().requires_grad_()

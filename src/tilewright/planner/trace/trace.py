@@ -33,7 +33,7 @@ from tilewright.precision.policy.policy import Policy
 
 MASKED_SHARE = 0.15
 """Share of the tokens that a masked language model predicts."""
-GROUPED_CONVOLUTIONS = "grouped convolutions are priced as matrix products of their size; backward takes them longer"
+GROUPED_CONVOLUTIONS = "grouped convolutions are priced as matrix matmuls of their size; backward takes them longer"
 DOCUMENTS_AS_ROWS = (
     "the model takes no document masks, and how many padded rows a packed row becomes depends on the data"
 )
@@ -52,7 +52,7 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """One micro-batch of a skeleton; bytes beside parameters. Products and loss of a plain head are not in it."""
+    """One micro-batch of a skeleton; bytes beside parameters. Matmuls and loss of a plain head are not in it."""
 
     kept: int
     """Alive after forward, for backward."""
@@ -63,17 +63,17 @@ class Trace:
     passing: int
     """The same without gradients that are complete: of a micro-batch that adds to gradients that are there."""
     moved: int
-    """Read and written, forward and backward, by all but matrix products and attention."""
+    """Read and written, forward and backward, by all but matrix matmuls and attention."""
     fresh: int
     """Of these, written into new memory."""
     gemms: Mapping[GemmKind, tuple[int, float]]
-    """Calls and FLOPs of forward's matrix products."""
+    """Calls and FLOPs of forward's matrix matmuls."""
     attention: float
     """FLOPs of forward's fused attention, all pairs of positions counted."""
     operations: int
     """Calls of operations, forward and backward."""
     plain_head: bool
-    """Whether logits are one product of hidden states (`has_plain_head`), so that the loss is `ops.loss`."""
+    """Whether logits are one matmul of hidden states (`has_plain_head`), so that the loss is `ops.loss`."""
     layers: tuple[TracedLayer, ...] = ()
     notes: tuple[str, ...] = ()
 

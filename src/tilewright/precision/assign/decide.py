@@ -31,7 +31,7 @@ class ConversionPlan:
     round_tf32: bool
     """TF32 operands are rounded here, because no TF32 unit does it."""
     switch: str
-    """What torch's process-wide switches for FP32 products on CUDA are set to, fp32 or tf32; empty: left alone."""
+    """What torch's process-wide switches for FP32 matmuls on CUDA are set to, fp32 or tf32; empty: left alone."""
 
 
 def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
@@ -122,7 +122,7 @@ def _function_rows(policy: Policy, own: bool) -> list[ModuleRow]:
     if own:
         return [replace(loss, set_by_policy=False)]
     rest = "sums, softmax and element-wise functions follow torch's autocast lists"
-    reason = f"products called as functions; {rest}" if policy.activation != "fp32" else "no autocast in an FP32 stream"
+    reason = f"matmuls called as functions; {rest}" if policy.activation != "fp32" else "no autocast in an FP32 stream"
     rows = [ModuleRow("(functions)", "matmul, attention", policy.activation, "-", policy.activation, reason)]
     for name in sorted(fp32_functions(policy)):
         rows.append(ModuleRow("(functions)", name, "fp32", "-", policy.activation, "fp32_ops names it"))
@@ -137,9 +137,9 @@ def fp32_functions(policy: Policy) -> frozenset[str]:
 
 def _switch_notes(switch: str, round_tf32: bool, cuda: bool) -> Iterator[str]:
     if switch:
-        yield f"torch's process-wide switches for FP32 products on CUDA (matmul and cuDNN) are set to {switch.upper()}"
+        yield f"torch's process-wide switches for FP32 matmuls on CUDA (matmul and cuDNN) are set to {switch.upper()}"
     if round_tf32 and cuda:
-        yield "some products stay FP32, so the process-wide TF32 switch cannot be on: TF32 is emulated by rounding"
+        yield "some matmuls stay FP32, so the process-wide TF32 switch cannot be on: TF32 is emulated by rounding"
 
 
 def _work_notes(rows: list[ModuleRow], work: list[Work], policy: Policy) -> Iterator[str]:

@@ -30,9 +30,9 @@ class Handling(Enum):
     OWN = "own"
     """It keeps FP32 inside by itself and follows its input's dtype."""
     WEIGHT = "weight"
-    """A module known to multiply by weights of its own in one way: its products are given over, see `third_party`."""
+    """A module known to multiply by weights of its own in one way: its matmuls are given over, see `third_party`."""
     WRAP = "wrap"
-    """A norm or router of somebody else: a region hands it FP32."""
+    """A norm or router of another party: a region hands it FP32."""
     REGION = "region"
     """It uses its parameters in its own way; the autocast region around it decides."""
 

@@ -20,7 +20,7 @@ _OWN_FP32 = ("softmax", "log_softmax", "cross_entropy", "silu")
 
 
 def check_rules_kept(policy: Policy, decided: Decided) -> None:
-    """A rule that matches no module is a misspelt name: the run would go on without what was asked for.
+    """A rule that matches no module is a misspelt name: the run would continue without what was asked for.
 
     Raises:
         ConfigError: all such rules, each with names near to its pattern.

@@ -24,7 +24,7 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs per token of one product (forward, or one of the two gradients), and whether all of it is known."""
+    """FLOPs per token of one matmul (forward, or one of the two gradients), and whether all of it is known."""
 
     flops: float
     known: bool = True

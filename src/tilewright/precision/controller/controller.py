@@ -1,4 +1,4 @@
-"""Decides which product leaves 8 bits, and when it comes back: a state machine fed with evidence. No torch in here.
+"""Decides which matmul leaves 8 bits, and when it comes back: a state machine fed with evidence. No torch in here.
 
     step -> observe (loss, gradient norm): apply | redo -> observe_again: apply | skip
     sample -> judge (evidence): moves one level up or down
@@ -37,10 +37,10 @@ class _State:
 
 
 class Controller:
-    """Levels of all products of a model.
+    """Levels of all matmuls of a model.
 
     Args:
-        sites: the products, in the order of the model.
+        sites: the matmuls, in the order of the model.
         settings: see there.
 
     Raises:
@@ -62,7 +62,7 @@ class Controller:
         self.suspect: Spike | None = None
         """What was wrong with the last step, where wider formats mended it: take a sample and judge."""
         self.noise = 0.0
-        """Mean noise over signal of the products as they are now: 0 for those above 8 bits. From the last sample."""
+        """Mean noise over signal of the matmuls as they are now: 0 for those above 8 bits. From the last sample."""
         self._units = units_of(self.sites, self.settings.granularity)
         self._states = [_State() for _ in self._units]
         self._floors: Mapping[str, int] = {}
@@ -74,20 +74,20 @@ class Controller:
     # ---- the formats as they are ----
 
     def level(self, site: GemmSite, unit_level: int) -> int:
-        """Index in `LEVELS` of a product whose unit is at `unit_level`: never below policy or schedule."""
+        """Index in `LEVELS` of a matmul whose unit is at `unit_level`: never below policy or schedule."""
         return max(site.base, self._floors.get(site.gemm, 0), unit_level)
 
     def formats(self) -> dict[tuple[str, str], str]:
-        """The format of each product, by (layer, gemm)."""
+        """The format of each matmul, by (layer, gemm)."""
         return {(site.layer, site.gemm): LEVELS[level] for site, level in self._levels()}
 
     @property
     def share_above_8bit(self) -> float:
-        """Share of the products' work that is above 8 bits now."""
+        """Share of the matmuls' work that is above 8 bits now."""
         return sum(site.flops for site, level in self._levels() if level > 0) / self._total
 
     def set_floors(self, floors: Mapping[str, int]) -> None:
-        """Lowest level by product, from a schedule."""
+        """Lowest level by matmul, from a schedule."""
         self._floors = dict(floors)
 
     # ---- steps ----

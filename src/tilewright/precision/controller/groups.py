@@ -13,7 +13,7 @@ ATTENTION = ("*attn.*", "*attention.*", "*.q_proj", "*.k_proj", "*.v_proj", "*.o
 
 @dataclass(frozen=True)
 class GemmSite:
-    """One product of one layer.
+    """One matmul of one layer.
 
     Args:
         layer: its name.
@@ -30,10 +30,10 @@ class GemmSite:
 
 @dataclass(frozen=True)
 class Move:
-    """A product's change of format, with the number that decided.
+    """A matmul's change of format, with the number that decided.
 
     `evidence` names the signal, `value` is what it was and `threshold` what it was held against. `unit` names what
-    moved, where several products move together.
+    moved, where several matmuls move together.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Move:
 
 @dataclass(frozen=True)
 class GemmGroup:
-    """Products that move together."""
+    """Matmuls that move together."""
 
     name: str
     sites: tuple[GemmSite, ...]
@@ -65,9 +65,9 @@ def units_of(sites: Sequence[GemmSite], granularity: str) -> list[GemmGroup]:
     """The units of a policy, in the order of the model.
 
     Args:
-        sites: all products. granularity: "per_gemm": each product for itself. "three_level": as the articles have it,
+        sites: all matmuls. granularity: "per_gemm": each matmul for itself. "three_level": as the articles have it,
         attention's linear layers,
-            the other layers' forward products, and their gradients' products.
+            the other layers' forward matmuls, and their gradients' matmuls.
 
     Example:
         >>> layers = ("0.attn.q_proj", "0.up")

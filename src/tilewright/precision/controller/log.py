@@ -53,7 +53,7 @@ class History:
         return list(dict.fromkeys(layer for layer, _ in self.start))
 
     def formats(self, steps: Iterable[int]) -> dict[int, dict[tuple[str, str], str]]:
-        """The format of each product at the end of each of these steps: the map of layers by steps.
+        """The format of each matmul at the end of each of these steps: the map of layers by steps.
 
         Schedules and steps redone in wider formats are not in it.
         """
@@ -72,13 +72,13 @@ class History:
         return [(step, tensors[tensor]) for step, tensors in found if tensor in tensors]
 
     def matmul(self, layer: str, gemm: str, name: str = "fp8_tile") -> list[tuple[int, GemmStats]]:
-        """One product in one format over the samples: (step, evidence)."""
+        """One matmul in one format over the samples: (step, evidence)."""
         found = [(s.step, s.evidence.layers[layer].matmuls) for s in self.samples if layer in s.evidence.layers]
         return [(step, matmuls[f"{gemm}.{name}"]) for step, matmuls in found if f"{gemm}.{name}" in matmuls]
 
 
 def read_history(run: Path | str) -> History:
-    """Read a run folder. A run without a controller has an empty history; a torn last line is left out.
+    """Read a run folder. A run without a controller has an empty history; a corrupt last line is left out.
 
     Args:
         run: the run folder; its precision.json gives the formats at the start.

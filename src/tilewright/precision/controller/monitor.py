@@ -1,10 +1,10 @@
-"""Looks at linear layers while a model computes: what 8 bits do to their tensors, and to their products.
+"""Looks at linear layers while a model computes: what 8 bits do to their tensors, and to their matmuls.
 
 A sample is a forward and a backward pass in eager mode with hooks on each `Float8Linear`. On some of the rows each
-product is computed in 8 bits and in BF16, whatever the layer itself computes in: so the evidence says what 8 bits
-would do, also where a product has left them. Nothing is decided here; `controller` judges.
+matmul is computed in 8 bits and in BF16, whatever the layer itself computes in: so the evidence says what 8 bits
+would do, also where a matmul has left them. Nothing is decided here; `controller` judges.
 
-Cost: a pass in eager mode, and for each layer six products and the quantisation of at most `max_rows` rows. With one
+Cost: a pass in eager mode, and for each layer six matmuls and the quantisation of at most `max_rows` rows. With one
 row on the default recipe that is 0.8 of a step on a CPU (`benchmarks/dpaa_cost.py`), so 0.8 % of the time with a sample
 every 100 steps.
 
@@ -33,7 +33,7 @@ _ROWS = 128
 
 
 def named_float8_layers(model: nn.Module) -> list[tuple[str, Float8Linear]]:
-    """The layers whose products have formats of their own, by name, in the order of the model."""
+    """The layers whose matmuls have formats of their own, by name, in the order of the model."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear)]
 
 
@@ -131,13 +131,13 @@ def picked_rows(num_rows: int, max_rows: int, device: torch.device) -> Tensor | 
 
 @torch.no_grad()
 def measure_layer(layer: Float8Linear, x_NK: Tensor, dy_NM: Tensor, *, max_rows: int = 256) -> LayerStats:
-    """What 8-bit tiles do to a layer's tensors and products on these rows; BF16's products too where it uses them.
+    """What 8-bit tiles do to a layer's tensors and matmuls on these rows; BF16's matmuls too where it uses them.
 
     Args:
         layer: gives weight, kernels, kind of scale and present formats.
         x_NK: its input [N, K].
         dy_NM: the gradient of its output [N, M].
-        max_rows: rows of the weight whose loss is measured, in whole blocks of 128; its products are with all of it.
+        max_rows: rows of the weight whose loss is measured, in whole blocks of 128; its matmuls are with all of it.
     """
     kernels = layer.kernels
     if kernels is None:
@@ -192,7 +192,7 @@ def _tensor(x: Tensor, tiled: TiledTensor) -> TensorStats:
 
 
 def compare(narrow: Tensor, shadow: Tensor) -> GemmStats:
-    """A product beside its shadow. Two products of zeros agree.
+    """A matmul beside its shadow. Two matmuls of zeros agree.
 
     Example:
         >>> compare(torch.tensor([0.9, 0.0]), torch.tensor([1.0, 0.0])).gain_low

@@ -42,7 +42,7 @@ class Outcome:
 
 
 class PrecisionController:
-    """Moves the products of a model's `Float8Linear` layers between FP8, BF16 and FP32, on evidence and on schedule.
+    """Moves the matmuls of a model's `Float8Linear` layers between FP8, BF16 and FP32, on evidence and on schedule.
 
     Args:
         model: converted to "fp8_tile" with `Policy(..., keep="value")`, so that weight gradients may leave 8 bits.
@@ -50,7 +50,7 @@ class PrecisionController:
         schedule: the least formats by step.
 
     Raises:
-        ConfigError: no layer has products in fp8_tile, or some have other 8-bit formats.
+        ConfigError: no layer has matmuls in fp8_tile, or some have other 8-bit formats.
         FitError: the budget cannot be kept.
 
     Example: a plain loop.
@@ -80,7 +80,7 @@ class PrecisionController:
         self.steps = 0
         """Steps that `run` was called for."""
         self.told: set[str] = set()
-        """Products that the budget refused to move, as far as was reported."""
+        """Matmuls that the budget refused to move, as far as was reported."""
         self._rows: deque[dict[str, Any]] = deque()
         self._before = [(layer, layer.gemms) for _, layer in named_float8_layers(model)]
 
@@ -103,7 +103,7 @@ class PrecisionController:
     # ---- formats ----
 
     def enter(self, step: int) -> bool:
-        """Give the layers the formats of `step` (counted from 0); True where a product changed.
+        """Give the layers the formats of `step` (counted from 0); True where a matmul changed.
 
         Call it before each step: other code (evaluation in FP32) may have set formats in between.
         """
@@ -123,7 +123,7 @@ class PrecisionController:
 
     @contextmanager
     def wider_precision(self) -> Iterator[None]:
-        """Inside, all products are at least in BF16; in FP32, where all of them are in BF16 already."""
+        """Inside, all matmuls are at least in BF16; in FP32, where all of them are in BF16 already."""
         formats = self.controller.formats()
         least = 1 if any(name == LEVELS[0] for name in formats.values()) else 2
         self._set({key: LEVELS[max(LEVELS.index(name), least)] for key, name in formats.items()})
@@ -252,9 +252,9 @@ class PrecisionController:
 
 
 def sites_of(model: nn.Module) -> list[GemmSite]:
-    """The products of a model's layers with the formats that they have now, the least that they will have.
+    """The matmuls of a model's layers with the formats that they have now, the least that they will have.
 
-    The work of a product is taken as the number of its weight's elements: right for layers that see every token, too
+    The work of a matmul is taken as the number of its weight's elements: right for layers that see every token, too
     much for experts, all by the same factor.
 
     Raises:
@@ -265,7 +265,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
     if others or not any(_eight_bit(layer) for _, layer in layers):
         raise ConfigError(
             "The controller has nothing that it could move.",
-            got=f"{others[0][0]} in {others[0][1]}" if others else "no layer with products in fp8_tile",
+            got=f"{others[0][0]} in {others[0][1]}" if others else "no layer with matmuls in fp8_tile",
             need="linear layers in fp8_tile",
             try_='convert(model, Policy("fp8_tile", keep="value")) first',
             where="precision.controller.enabled",
@@ -275,7 +275,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
         raise ConfigError(
             "Weight gradients cannot leave 8 bits in this model, and a controller may want them to.",
             got=f"{len(fixed)} layers keep 8-bit codes of their input for backward, the first is {fixed[0]}",
-            need="layers that keep the input itself, 2 bytes an element",
+            need="layers that keep the input itself, 2 bytes per element",
             try_='convert(model, Policy("fp8_tile", keep="value"))',
             where="precision.controller.enabled",
         )

@@ -15,7 +15,7 @@ class ControllerSettings:
 
     Args:
         granularity: what moves together, one of `GRANULARITIES`.
-        budget: largest share of the products' work above 8 bits, 0 to 1; what the policy itself keeps there counts.
+        budget: largest share of the matmuls' work above 8 bits, 0 to 1; what the policy itself keeps there counts.
         interval: steps between samples.
         cooldown: steps between two moves of one unit.
         patience: samples in a row that must be good before a unit comes down.
@@ -67,8 +67,8 @@ def check_budget(sites: Sequence[GemmSite], budget: float) -> None:
         return
     raise FitError(
         "The controller's budget cannot be kept.",
-        got=f"{budget:.1%} of the products' work may be above 8 bits",
-        need=f"at least {least:.1%}, which the policy itself keeps there: {len(kept)} products, "
+        got=f"{budget:.1%} of the matmuls' work may be above 8 bits",
+        need=f"at least {least:.1%}, which the policy itself keeps there: {len(kept)} matmuls, "
         f"the first is {kept[0].layer} {kept[0].gemm}",
         try_=f"precision.controller.budget = {math.ceil(least * 100) / 100:.2f}, or precision.bf16_grad_layers = []",
         where="precision.controller.budget",

@@ -40,7 +40,7 @@ class SpikeDetector:
         warmup: steps before anything finite is called a spike.
         factor: spreads (1.4826 MAD) above the median from which a loss is a spike. In 10 000 steps of normal noise the
             largest is 4 above.
-        norm_factor: the same for gradient norms, whose tail is long; besides, a jump is at least `norm_jump` medians.
+        norm_factor: the same for gradient norms, whose tail is long; too, a jump is at least `norm_jump` medians.
         norm_jump: see there.
 
     Example:

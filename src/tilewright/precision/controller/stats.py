@@ -1,4 +1,4 @@
-"""What a sample says about each linear layer: numbers on its tensors and on its three products. Plain Python.
+"""What a sample says about each linear layer: numbers on its tensors and on its three matmuls. Plain Python.
 
 Measured by `monitor`, judged by `controller`, written to the run folder. The mean relative error is not among the
 numbers, because it cannot tell one layer from another: it is 2 to 3 % for E4M3 under every scaling.
@@ -15,11 +15,11 @@ from typing import Any
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 
 TENSORS = ("input", "weight", "gradient", "input_column", "gradient_column")
-"""What products read: `_column` in tiles of 128 tokens of one feature, as the weight gradient does."""
+"""What matmuls read: `_column` in tiles of 128 tokens of one feature, as the weight gradient does."""
 COMPARED = ("fp8_tile", "bf16")
-"""Formats whose products are compared, fp8_tile with a BF16 shadow, bf16 with an FP32 one."""
+"""Formats whose matmuls are compared, fp8_tile with a BF16 shadow, bf16 with an FP32 one."""
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient_column", "input_column")}
-"""Tensors that a product multiplies."""
+"""Tensors that a matmul multiplies."""
 
 _LOW_IS_WORSE = {"sqnr_db", "cosine", "gain_low"}
 
@@ -47,10 +47,10 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class GemmStats:
-    """A product a beside its shadow b in the next wider format.
+    """A matmul a beside its shadow b in the next wider format.
 
     Args:
-        gain_low: smallest gain <a, b> / <b, b> among the samples merged. Below 1 the product is biased towards zero.
+        gain_low: smallest gain <a, b> / <b, b> among the samples merged. Below 1 the matmul is biased towards zero.
         gain_high: largest.
         cosine: <a, b> / (|a| |b|).
         sqnr_db: 10 log10(|b|^2 / |a - b|^2).
@@ -86,7 +86,7 @@ class LayerStats:
 
     Args:
         tensors: by name, see `TENSORS`.
-        products: by "gemm.format", such as "wgrad.fp8_tile".
+        matmuls: by "gemm.format", such as "wgrad.fp8_tile".
     """
 
     tensors: Mapping[str, TensorStats] = field(default_factory=dict)

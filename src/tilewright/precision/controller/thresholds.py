@@ -1,6 +1,6 @@
 """Where evidence is bad enough to leave a format, and good enough to come back. Plain Python.
 
-Two limits a signal: a product leaves a format at the first and comes back below the second, stricter one
+Two limits a signal: a matmul leaves a format at the first and comes back below the second, stricter one
 (hysteresis), so noise around one of them moves nothing.
 """
 
@@ -26,7 +26,7 @@ LIMITS = {
     "cosine": Threshold(0.98, 0.99),
     "sqnr_db": Threshold(14.0, 17.0),
 }
-"""Where they come from: over the products of the default recipe in fp8_tile, at its start and after 30 steps, the worst
+"""Where they come from: over the matmuls of the default recipe in fp8_tile, at its start and after 30 steps, the worst
 were underflow 0.001, gain error 0.007, cosine 0.994, 19.3 dB (a weight gradient that is small beside its operands; the
 median is 30 to 37 dB, as two E4M3 operands give), and a dynamic range of 2^30.
 
@@ -40,7 +40,7 @@ median is 30 to 37 dB, as two E4M3 operands give), and a dynamic range of 2^30.
 
 @dataclass(frozen=True)
 class Finding:
-    """The worst signal of a product: `excess` is 1 at the limit and more beyond it."""
+    """The worst signal of a matmul: `excess` is 1 at the limit and more beyond it."""
 
     excess: float
     name: str
@@ -49,7 +49,7 @@ class Finding:
 
 
 def find(evidence: LayerStats, gemm: str, name: str, limits: dict[str, Threshold], *, relax: bool) -> Finding | None:
-    """The signal of a product in format `name` that is farthest beyond its limit, or nearest to it.
+    """The signal of a matmul in format `name` that is farthest beyond its limit, or nearest to it.
 
     Args:
         evidence: of the layer.
@@ -59,7 +59,7 @@ def find(evidence: LayerStats, gemm: str, name: str, limits: dict[str, Threshold
         relax: against the limits for coming back.
 
     Returns:
-        None where the product was not measured in that format.
+        None where the matmul was not measured in that format.
     """
     matmul = evidence.matmuls.get(f"{gemm}.{name}")
     if matmul is None:

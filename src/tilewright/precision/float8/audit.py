@@ -1,8 +1,8 @@
-"""A record of what each product of a model executed: kernel, format, how often, and why where it is a fallback.
+"""A record of what each matmul of a model executed: kernel, format, how often, and why where it is a fallback.
 
-Products of `Float8Linear` and of weights that were given over (`third_party`) are counted where they run, by the
+Matmuls of `Float8Linear` and of weights that were given over (`third_party`) are counted where they run, by the
 operators themselves (`gemm_ops`); of a stack, one for each expert. Other layers are not counted: their rows say
-what the conversion set, and that. The counts are in the checkpoint, so a resumed run goes on counting.
+what the conversion set, and that. The counts are in the checkpoint, so a resumed run continues counting.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, 
 from tilewright.precision.policy.report import ModuleRow
 
 Counts = dict[str, dict[str, dict[str, int]]]
-"""Layer -> product -> format -> calls."""
+"""Layer -> matmul -> format -> calls."""
 
 _PRODUCT_KINDS = ("linear", "head", "conv", "experts", "router", "attention")
 """Kinds of module that multiply matrices."""
@@ -55,7 +55,7 @@ class Audit:
         self._before: Counts = {}
 
     def rows(self) -> list[AuditRow]:
-        """One row a layer, product and format that ran; the present format also where it has not run yet."""
+        """One row per layer, matmul and format that ran; the present format also where it has not run yet."""
         modules = dict(self._model.named_modules())
         weights = tile_weights(self._model)
         counts = self.counts()
@@ -88,7 +88,7 @@ class Audit:
         """For strict runs.
 
         Raises:
-            HardwareError: something ran in another way than the policy says; all such products, by reason.
+            HardwareError: something ran in another way than the policy says; all such matmuls, by reason.
         """
         reasons: dict[str, list[AuditRow]] = {}
         for row in self.rows():
@@ -150,7 +150,7 @@ def _given_over(row: ModuleRow, given: Given, counts: dict[str, dict[str, int]])
 def _kernel(
     kernels: Kernels, weight: Tensor, output_dtype: torch.dtype | None, gemm: str, name: str
 ) -> tuple[str, str]:
-    """The implementation that a product of this format runs on, and why that is a fallback, if it is.
+    """The implementation that a matmul of this format runs on, and why that is a fallback, if it is.
 
     The input's gradient has the input's dtype, which is that of the layer's result wherever it is settled here.
     """
@@ -184,7 +184,7 @@ def _uncounted(row: ModuleRow, module: nn.Module | None) -> AuditRow:
 
 
 def _frozen(row: ModuleRow, module: FrozenFloat8Linear) -> Iterator[AuditRow]:
-    """A frozen weight has no gradient, and its two products are not counted."""
+    """A frozen weight has no gradient, and its two matmuls are not counted."""
     for gemm in ("fprop", "dgrad"):
         name = getattr(module, gemm)
         kernel, fallback = _kernel(module.kernels, module.weight, module.output_dtype, gemm, name)

@@ -1,6 +1,6 @@
-"""What each product of a run executed, as rows: folded for reading, and compared between two runs. Without torch.
+"""What each matmul of a run executed, as rows: folded for reading, and compared between two runs. Without torch.
 
-Rows are made by `audit`, lie in audit.json of a run folder, and are shown by `tilewright inspect`.
+Rows are made by `audit`, are in audit.json of a run folder, and are shown by `tilewright inspect`.
 """
 
 import re
@@ -14,7 +14,7 @@ FILE = "audit.json"
 
 @dataclass(frozen=True)
 class AuditRow:
-    """One product of one layer in one format.
+    """One matmul of one layer in one format.
 
     Args:
         layer: its name in the model.
@@ -73,7 +73,7 @@ def folded(rows: Iterable[AuditRow]) -> list[tuple[AuditRow, int]]:
 def shown(rows: Sequence[AuditRow]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Cells of a compact table (see `COLUMNS`), and the reasons that its last column numbers.
 
-    Products of a layer that differ in nothing else share a line.
+    Matmuls of a layer that differ in nothing else share a line.
     """
     reasons: list[str] = []
     gemms: dict[tuple[str, ...], list[str]] = {}
@@ -93,7 +93,7 @@ COLUMNS = ("layer", "gemm", "format", "kernel", "calls", "fallback")
 
 @dataclass(frozen=True)
 class Difference:
-    """What two runs did differently in one product, or in `count` of them whose names differ by numbers alone."""
+    """What two runs did differently in one matmul, or in `count` of them whose names differ by numbers alone."""
 
     layer: str
     gemm: str
@@ -105,7 +105,7 @@ class Difference:
 
 
 def differences(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> list[Difference]:
-    """Products that ran in other formats, by other kernels, in other shares of their calls or with other fallbacks.
+    """Matmuls that ran in other formats, by other kernels, in other shares of their calls or with other fallbacks.
 
     How long the runs were does not count: calls are compared as shares, to a tenth of a percent.
 
@@ -126,7 +126,7 @@ def differences(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> list[D
 
 
 def _compare(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> Iterable[tuple[str, str, str]]:
-    """(what, in the first run, in the second run) of one product. Formats that differ imply the other differences."""
+    """(what, in the first run, in the second run) of one matmul. Formats that differ imply the other differences."""
     if not first or not second:
         yield "layers", _formats(first) or "not there", _formats(second) or "not there"
     elif _formats(first) != _formats(second):
@@ -138,7 +138,7 @@ def _compare(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> Iterable[
 
 
 def _by_matmul(rows: Iterable[AuditRow]) -> dict[tuple[str, str], list[AuditRow]]:
-    """Rows by layer and product; formats that never ran left out, where others of the product did."""
+    """Rows by layer and matmul; formats that never ran left out, where others of the matmul did."""
     matmuls: dict[tuple[str, str], list[AuditRow]] = {}
     for row in rows:
         matmuls.setdefault((row.layer, row.gemm), []).append(row)

@@ -1,4 +1,4 @@
-"""The linear layers of many experts as one operation: rows quantised once for all experts, then a product each.
+"""The linear layers of many experts as one operation: rows quantised once for all experts, then a matmul each.
 
 An expert's rows are padded to whole tiles of 128, so that the column-wise copies that weight gradients read hold no
 tile of two experts. Read `ExpertRunner` first.
@@ -27,7 +27,7 @@ ROWS = 128
 
 
 def groupable(experts: Sequence[nn.Module]) -> bool:
-    """True where all experts' layers have 8-bit products throughout and agree on their formats, and have no bias.
+    """True where all experts' layers have 8-bit matmuls throughout and agree on their formats, and have no bias.
 
     Nor adapters, which are added where a layer is called.
     """
@@ -82,7 +82,7 @@ def grouped_tile_linear(
         copies = _copies(x_PK, first)
     row, column = copies.row, copies.column
     if row is None:
-        raise AssertionError("grouped layers have 8-bit products throughout")
+        raise AssertionError("grouped layers have 8-bit matmuls throughout")
     qdata = (column.qdata, column.scale_inv) if column is not None else (None, None)
     return _GroupedMatmuls.apply(
         x_PK, row.qdata, row.scale_inv, *qdata, tuple(counts), tuple(layers), *[layer.weight for layer in layers]
@@ -112,7 +112,7 @@ def _columns_of(tiled: TiledTensor, start: int, end: int) -> TiledTensor:
 
 
 class _GroupedMatmuls(torch.autograd.Function):
-    """The three products of each expert."""
+    """The three matmuls of each expert."""
 
     @staticmethod
     def forward(ctx, x_PK, rowwise_qdata, row_scale, columnwise_qdata, column_scale, counts, layers, *weights_MK):

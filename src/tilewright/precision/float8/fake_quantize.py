@@ -1,6 +1,6 @@
 """`FP8Quantizer`: values rounded to FP8 and back, with a gradient, for study and for quantisation-aware training.
 
-The result is bit for bit what the 8-bit products of `linear` see; what is computed afterwards stays in the input's
+The result is bit for bit what the 8-bit matmuls of `linear` see; what is computed afterwards stays in the input's
 dtype, so nothing gets faster or smaller. A module, so it stands anywhere in a model, also as a parametrisation of a
 weight.
 

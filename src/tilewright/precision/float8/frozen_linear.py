@@ -1,4 +1,4 @@
-"""A frozen linear layer whose weight is kept in FP8 alone: one byte a weight, as fine-tuning with adapters wants it.
+"""A frozen linear layer whose weight is kept in FP8 alone: one byte per weight, as fine-tuning with adapters wants it.
 
 Forward multiplies the quantised input with the stored codes, backward the quantised output gradient with the same codes
 transposed: FP8 in both directions, no weight gradient, nothing kept between the two. The codes never change, so nothing
@@ -36,9 +36,9 @@ class FrozenFloat8Linear(Cast, nn.Linear):
 
     output_dtype: torch.dtype | None = None
     fprop: str = "fp8_tile"
-    """Format of the forward product's operands."""
+    """Format of the forward matmul's operands."""
     dgrad: str = "fp8_tile"
-    """Format of the operands of the input gradient's product."""
+    """Format of the operands of the input gradient's matmul."""
     power_of_two: bool = True
     """Kind of the inputs' and gradients' scales; the weight's are what they are."""
     kernels: Kernels | None = None
@@ -48,15 +48,15 @@ class FrozenFloat8Linear(Cast, nn.Linear):
     """What the layer was."""
 
     def set_formats(self, compute: str, output: str, *, round_tf32: bool) -> None:
-        """Set 16- or 32-bit products; see `Cast.set_formats`. TF32 is not emulated for a weight of 3 bits: FP32."""
+        """Set 16- or 32-bit matmuls; see `Cast.set_formats`. TF32 is not emulated for a weight of 3 bits: FP32."""
         self.fprop = self.dgrad = "fp32" if compute == "tf32" else compute
         self.output_dtype = SPECS[output].dtype
 
     def set_gemms(self, gemms: Gemms, *, power_of_two: bool) -> None:
-        """Set the products' formats; the weight keeps its scales.
+        """Set the matmuls' formats; the weight keeps its scales.
 
         Raises:
-            ConfigError: one scale a tensor, which the stored weight does not have.
+            ConfigError: one scale per tensor, which the stored weight does not have.
         """
         self.check_gemms(gemms)
         self.fprop, self.dgrad, self.power_of_two = gemms.fprop, gemms.dgrad, power_of_two

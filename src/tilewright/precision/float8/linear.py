@@ -1,6 +1,6 @@
-"""A linear layer whose three products have formats of their own, 8-bit tiles among them, changed without recompiling.
+"""A linear layer whose three matmuls have formats of their own, 8-bit tiles among them, changed without recompiling.
 
-What it keeps for backward is one byte an element, the column-wise copy of its input that the weight's gradient reads;
+What it keeps for backward is one byte per element, the column-wise copy of its input that the weight's gradient reads;
 or the input itself, where the weight's gradient is in 16 or 32 bit or may be moved there at run time.
 An input is quantised once for the layers that share it. A weight is quantised when it has changed where `weight_cache`
 manages it, else in each pass; the input's gradient reads the same FP8 data transposed.
@@ -35,11 +35,11 @@ class Float8Linear(Cast, nn.Linear):
     """x W^T + b with the formats of `gemms`. x [..., K] any float dtype -> [..., M] `output_dtype`.
 
     Made from an `nn.Linear` by `convert`, in place; parameters stay what they were. `convert` settles what compiled
-    code depends on (`configure`); `set_gemms` moves products between formats at run time and compiles nothing again.
+    code depends on (`configure`); `set_gemms` moves matmuls between formats at run time and compiles nothing again.
     """
 
     gemms: Gemms = Gemms.all("bf16")
-    """Present formats. Written by `configure` and `set_gemms` alone, as `formats` says the same to the products."""
+    """Present formats. Written by `configure` and `set_gemms` alone, as `formats` says the same to the matmuls."""
     formats: Tensor
     """int64 [3] on the host; see `gemm_ops.RuntimeFormats`. No buffer: it does not move with the model."""
     counts: Tensor
@@ -47,7 +47,7 @@ class Float8Linear(Cast, nn.Linear):
     keep_value: bool = False
     """Backward keeps the input itself, not its column-wise codes: the weight's gradient may have any format."""
     row_copy: bool = True
-    """The input is quantised row-wise ahead of the forward product; else there, should it need that."""
+    """The input is quantised row-wise ahead of the forward matmul; else there, should it need that."""
     tensorwise: bool = False
     """8-bit operands have one scale, not one a tile."""
     power_of_two: bool = True
@@ -65,7 +65,7 @@ class Float8Linear(Cast, nn.Linear):
         """Set the formats, and for them what compiled code and producers of the input depend on.
 
         Args:
-            gemms: formats of the products.
+            gemms: formats of the matmuls.
             power_of_two: kind of scale.
             keep: "qdata" keeps the input in 8 bits where wgrad has them; "value" keeps the input itself.
             strict: see `strict`.
@@ -84,10 +84,10 @@ class Float8Linear(Cast, nn.Linear):
         self._write(gemms)
 
     def set_gemms(self, gemms: Gemms, *, power_of_two: bool | None = None) -> None:
-        """Move products to other formats, from their next call on. Compiled code stays valid.
+        """Move matmuls to other formats, from their next call on. Compiled code stays valid.
 
         Args:
-            gemms: formats of the products.
+            gemms: formats of the matmuls.
             power_of_two: kind of scale; None, or the same as before: it is settled at conversion.
 
         Raises:
@@ -100,12 +100,12 @@ class Float8Linear(Cast, nn.Linear):
                 "This layer's weight gradient cannot leave 8 bits while it runs.",
                 got=f"wgrad {gemms.wgrad}; backward keeps the input as 8-bit codes",
                 need=f"wgrad one of {', '.join(FP8_FORMATS)}",
-                try_='Policy(..., keep="value") at conversion, which keeps the input itself (2 bytes an element)',
+                try_='Policy(..., keep="value") at conversion, which keeps the input itself (2 bytes per element)',
                 where="precision",
             )
         powers = self.power_of_two if power_of_two is None else power_of_two
         if powers != self.power_of_two or (gemms.any_fp8 and gemms.tensorwise != self.tensorwise):
-            kind = "one scale a tensor" if self.tensorwise else "tiles"
+            kind = "one scale per tensor" if self.tensorwise else "tiles"
             raise ConfigError(
                 "The kind of scale is settled at conversion.",
                 got=f"{gemms}, power_of_two {powers}",
@@ -122,14 +122,14 @@ class Float8Linear(Cast, nn.Linear):
         self.formats.copy_(_indices(gemms))
 
     def executed(self) -> dict[str, dict[str, int]]:
-        """Product -> format -> calls since `reset_executed`, for formats that ran."""
+        """Matmul -> format -> calls since `reset_executed`, for formats that ran."""
         return {
             name: {GEMM_FORMATS[i]: count for i, count in enumerate(row) if count}
             for name, row in zip(GEMM_NAMES, self.counts.tolist(), strict=True)
         }
 
     def note_executed(self, *names: str) -> None:
-        """Count a call of these products, which ran elsewhere (see `experts`) in their present formats."""
+        """Count a call of these matmuls, which ran elsewhere (see `experts`) in their present formats."""
         for name in names:
             self.counts[GEMM_NAMES.index(name), GEMM_FORMATS.index(getattr(self.gemms, name))] += 1
 
@@ -221,7 +221,7 @@ def _check_not_emulated(gemms: Gemms, machine: Machine) -> None:
     lost = [name for name in gemms.formats if name in FP8_FORMATS and name not in choice.native]
     if lost:
         raise HardwareError(
-            f"A product in {lost[0]} would be emulated, and precision.strict is set.",
+            f"A matmul in {lost[0]} would be emulated, and precision.strict is set.",
             got=choice.reason,
             need="a machine or a format in which it runs as it says",
             try_="precision.strict = false, or another format",

@@ -26,7 +26,7 @@ class Owned:
 
     Args:
         name: of the parameter.
-        bias: of the parameter added to the product; empty for none.
+        bias: of the parameter added to the matmul; empty for none.
         stacked: [E, ., .], one matrix for each expert.
         transposed: stored [K, M], not [M, K].
     """
@@ -90,7 +90,7 @@ def row_name(fqn: str, weight: Owned) -> str:
 
 
 def give_over(module: Any) -> dict[str, Float8Weight]:
-    """Make a module's products those of `Float8Weight`s, one for each weight by its name. They start in FP32."""
+    """Make a module's matmuls those of `Float8Weight`s, one for each weight by its name. They start in FP32."""
     if not isinstance(module, _GivenOver):
         module.tile_weights = {weight.name: Float8Weight() for weight in owned(module)}
         module.__class__ = _given_over(_Conv1D if _is_conv1d(module) else _Stacked, type(module))

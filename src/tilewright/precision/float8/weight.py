@@ -1,9 +1,9 @@
-"""The products with a weight that another class than torch's `nn.Linear` owns, each in a format of its own.
+"""The matmuls with a weight that another class than torch's `nn.Linear` owns, each in a format of its own.
 
-A `Float8Weight` holds what a `Float8Linear` holds besides its parameters: formats, counts and the kind of scales. The
-module hands it the weight as a matrix [M, K], or as a stack of them with the rows of each: operands, products and
-gradients are those of a `Float8Linear` with that matrix, bit for bit. `third_party` has the modules; `convert` sets the
-formats.
+A `Float8Weight` holds what a `Float8Linear` holds in addition to its parameters: formats, counts and the kind of
+scales. The module hands it the weight as a matrix [M, K], or as a stack of them with the rows of each: operands,
+matmuls and gradients are those of a `Float8Linear` with that matrix, bit for bit. `third_party` has the modules;
+`convert` sets the formats.
 
 Legend: N tokens  K input features  M output features  E experts  P rows of all experts, one expert after another.
 """
@@ -28,20 +28,20 @@ ROWS = 128
 
 
 class Float8Weight:
-    """Formats and counts of the products with one weight."""
+    """Formats and counts of the matmuls with one weight."""
 
     def __init__(self) -> None:
         self.compute_dtype = torch.float32
         """Dtype of the operands where `gemms` is None."""
         self.output_dtype = torch.float32
         self.gemms: Gemms | None = None
-        """Formats of the three products where 8-bit operands are among them or they differ; else None."""
+        """Formats of the three matmuls where 8-bit operands are among them or they differ; else None."""
         self.power_of_two = True
         self.kernels: Kernels | None = None
         self.switch = new_switch(Gemms.all("bf16"))
 
     def set_formats(self, compute: str, output: str) -> None:
-        """Set products of 16 or 32 bits.
+        """Set matmuls of 16 or 32 bits.
 
         Args:
             compute: format of the operands, by name ("bf16").
@@ -51,17 +51,17 @@ class Float8Weight:
         self.compute_dtype, self.output_dtype = SPECS[compute].dtype, SPECS[output].dtype
 
     def set_gemms(self, gemms: Gemms, output: str, *, power_of_two: bool) -> None:
-        """Set the format of each product; see `Float8Linear.configure`."""
+        """Set the format of each matmul; see `Float8Linear.configure`."""
         self.gemms, self.power_of_two, self.output_dtype = gemms, power_of_two, SPECS[output].dtype
         self.switch.formats.copy_(new_switch(gemms).formats)
 
     @property
     def counts(self) -> Tensor:
-        """int64 [3, formats] on the host: products that ran, of stacked weights one for each expert."""
+        """int64 [3, formats] on the host: matmuls that ran, of stacked weights one for each expert."""
         return self.switch.counts
 
     def executed(self) -> dict[str, dict[str, int]]:
-        """Product -> format -> calls so far, for formats that ran."""
+        """Matmul -> format -> calls so far, for formats that ran."""
         return {
             name: {GEMM_FORMATS[i]: count for i, count in enumerate(row) if count}
             for name, row in zip(GEMM_NAMES, self.counts.tolist(), strict=True)
@@ -90,7 +90,7 @@ class Float8Weight:
 
     def _copies(self, x_NK: Tensor, wants_dw: bool) -> InputCopies:
         if self.gemms is None:
-            raise AssertionError("copies are for 8-bit products")
+            raise AssertionError("copies are for 8-bit matmuls")
         column = wants_dw and not self._keeps_value and torch.is_grad_enabled()
         row = self.gemms.fprop in FP8_FORMATS
         return input_copies(x_NK, self._kernels, self.gemms.tensorwise, self.power_of_two, row=row, column=column)
@@ -137,7 +137,7 @@ class Float8Weight:
         """8-bit copies of each expert's rows, all quantised at once.
 
         Each expert's rows begin at a multiple of 128 there, so that no tile of a column-wise copy holds two experts'.
-        With one scale a tensor each expert has its own, and quantises for itself.
+        With one scale per tensor each expert has its own, and quantises for itself.
         """
         if self.gemms is None or self.gemms.tensorwise or not self.gemms.any_fp8:
             return [None] * len(counts)

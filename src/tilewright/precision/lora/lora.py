@@ -56,7 +56,7 @@ def add_lora(
         base: "fp8" keeps the layers' weights as FP8 codes with a scale for each 128x128 block and multiplies in FP8,
             forward and backward; "keep" leaves weights and formats as they are.
         kernels: implementations; None picks the best for this machine.
-        seed: of the first values of A. B begins at zero.
+        seed: of the initial values of A. B begins at zero.
 
     Returns:
         Names of the layers that have adapters now. Their `lora_A` and `lora_B` are all that is left to train.
@@ -152,7 +152,7 @@ def load_lora_decoder(
     """A decoder with adapters from a folder of Llama or DeepSeek-V3 layout; arguments as in `add_lora`.
 
     FP8 weights of the folder become the layers' codes and scales as they are, without being decoded, so the model never
-    takes more than about a byte a weight. Weights in another format are encoded one by one.
+    takes more than about a byte per weight. Weights in another format are encoded one by one.
 
     Raises:
         CheckpointError: the folder cannot be read; see `hf_weights.load_weights`.

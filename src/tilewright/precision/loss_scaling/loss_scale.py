@@ -3,7 +3,7 @@
 The loss is multiplied by a scale so that small gradients survive FP16, the gradients are divided by it again. An
 overflow skips the step and lowers the scale; a window of clean steps raises it. The decisions are those of
 `torch.amp.GradScaler`, and so is the division of labour: `scale`, `unscale_` and `step` for each optimizer, then one
-`update`. Besides, this one has bounds, an initial value from the model's size, counts what it skips, agrees over ranks,
+`update`. Also, this one has bounds, an initial value from the model's size, counts what it skips, agrees over ranks,
 takes back what a skipped step left in the model (`attempt`), and refuses calls out of order. BF16 and FP32 need none of
 it.
 """
@@ -244,7 +244,7 @@ class DynamicScaler:
                 notes.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on as if it had not stopped."""
+        """What a resumed run needs to continue as if it had not stopped."""
         return {"scale": self.scale_value, "clean": self._clean, "skipped": self.skipped, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

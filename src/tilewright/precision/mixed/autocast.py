@@ -1,6 +1,6 @@
-"""Formats of what is not a layer of torch's: functions that a forward calls, and modules of somebody else.
+"""Formats of what is not a layer of torch's: functions that a forward calls, and modules of another party.
 
-A `Region` stands around one module's forward. It switches autocast for the functions called inside (attention, matmul
+A `Region` is around one module's forward. It switches autocast for the functions called inside (attention, matmul
 on parameters), keeps chosen functions in FP32, and casts what goes in and comes out. tilewright's own decoder needs
 none of it: its operations follow their input's dtype.
 """
@@ -65,7 +65,7 @@ class Region:
 
     Args:
         device_type: of the tensors inside.
-        autocast: dtype that products called as functions run in; None switches autocast off inside.
+        autocast: dtype that matmuls called as functions run in; None switches autocast off inside.
         functions: names in `FUNCTIONS` that run in FP32.
         inputs: dtype that floating-point tensor arguments are cast to; None leaves them.
         outputs: dtype that floating-point results are cast to, also in tuples and dicts; None leaves them; "input" is

@@ -1,6 +1,6 @@
-"""torch's own layers, computing in a format of their choice: FP32 parameters in, low-precision products out.
+"""torch's own layers, computing in a format of their choice: FP32 parameters in, low-precision matmuls out.
 
-Each class here is a subclass of the torch layer it stands in for and adds nothing but four settings, so `convert` can
+Each class here is a subclass of the torch layer it is in for and adds nothing but four settings, so `convert` can
 turn one into the other in place: the same module object, parameters, names, hooks and state_dict. The weight is cast
 where it is used, once a forward, and its gradient comes back in the parameter's own dtype.
 
@@ -51,7 +51,7 @@ class Cast:
             return run(x, *args)
 
     def _matmul(self, matmul: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        """The product without bias, from TF32 operands, in `output_dtype`."""
+        """The matmul without bias, from TF32 operands, in `output_dtype`."""
         return tf32_matmul(matmul, x.to(torch.float32), weight.to(torch.float32))
 
     def extra_repr(self) -> str:
@@ -187,4 +187,4 @@ _LAYERS = (
     *(CastBatchNorm1d, CastBatchNorm2d, CastBatchNorm3d),
 )
 CASTS: dict[type[nn.Module], type[nn.Module]] = {layer.__bases__[-1]: layer for layer in _LAYERS}
-"""torch layer -> the class that stands in for it. Exact types: a subclass may mean something else by its forward."""
+"""torch layer -> the class that is in for it. Exact types: a subclass may mean something else by its forward."""

@@ -1,6 +1,6 @@
-"""TF32 products where no TF32 unit is at hand: operands rounded to 10 mantissa bits, products and sums in FP32.
+"""TF32 matmuls where no TF32 unit is at hand: operands rounded to 10 mantissa bits, matmuls and sums in FP32.
 
-A product of two such values is exact in FP32, so this has the operands of a TF32 unit in all three products of a
+A matmul of two such values is exact in FP32, so this has the operands of a TF32 unit in all three matmuls of a
 layer: forward, input gradient and weight gradient. A unit may round its operands otherwise than to nearest even,
 and adds in its own order.
 """
@@ -26,7 +26,7 @@ class _RoundValue(torch.autograd.Function):
 
 
 class _RoundGradient(torch.autograd.Function):
-    """Passes in forward; rounds the gradient, the operand that both backward products share."""
+    """Passes in forward; rounds the gradient, the operand that both backward matmuls share."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def tf32_matmul(matmul: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: T
     """`matmul(x, weight)`, linear in both, with TF32 operands forward and backward.
 
     Args:
-        product: a linear layer or convolution without bias.
+        matmul: a linear layer or convolution without bias.
         x: FP32 input.
         weight: FP32 weight.
 

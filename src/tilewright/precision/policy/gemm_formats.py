@@ -1,4 +1,4 @@
-"""The three products of a linear layer and the format of each, in plain words and without torch.
+"""The three matmuls of a linear layer and the format of each, in plain words and without torch.
 
 fprop: y = x W^T, summed over features. dgrad: dx = dy W, summed over outputs. wgrad: dW = dy^T x, summed over tokens.
 Decisions come from `policy`; `linear` carries them out.
@@ -11,13 +11,13 @@ from tilewright.core.errors import ConfigError
 FP8_FORMATS = ("fp8_tile", "fp8_hybrid", "fp8_tensorwise")
 GEMM_FORMATS = (*FP8_FORMATS, "bf16", "fp32")
 """fp8_tile: E4M3 in 1x128 tiles (weights 128x128). fp8_hybrid: the same with gradients in E5M2. fp8_tensorwise: one
-scale a tensor, gradients in E5M2. bf16, fp32: operands in that format."""
+scale per tensor, gradients in E5M2. bf16, fp32: operands in that format."""
 GEMM_NAMES = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
 class Gemms:
-    """Formats of the operands of a linear layer's products, each one of `GEMM_FORMATS`.
+    """Formats of the operands of a linear layer's matmuls, each one of `GEMM_FORMATS`.
 
     Example:
         >>> str(Gemms.all("fp8_tile")), str(Gemms("fp8_tile", "bf16", "bf16"))
@@ -40,7 +40,7 @@ class Gemms:
         scalings = {name == "fp8_tensorwise" for name in (self.fprop, self.dgrad, self.wgrad) if name in FP8_FORMATS}
         if len(scalings) > 1:
             raise ConfigError(
-                "The products of a layer share their 8-bit operands, which have one kind of scale.",
+                "The matmuls of a layer share their 8-bit operands, which have one kind of scale.",
                 got=f"fprop {self.fprop}, dgrad {self.dgrad}, wgrad {self.wgrad}",
                 need="tiles in all of them, or fp8_tensorwise in all of them",
                 try_='"fp8_tile", or "bf16" for the odd one',
@@ -49,7 +49,7 @@ class Gemms:
 
     @property
     def formats(self) -> tuple[str, str, str]:
-        """Of each product, in the order of `GEMM_NAMES`."""
+        """Of each matmul, in the order of `GEMM_NAMES`."""
         return self.fprop, self.dgrad, self.wgrad
 
     @property
@@ -59,7 +59,7 @@ class Gemms:
 
     @property
     def any_fp8(self) -> bool:
-        """True where at least one product has 8-bit operands."""
+        """True where at least one matmul has 8-bit operands."""
         return any(name in FP8_FORMATS for name in self.formats)
 
     @property
@@ -77,7 +77,7 @@ BF16_FLOPS, FP8_FLOPS, BANDWIDTH = 790e12, 1500e12, 4.3e12
 
 
 def expected_gain(in_features: int, out_features: int) -> float:
-    """Time of a linear layer's three products in BF16 over that in FP8 with its quantisation, for many tokens.
+    """Time of a linear layer's three matmuls in BF16 over that in FP8 with its quantisation, for many tokens.
 
     A token's input and output gradient are read in BF16 and written twice in FP8 (row-wise and column-wise). An
     estimate from the rates above, good enough to leave small layers alone; nothing was measured for it.

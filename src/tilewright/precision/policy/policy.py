@@ -44,7 +44,7 @@ class FormatDecision:
 
     An `output` of "input" means the format that came in.
     `rule` is the index of the rule that decided, None where none did.
-    `gemms` says it for each product of a linear layer, where they differ or have 8-bit operands; else None.
+    `gemms` says it for each matmul of a linear layer, where they differ or have 8-bit operands; else None.
     """
 
     compute: str
@@ -62,9 +62,9 @@ class Policy:
     """A mode and its exceptions.
 
     Args:
-        mode: fp32 | tf32 (FP32 with TF32 products) | bf16_mixed (BF16 products and residual stream) | hybrid (16-bit
-            products; FP32 residual stream, norms, softmax and loss) | pure_fp16 (FP16 parameters and activations) |
-            fp8_tile, fp8_hybrid, fp8_tensorwise (bf16_mixed with the products of linear layers in 8 bits, see
+        mode: fp32 | tf32 (FP32 with TF32 matmuls) | bf16_mixed (BF16 matmuls and residual stream) | hybrid (16-bit
+            matmuls; FP32 residual stream, norms, softmax and loss) | pure_fp16 (FP16 parameters and activations) |
+            fp8_tile, fp8_hybrid, fp8_tensorwise (bf16_mixed with the matmuls of linear layers in 8 bits, see
             `gemm_formats.GEMM_FORMATS`; embedding, head, norms, router and softmax as in bf16_mixed).
             Sums are accumulated in FP32 and masters are FP32 in all of them.
         rules: exceptions by name and kind, later ones win.
@@ -76,8 +76,8 @@ class Policy:
         fp8_min_gain: on a GPU, linear layers whose `expected_gain` is below this stay in BF16 in the FP8 modes.
         bf16_grad_layers: globs of linear layers whose gradients the FP8 modes compute in BF16.
         strict: `convert` refuses what would run in another way than the policy says: emulated, or in another format.
-        keep: what layers with 8-bit products keep of their input for backward. "qdata": its 8-bit copy, where the
-            weight's gradient is in 8 bits, which it then stays. "value": the input itself, so that all three products
+        keep: what layers with 8-bit matmuls keep of their input for backward. "qdata": its 8-bit copy, where the
+            weight's gradient is in 8 bits, which it then stays. "value": the input itself, so that all three matmuls
             may move between formats at run time.
 
     Raises:
@@ -143,7 +143,7 @@ class Policy:
 
     @property
     def matmul(self) -> str:
-        """Format of matrix products without exceptions, 8-bit ones apart."""
+        """Format of matrix matmuls without exceptions, 8-bit ones apart."""
         if self.mode == "hybrid":
             return "fp16" if self.device_type == "cuda" else "bf16"
         if self.is_fp8:
@@ -169,7 +169,7 @@ class Policy:
 
     @property
     def activation(self) -> str:
-        """Format that products hand on."""
+        """Format that matmuls hand on."""
         return self.matmul if self.matmul in ("bf16", "fp16") else "fp32"
 
     def function_ops(self) -> tuple[str, ...]:
@@ -230,13 +230,13 @@ class Policy:
 
     def _matmul_reason(self) -> str:
         if self.mode == "hybrid" and self.device_type == "cuda":
-            return "hybrid: product in FP16 with FP32 accumulation; gradients need loss scaling"
+            return "hybrid: matmul in FP16 with FP32 accumulation; gradients need loss scaling"
         if self.mode == "hybrid":
-            return "hybrid: product in 16 bit with FP32 accumulation; BF16, as CPU matrix units (AMX) take no FP16"
+            return "hybrid: matmul in 16 bit with FP32 accumulation; BF16, as CPU matrix units (AMX) take no FP16"
         return {
             "fp32": "fp32: everything in FP32",
             "tf32": "tf32: operands rounded to 10 mantissa bits, FP32 accumulation",
-            "bf16_mixed": "bf16_mixed: product in BF16 with FP32 accumulation, FP32 master weights",
+            "bf16_mixed": "bf16_mixed: matmul in BF16 with FP32 accumulation, FP32 master weights",
             "pure_fp16": "pure_fp16: FP16 parameters and activations; gradients need loss scaling",
         }[self.mode]
 
@@ -244,7 +244,7 @@ class Policy:
 _FP8_REASONS = {
     "fp8_tile": "E4M3 in 1x128 tiles, weights 128x128, FP32 accumulation and master weights",
     "fp8_hybrid": "E4M3, gradients E5M2, in 1x128 tiles, weights 128x128, FP32 accumulation and master weights",
-    "fp8_tensorwise": "E4M3, gradients E5M2, one scale a tensor, FP32 accumulation and master weights",
+    "fp8_tensorwise": "E4M3, gradients E5M2, one scale per tensor, FP32 accumulation and master weights",
 }
 
 _EMBEDDING = {
@@ -255,7 +255,7 @@ _EMBEDDING = {
 
 
 def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str) -> FormatDecision:
-    """The decision after a rule that matches. 8-bit formats and single products mean linear layers only."""
+    """The decision after a rule that matches. 8-bit formats and single matmuls mean linear layers only."""
     if kind not in FP8_KINDS and (rule.compute in FP8_FORMATS or not rule.compute):
         return decision
     reason = f"rule {index + 1}: {rule}"
@@ -275,6 +275,6 @@ def as_policy(policy: "Policy | str") -> Policy:
 def _all_gemms(compute: str, rule: Rule) -> Gemms:
     if compute not in GEMM_FORMATS:
         raise rule_error(
-            f"Single products cannot be set in a layer that computes in {compute}.", rule, ", ".join(GEMM_FORMATS)
+            f"Single matmuls cannot be set in a layer that computes in {compute}.", rule, ", ".join(GEMM_FORMATS)
         )
     return Gemms.all(compute)

@@ -21,7 +21,7 @@ class ModuleRow:
     """One part: its name, kind, the formats of its operands, parameters and result, and the reason.
 
     "-" stands for what the part decides itself. `set_by_policy` is False where the part does what it does of itself,
-    whatever the policy says. `gemms` are the formats of a linear layer's products where 8-bit operands are among them.
+    whatever the policy says. `gemms` are the formats of a linear layer's matmuls where 8-bit operands are among them.
     """
 
     fqn: str
@@ -35,11 +35,11 @@ class ModuleRow:
     fallback: bool = False
     """The part does not do what the policy asked for; `reason` says why."""
     work: float = 0.0
-    """FLOPs per token of one of its products, see `work`."""
+    """FLOPs per token of one of its matmuls, see `work`."""
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Of the three products, or of all of them alike."""
+        """Of the three matmuls, or of all of them alike."""
         return self.gemms.formats if self.gemms else (self.compute,)
 
 

@@ -31,9 +31,9 @@ class Rule:
         match: glob on the module's name.
         op: kind of module, or "*".
         compute: format, one of `FORMATS`. Empty: as it was decided before this rule.
-        fprop: format of a linear layer's forward product alone, one of `GEMM_FORMATS`. Empty: as `compute` says.
-        dgrad: the same for the product that gives the input's gradient.
-        wgrad: the same for the product that gives the weight's gradient.
+        fprop: format of a linear layer's forward matmul alone, one of `GEMM_FORMATS`. Empty: as `compute` says.
+        dgrad: the same for the matmul that gives the input's gradient.
+        wgrad: the same for the matmul that gives the weight's gradient.
         kind: what the matched modules are, one of `GIVEN_KINDS`, before formats are decided: names a router that was
             not found as one ("router"), or un-names one ("linear"). Empty: as their structure tells.
 
@@ -69,14 +69,14 @@ class Rule:
             raise rule_error(f"{fixed} cannot compute in anything but FP32.", self, f"fp32: {ALWAYS_FP32[fixed]}")
         if self.op not in ("*", *FP8_KINDS) and (self.compute in FP8_FORMATS or self.gemms):
             raise rule_error(
-                f"{self.op} has no product that can be set so.",
+                f"{self.op} has no matmul that can be set so.",
                 self,
                 "8-bit formats and fprop, dgrad, wgrad for linear layers only",
             )
 
     @property
     def gemms(self) -> dict[str, str]:
-        """Formats of single products, those that the rule names."""
+        """Formats of single matmuls, those that the rule names."""
         return {name: value for name in GEMM_NAMES if (value := getattr(self, name))}
 
     @property

@@ -1,6 +1,6 @@
-"""What a step runs in, as planned before the run: its mode, the least format of its products, its learning rate.
+"""What a step runs in, as planned before the run: its mode, the least format of its matmuls, its learning rate.
 
-A start mode for the first part of a run, then the mode proper; 8-bit products that begin one after another, or give way
+A start mode for the first part of a run, then the mode proper; 8-bit matmuls that begin one after another, or give way
 to BF16 at the end. Pure functions of the step, so a resumed run switches where an uninterrupted one does. What is
 decided on evidence is the matter of `controller`.
 """
@@ -58,14 +58,14 @@ class ModeSchedule:
 
 @dataclass(frozen=True)
 class FormatSchedule:
-    """The least format of each product by step: where 8 bits are allowed, they are used; else BF16.
+    """The least format of each matmul by step: where 8 bits are allowed, they are used; else BF16.
 
     Args:
         begin: first step (counted from 0) in which fprop, wgrad and dgrad may have 8 bits. Later for one than for the
             other is the articles' progressive start: weights, then activations, then gradients.
         end: first step in which they may not any more; None for never.
         after: what goes to BF16 then: "all", or "fprop" alone, which costs a third as much. (NVIDIA's NVFP4 report,
-            appendix D: most of the gain of a switch before the end comes from the forward product.)
+            appendix D: most of the gain of a switch before the end comes from the forward matmul.)
 
     Example:
         >>> schedule = FormatSchedule.over(100, fp8_from=(0.0, 0.1, 0.2), fp8_until=0.9, fp8_after="fprop")
@@ -101,7 +101,7 @@ class FormatSchedule:
         return self.end is None and not any(self.begin)
 
     def floors(self, step: int) -> Mapping[str, int]:
-        """By product: 0 where 8 bits are allowed in this step, 1 where the least format is BF16."""
+        """By matmul: 0 where 8 bits are allowed in this step, 1 where the least format is BF16."""
         floors = {gemm: int(step < begin) for gemm, begin in zip(("fprop", "wgrad", "dgrad"), self.begin, strict=True)}
         if self.end is not None and step >= self.end:
             floors |= {"fprop": 1} if self.after == "fprop" else dict.fromkeys(floors, 1)
@@ -112,11 +112,11 @@ def lr_factor(noise: float, strength: float) -> float:
     """What the learning rate is multiplied by: 1 / (1 + strength * noise).
 
     A gradient with relative noise r of independent sign loses alignment with the true one as 1 / sqrt(1 + r^2); a
-    cautious rate falls faster, linearly at first. `strength` 0 leaves the rate alone; with 1, products in E4M3 (noise
+    cautious rate falls faster, linearly at first. `strength` 0 leaves the rate alone; with 1, matmuls in E4M3 (noise
     0.03) lower it by 3 %. No paper was found that derives the best strength, so it is off unless asked for.
 
     Args:
-        noise: mean noise over signal of the products, see `Controller.noise`.
+        noise: mean noise over signal of the matmuls, see `Controller.noise`.
         strength: at least 0.
 
     Example:

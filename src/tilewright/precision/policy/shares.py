@@ -10,7 +10,7 @@ def shares(rows: Iterable[tuple[Sequence[str], float]]) -> dict[str, float]:
     """Share of the work in each format, the largest first; empty where there is no work.
 
     Args:
-        rows: formats of a part's three products (or one for all three), and the work of one product.
+        rows: formats of a part's three matmuls (or one for all three), and the work of one matmul.
 
     Example:
         >>> shares([(("fp8_tile",), 3.0), (("fp8_tile", "bf16", "bf16"), 1.0)])
@@ -43,7 +43,7 @@ def shares_text(found: Mapping[str, float]) -> str:
 
     Example:
         >>> shares_text({"fp8_tile": 0.9, "bf16": 0.1})
-        '90.0 % fp8_tile, 10.0 % bf16 (products with weights of a training step; attention scores are not counted)'
+        '90.0 % fp8_tile, 10.0 % bf16 (matmuls with weights of a training step; attention scores are not counted)'
     """
     parts = ", ".join(f"{100 * share:.1f} % {name}" for name, share in found.items())
-    return f"{parts} (products with weights of a training step; attention scores are not counted)"
+    return f"{parts} (matmuls with weights of a training step; attention scores are not counted)"

@@ -1,7 +1,7 @@
-"""Seconds of a layer's three products in BF16 and in FP8, with the quantisation that FP8 needs.
+"""Seconds of a layer's three matmuls in BF16 and in FP8, with the quantisation that FP8 needs.
 
-Measured on this machine, or reckoned for an H200 from `gemms`' rates, which is an estimate and is called so wherever
-it is shown. Quantisation is kept apart from the products, because several products share it: an input is read and
+Measured on this machine, or estimated for an H200 from `gemms`' rates, which is an estimate and is called so wherever
+it is shown. Quantisation is kept apart from the matmuls, because several matmuls share it: an input is read and
 written row by row once for all layers that read it, and its column-wise copy is made along with it. Called by
 `training.precision_search`; the solver in `search` adds up.
 
@@ -24,7 +24,7 @@ from tilewright.precision.search.layer_stats import SearchUnit
 TIMES = {
     "measured": "measured on this machine",
     "h200": "an estimate for one H200 from its rates; nothing was measured",
-    "ideal": "a bound: products at an H200's rates, quantisation taken as free; nothing was measured",
+    "ideal": "a bound: matmuls at an H200's rates, quantisation taken as free; nothing was measured",
 }
 """Where seconds come from, in words."""
 REPEATS = 7
@@ -35,8 +35,8 @@ class UnitTime:
     """Seconds of a unit in one micro-batch.
 
     Args:
-        bf16: of each product in BF16.
-        fp8: of each product in FP8, its operands given.
+        bf16: of each matmul in BF16.
+        fp8: of each matmul in FP8, its operands given.
         input_row: quantising the input for fprop or wgrad, once for the layers that read it.
         input_column: what its column-wise copy for wgrad costs on top.
         gradient_row: the same for the output's gradient, which dgrad and wgrad read.

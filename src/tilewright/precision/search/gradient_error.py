@@ -1,6 +1,6 @@
-"""How much a gradient differs from the one that FP32 products give: gain, cosine, and what it costs the optimizer.
+"""How much a gradient differs from the one that FP32 matmuls give: gain, cosine, and what it costs the optimizer.
 
-Plain sums over parameters, so that the change of one weight's gradient alone can be told from a pass in which many
+Plain sums over parameters, so that the change of one weight's gradient alone can be reported from a pass in which many
 changed.
 """
 
@@ -71,7 +71,7 @@ class Compared:
 
 
 def lost_by_batch(changes: Sequence[Compared]) -> tuple[float, ...]:
-    """Share of AdamW's steps that is lost over all batches together: one value a batch, whose mean it is.
+    """Share of AdamW's steps that is lost over all batches together: one value per batch, whose mean it is.
 
     AdamW divides by a second moment that many batches made. So a parameter's sums are added over the batches before
     they are scaled: a batch on which its gradient happens to be tiny, and nearly all of it rounding, then counts as

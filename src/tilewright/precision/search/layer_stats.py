@@ -1,4 +1,4 @@
-"""The layers whose products can be switched, in units that are switched together, and what one pass shows of them.
+"""The layers whose matmuls can be switched, in units that are switched together, and what one pass shows of them.
 
 Rows, who reads one input, and the underflow of each operand in FP8 tiles.
 """
@@ -40,7 +40,7 @@ class SearchUnit:
 
 
 def find_float8_layers(model: nn.Module) -> dict[str, Float8Linear]:
-    """The layers whose products can be switched, by name."""
+    """The layers whose matmuls can be switched, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
 
 

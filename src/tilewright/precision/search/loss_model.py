@@ -1,6 +1,6 @@
 """What a policy is predicted to cost in loss: single switches, made into numbers that may be added up.
 
-Two parts. The forward product changes the loss at once; that was measured, batch by batch. All three products blur
+Two parts. The forward matmul changes the loss at once; that was measured, batch by batch. All three matmuls blur
 the gradient; the share of AdamW's step that is lost (`gradient_error`) is worth as much as that share of the run's
 remaining steps, so it is multiplied by how much the loss falls while the number of steps grows by a factor e.
 
@@ -18,7 +18,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.precision.search.sensitivity import PolicyChange, Sensitivity
 
 Product = tuple[str, str]
-"""A unit's name and one of its products."""
+"""A unit's name and one of its matmuls."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LossModel:
         self._num_batches = len(sensitivity.losses)
 
     def predict(self, fp8: Collection[Product]) -> Prediction:
-        """The change of a policy with these products in FP8, all others in BF16, which counts as no change."""
+        """The change of a policy with these matmuls in FP8, all others in BF16, which counts as no change."""
         change = sum(self.costs[matmul] for matmul in fp8)
         if not math.isfinite(change):
             return Prediction(math.inf, math.inf)
@@ -120,7 +120,7 @@ def parse_budget(text: str) -> float:
     """A relative loss change from "0.25%".
 
     Raises:
-        ConfigError: it is no number with a per cent sign.
+        ConfigError: it is no number with a percent sign.
 
     Example:
         >>> parse_budget("0.25%"), parse_budget("1 %")
@@ -133,9 +133,9 @@ def parse_budget(text: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise ConfigError(
-            "the budget is a share of the loss in per cent",
+            "the budget is a share of the loss in percent",
             got=repr(text),
-            need="a number with a per cent sign",
+            need="a number with a percent sign",
             try_='--budget "0.25%"',
             where="--budget",
         )
@@ -143,7 +143,7 @@ def parse_budget(text: str) -> float:
 
 
 def percent(share: float) -> str:
-    """A small share of one as per cent, with two figures that matter and never an exponent.
+    """A small share of one as percent, with two figures that matter and never an exponent.
 
     Example:
         >>> percent(0.0025), percent(-0.0000123), percent(1e-12), percent(0.3)

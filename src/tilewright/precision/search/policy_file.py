@@ -20,7 +20,7 @@ _RULE_FIELDS = ("match", "op", "kind", "compute", *GEMM_NAMES)
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """What stands in the file.
+    """What is in the file.
 
     Args:
         extends: the recipe that was searched, as the file names it.

@@ -1,4 +1,4 @@
-"""The fastest policy inside an error budget: which products of which layers compute in FP8, solved exactly.
+"""The fastest policy inside an error budget: which matmuls of which layers compute in FP8, solved exactly.
 
 A mixed-integer program, because quantisation is shared: an input is quantised once for all layers that read it, so the
 second of them is cheaper than the first (`core.mip`). Costs come from `loss_model`, seconds from `gemm_time`.
@@ -18,7 +18,7 @@ from tilewright.precision.search.layer_stats import SearchUnit
 from tilewright.precision.search.loss_model import LossModel, Prediction, Product, percent
 
 FORMATS = ("bf16", "fp8_tile")
-"""What the search chooses between. Tiles only: operands are shared by a layer's products, so their scaling is one."""
+"""What the search chooses between. Tiles only: operands are shared by a layer's matmuls, so their scaling is one."""
 CURVE_POINTS = 24
 GAP = 1e-6
 """Relative distance from the optimum at which the solver stops."""
@@ -26,7 +26,7 @@ GAP = 1e-6
 
 @dataclass(frozen=True)
 class PolicyCandidate:
-    """A policy: its products in FP8, the loss change predicted, and the seconds of all its linear products."""
+    """A policy: its matmuls in FP8, the loss change predicted, and the seconds of all its linear matmuls."""
 
     name: str
     fp8: frozenset[Product]
@@ -42,7 +42,7 @@ class SearchSpace:
         units: of the model.
         model: predicted loss changes.
         times: seconds by unit name.
-        fixed: formats that the recipe's own rules set, by product.
+        fixed: formats that the recipe's own rules set, by matmul.
     """
 
     units: tuple[SearchUnit, ...]
@@ -51,20 +51,20 @@ class SearchSpace:
     fixed: Mapping[Product, str]
 
     def matmuls(self) -> list[Product]:
-        """All products, in the model's order."""
+        """All matmuls, in the model's order."""
         return [(unit.name, gemm) for unit in self.units for gemm in GEMM_NAMES]
 
     def may_be_fp8(self, matmul: Product) -> bool:
-        """False for products that a rule keeps out of FP8, or that gave infinities or NaN in it."""
+        """False for matmuls that a rule keeps out of FP8, or that gave infinities or NaN in it."""
         wanted = self.fixed.get(matmul)
         return wanted == "fp8_tile" or (wanted is None and math.isfinite(self.model.costs[matmul]))
 
     def allowed(self) -> frozenset[Product]:
-        """All products that may be in FP8."""
+        """All matmuls that may be in FP8."""
         return frozenset(matmul for matmul in self.matmuls() if self.may_be_fp8(matmul))
 
     def required(self) -> frozenset[Product]:
-        """Products that a rule puts into FP8."""
+        """Matmuls that a rule puts into FP8."""
         return frozenset(matmul for matmul, name in self.fixed.items() if name == "fp8_tile")
 
     def candidate(self, name: str, fp8: frozenset[Product]) -> PolicyCandidate:
@@ -73,7 +73,7 @@ class SearchSpace:
         return PolicyCandidate(name, fp8, self.model.predict(fp8), self.seconds(fp8))
 
     def seconds(self, fp8: frozenset[Product]) -> float:
-        """Time of all linear products of a micro-batch, quantisation included, each input quantised once."""
+        """Time of all linear matmuls of a micro-batch, quantisation included, each input quantised once."""
         total, rows, columns = 0.0, set(), set()
         for unit in self.units:
             time = self.times[unit.name]
@@ -115,7 +115,7 @@ def fastest(space: SearchSpace, budget: float, name: str = "chosen") -> PolicyCa
             "No policy stays within this budget.",
             got=f"a budget of {percent(budget)}",
             need=f"{percent(least.predicted.change)} or more: the best possible, "
-            + (f"with {rules} products in FP8 as the recipe's rules say" if rules else "all products in BF16"),
+            + (f"with {rules} matmuls in FP8 as the recipe's rules say" if rules else "all matmuls in BF16"),
             try_=_possible(least.predicted.change, bool(rules)),
             where="--budget",
         )
@@ -136,7 +136,7 @@ def curve(space: SearchSpace, num: int = CURVE_POINTS) -> list[PolicyCandidate]:
         return []
     found: dict[frozenset[Product], PolicyCandidate] = {}
     for i in range(num):
-        share = (i / max(num - 1, 1)) ** 4  # few products cost most of it, so the bend lies at small budgets
+        share = (i / max(num - 1, 1)) ** 4  # few matmuls cost most of it, so the bend is at small budgets
         candidate = fastest(space, low + share * (high - low) * (1 + 1e-9), "curve")
         found.setdefault(candidate.fp8, candidate)
     return list(found.values())
@@ -154,7 +154,7 @@ def baselines(space: SearchSpace) -> list[PolicyCandidate]:
 
 
 def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
-    """Minimise seconds. A variable of 0 or 1 for each product in FP8, and one for each quantisation that they need."""
+    """Minimise seconds. A variable of 0 or 1 for each matmul in FP8, and one for each quantisation that they need."""
     matmuls = space.matmuls()
     index = {matmul: i for i, matmul in enumerate(matmuls)}
     gains, needs = _objective(space, index)
@@ -176,7 +176,7 @@ def _solve(space: SearchSpace, budget: float) -> frozenset[Product]:
 
 
 def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[float], list[tuple[int, int]]]:
-    """Seconds that each variable adds, and pairs (product, quantisation that it needs) of variables."""
+    """Seconds that each variable adds, and pairs (matmul, quantisation that it needs) of variables."""
     gains = [0.0] * len(index)
     needs: list[tuple[int, int]] = []
     inputs: dict[tuple[int, str], int] = {}
@@ -202,6 +202,6 @@ def _objective(space: SearchSpace, index: Mapping[Product, int]) -> tuple[list[f
 
 
 def speed_up(candidates: Sequence[PolicyCandidate], of: PolicyCandidate) -> float:
-    """How many times as fast a policy's linear products are as those of "all BF16" among the candidates."""
+    """How many times as fast a policy's linear matmuls are as those of "all BF16" among the candidates."""
     base = next(candidate for candidate in candidates if candidate.name == "all BF16")
     return base.seconds / of.seconds if of.seconds else 1.0

@@ -1,9 +1,9 @@
-"""What it does to loss and gradients when one product of one layer computes in FP8: measured, one switch at a time.
+"""What it does to loss and gradients when one matmul of one layer computes in FP8: measured, one switch at a time.
 
-At given weights, on a few batches, the model computes in FP32 but for the one product that is tried. The reference is
+At given weights, on a few batches, the model computes in FP32 but for the one matmul that is tried. The reference is
 not BF16: any switch rolls the BF16 roundings of all that follows again, so the luck of the one reference pass would
-stand in every switch, and add up where these are added. Forward products change the loss and all gradients; the other
-two change gradients only. A weight-gradient product changes nothing but its own weight's gradient, so all of them are
+are in every switch, and add up where these are added. Forward matmuls change the loss and all gradients; the other
+two change gradients only. A weight-gradient matmul changes nothing but its own weight's gradient, so all of them are
 tried in one pass. Read `measure` first.
 """
 
@@ -32,10 +32,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class FormatSwitch:
-    """What one product in FP8 changes, against all products in FP32; one value a batch.
+    """What one matmul in FP8 changes, against all matmuls in FP32; one value per batch.
 
     `loss_change` is relative to the loss: 0.001 is 0.1 % more. `gradients` compares all parameters' gradients, `own`
-    the layer's weights' alone. `lost` is the share of AdamW's steps that no longer goes where FP32's goes, reckoned
+    the layer's weights' alone. `lost` is the share of AdamW's steps that no longer goes where FP32's goes, estimated
     over all batches together (`gradient_error.lost_by_batch`).
     """
 
@@ -89,10 +89,10 @@ def num_passes(model: nn.Module, num_batches: int) -> int:
 def measure(
     model: TrainableModel, batches: Sequence[Batch], *, advance: Callable[[int], None] = lambda done: None
 ) -> Sensitivity:
-    """Try every product of every `Float8Linear` in FP8, each alone.
+    """Try every matmul of every `Float8Linear` in FP8, each alone.
 
     Args:
-        model: converted by `measuring_policy`; eager. Its gradients are dropped, and its products stand as before in
+        model: converted by `measuring_policy`; eager. Its gradients are dropped, and its matmuls stand as before in
             the end.
         batches: on the model's device. Two at least, for a standard error.
         advance: called with the passes done so far.
@@ -127,7 +127,7 @@ def measure_policy(model: TrainableModel, batches: Sequence[Batch], formats: Map
     Args:
         model: as for `measure`.
         batches: on the model's device.
-        formats: of the layers' products, by layer name; layers left out stay in FP32.
+        formats: of the layers' matmuls, by layer name; layers left out stay in FP32.
     """
     loss_changes, changes = [], []
     with all_in(model, BASE) as layers:
@@ -158,7 +158,7 @@ def all_in(model: nn.Module, gemms: Gemms):
 
 
 def set_formats(layer: Float8Linear, gemms: Gemms) -> None:
-    """Switch a layer's products; the kind of scale stays."""
+    """Switch a layer's matmuls; the kind of scale stays."""
     layer.set_gemms(gemms, power_of_two=layer.power_of_two)
 
 
@@ -182,7 +182,7 @@ def _set_all(model: nn.Module, layers: Mapping[str, Float8Linear], formats: Mapp
 
 
 def _tries(model, layers, units, batch, base):
-    """(unit, product, own weights, loss, tally of gradients) of every switch on one batch, one after the other."""
+    """(unit, matmul, own weights, loss, tally of gradients) of every switch on one batch, one after the other."""
     own = {unit.name: [f"{name}.weight" for name in unit.layers] for unit in units}
     for gemm in ("fprop", "dgrad"):
         for unit in units:

@@ -23,7 +23,7 @@ SHOWN = 200
 
 
 def map_figure(run: RunData) -> Figure | None:
-    """Which format each product of each layer had at each sample."""
+    """Which format each matmul of each layer had at each sample."""
     history = run.history
     if history is None or not history.samples:
         return None
@@ -42,7 +42,7 @@ def map_figure(run: RunData) -> Figure | None:
         "Usually most of it has the colour of fp8_tile, and the same few layers are wider from early on. A layer that "
         "goes back and forth needs a longer cool-down; one that is always wide deserves a rule."
     )
-    svg = heat_map(rows, steps, label="formats of products by layer and step")
+    svg = heat_map(rows, steps, label="formats of matmuls by layer and step")
     return Figure("Formats by layer: fprop, dgrad, wgrad from top to bottom", svg, reading, legend, note)
 
 
@@ -64,7 +64,7 @@ def underflow_figure(run: RunData) -> Figure | None:
 
 
 def sqnr_figure(run: RunData) -> Figure | None:
-    """Signal to noise of the products in FP8 at each sample."""
+    """Signal to noise of the matmuls in FP8 at each sample."""
 
     def worst(layer: LayerStats) -> tuple[float, str] | None:
         found = [(part.sqnr_db, name.partition(".")[0]) for name, part in layer.matmuls.items() if "fp8" in name]
@@ -74,12 +74,12 @@ def sqnr_figure(run: RunData) -> Figure | None:
         return 1.0 if math.isnan(sqnr) else min(1.0, max(0.0, (40 - sqnr) / 40))
 
     reading = "Usual layers have 25 to 35 dB. A dark strip is a layer whose GEMMs come out of FP8 as noise."
-    text = "Signal to noise of the products in FP8, worst of the three"
+    text = "Signal to noise of the matmuls in FP8, worst of the three"
     return _strips(run, text, reading, worst, strength, lambda sqnr, name: f"{name} {format_number(sqnr)} dB")
 
 
 def move_rows(run: RunData) -> list[tuple[str, ...]]:
-    """The controller's moves: step, layer, product, from, to, evidence and its threshold."""
+    """The controller's moves: step, layer, matmul, from, to, evidence and its threshold."""
     history = run.history or History([], [], [], {})
     rows = [(move, "") for move in history.moves] + [(move, "refused") for move in history.refused]
     rows.sort(key=lambda pair: pair[0].step)

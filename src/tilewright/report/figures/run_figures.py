@@ -51,7 +51,7 @@ MARKED = {
 class Figure:
     """A chart with its words.
 
-    `legend`: (colour, name, latest value). `note`: what was measured besides. `reading`: how the picture is read.
+    `legend`: (colour, name, latest value). `note`: what was measured too. `reading`: how the picture is read.
     """
 
     title: str
@@ -195,7 +195,7 @@ def throughput_figure(run: RunData) -> Figure | None:
     if planned is not None:
         series.append(Series("planned", [steps[0], steps[-1]], [planned, planned], 1, "rule"))
         legend.append((1, "planned", f"{format_number(planned)} tokens/s"))
-    svg = line_chart(series, label="tokens a second", y_label="tokens/s", zero=True, y_format="count")
+    svg = line_chart(series, label="tokens per second", y_label="tokens/s", zero=True, y_format="count")
     reading = "The first steps compile and are slow; dips are evaluations, checkpoints or other programs."
     return Figure("Throughput", svg, reading, legend)
 

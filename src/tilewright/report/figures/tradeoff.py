@@ -29,8 +29,8 @@ def tradeoff_svg(found: SearchResult, title: str) -> str:
     chart = line_chart(
         [one for one in series if one.xs],
         label=title,
-        y_label="linear products, times as fast as all BF16",
-        x_label="predicted loss change, per cent",
+        y_label="linear matmuls, times as fast as all BF16",
+        x_label="predicted loss change, percent",
         size=_SIZE,
     )
     legend = [f"fastest policy within a budget; speed: {TIMES[found.time]}"]

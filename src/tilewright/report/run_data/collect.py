@@ -111,7 +111,7 @@ def _as_dict(value: object) -> Row | None:
 
 
 def _as_rows(value: object) -> list[Row]:
-    """Rows of a table that is a list, or stands under "rows"."""
+    """Rows of a table that is a list, or is under "rows"."""
     if isinstance(value, dict):
         value = value.get("rows")
     return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
@@ -139,7 +139,7 @@ def _read_json(path: Path, trouble: list[str]) -> Any:
 
 
 def _read_lines(path: Path, trouble: list[str]) -> list[Row]:
-    """The objects of a .jsonl file; a torn last line is normal after a kill and counts like any other bad line."""
+    """The objects of a .jsonl file; a corrupt last line is normal after a kill and counts like any other bad line."""
     rows, bad = [], 0
     for line in (_read_text(path, trouble) or "").splitlines():
         if not line.strip():

@@ -35,7 +35,7 @@ def format_tick(value: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A share of one as per cent.
+    """A share of one as percent.
 
     Example:
         >>> format_percent(0.0123), format_percent(0.5)

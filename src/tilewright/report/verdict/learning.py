@@ -15,7 +15,7 @@ FLAT = 0.005
 """Share of the loss that a quarter of the run must bring to count as progress. A pretraining run whose loss falls with
 the power -0.05 of its steps brings 1.7 % from the third quarter to the last."""
 FLAT_ERRORS = 2.0
-"""Standard errors that the progress of a quarter must exceed besides, so that noise does not count as progress."""
+"""Standard errors that the progress of a quarter must exceed too, so that noise does not count as progress."""
 FEWEST_EVALS = 2
 """Evaluations below which nothing is known of how the held-out loss develops."""
 FOLLOWS = 0.5

@@ -73,7 +73,7 @@ def outliers(values: Sequence[float], factor: float, jump: float = 0.0) -> Itera
     Args:
         values: in order.
         factor: spreads above the median of the recent values from which a value is far above.
-        jump: times that median that it is besides; 0 for values that may be negative.
+        jump: times that median that it is too; 0 for values that may be negative.
     """
     for i in range(FEWEST_RECENT, len(values)):
         recent = values[max(0, i - RECENT) : i]

@@ -65,7 +65,7 @@ def off_plan(run: RunData) -> Verdict:
     if planned <= 0 or measured <= 0:
         return OFF_PLAN.not_measured("No peak of a training step was planned.")
     if any(event.get("after") for event in run.kinds("replan")):
-        return OFF_PLAN.not_measured("The placement was planned again during the run; see its table.")
+        return OFF_PLAN.not_measured("The memory plan was planned again during the run; see its table.")
     error = (planned - measured) / measured
     side = "above" if error >= 0 else "below"
     text = (

@@ -32,7 +32,7 @@ class VerdictRule:
         look: least number that is worth a look.
         bad: least number that is bad.
         why: where the thresholds come from.
-        besides: what is bad whatever the number; empty where nothing is.
+        too: what is bad whatever the number; empty where nothing is.
     """
 
     name: str

@@ -39,7 +39,7 @@ class TrainState:
         model: parameters and persistent buffers are saved under their fully qualified names.
         optimizer: its states are saved under the names of their parameters.
         parts: components with a small state, by name.
-        sliced: the model in slices, if it is: while some are at home off the device, one is live at a time.
+        sliced: the model in layer groups, if it is: while some are stored off the device, one is live at a time.
     """
 
     model: nn.Module

@@ -64,7 +64,7 @@ class CheckpointStore:
     Args:
         folder: holds the checkpoints; made where it is missing, at the first save.
         keep: newest checkpoints kept; older ones are deleted only after a newer one is in place.
-        background: copy the state into host buffers and write it in a thread while training goes on.
+        background: copy the state into host buffers and write it in a thread while training continues.
     """
 
     def __init__(self, folder: Path, *, keep: int = 3, background: bool = True) -> None:
@@ -163,7 +163,7 @@ class CheckpointStore:
         return size
 
     def _prune(self) -> None:
-        """Delete all but the `keep` newest. The newest was just written, so one sound checkpoint always stays."""
+        """Delete all but the `keep` newest. The newest was just written, so one valid checkpoint always stays."""
         for path in self.paths()[: -self.keep]:
             shutil.rmtree(path)
 

@@ -1,8 +1,7 @@
 """The Hugging Face folder that a run leaves at its end: the model and its tokenizer, or adapters alone.
 
-A foreign model keeps its own config.json. tilewright's own decoder has no such file, so the run fills in what belongs
-to the data: length of rows and ids of the tokenizer.
-"""
+A Hugging Face model keeps its own config.json. tilewright's own decoder has no such file, so the run fills in what
+belongs to the data: length of rows and ids of the tokenizer."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -19,7 +19,7 @@ def build_adapted(
         vocab_size: of the tokenizer; classes for image classification.
         kernels: implementations of the operations.
         device: where the model is made.
-        fresh: give random weights their first values, which freezing them needs to see. False where a checkpoint
+        fresh: give random weights their initial values, which freezing them needs to see. False where a checkpoint
             overwrites them.
 
     Raises:
@@ -29,7 +29,7 @@ def build_adapted(
     model, lora = recipe.model, recipe.lora
     adapters = (lora.rank, lora.alpha, lora.targets, lora.base)
     coded = lora.base == "fp8" and model.weights == "load"
-    if lora.rank and coded and model.kind == "decoder":  # never decoded: a byte a weight from the first moment on
+    if lora.rank and coded and model.kind == "decoder":  # never decoded: a byte per weight from the first moment on
         build_model(model, vocab_size, kernels, "meta")  # raises where folder and tokenizer do not fit
         return load_lora_decoder(model.path, *adapters, kernels=kernels, device=device, seed=recipe.run.seed)
     built = build_model(model, vocab_size, kernels, device)

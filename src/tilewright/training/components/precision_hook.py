@@ -40,7 +40,7 @@ class PrecisionHook:
         floors = dict(self.control.schedule.floors(step))
         if self.control.enter(step) and step and floors != self.control.schedule.floors(step - 1):
             held = [name for name, floor in floors.items() if floor] or ["none"]
-            recorder.event(step + 1, "precision_switch", f"products kept in BF16 by schedule: {', '.join(held)}")
+            recorder.event(step + 1, "precision_switch", f"matmuls kept in BF16 by schedule: {', '.join(held)}")
         if self.control.due(step):
             whole = self.control.recalibrates(step)
             self._look(step, microbatches if whole else one_row(microbatches), recorder)
@@ -71,7 +71,7 @@ class PrecisionHook:
                 share = self.control.controller.share_above_8bit
                 shown = "; ".join(map(str, moves[:_SHOWN]))
                 more = f"; and {len(moves) - _SHOWN} more" if len(moves) > _SHOWN else ""
-                text = f"{len(moves)} products {words}: {shown}{more}; {share:.1%} of the work is above 8 bits"
+                text = f"{len(moves)} matmuls {words}: {shown}{more}; {share:.1%} of the work is above 8 bits"
                 recorder.event(step + 1, event, text, count=len(moves), above_8bit=share)
 
     def _pass(self, host_batch: Batch) -> Callable[[], None]:

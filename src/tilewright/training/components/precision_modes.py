@@ -21,7 +21,7 @@ class PrecisionModes:
     needs_loss_scaling: bool
     """True where one of the run's modes passes gradients through FP16."""
     weights: QuantizedWeights
-    """Codes of the weights of layers with 8-bit products, made once a step. Of weights that do not stay on the device
+    """Codes of the weights of layers with 8-bit matmuls, made once a step. Of weights that do not stay on the device
     the codes are made in each pass."""
     next_switch: float = 0
     """Step (counted from 0) before which `enter` must be called next; infinite after the last switch."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewright.core.log import say
 
-# Sections and fields that decide the numbers a step computes. The others (logging, saving, where things lie) do not.
+# Sections and fields that decide the numbers per step computes. The others (logging, saving, where things lie) do not.
 _NUMERICS_SECTIONS = ("model", "data", "precision", "optim", "ops")
 _NUMERICS_FIELDS = (
     "run.seed", "run.device", "run.threads", "train.steps", "train.global_batch_size", "train.micro_batch_size",

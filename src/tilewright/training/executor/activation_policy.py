@@ -25,10 +25,10 @@ Item = TypeVar("Item")
 
 
 def checkpoint_layers(model: Model, memory_plan: MemoryPlan) -> None:
-    """Let each layer keep for backward what the placement says.
+    """Let each layer keep for backward what the memory plan says.
 
     Raises:
-        ConfigError: the placement is of other layers, or asks for what the model or the standard executor cannot do.
+        ConfigError: the memory plan is of other layers, or asks for what the model or the standard executor cannot do.
     """
     _check_offload(memory_plan)
     modes = _for_layers(model, [_MODES[layer.activations] for layer in memory_plan.layers], "activations")
@@ -36,15 +36,15 @@ def checkpoint_layers(model: Model, memory_plan: MemoryPlan) -> None:
 
 
 def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
-    """Cut MLPs and attention of each layer into the parts that the placement says. Once.
+    """Cut MLPs and attention of each layer into the parts that the memory plan says. Once.
 
     Args:
         model: converted.
-        placement: of its layers.
+        memory plan: of its layers.
         compile: layers are compiled.
 
     Raises:
-        ConfigError: the placement is of other layers, or asks for what the model cannot do.
+        ConfigError: the memory plan is of other layers, or asks for what the model cannot do.
     """
     tiles = _for_layers(model, [layer.mlp_chunks for layer in memory_plan.layers], "mlp_chunks")
     if len(set(tiles)) == 1:
@@ -102,7 +102,7 @@ class ActivationPolicy:
 
     Args:
         model: treated as `memory_plan` says.
-        placement: the first one.
+        memory plan: the first one.
 
     Raises:
         ConfigError: see `checkpoint_layers`.
@@ -125,7 +125,7 @@ class ActivationPolicy:
         """From the next step on, keep this. Between steps only.
 
         Raises:
-            ConfigError: it cannot be done by this executor, or not while the run goes on; nothing has changed then.
+            ConfigError: it cannot be done by this executor, or not while the run continues; nothing has changed then.
         """
         if len(memory_plan.layers) != len(self._asked.layers):
             raise other_layers(len(memory_plan.layers), len(self._asked.layers))

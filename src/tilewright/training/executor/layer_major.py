@@ -1,17 +1,19 @@
-"""One optimizer step by slices of layers: the `Executor` whose parameters are updated during the backward pass.
+"""One optimizer step by layer groups of layers: the `Executor` whose parameters are updated during the backward pass.
 
 The result is that of the standard executor, micro-batches of any size included. What differs is how a gradient is
 clipped and what becomes of a bad one, because no moment holds the whole gradient:
 
 exact   two backward passes: the first one knows the norm of the whole gradient and keeps nothing else of it, the second
         one updates. A bad step is found in the first one, so it has changed nothing.
-lagged  one backward pass. What is known of this step is bounded by what is known of the one before
+delayed  one backward pass. What is known of this step is bounded by what is known of the one before
         (`optim.delayed_clip`). A bad loss or layer output is found before the first update. A gradient that turns out
-        bad after some slices were updated is undone: by the journal that kept these slices' bytes, or, without one, by
-        `UnrecoverableStepError`, upon which the run goes back to its newest checkpoint. Nothing is left half applied.
+        bad after some layer groups were updated is undone: by the rollback buffer that kept these layer groups' bytes,
+        or, without one, by `UnrecoverableStepError`, upon which the run goes back to its newest checkpoint. Nothing is
+        left half applied.
 
-A step that finds no memory is taken back where nothing was updated, or where a journal keeps what was; else the pieces
-that are left are computed again with what is free made free, from what the pieces before them left (`transaction`).
+A step that finds no memory is taken back where nothing was updated, or where a rollback buffer keeps what was; else the
+pieces that are left are computed again with what is free made free, from what the pieces before them left
+(`transaction`).
 
 `memory.layer_major.passes` computes; this file decides.
 """
@@ -56,7 +58,7 @@ _NOT_FINITE = "the loss or its gradient is not finite"
 
 
 class UnrecoverableStepError(NumericsError):
-    """A bad gradient was met after some slices were updated, and nothing keeps what they were."""
+    """A bad gradient was met after some layer groups were updated, and nothing keeps what they were."""
 
     step: int = -1
     """Which one, counted from 0. Set by `run`, which counts."""
@@ -92,25 +94,25 @@ class _LayerMajorAttempt:
 
 
 class LayerMajorExecutor:
-    """Runs optimizer steps slice by slice. See `standard.Executor`.
+    """Runs optimizer steps layer group by layer group. See `standard.Executor`.
 
     Args:
         model: what `view` shows; `after_step` is called on it.
         view: the model layer by layer.
-        slices: its parameters, as they are updated together.
+        layer groups: its parameters, as they are updated together.
         optimizer: over the model's parameters. Gradients of 16-bit parameters are kept in FP32.
         clip: bounds, and the threshold above which a step is skipped.
-        lagged: clip by what was known a step before, in one backward pass.
-        rollback_buffer: keeps what a lagged step changes; None: a bad one raises `UnrecoverableStepError`.
+        delayed: clip by what was known a step before, in one backward pass.
+        rollback_buffer: keeps what a delayed step changes; None: a bad one raises `UnrecoverableStepError`.
         device: where batches are moved.
         inputs: keeps layer inputs; by default on the device.
-        residence: brings slices to the device; by default they live there.
+        residence: brings layer groups to the device; by default they live there.
         weights: 8-bit codes to refresh after updates.
-        ledger: measures memory by phase, if given.
-        placement: what is done with each layer; `inputs` and `offloader` are as it says. None: all is recomputed.
+        memory tracker: measures memory by phase, if given.
+        memory plan: what is done with each layer; `inputs` and `offloader` are as it says. None: all is recomputed.
 
     Raises:
-        ConfigError: the placement is of other layers, or asks for what is not offered; see
+        ConfigError: the memory plan is of other layers, or asks for what is not offered; see
         `memory.layer_major.apply_plan`.
     """
 
@@ -211,7 +213,7 @@ class LayerMajorExecutor:
         self._policy.apply(memory_plan)
 
     def close(self) -> None:
-        """Give back threads, files and memory. What is at home off the device is lost."""
+        """Give back threads, files and memory. What is stored off the device is lost."""
         self.run.inputs.close()
         self.run.offloader.close()
         if self.rollback_buffer is not None:
@@ -240,7 +242,7 @@ class LayerMajorExecutor:
             attempt.updated.append(part)
             self._update(part, params, grads)
 
-    # ---- lagged: updates on the way ----
+    # ---- delayed: updates on the way ----
 
     def _lagged(self, batches: Sequence[Batch], attempt: _LayerMajorAttempt) -> float:
         assert self.delayed is not None
@@ -272,7 +274,7 @@ class LayerMajorExecutor:
             self._update(part, params, grads)
 
     def _ready(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> Tensor:
-        """All that comes before the first change: is the gradient good, and are the slice's bytes kept."""
+        """All that comes before the first change: is the gradient good, and are the layer group's bytes kept."""
         params, _ = _gradients(part)
         norms = self._measure(part, attempt)
         norm = attempt.norm()
@@ -293,7 +295,7 @@ class LayerMajorExecutor:
         if self.rollback_buffer is None:
             raise UnrecoverableStepError(
                 "A bad gradient was met in the middle of a step.",
-                got=f"{why}, after {len(attempt.updated)} of {len(list(self.run.layer_groups))} slices were updated",
+                got=f"{why}, after {len(attempt.updated)} of {len(list(self.run.layer_groups))} groups were updated",
                 need="a finite gradient, or a checkpoint to go back to",
                 try_='memory.rollback = "buffer", or optim.clip = "two_pass"',
             )
@@ -312,24 +314,24 @@ class LayerMajorExecutor:
         if not attempt.updated:
             return None
         if self.rollback_buffer is None:
-            return f"{len(attempt.updated)} of {sum(1 for _ in self.run.layer_groups)} slices were updated"
+            return f"{len(attempt.updated)} of {sum(1 for _ in self.run.layer_groups)} layer groups were updated"
         self._roll_back(attempt)
         return None
 
     # ---- both ----
 
     def _finish(self, work: Callable[[], Result]) -> Result:
-        """`StepTransaction.finish`; kept graphs are freed where memory runs out, since their slices can be
+        """`StepTransaction.finish`; kept graphs are freed where memory runs out, since their layer groups can be
         recomputed."""
         return self.transaction.retry_on_oom(work, self.run.free_saved_graphs)
 
     def _told(self, num_batches: int) -> dict[str, float]:
-        """What the model reports besides its loss, mean over the micro-batches."""
+        """What the model reports in addition to its loss, mean over the micro-batches."""
         return {name: float(value) / num_batches for name, value in self.run.aux_metrics().items()}
 
     @torch.no_grad()
     def _measure(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> Tensor:
-        """Lengths of the gradients of a slice, one a tensor, elements clamped if the recipe says so."""
+        """Lengths of the gradients of a layer group, one a tensor, elements clamped if the recipe says so."""
         params, grads = _gradients(part)
         if not grads:
             return torch.zeros(0, device=self.device)
@@ -346,7 +348,7 @@ class LayerMajorExecutor:
             torch._foreach_clamp_max_(grads, self.clip.elements)
 
     def _update(self, part: LayerGroup, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Update a slice whose gradients are in `.grad`."""
+        """Update a layer group whose gradients are in `.grad`."""
         self._finish(lambda: self.optimizer.step_params(*_gradients(part)))
         self._refresh(part)
 
@@ -379,7 +381,7 @@ class LayerMajorExecutor:
 
 
 def _gradients(part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters of a slice that have a gradient, and these."""
+    """The parameters of a layer group that have a gradient, and these."""
     params = [param for param in part.trained if param.grad is not None]
     return params, [param.grad for param in params]
 

@@ -1,5 +1,5 @@
-"""From a recipe, and a plan where there is one, to the layer-major executor: slices, where their bytes are at home,
-what undoes a step.
+"""From a recipe, and a plan where there is one, to the layer-major executor: layer groups, where their bytes are
+stored, what undoes a step.
 
 What is done with each layer comes as a `MemoryPlan`: a plan's, or the one that `[memory]` gives for all layers alike
 (`core.memory_plan.memory_plan_of`).
@@ -35,7 +35,7 @@ from tilewright.training.executor.layer_major import LayerMajorExecutor
 
 @dataclass(frozen=True)
 class LayerMajorParts:
-    """A model in slices."""
+    """A model in layer groups."""
 
     view: LayerwiseModel
     layer_groups: LayerGroups
@@ -43,23 +43,23 @@ class LayerMajorParts:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether parameters or states are at home off the device."""
+        """Whether parameters or states are stored off the device."""
         return self.home.is_offloaded
 
     @property
     def away(self) -> set[nn.Module]:
-        """Modules whose parameters are at home off the device."""
+        """Modules whose parameters are stored off the device."""
         parts = (part for part in self.layer_groups if self.home.homes(part)[0] != "device")
         return {module for part in parts for module in part.modules}
 
 
 def has_layer_groups(recipe: Recipe) -> bool:
-    """Whether parameters get their first bytes slice by slice, each in its tier."""
+    """Whether parameters get their first bytes layer group by layer group, each in its tier."""
     return recipe.memory.executor == "layer_major"
 
 
 def initial_values(recipe: Recipe, model: Model) -> InitialValues | None:
-    """What fills the slices of a model on the meta device; None where the model has its values."""
+    """What fills the layer groups of a model on the meta device; None where the model has its values."""
     if not has_layer_groups(recipe):
         return None
     if recipe.model.weights == "load":
@@ -81,19 +81,19 @@ def slice_up(
 
     Args:
         recipe: reads `[memory]`.
-        placement: what is done with each layer; None: what the recipe says.
+        memory plan: what is done with each layer; None: what the recipe says.
         model: converted; its parameters vacant where there are `values`.
         optimizer: over them.
         device: where the model computes.
         folder: of the disk tier.
-        values: first values.
+        values: initial values.
 
     Raises:
         FitError: a tier has not so much room.
-        ConfigError: the folder cannot be written, or the placement is of other layers.
+        ConfigError: the folder cannot be written, or the memory plan is of other layers.
     """
     memory = recipe.memory
-    with dummy_values(model):  # a foreign model has to be run before it can be cut
+    with dummy_values(model):  # a Hugging Face model has to be run before it can be cut
         view = layered(model)
     layer_groups = find_layer_groups(model, view, memory.layers_per_group)
     wanted = by_group(memory_plan or memory_plan_of(recipe, len(view.blocks)), layer_groups)
@@ -127,7 +127,7 @@ def make_executor(
     """The executor of a sliced model.
 
     Args:
-        placement: as for `slice_up`.
+        memory plan: as for `slice_up`.
 
     Raises:
         ConfigError: the disk tier's folder cannot be written.
@@ -157,7 +157,7 @@ def make_executor(
 
 
 def _tell(memory_tracker: MemoryTracker, sliced: LayerMajorParts, run: LayerMajor) -> None:
-    """Let the ledger know whose bytes are where, while some are off the device; else it finds out by itself."""
+    """Let the memory tracker know whose bytes are where, while some are off the device; else it finds out by itself."""
 
     def parameters() -> Mapping[Tier, int]:
         return sliced.home.parameters.num_bytes if sliced.is_offloaded else {}
@@ -167,7 +167,7 @@ def _tell(memory_tracker: MemoryTracker, sliced: LayerMajorParts, run: LayerMajo
 
     def activations() -> Mapping[Tier, int]:
         held = run.inputs.num_bytes
-        if run.keeps:  # of graphs the ledger alone knows
+        if run.keeps:  # of graphs the memory tracker alone knows
             return {"disk": held["disk"]} if "disk" in held else {}
         return held if set(held) != {"device"} else {}
 
@@ -176,7 +176,7 @@ def _tell(memory_tracker: MemoryTracker, sliced: LayerMajorParts, run: LayerMajo
 
 
 def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, folder: Path) -> RollbackBuffer | None:
-    """What keeps the bytes that a lagged step changes: on disk, where some of them are at home there."""
+    """What keeps the bytes that a delayed step changes: on disk, where some of them are stored there."""
     memory = recipe.memory
     if recipe.optim.clip != "delayed" or memory.rollback != "buffer":
         return None
@@ -185,7 +185,7 @@ def _rollback(recipe: Recipe, memory_plan: MemoryPlan, device: torch.device, fol
 
 
 def check_no_loss_scaling(scaled: bool) -> None:
-    """Slices are updated before the whole gradient is seen, so an overflow could not be told in time.
+    """Layer groups are updated before the whole gradient is seen, so an overflow could not be reported in time.
 
     Raises:
         ConfigError: some gradient passes through FP16.

@@ -54,7 +54,7 @@ class StepResult:
     """Loss scale that this step used, 1 without scaling."""
     seconds: float
     aux: Mapping[str, float] = field(default_factory=dict)
-    """What the model reports besides its loss, mean over the micro-batches of this rank."""
+    """What the model reports in addition to its loss, mean over the micro-batches of this rank."""
     redone: str | None = None
     """Why the step was computed a second time, in wider formats; None where it was not."""
 
@@ -75,7 +75,7 @@ class _Progress:
 
     gradients: int | None = None
     """Parameters with a gradient when the update began. An update takes it away from each that it has changed where
-    it cannot go on."""
+    it cannot continue."""
     updated: bool = False
     """All weights are new."""
 
@@ -95,7 +95,7 @@ class Executor(Protocol):
         """Between steps: do this with each layer from now on. No number changes. All of it or, on an error, nothing.
 
         Raises:
-            ConfigError: this executor cannot do it, or not while the run goes on.
+            ConfigError: this executor cannot do it, or not while the run continues.
             FitError: a tier has not so much room.
             HardwareError: the disk fails.
             RuntimeError: the device has not so much memory.
@@ -126,7 +126,7 @@ class StandardExecutor:
         scaler: dynamic loss scale, None for no scaling.
         clip: clipping, and the threshold above which a step is skipped.
         device: where batches are moved.
-        ledger: measures memory by phase, if given.
+        memory tracker: measures memory by phase, if given.
         control: redoes bad steps in wider formats, if given.
         policy: what the model's layers keep for backward, if that is to be read and changed.
 
@@ -285,7 +285,7 @@ class StandardExecutor:
     def _why_half(self, progress: _Progress) -> str | None:
         """Why a step that got so far cannot be taken back; None where it can."""
         if self._world > 1:
-            return "the other ranks have gone on"
+            return "the other ranks have continued"
         if progress.updated:
             return "the weights are new, and what follows from them is missing"
         if progress.gradients is None:

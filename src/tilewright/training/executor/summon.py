@@ -1,11 +1,12 @@
-"""Using a model whose slices are at home off the device, otherwise than by a step: one slice is there at a time.
+"""Using a model whose layer groups are stored off the device, otherwise than by a step: one layer group is there at a
+time.
 
     with Visit(sliced) as visit:  # checkpoints: any tensor, with its bytes
         tensor = visit.tensor("model.layers.3.mlp.up_proj.weight")
     with passing(sliced):  # forward passes: evaluation, samples
         model.loss(batch)
 
-Tensors asked for slice by slice (`SummonedParams.sorted`) are fetched once.
+Tensors asked for layer group by layer group (`SummonedParams.sorted`) are fetched once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,12 +21,12 @@ from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseM
 
 
 class SummonedParams:
-    """Tensors of a model and its optimizer, live one slice at a time.
+    """Tensors of a model and its optimizer, live one layer group at a time.
 
     Args:
         model: whose parameters are visited.
         optimizer: whose states are, None for none.
-        slices: of the model.
+        layer groups: of the model.
         home: where they are.
         changes: what is live may be written to, and is written back.
     """
@@ -59,7 +60,7 @@ class SummonedParams:
             self._home.flush()
 
     def open(self, part: LayerGroup | None) -> None:
-        """Have this slice live, and no other."""
+        """Have this layer group live, and no other."""
         if part is self._open:
             return
         if self._open is not None:
@@ -69,13 +70,13 @@ class SummonedParams:
         self._open = part
 
     def sorted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same, those of one slice together."""
+        """The same, those of one layer group together."""
         first = (-1,)
         return dict(sorted(tensors.items(), key=lambda item: self._found.get(item[0], first)[0]))
 
     def tensor(self, name: str, other: Tensor) -> Tensor:
-        """The tensor of this name with its bytes, until one of another slice is asked for; `other` where the name is
-        of nothing that has a home."""
+        """The tensor of this name with its bytes, until one of another layer group is asked for; `other` where the name
+        is of nothing that has a home."""
         if name not in self._found:
             return other
         _, part, param, key = self._found[name]
@@ -85,7 +86,7 @@ class SummonedParams:
 
 @contextmanager
 def passing(model: nn.Module, view: LayerwiseModel, layer_groups: LayerGroups, home: ParamOffloader) -> Iterator[None]:
-    """Forward passes of the model inside find each slice on the device when they come to it.
+    """Forward passes of the model inside find each layer group on the device when they come to it.
 
     Nothing is compiled inside: the layers' hooks are not part of what was.
     """

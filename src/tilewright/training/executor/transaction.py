@@ -51,7 +51,7 @@ class StateBefore:
 
     Args:
         slots: of the model.
-        device: whose generator the model draws from, besides those of the host.
+        device: whose generator the model draws from, in addition to those of the host.
         parts: what else has a state.
     """
 
@@ -81,8 +81,8 @@ class StepTransaction:
 
     Args:
         model: its buffers and notes are put back.
-        params: their gradients are let go of; a step begins without any.
-        device: whose generator the model draws from, besides those of the host.
+        params: their gradients are freed; a step begins without any.
+        device: whose generator the model draws from, in addition to those of the host.
         parts: what else has a state that a step changes before the update.
     """
 
@@ -150,7 +150,7 @@ class StepTransaction:
         raise AssertionError("the last try returns or raises")
 
     def free_memory(self) -> None:
-        """Let go of all that nothing reads any more."""
+        """Free all that nothing reads any more."""
         free_memory(self._device)
 
     def _free_after_error(self, error: BaseException) -> None:
@@ -183,7 +183,7 @@ def run_with_retries(work: Callable[[], Result], tighten: Callable[[str], bool])
 
 
 def free_memory(device: torch.device) -> None:
-    """Let go of what nothing reads any more, and of the allocators' free blocks."""
+    """Free what nothing reads any more, and of the allocators' free blocks."""
     gc.collect()
     trim_malloc()
     if device.type == "cuda":
@@ -201,6 +201,6 @@ def partial_update(error: BaseException, why: str) -> PartialUpdateError:
         "Memory ran out in the middle of an update, and making some free did not help.",
         got=f"{first_line(error)}; {why}",
         need="memory for the rest of the update: the weights in memory are half new, so nothing of them is saved",
-        try_="the same command goes on from the newest checkpoint; give it more memory, or\n"
+        try_="the same command continues from the newest checkpoint; give it more memory, or\n"
         'memory.rollback = "buffer" with optim.clip = "delayed" (layer_major), which can take such a step back',
     )

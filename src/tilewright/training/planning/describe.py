@@ -1,4 +1,4 @@
-"""Placements in words, and the next tighter ones where no planner knows a model."""
+"""Memory plans in words, and the next tighter ones where no planner knows a model."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -46,7 +46,7 @@ def loosest(memory_plan: MemoryPlan) -> bool:
 
 
 def tighter(memory_plan: MemoryPlan, modes: Collection[str] = tuple(_TIGHTER)) -> Iterator[MemoryPlan]:
-    """Placements that keep less for the backward pass, one step after the other, with these modes.
+    """Memory plans that keep less for the backward pass, one step after the other, with these modes.
 
     Example:
         >>> [words(found) for found in tighter(MemoryPlan.uniform(2))]

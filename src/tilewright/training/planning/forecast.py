@@ -1,6 +1,6 @@
 """What a step is expected to take: bytes and seconds as planned, corrected by what steps have measured.
 
-forecast.restart(row_length)           # another placement or row length: nothing measured is of it
+forecast.restart(row_length)           # another memory plan or row length: nothing measured is of it
 forecast.measure(peaks)                   # after a step
 forecast.error                            # 0.05: 5 % more than expected
 forecast.memory_factor *= ...             # what every later plan is multiplied by
@@ -20,7 +20,7 @@ STEP_PHASES = ("forward", "loss", "backward", "update")
 
 
 class Expected(Protocol):
-    """A placement and what it takes: `planner.replan.Replan`, or what a plan file says."""
+    """A memory plan and what it takes: `planner.replan.Replan`, or what a plan file says."""
 
     @property
     def memory_plan(self) -> MemoryPlan: ...
@@ -33,13 +33,13 @@ class Expected(Protocol):
 
 
 class Forecast:
-    """Of the placement and row length that run now.
+    """Of the memory plan and row length that run now.
 
     Args:
-        executor: whose placement that is.
+        executor: whose memory plan that is.
         find_planner: gives the planner of this run, made when it is needed first; None where its model cannot be
             planned.
-        known: what the placement that runs is expected to take with the first batch's rows, where that is known
+        known: what the memory plan that runs is expected to take with the first batch's rows, where that is known
             without a planner, which takes a second or more to be made.
     """
 
@@ -60,12 +60,12 @@ class Forecast:
         self.time_factor = 1.0
         """Measured over planned seconds. The same for all plans, so it orders none of them."""
         self.measured = 0.0
-        """Highest peak in bytes, of this placement and row length."""
+        """Highest peak in bytes, of this memory plan and row length."""
         self.looks = 0
         """How often that was measured."""
 
     def restart(self, row_length: int | None) -> None:
-        """Another placement or row length: nothing that was measured is of it, and nothing is expected yet."""
+        """Another memory plan or row length: nothing that was measured is of it, and nothing is expected yet."""
         self.row_length, self.expected, self.measured, self.looks = row_length, None, 0.0, 0
 
     def measure(self, peaks: Iterable[float]) -> None:

@@ -14,11 +14,11 @@ from tilewright.memory.tracking.tracker import MemoryTracker
 def no_memory(
     error: BaseException, memory: Mapping[str, Any], when: str, recipe: Recipe, fixes: Sequence[str] = ()
 ) -> FitError:
-    """What the user is told.
+    """What the user is reported.
 
     Args:
         error: the allocator's.
-        memory: the ledger's snapshot just after it.
+        memory: the memory tracker's snapshot just after it.
         when: what was being done.
         recipe: the run's settings; what it has already is not proposed.
         fixes: planned changes, the cheapest first; without any, settings that lower the peak.
@@ -33,7 +33,7 @@ def no_memory(
     return FitError(
         f"Memory ran out {when}.",
         got="\n".join(lines),
-        need="a smaller peak; a checkpoint that is there is untouched, and the same command goes on from it",
+        need="a smaller peak; a checkpoint that is there is untouched, and the same command continues from it",
         try_="\n".join(fixes or _proposals(recipe)),
     )
 

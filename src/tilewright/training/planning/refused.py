@@ -51,7 +51,7 @@ def refused(plan: Plan | Plan, changes: Sequence[object]) -> FitError | UnknownF
 
 def nothing_fits(recipe: Recipe, site: PlanContext, explicit: frozenset[str], *, same_numbers: bool) -> FitError:
     """The error of a run that no plan makes fit: the smallest budget that `train` accepts for it, and what may be typed
-    besides, each as `train` would plan it then.
+    too, each as `train` would plan it then.
 
     Args:
         recipe: the run's settings.

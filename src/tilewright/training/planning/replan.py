@@ -1,4 +1,5 @@
-"""Regroups the slices of a run while it goes on: measures, plans again, and makes room for a step that found no memory.
+"""Regroups the slices of a run while it continues: measures, plans again, and makes room for a step that found no
+memory.
 
     replanner = AdaptiveReplanner(executor, planner, budget=..., peaks=memory_tracker.take_peaks, record_event=...)
     replanner.before_step(number, row_length(microbatches))  # of each step where `watches`
@@ -13,13 +14,13 @@ where it is faster by enough to pay for the change:
     shape           the rows of a batch have another length
     budget          free memory, or what the run may use, changed by more than 10 %
     prediction      a step took more than 5 % above what was expected (1 % where it took more than the run may use),
-                    also after the allocator's free blocks were given back
+                    also after the allocator's free blocks were returned
     out of memory   an allocator found none. The step has changed nothing (`transaction`), and is computed again under a
                     tighter plan: the same batch, the same random numbers, the same result
 
 Plans differ in what layers keep and where bytes lie, which changes no bit of a result; so no trigger changes a loss.
 A run that takes under 80 % of what it may use need not be watched at each step: `watches` says so, and the loop then
-looks where a line is due. Nothing is shown of it either, unless its placement changes. Plans come from
+looks where a line is due. Nothing is shown of it either, unless its memory plan changes. Plans come from
 `planner.replan`.
 """
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # the solver is loaded by who plans
     from tilewright.planner.replan import Replanner
 
 CUTS = 6
-"""Budgets tried after an out-of-memory, each smaller, before the smallest placement is taken."""
+"""Budgets tried after an out-of-memory, each smaller, before the smallest memory plan is taken."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ReplanThresholds:
     budget: float = 0.10
     """Change in the bytes that the run may use."""
     cut: float = 0.10
-    """Less than what was expected of the placement that found no memory."""
+    """Less than what was expected of the memory plan that found no memory."""
     growth: float = 0.03
     """Of a step beyond the second, where the allocator keeps free blocks (measured in eight runs: 3 to 7 %)."""
     gain: float = 0.02
@@ -65,7 +66,7 @@ class ReplanThresholds:
 
 
 class AdaptiveReplanner:
-    """Watches the steps of an executor, and moves it between placements.
+    """Watches the steps of an executor, and moves it between memory plans.
 
     Args:
         executor: what runs.
@@ -79,7 +80,7 @@ class AdaptiveReplanner:
         ladder: what layers may be treated as after an out-of-memory, where there is no planner.
         give_back: makes the allocator return its free blocks, where they are in `peaks`.
         watch: plan again on shape, budget and prediction; else only after an out-of-memory.
-        known: what the placement that runs is expected to take with the first batch's rows, where that is known
+        known: what the memory plan that runs is expected to take with the first batch's rows, where that is known
             without a planner, which takes a second or more to be made.
         rules: when.
     """
@@ -175,7 +176,7 @@ class AdaptiveReplanner:
         if not self.forecast.is_known():
             self.watches = False  # nobody can plan this model
             return
-        if not peaks:  # the placement has changed after the step
+        if not peaks:  # the memory plan has changed after the step
             return
         if not self._calibrated:  # the first update makes the states, so what came before it lacks them
             made = self._state_bytes() - self._states_before
@@ -191,7 +192,7 @@ class AdaptiveReplanner:
         self.watches = self.forecast.looks < 2 or self._near()
 
     def _first_look(self) -> None:
-        """The first step of a placement compiles: one that took too much is believed, one that took less not yet."""
+        """The first step of a memory plan compiles: one that took too much is believed, one that took less not yet."""
         error, threshold = self.forecast.error, self._threshold()
         if error > threshold:
             self._correct(1 + error, threshold)
@@ -213,7 +214,7 @@ class AdaptiveReplanner:
             self.forecast.memory_factor *= factor
 
     def _later_look(self) -> None:
-        """A step that took too much: free blocks are given back once, and what is still too much corrects the plan."""
+        """A step that took too much: free blocks are returned once, and what is still too much corrects the plan."""
         error, threshold = self.forecast.error, self._threshold()
         if error <= threshold:
             self._gave_back = False
@@ -246,7 +247,8 @@ class AdaptiveReplanner:
     # ---- out of memory ----
 
     def reduce_memory(self, number: int, said: str) -> bool:
-        """Make room for a step that found no memory and has changed nothing; False where there is no tighter placement.
+        """Make room for a step that found no memory and has changed nothing; False where there is no tighter memory
+        plan.
 
         Args:
             number: of the step, counted from 1.
@@ -258,12 +260,12 @@ class AdaptiveReplanner:
     def _tighten_after_relief(self) -> None:
         """A step met an out-of-memory in its update, made memory free, and came to its end."""
         said = self.executor.transaction.oom_messages
-        text = f"an allocator found no memory {len(said)} times in what cannot be taken back ({said[0]}); it went on"
+        text = f"an allocator found no memory {len(said)} times in what cannot be taken back ({said[0]}); it continued"
         said.clear()
         self._tighten(text)
 
     def _tighten(self, text: str) -> bool:
-        """Go over to a placement that takes less than the present one; False where there is none."""
+        """Go over to a memory plan that takes less than the present one; False where there is none."""
         planner = self.forecast.planner()
         if planner is None:
             return self._tighten_unplanned(text)
@@ -276,7 +278,7 @@ class AdaptiveReplanner:
                 if self._switch("out_of_memory", text, found, **numbers):
                     self._planned_for = self._allowed()
                     return True
-        self._record("out_of_memory", f"{text}; there is no tighter placement", expected_bytes=least)
+        self._record("out_of_memory", f"{text}; there is no tighter memory plan", expected_bytes=least)
         return False
 
     def _smaller(self, planner: "Replanner", peak_bytes: float) -> Iterable[tuple[Expected, float]]:
@@ -296,13 +298,13 @@ class AdaptiveReplanner:
         for memory_plan in tighter(self.executor.memory_plan, self._ladder):
             if self._place("out_of_memory", text, memory_plan):
                 return True
-        self._record("out_of_memory", f"{text}; there is no tighter placement")
+        self._record("out_of_memory", f"{text}; there is no tighter memory plan")
         return False
 
     # ---- decisions ----
 
     def _plan_again(self, trigger: str, text: str, *, quiet: bool = False, **numbers: Any) -> None:
-        """Find the fastest placement for what is known now; take it where that must be, or pays.
+        """Find the fastest memory plan for what is known now; take it where that must be, or pays.
 
         Args:
             trigger: what happened.
@@ -315,7 +317,7 @@ class AdaptiveReplanner:
 
         def stays(why: str) -> None:
             if not quiet:
-                self._record(trigger, f"{text}; the placement stays: {why}", shown=self._near(), **numbers)
+                self._record(trigger, f"{text}; the memory plan stays: {why}", shown=self._near(), **numbers)
 
         if self._fits(budget) and self.forecast.is_known() and loosest(self.executor.memory_plan):
             return stays("it fits, and nothing is faster than to keep everything")
@@ -336,12 +338,12 @@ class AdaptiveReplanner:
         if self.forecast.peak_bytes > budget and peak_of(found) >= self.forecast.peak_bytes:
             return stays("it is the smallest there is")
         self._switch(
-            trigger, f"{text}; nothing fits, so the smallest placement" if none_fits else text, found, **numbers
+            trigger, f"{text}; nothing fits, so the smallest memory plan" if none_fits else text, found, **numbers
         )
         return None
 
     def _pays(self, saved_s: float) -> bool:
-        """Whether a change that need not be made is worth it: a first step under a new placement compiles again."""
+        """Whether a change that need not be made is worth it: a first step under a new memory plan compiles again."""
         steps_left = self._steps - self._number
         return saved_s > self.rules.gain * self.forecast.step_s and saved_s * steps_left > (self._first_s or 0.0)
 
@@ -351,7 +353,7 @@ class AdaptiveReplanner:
         return self._place(trigger, text, found.memory_plan, told, **numbers)
 
     def _place(self, trigger: str, text: str, memory_plan: MemoryPlan, told: str = "", **numbers: Any) -> bool:
-        """Go over to a placement; False where the executor cannot, and the old one runs on."""
+        """Go over to a memory plan; False where the executor cannot, and the old one runs on."""
         before, after = words(self.executor.memory_plan), words(memory_plan)
         try:
             self.executor.apply_memory_plan(memory_plan)

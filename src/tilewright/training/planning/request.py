@@ -56,7 +56,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
     memory = recipe.memory
     if memory.executor == "layer_major" and "disk" in memory.tiers:
-        disk = disk or _free_space(recipe)  # what the recipe says lies there already
+        disk = disk or _free_space(recipe)  # what the recipe says is there already
     if options.on:
         row = find_published(options.on)
         host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES

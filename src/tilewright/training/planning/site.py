@@ -16,7 +16,7 @@ from tilewright.planner.planner import Planner
 
 @dataclass(frozen=True)
 class PlanContext:
-    """Where a run would be: what a planner asks besides the recipe."""
+    """Where a run would be: what a planner asks in addition to the recipe."""
 
     vocab_size: int
     machine: Machine

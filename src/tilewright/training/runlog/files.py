@@ -2,7 +2,7 @@
 precision is controlled, precision.jsonl.
 
 One JSON object a line, written at once, so a killed process loses at most the line it was writing. On resume that
-torn line is cut, and so are rows past the step resumed from, which will be written again: curves never double.
+corrupt line is cut, and so are rows past the step resumed from, which will be written again: curves never double.
 Events of the process (start, stop, a rejected checkpoint) stay. Numbers that are not finite are null.
 """
 
@@ -108,7 +108,7 @@ class RunLog:
     Args:
         folder: the run folder.
         resumed_step: rows after this step are cut, None for a new run (nothing is cut, whatever is there).
-        elapsed_s: seconds the run had been training at that step; `time_s` goes on from there.
+        elapsed_s: seconds the run had been training at that step; `time_s` continues from there.
     """
 
     def __init__(self, folder: Path, *, resumed_step: int | None = None, elapsed_s: float = 0.0) -> None:
@@ -147,7 +147,7 @@ class RunLog:
             result: of the step.
             lr: learning rate that it used.
             wait_s: seconds that it waited for data.
-            memory: a ledger's snapshot, at steps that have one.
+            memory: a memory tracker's snapshot, at steps that have one.
         """
         seconds = result.seconds + wait_s
         row = {
@@ -209,7 +209,7 @@ class RunLog:
 
 
 def _parse(line: bytes) -> Row | None:
-    """The row in a line, None where it is torn."""
+    """The row in a line, None where it is corrupt."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -44,7 +44,7 @@ class MetricsLogger:
         self._scaled = scaled
 
     def step(self, row: Mapping[str, Any], counters: Counters, result: StepResult) -> None:
-        """What a step's row (`RunLog.step`) asks for besides: a progress line where it has the memory, and an event
+        """What a step's row (`RunLog.step`) asks for too: a progress line where it has the memory, and an event
         where the step was skipped or computed again."""
         if result.redone is not None:
             text = f"step {counters.step} computed again in wider formats: {result.redone}"

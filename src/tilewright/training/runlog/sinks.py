@@ -1,4 +1,4 @@
-"""Optional second homes of the metrics: TensorBoard, trackio, wandb. Thin: they are told scalars and nothing else.
+"""Optional second homes of the metrics: TensorBoard, trackio, wandb. Thin: they are reported scalars and nothing else.
 
 metrics.jsonl stays the source of truth. The packages are imported when a run starts, so that a missing one
 stops it at once and not at its first log line.

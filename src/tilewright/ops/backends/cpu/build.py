@@ -1,6 +1,6 @@
 """Compiles the C++ files of this folder, each once a machine when first used, and loads them.
 
-A library lies in the user's cache folder under a name made from the source, the flags, the compiler and the processor,
+A library is in the user's cache folder under a name made from the source, the flags, the compiler and the processor,
 so a change of any of them builds a new one. Two processes that build at once do no harm: each writes a file of its own
 and renames it. What goes wrong is a reason for `why_not`, not an exception.
 """

@@ -146,7 +146,7 @@ def _matmul(
     if not (is_exact(a) and is_exact(b)):
         return decoded_matmul(a.dequantize(), b.dequantize(), bias, out_dtype)
     if is_fast_bf16(a_qdata.device):
-        # Products with a transposed left operand took twice the time on AMX (docs/log.md, 2026-11-20), so it is turned
+        # Matmuls with a transposed left operand took twice the time on AMX (docs/log.md, 2026-11-20), so it is turned
         # while decoding; without AMX that costs what it saves.
         return decoded_matmul(decode_bf16(a, turn=True), decode_bf16(b), bias, out_dtype)
     return decoded_matmul(decode_bf16(a).float(), decode_bf16(b).float(), bias, out_dtype)

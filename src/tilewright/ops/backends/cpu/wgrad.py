@@ -1,7 +1,7 @@
 """Weight gradients of BF16 layers on AMX tiles by a library in C++: summed and returned in FP32, never rounded to BF16.
 
-torch's own product (oneDNN) takes the gradient of the output as a transposed left operand, at half the speed of the
-forward product, and rounds its result. `linear` is torch's forward and input gradient with this for the weight.
+torch's own matmul (oneDNN) takes the gradient of the output as a transposed left operand, at half the speed of the
+forward matmul, and rounds its result. `linear` is torch's forward and input gradient with this for the weight.
 
 Legend: N tokens  M out features  K in features.
 """

@@ -22,7 +22,7 @@ def fused(
     """torch's fused AdamW: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers` is
     not read.
 
-    The kernel goes through memory as it lies: tensors whose elements lie in different orders, or apart, take copies.
+    The kernel goes through memory as it lies: tensors whose elements are in different orders, or apart, take copies.
     """
     given = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
     rows = [_alike(row) for row in given]

@@ -1,11 +1,11 @@
-"""8-bit operands decoded to BF16, then torch's ordinary BF16 product: the same operand bits on any device.
+"""8-bit operands decoded to BF16, then torch's ordinary BF16 matmul: the same operand bits on any device.
 
 A code times a power of two is exact in BF16, so only the order of the sum and the rounding of the result differ from an
 8-bit unit. With other scales, or where the CPU has no BF16 instructions, operands are decoded to FP32 instead. That
-depends on the scales' values, so the product is one operator to torch.compile, which does not look inside.
+depends on the scales' values, so the matmul is one operator to torch.compile, which does not look inside.
 
-An FP32 result is not rounded on CUDA. On CPU torch 2.13 has no BF16 product with an FP32 result (`torch.mm(out_dtype=)`
-is CUDA's alone), so it is the product rounded to BF16, in FP32: what a BF16 layer's weight gradient is, too.
+An FP32 result is not rounded on CUDA. On CPU torch 2.13 has no BF16 matmul with an FP32 result (`torch.mm(out_dtype=)`
+is CUDA's alone), so it is the matmul rounded to BF16, in FP32: what a BF16 layer's weight gradient is, too.
 
 Legend: M, N rows  K columns.
 """
@@ -51,7 +51,7 @@ def decoded_matmul(a_MK: Tensor, b_NK: Tensor, bias_N: Tensor | None, out_dtype:
 
 
 def is_fast_bf16(device: torch.device) -> bool:
-    """Whether BF16 products on this device run on a unit for them."""
+    """Whether BF16 matmuls on this device run on a unit for them."""
     return device.type != "cpu" or _cpu_multiplies_bf16()
 
 

@@ -60,7 +60,7 @@ def _scaled_mm(
     b_tiled = TiledTensor(b, b_scale, Tile(tiles[2], tiles[3]), FP8_SPECS[b_spec])
     if (a_tiled.tile, b_tiled.tile) not in _PAIRS:
         raise AssertionError(
-            f"no product of tiles {a_tiled.tile} and {b_tiled.tile}; tile_gemm's contract has the pairs"
+            f"no matmul of tiles {a_tiled.tile} and {b_tiled.tile}; tile_gemm's contract has the pairs"
         )
     if a_tiled.spec == E5M2 and b_tiled.spec == E5M2:
         from tilewright.ops.backends.triton import gemm  # it imports triton
@@ -75,7 +75,7 @@ def _(a, b, a_scale, b_scale, bias, tiles, a_spec, b_spec, out_dtype):
 
 
 def multiply(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The product on the device."""
+    """The matmul on the device."""
     if 0 in (*a.shape, b.shape[0]):
         out = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.qdata.device)
         return out if bias_N is None else out + bias_N.to(out_dtype)

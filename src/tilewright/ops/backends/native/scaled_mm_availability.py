@@ -1,4 +1,4 @@
-"""When torch's `scaled_mm` can run a product of tiles, by the rules that its source states (see `scaled_mm`)."""
+"""When torch's `scaled_mm` can run a matmul of tiles, by the rules that its source states (see `scaled_mm`)."""
 
 import torch
 from torch.nn import functional as F
@@ -12,7 +12,7 @@ def needs_scaled_mm(machine: Machine, case: Case) -> str | None:
     if case.device_type != "cuda":
         return "cuBLAS runs on CUDA devices"
     if case.dtype == torch.float64:
-        return "8-bit products have no FP64 result"
+        return "8-bit matmuls have no FP64 result"
     if not hasattr(F, "scaled_mm"):
         return "this torch has no torch.nn.functional.scaled_mm (2.10 and later have)"
     if "cuda" not in machine.versions:

@@ -1,7 +1,7 @@
-"""16-bit operands multiplied in FP32, for CPUs that have no 16-bit matrix instructions: where, and a plain product.
+"""16-bit operands multiplied in FP32, for CPUs that have no 16-bit matrix instructions: where, and a plain matmul.
 
-torch's own 16-bit product on such a CPU (oneDNN's emulation) ran at a quarter of the speed of its FP32 product
-(docs/log.md, 2026-11-21). Products of 16-bit numbers are exact in FP32, so only the order of the sums differs.
+torch's own 16-bit matmul on such a CPU (oneDNN's emulation) ran at a quarter of the speed of its FP32 matmul
+(docs/log.md, 2026-11-21). Matmuls of 16-bit numbers are exact in FP32, so only the order of the sums differs.
 Loss and attention ask `widens`; the linear layer is in `wide_linear`.
 """
 
@@ -22,7 +22,7 @@ def why_not(machine: Machine, case: Case) -> str | None:
 
 
 def widens(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are faster in FP32 on this device: a CPU without instructions for them."""
+    """Whether matmuls of this dtype are faster in FP32 on this device: a CPU without instructions for them."""
     if torch.compiler.is_compiling():
         from tilewright.ops.base.opaque import constant  # its decorators take seconds to import
 

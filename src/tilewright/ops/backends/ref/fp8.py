@@ -1,4 +1,4 @@
-"""The law for 8-bit operands, in plain torch: `formats` decides the bits, FP32 products and sums.
+"""The law for 8-bit operands, in plain torch: `formats` decides the bits, FP32 matmuls and sums.
 
 Legend: M, N rows  K columns  D features.
 """
@@ -30,7 +30,7 @@ def quantize_both(x_MK: Tensor, spec: FloatSpec, power_of_two: bool = True) -> B
 
 
 def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See `ops.gemm`. FP32 operands: on a GPU, their product must not be allowed to use TF32."""
+    """See `ops.gemm`. FP32 operands: on a GPU, their matmul must not be allowed to use TF32."""
     out_MN = a.dequantize() @ b.dequantize().T
     if bias_N is not None:
         out_MN = out_MN + bias_N.to(out_dtype).to(torch.float32)

@@ -4,7 +4,7 @@ Two ways to the same bits. The plain one rounds by integer arithmetic, runs on e
 takes noise. The short one uses the conversion instruction of GPUs that have it; tiles that hold infinities, which the
 instruction turns into the largest value, are mended afterwards.
 
-Branches on constants are if and else, not early returns: Triton compiles what stands after a return too.
+Branches on constants are if and else, not early returns: Triton compiles what is after a return too.
 Nothing here adds after it multiplies, so a compiler that contracts both into one rounding cannot change bits.
 
 A format comes as five integers: MANTISSA and BIAS, MAX_BITS (its largest value as FP32 bits), LEAST and MOST (exponents

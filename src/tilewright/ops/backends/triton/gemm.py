@@ -1,4 +1,4 @@
-"""a @ b.T of 8-bit operands on any GPU, the sum promoted to FP32 every 128 products.
+"""a @ b.T of 8-bit operands on any GPU, the sum promoted to FP32 every 128 matmuls.
 
 GPUs with an 8-bit matrix unit multiply the codes (its own sums are short of bits, hence the promotion); on others the
 codes are decoded to BF16 while they are loaded, which is exact, so the operands are the same numbers everywhere.
@@ -32,7 +32,7 @@ def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: 
     # By integers: torch.compile does not trace a look-up by tile.
     tiles = (a.tile.rows, a.tile.cols, b.tile.rows, b.tile.cols)
     if tiles not in ((1, 128, 128, 128), (1, 128, 1, 128), (0, 0, 0, 0)):
-        raise AssertionError(f"no product of tiles {a.tile} and {b.tile}; tile_gemm's contract has the pairs")
+        raise AssertionError(f"no matmul of tiles {a.tile} and {b.tile}; tile_gemm's contract has the pairs")
     b_rows = 128 if b.tile.rows == 128 else 1
     return multiply_codes(
         a.qdata, b.qdata, a.scale_inv, b.scale_inv, bias_N, a.spec.name, b.spec.name, b_rows, out_dtype
@@ -44,7 +44,7 @@ def multiply_codes(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, a_spec: str, b_spec: str, b_rows: int,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The product. A scale of one element serves the whole operand."""
+    """The matmul. A scale of one element serves the whole operand."""
     num_rows, num_summed = a.shape
     num_cols = b.shape[0]
     out = torch.empty((num_rows, num_cols), dtype=out_dtype, device=a.device)

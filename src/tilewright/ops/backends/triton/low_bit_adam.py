@@ -51,7 +51,7 @@ def _as_bits(x):
 
 @triton.jit
 def _random_bits(element, stream):
-    """32 bits an element: `ops.backends.ref.adam.hash32`."""
+    """32 bits per element: `ops.backends.ref.adam.hash32`."""
     x = element.to(tl.uint32) * 0x9E3779B9 + stream.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97

@@ -56,7 +56,7 @@ class _Barrier(torch.autograd.Function):
 
 
 class NoForwardMode:
-    """For an autograd.Function: Jacobian-vector products are refused.
+    """For an autograd.Function: Jacobian-vector matmuls are refused.
 
     Not for compiled code: Dynamo (torch 2.13) does not trace a Function that has a `jvp`.
     """

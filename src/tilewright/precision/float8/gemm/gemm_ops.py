@@ -1,4 +1,4 @@
-"""The three products of a linear layer, in formats that are read when they run, and counted as they ran.
+"""The three matmuls of a linear layer, in formats that are read when they run, and counted as they ran.
 
 torch.compile sees two operators and does not look inside, so a change of formats compiles nothing again. `formats` [3]
 and `counts` [3, formats] are int64 tensors on the host: index into `GEMM_FORMATS` by GEMM, and calls by GEMM and
@@ -36,9 +36,9 @@ FPROP, DGRAD, WGRAD = range(3)
 
 @dataclass(frozen=True)
 class RuntimeFormats:
-    """What a layer's products are told at run time and tell back. Both on the host, int64.
+    """What a layer's matmuls are reported at run time and tell back. Both on the host, int64.
 
-    `formats` [3]: index into `GEMM_FORMATS` of each product. `counts` [3, len(GEMM_FORMATS)]: calls so far.
+    `formats` [3]: index into `GEMM_FORMATS` of each matmul. `counts` [3, len(GEMM_FORMATS)]: calls so far.
     """
 
     formats: Tensor
@@ -73,7 +73,7 @@ def matmuls(
     switch: RuntimeFormats,
     fixed: StaticConfig,
 ) -> Tensor:
-    """x W^T + b and its gradients, each product in the format that `switch` says when it runs.
+    """x W^T + b and its gradients, each matmul in the format that `switch` says when it runs.
 
     Args:
         x_NK: [N, K], any float dtype; also N = 0.
@@ -231,7 +231,7 @@ def _(
 
 
 def _count(matmul: int, formats: Tensor, counts: Tensor) -> str:
-    """The format of a product, noted as run."""
+    """The format of a matmul, noted as run."""
     index = formats.tolist()[matmul]
     counts.numpy()[matmul, index] += 1  # the same memory, in a tenth of the time of indexing a tensor
     return GEMM_FORMATS[index]
@@ -240,7 +240,7 @@ def _count(matmul: int, formats: Tensor, counts: Tensor) -> str:
 def _gradient_copies(
     run: Kernels, dy: Tensor, dgrad: str | None, wgrad: str | None, tensorwise: bool, power_of_two: bool
 ) -> tuple[TiledTensor | None, TiledTensor | None]:
-    """The output gradient for those of the two products that have 8-bit operands: row-wise, and transposed."""
+    """The output gradient for those of the two matmuls that have 8-bit operands: row-wise, and transposed."""
     how = {"tensorwise": tensorwise, "power_of_two": power_of_two}
     dgrad8, wgrad8 = dgrad in FP8_FORMATS, wgrad in FP8_FORMATS
     if dgrad8 and wgrad8 and gradient_spec(dgrad) != gradient_spec(wgrad):

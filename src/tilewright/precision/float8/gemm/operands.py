@@ -1,6 +1,6 @@
-"""The 8-bit operands of a linear layer's products: which tiles, which spec, which copies.
+"""The 8-bit operands of a linear layer's matmuls: which tiles, which spec, which copies.
 
-Shared by the layers that make them ahead (`linear`, `experts`, `frozen_linear`) and by the products that make what is
+Shared by the layers that make them ahead (`linear`, `experts`, `frozen_linear`) and by the matmuls that make what is
 missing (`gemm_ops`).
 
 Legend: N tokens  K input features  M output features.
@@ -25,7 +25,7 @@ def input_tile(tensorwise: bool) -> Tile:
 
 
 def gradient_spec(name: str) -> FloatSpec:
-    """Format of the output gradient in a product of 8-bit operands."""
+    """Format of the output gradient in a matmul of 8-bit operands."""
     return E4M3 if name == "fp8_tile" else E5M2
 
 
