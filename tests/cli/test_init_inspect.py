@@ -99,4 +99,4 @@ def test_inspect_a_run_folder(capsys, tmp_path):
 
 def test_inspect_nothing(capsys):
     assert run(["inspect", "nowhere"]) == 2
-    assert "no such recipe" in capsys.readouterr().err
+    assert "No such recipe" in capsys.readouterr().err

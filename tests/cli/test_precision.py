@@ -95,11 +95,11 @@ def test_a_policy_of_another_model_is_refused_with_near_names(here, capsys):
 def test_files_that_are_there_are_kept(here, capsys):
     before = (here / "policy.toml").read_text()
     assert run(["precision", "search", *FAST, *arguments()]) == 2
-    assert "files are there already" in capsys.readouterr().err
+    assert "Files already exist" in capsys.readouterr().err
     assert run(["precision", "search", "policy.toml", "--force", *FAST]) == 2
     assert "would replace the recipe that it extends" in capsys.readouterr().err
     assert run(["precision", "search", *FAST, "--out", "nowhere/p.toml", *arguments()]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "No such folder" in capsys.readouterr().err
     assert (here / "policy.toml").read_text() == before
 
 
@@ -117,7 +117,7 @@ def test_an_impossible_budget_exits_with_3_and_writes_nothing(here, capsys):
     ("more", "told"),
     [
         (["--budget", "lots"], "percent"),
-        (["--run", "nosuch"], "no such run"),
+        (["--run", "nosuch"], "No such run"),
         (["--precision.enabled", "false"], "no precision to search"),
         (["--precision.fp32_ops", '["linear"]'], "no linear layer that could compute in FP8"),
         (["--precision.rules", '[{ match = "*.down_proj", compute = "fp8_hybrid" }]'], "fp8_tile and bf16 only"),

@@ -179,10 +179,10 @@ def test_a_conflict_is_left_out_where_its_fields_are_wrong_already(tmp_path):
         ("[data]\nmax_bytes = 1.5\n", "data.max_bytes is not right"),
         ('[data]\nmax_bytes = "24MX"\n', "data.max_bytes is not right"),
         ("[data]\nseq_len = 2024-01-01\n", "data.seq_len is not right"),
-        ('[precision]\nrules = [{ match = "a" }]\n', "a rule names no format"),
+        ('[precision]\nrules = [{ match = "a" }]\n', "Precision rule without a format"),
         ('[precision]\nrules = [{ compute = "fp32", mach = "a" }]\n', "unknown key 'mach' in precision.rules"),
-        ("extends = 3\n", "extends names one recipe"),
-        ('extends = "nowhere"\n', "no such recipe"),
+        ("extends = 3\n", "`extends` is not the name of one recipe"),
+        ('extends = "nowhere"\n', "No such recipe"),
     ],
 )
 def test_bad_values(tmp_path, text, what):
@@ -201,7 +201,7 @@ def test_bad_values(tmp_path, text, what):
 def test_a_syntax_error_has_four_parts_and_a_line(tmp_path, text, line, hint):
     path = write(tmp_path, "bad.toml", text)
     (problem,) = problems(path)
-    assert problem.what == "the recipe is not valid TOML"
+    assert problem.what == "Recipe is not valid TOML"
     assert problem.where == f"{path}:{line}"
     assert problem.got
     assert problem.need
@@ -220,10 +220,10 @@ def test_files_that_are_not_there_or_not_text(tmp_path):
     assert problem.try_ == "did you mean default?"
     assert ", ".join(shipped_recipes()) in problem.need
     (problem,) = problems(tmp_path)
-    assert problem.what == "a recipe is a file, not a folder"
+    assert problem.what == "Recipe is a file, not a folder"
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     (problem,) = problems(tmp_path / "binary.toml")
-    assert problem.what == "the recipe is not a UTF-8 text"
+    assert problem.what == "Recipe is not UTF-8 text"
     assert "0xff at position 0" in problem.got
 
 
@@ -234,7 +234,7 @@ def test_files_that_are_not_there_or_not_text(tmp_path):
         (["--train.steps"], "--train.steps has no value", "--train.steps VALUE"),
         (["--train.steps", "--run.seed", "1"], "--train.steps has no value", "--train.steps VALUE"),
         (["--trian.steps"], "unknown option --trian.steps", "--train.steps VALUE"),
-        (["hello"], "an argument that is no setting", ""),
+        (["hello"], "Argument is not a setting", ""),
         (["--foo.bar", "4"], "unknown setting foo.bar", "tilewright inspect lists all settings"),
     ],
 )

@@ -89,7 +89,7 @@ def test_wrong_text_field_names_the_fields(tmp_path):
 
 
 def test_unknown_domain(corpus_folder, tmp_path):
-    with pytest.raises(DataError, match="no such domain") as caught:
+    with pytest.raises(DataError, match="Unknown data domain") as caught:
         prepare(str(corpus_folder), domains=("a", "q"), cache_dir=str(tmp_path))
     assert_four_parts(caught.value)
     assert "a, b, c" in caught.value.problems[0].need

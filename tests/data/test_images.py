@@ -78,7 +78,7 @@ def test_prepare_and_stream(folder, tmp_path):
 
 def test_not_a_folder_of_classes(folder, tmp_path):
     for bad in (tmp_path / "absent", folder / "ant"):
-        with pytest.raises(DataError, match="no classes"):
+        with pytest.raises(DataError, match="No image classes at this path"):
             load(bad, tmp_path)
 
 

@@ -94,5 +94,5 @@ def test_names_of_other_tokenizers(tokenizer, tmp_path):
     assert (gpt.bos_id, gpt.eos_id, gpt.mask_id) == (1, 1, None)
     own = renamed({"<|bos|>": "<x>", "<|eos|>": "<y>"}, {"bos_token": {"content": "<x>"}, "eos_token": "<y>"})
     assert (own.bos_id, own.eos_id) == (0, 1)
-    with pytest.raises(DataError, match="ends a document"):
+    with pytest.raises(DataError, match="Tokenizer without an end-of-document token"):
         renamed({"<|eos|>": "<nothing known>"})

@@ -107,10 +107,10 @@ def test_a_skipped_step_leaves_no_statistics_behind():
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match="own mixed precision"):
+    with pytest.raises(ConfigError, match="Mixed precision of accelerate is on"):
         convert_for(Accelerator(cpu=True, mixed_precision="bf16"), net(), "bf16_mixed")
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(net())
-    with pytest.raises(ConfigError, match="prepared a model"):
+    with pytest.raises(ConfigError, match="Model or optimizer was already prepared by accelerate"):
         convert_for(accelerator, model, "bf16_mixed")

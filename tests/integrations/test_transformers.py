@@ -174,7 +174,7 @@ def test_pure_fp16_trains_with_our_optimizer_only(tmp_path):
 
 def test_two_tools_cannot_decide_one_thing(tmp_path):
     trainer, _ = trainer_of(llama(), tmp_path, bf16=True)
-    with pytest.raises(ConfigError, match="own mixed precision is on"):
+    with pytest.raises(ConfigError, match="Mixed precision of accelerate is on"):
         attach(trainer, "bf16_mixed")
 
 
@@ -254,5 +254,5 @@ def test_a_controller_goes_on_from_the_trainers_checkpoint(tmp_path):
 
 def test_a_controller_needs_fp8(tmp_path):
     trainer, _ = trainer_of(llama(), tmp_path)
-    with pytest.raises(ConfigError, match="nothing that it could move"):
+    with pytest.raises(ConfigError, match="No FP8 layer for the controller to move"):
         attach(trainer, "bf16_mixed", control=EVERY_STEP)

@@ -292,7 +292,7 @@ class TestDisk:
         with largest_file(5 * MIB), pytest.raises(FitError) as caught:
             make_arena("disk", tmp_path, layer_groups)
         problem = caught.value.problems[0]
-        assert problem.what == "The disk tier is full."
+        assert problem.what == "Disk is full: no room for the offloaded tensors"
         assert "12.00 MiB" in problem.need
         assert "free" in problem.got
         assert "memory.offload_dir" in problem.try_

@@ -104,7 +104,7 @@ class TestBadDisk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(FitError, match="disk tier is full") as caught:
+        with pytest.raises(FitError, match="Disk is full: no room for the offloaded tensors") as caught:
             store.put(1, 0, torch.zeros(10, 8))
         assert "memory.offload_dir" in str(caught.value)
         assert store.get(0, 0).shape == (10, 8)
@@ -115,7 +115,7 @@ class TestBadDisk:
         store = make_store("disk", tmp_path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
         try:
-            with pytest.raises(FitError, match="disk tier is full"):
+            with pytest.raises(FitError, match="Disk is full: no room for the offloaded tensors"):
                 store.put(0, 0, torch.zeros(2**16))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -128,7 +128,7 @@ class TestBadDisk:
 
         monkeypatch.setattr(os, "pwritev", broken)
         store.put(0, 0, torch.zeros(10, 8))
-        with pytest.raises(HardwareError, match="disk tier cannot be written"):
+        with pytest.raises(HardwareError, match="Offload folder cannot be written"):
             store.get(0, 0)
 
     def test_truncated_under_us(self, tmp_path):

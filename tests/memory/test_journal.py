@@ -102,7 +102,7 @@ def test_disk_is_full(tmp_path):
     parts, states, offloader, expected = make("device", tmp_path, size=4 * MIB)
     rollback = RollbackBuffer("disk", "cpu", folder=tmp_path)
     rollback.begin()
-    with largest_file(MIB), pytest.raises(FitError, match="disk tier is full"):
+    with largest_file(MIB), pytest.raises(FitError, match="Disk is full: no room for the offloaded tensors"):
         change(rollback, offloader, parts[0], states[0], 1)
     assert_values(offloader, parts, expected)
     rollback.close()

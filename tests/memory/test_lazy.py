@@ -222,12 +222,12 @@ class TestBadFolders:
 
     def test_shard_is_missing(self, tmp_path):
         self.folder(tmp_path)[0].unlink()
-        with pytest.raises(CheckpointError, match="weights are missing"):
+        with pytest.raises(CheckpointError, match="Weights are missing"):
             stored_values(meta_decoder("dense"), tmp_path)
 
     def test_another_shape(self, tmp_path):
         self.folder(tmp_path)
-        with pytest.raises(CheckpointError, match="not those of this model"):
+        with pytest.raises(CheckpointError, match="Weights in the folder belong to another model"):
             stored_values(meta_decoder("moe"), tmp_path)
 
     def test_foreign_folder_without_a_tensor(self, tmp_path):

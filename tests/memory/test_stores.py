@@ -99,7 +99,10 @@ def test_rooms_without_bytes_lie_anywhere(tmp_path):
 def test_a_full_disk_gives_all_back_that_was_taken(tmp_path):
     store = DiskStore(tmp_path)
     store.take({"a": MIB})
-    with largest_file(3 * MIB), pytest.raises(FitError, match="disk tier is full") as caught:
+    with (
+        largest_file(3 * MIB),
+        pytest.raises(FitError, match="Disk is full: no room for the offloaded tensors") as caught,
+    ):
         store.take({"b": MIB, "c": 4 * MIB})
     assert "5.00 MiB" in caught.value.problems[0].need
     assert store.sizes == {"a": MIB}
@@ -135,6 +138,6 @@ def test_system_moves_less_than_it_was_asked_to(tmp_path, monkeypatch):
 
 def test_host_memory_that_is_not_there():
     store = HostStore(CPU)
-    with pytest.raises(FitError, match="The host tier does not fit into memory"):
+    with pytest.raises(FitError, match="Host memory is too small for the offloaded tensors"):
         store.take({0: 2**61, 1: 2**61})
     assert store.sizes == {}

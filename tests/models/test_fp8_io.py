@@ -296,8 +296,8 @@ def negative_scale(tensors):
 
 BROKEN = {
     drop_scale: ("an FP8 weight has no scale", UP),
-    drop_weight: ("a scale has no FP8 weight", f"{UP}_scale_inv, and no such weight"),
-    widen_weight: ("a scale has no FP8 weight", f"{UP}_scale_inv, and a weight in BF16"),
+    drop_weight: ("Scale without its FP8 weight", f"{UP}_scale_inv, and no such weight"),
+    widen_weight: ("Scale without its FP8 weight", f"{UP}_scale_inv, and a weight in BF16"),
     shrink_scale: ("wrong shape", f"{UP}_scale_inv [1, 2]"),
     whole_scale: ("wrong dtype", f"{UP}_scale_inv in I32"),
     stack_weight: ("not a matrix", f"{UP} [1, 192, 192]"),

@@ -153,7 +153,7 @@ def test_weights_with_a_partial_block_stay_bf16(tmp_path):
     assert torch.equal(net.model.layers[1].mlp.up_proj.weight, model.net.model.layers[1].mlp.up_proj.weight.bfloat16())
 
 
-NOTHING, UNREADABLE = "Model without a weight that can be stored in FP8", "FP8 folder that transformers could not read"
+NOTHING, UNREADABLE = "No weight of this model can be stored in FP8", "FP8 folder would be unreadable for transformers"
 
 
 @pytest.mark.parametrize(

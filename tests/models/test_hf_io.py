@@ -221,7 +221,7 @@ def test_index_and_files_must_agree(tmp_path):
 
 
 def test_shapes_without_a_layout_cannot_be_written(tmp_path):
-    with pytest.raises(CheckpointError, match="no Hugging Face layout"):
+    with pytest.raises(CheckpointError, match="No Hugging Face layout"):
         make_decoder("gqa_moe").save_hf(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

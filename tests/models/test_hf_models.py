@@ -147,7 +147,7 @@ def test_activation_checkpointing_is_exact(name, mode):
 
 
 def test_models_without_activation_checkpointing_say_so():
-    with pytest.raises(ConfigError, match="no activation checkpointing"):
+    with pytest.raises(ConfigError, match="Activation checkpointing is not supported by this model"):
         make("resnet").activation_checkpoint = "full"
 
 
@@ -166,7 +166,7 @@ def test_bidirectional_models_cannot_be_causal():
     from transformers import BertConfig
 
     model = load_hf(BertConfig(**_SIZES | _HEADS), "causal_lm")
-    with pytest.raises(ConfigError, match="sees the tokens that it should predict"):
+    with pytest.raises(ConfigError, match="Model attends to the tokens that it should predict"):
         model.loss(make_inputs(model))
 
 

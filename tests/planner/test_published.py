@@ -42,7 +42,7 @@ def test_a_machine_of_the_table_says_that_its_numbers_are_published():
 
 
 def test_a_name_that_is_not_in_the_table():
-    with pytest.raises(ConfigError, match="No published numbers") as caught:
+    with pytest.raises(ConfigError, match="Unknown machine name") as caught:
         find_published("h9000")
     problem = caught.value.problems[0]
     assert problem.got

@@ -122,7 +122,7 @@ def test_training_goes_on_and_says_that_nothing_is_known(plan, folder, data, tmp
 
 def test_a_budget_that_must_hold_is_not_taken_on_trust(folder, data, tmp_path):
     budget = {"plan__device_memory": "8GiB"}
-    with pytest.raises(UnknownFitError, match="not known whether this run fits") as caught:
+    with pytest.raises(UnknownFitError, match="Memory of this run cannot be predicted") as caught:
         train(tiny(data, tmp_path, **foreign(folder, JETMOE, **budget)))
     assert all(problem.got and problem.need and problem.try_ for problem in caught.value.problems)
     trusting = foreign(folder, JETMOE, plan__enforce="false", **budget)

@@ -1,4 +1,5 @@
-"""The controller's state machine on made-up evidence: what it may never do, and what it must."""
+"""No FP8 layer for the controller to move's state machine on made-up evidence: what it may never do, and what it
+must."""
 
 import json
 import math

@@ -362,7 +362,7 @@ def test_a_converted_model_copies_pickles_saves_and_loads(tmp_path):
 def test_a_forward_replaced_by_another_tool_is_refused():
     model = Functions()
     model.forward = model.forward
-    with pytest.raises(ConfigError, match="replaced by another tool"):
+    with pytest.raises(ConfigError, match="Module forward was replaced by another library"):
         convert(model, "bf16_mixed")
 
 

@@ -333,7 +333,7 @@ def test_rules_name_single_products():
 
 
 def test_one_layer_has_one_kind_of_scale():
-    with pytest.raises(ConfigError, match="one kind of scale"):
+    with pytest.raises(ConfigError, match="Matmuls of one layer need the same kind of scale"):
         Gemms("fp8_tile", "fp8_tensorwise", "bf16")
 
 

@@ -1,4 +1,5 @@
-"""The controller's part of the report: from precision.jsonl to maps, strips, moves with evidence, and marks."""
+"""No FP8 layer for the controller to move's part of the report: from precision.jsonl to maps, strips, moves with
+evidence, and marks."""
 
 import json
 import math

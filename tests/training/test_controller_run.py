@@ -143,7 +143,7 @@ def test_the_rate_follows_the_noise(data, tmp_path):
 def test_an_impossible_budget_is_refused_before_the_first_step(data, tmp_path):
     loaded = tiny(data, tmp_path, **(CONTROLLED | {"precision__controller__budget": 0.01}))
     setup = set_up(loaded)
-    with pytest.raises(FitError, match="budget cannot be kept") as caught:
+    with pytest.raises(FitError, match="Controller budget is too small") as caught:
         build(setup, fresh=True)
     assert "at least" in str(caught.value)
 
@@ -157,9 +157,9 @@ def test_contradictions_are_told_all_at_once(data, tmp_path):
     with pytest.raises(ConfigError) as caught:
         tiny(data, tmp_path, **wrong)
     text = str(caught.value)
-    assert "shares of the steps lie between 0 and 1" in text
+    assert "Share of the steps outside 0 to 1" in text
     assert 'need   precision.mode = "fp8_tile"' in text
-    assert "large samples would be more frequent" in text
+    assert "Controller's recalibrate_interval is below its interval" in text
 
 
 def test_elements_are_clipped(data, tmp_path):

@@ -61,7 +61,7 @@ def test_the_event_says_how_much_is_fp8(data, tmp_path):
 
 def test_an_fp8_export_without_fp8_is_refused_before_training(data, tmp_path):
     changes = foreign("gpt2", tmp_path / "model") | {"checkpoint__export_format": "fp8"}
-    with pytest.raises(CheckpointError, match="Model without a weight that can be stored in FP8"):
+    with pytest.raises(CheckpointError, match="No weight of this model can be stored in FP8"):
         train(tiny(data, tmp_path, **ONCE, **changes))
     assert not (tmp_path / "tiny" / "metrics.jsonl").exists()
 

@@ -63,7 +63,7 @@ def test_the_folders_tokenizer_prepares_the_data(kind, folder, own, data, tmp_pa
 
 @pytest.mark.parametrize("kind", ["decoder", "hf"])
 def test_a_folder_without_a_tokenizer_is_refused_before_data_is_prepared(kind, folder, data, tmp_path):
-    with pytest.raises(ConfigError, match="has no tokenizer that can be used") as error:
+    with pytest.raises(ConfigError, match="No usable tokenizer in the folder of the loaded weights") as error:
         prepared(data, tmp_path, model__path=folder, model__kind=kind, **LOAD)
     problem = error.value.problems[0]
     assert problem.got
@@ -78,7 +78,7 @@ def test_a_folder_without_a_tokenizer_is_refused_before_data_is_prepared(kind, f
 )
 def test_another_tokenizer_file_names_its_conversion(file, folder, data, tmp_path):
     (folder / file).write_text("{}")
-    with pytest.raises(ConfigError, match="has no tokenizer that can be used") as error:
+    with pytest.raises(ConfigError, match="No usable tokenizer in the folder of the loaded weights") as error:
         prepared(data, tmp_path, model__path=folder, **LOAD)
     assert file in error.value.problems[0].got
     assert f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')" in error.value.problems[0].try_
@@ -150,7 +150,7 @@ def test_ends_that_no_file_names_are_an_error(folder, data, tmp_path):
     words(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "s_token_id" not in k}))
-    with pytest.raises(DataError, match="no token that ends a document"):
+    with pytest.raises(DataError, match="Tokenizer without an end-of-document token"):
         prepared_here(data, tmp_path, folder)
 
 

@@ -103,7 +103,9 @@ def test_steps_that_are_lost_again_and_again_end_the_run(data, tmp_path, monkeyp
         "train__steps": 12,
         "train__eval_interval": 0,
     }
-    with pytest.raises(UnrecoverableStepError, match="middle of a step"):
+    with pytest.raises(
+        UnrecoverableStepError, match="Non\-finite gradient during backward, after some layers were updated"
+    ):
         train(tiny(data, tmp_path, **options, **LAYERS))
 
 
@@ -122,7 +124,7 @@ def test_settings_that_cannot_be_together(settings, match):
 
 def test_loss_scaling_is_refused(data, tmp_path):
     loaded = tiny(data, tmp_path, memory__executor="layer_major", precision__mode="pure_fp16")
-    with pytest.raises(ConfigError, match="does not scale the loss"):
+    with pytest.raises(ConfigError, match="Loss scaling is not supported by the layer\-major executor"):
         train(loaded)
 
 

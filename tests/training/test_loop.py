@@ -198,7 +198,7 @@ def test_checkpoint_of_another_model(data, tmp_path):
 
 def test_checkpoint_of_other_data(data, tmp_path):
     train(tiny(data, tmp_path, train__steps=3))
-    with pytest.raises(CheckpointError, match="other data"):
+    with pytest.raises(CheckpointError, match="Dataset changed: the saved data position is invalid"):
         train(tiny(data, tmp_path, data__seq_len=48))
 
 

@@ -191,7 +191,7 @@ def test_parts_of_foreign_layers():
         each.loss(batch).loss_sum.backward()
     for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ConfigError, match="Attention by blocks"):
+    with pytest.raises(ConfigError, match="Attention blocks are not supported by this model"):
         cut_layers(model, MemoryPlan.uniform(2, attention_block=8), compile=False)
 
 

@@ -80,7 +80,7 @@ def test_a_step_that_could_not_be_finished_stops_the_run(data, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(DeepSeekAdam, "step_params", step_params)
-        with pytest.raises(PartialUpdateError, match="in the middle of an update"):
+        with pytest.raises(PartialUpdateError, match="Out of memory during the optimizer update; the retry failed"):
             train(tiny(data, tmp_path / "failed", **case))
     run = tmp_path / "failed" / "tiny"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000003"]

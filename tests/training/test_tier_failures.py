@@ -63,6 +63,6 @@ def test_what_was_saved_is_gone_on_from(data, sound, tmp_path, monkeypatch, call
 
 def test_a_folder_that_cannot_be_made(data, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="folder of the disk tier cannot be written") as caught:
+    with pytest.raises(ConfigError, match="Offload folder cannot be written") as caught:
         train(tiny(data, tmp_path, memory__offload_dir=tmp_path / "file" / "sub", **LAYERS, **DISK))
     assert "memory.offload_dir" in caught.value.problems[0].try_

@@ -33,7 +33,7 @@ REFUSALS: tuple[Expected, ...] = (
             check,
             ("gpt2", "falcon", "resnet"),
             "no weight of it can be stored so that transformers reads it",
-            match="Model without a weight that can be stored in FP8",
+            match="No weight of this model can be stored in FP8",
         )
         for check in _FP8
     ),
@@ -42,7 +42,7 @@ REFUSALS: tuple[Expected, ...] = (
             check,
             ("dinov2",),
             "transformers 5.23 does not read such a folder again",
-            match="FP8 folder that transformers could not read again",
+            match="FP8 folder would be unreadable for transformers",
         )
         for check in _FP8
     ),

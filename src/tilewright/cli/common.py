@@ -83,7 +83,7 @@ def _run_folder(ctx: click.Context, param: click.Parameter, value: str) -> Path:
     beside = Path("runs") if Path("runs").is_dir() else Path(value).parent
     found = sorted(path.parent.name for path in beside.glob("*/run.toml"))
     raise ConfigError(
-        "no such run",
+        "No such run",
         got=value,
         need="a folder with a run.toml" + (f"; in {beside}: {', '.join(found)}" if found else ""),
         try_="tilewright train, which makes one",

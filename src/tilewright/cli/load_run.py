@@ -73,7 +73,7 @@ def _newest(run: Path) -> Path:
         say(f"note: {rejection.path.name} is not used: {rejection.reason}", error=True)
     if path is None:
         raise CheckpointError(
-            "the run has no valid checkpoint",
+            "No valid checkpoint in the run folder",
             got=f"{len(rejected)} that are truncated or corrupt" if rejected else "none",
             need="one written by train",
             try_=f"tilewright train {run / 'run.toml'}",

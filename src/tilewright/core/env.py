@@ -127,7 +127,7 @@ def _alias(name: str, text: str, problems: list[Problem]) -> EnvSetting | None:
         if name.startswith("DEEPSEEK_"):
             known = ", ".join(row.name for row in VARIABLES if row.name.startswith("DEEPSEEK_"))
             problems.append(
-                Problem("unknown environment variable", got=name, need=known, try_=f"unset {name}", where="environment")
+                Problem("Unknown environment variable", got=name, need=known, try_=f"unset {name}", where="environment")
             )
         return None
     if name == "DEEPSEEK_AMP_ENABLED":

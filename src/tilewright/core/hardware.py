@@ -181,7 +181,7 @@ def _no_cuda() -> HardwareError:
         got = f"torch {torch.__version__} sees a GPU but cannot start CUDA on it"
         need = f"a driver for CUDA {torch.version.cuda}"
     return HardwareError(
-        "there is no CUDA device to run on",
+        "No CUDA device",
         got=got,
         need=need,
         try_='run.device = "auto", or --run.device cpu;\n`tilewright plan --on h200` plans for a card elsewhere',

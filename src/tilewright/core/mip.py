@@ -89,7 +89,7 @@ def minimise(
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kTimeLimit:
         raise OutOfTime(
-            "The solver found no choice that fits, and could not tell that there is none.",
+            "Solver ran out of time before it found a plan that fits",
             got=f"{patience_s:g} s, {len(columns)} variables, {len(rows)} constraints",
             need="a budget with more room",
             try_="a larger budget, or fix some of what is open in the recipe",

@@ -48,7 +48,7 @@ def call_module(module: str, on_line: Callable[[str], object] = say, **arguments
                 on_line(line.rstrip("\n"))
     if child.returncode < 0:
         raise HardwareError(
-            "A worker process was killed.",
+            "Worker process was killed",
             got=f"signal {-child.returncode} ({signal.Signals(-child.returncode).name})",
             need="enough memory for it: Linux kills processes when there is none left",
             try_="the same command again with more memory free",

@@ -132,7 +132,7 @@ def need_mask(tokenizer: Tokenizer) -> None:
     """Raises DataError where masked_lm is asked of a tokenizer without a mask token."""
     if tokenizer.mask_id is None:
         raise DataError(
-            "masked_lm needs a tokenizer with a mask token",
+            "Tokenizer without a mask token for masked_lm",
             where="data.tokenizer",
             got="a tokenizer without one",
             need='a "mask_token" in tokenizer_config.json, or a token named [MASK] or <mask>',

@@ -113,7 +113,7 @@ def _need_pillow() -> None:
         import PIL  # noqa: F401
     except ImportError:
         raise DataError(
-            "images cannot be read",
+            "Images cannot be read",
             got="Pillow is not installed",
             need="Pillow 10 or newer",
             try_='pip install "tilewright[hf]"',
@@ -124,7 +124,7 @@ def _list_images(root: Path) -> list[tuple[str, Path]]:
     classes = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith(".")) if root.is_dir() else []
     if len(classes) < 2:
         raise DataError(
-            "there are no classes of images at this path",
+            "No image classes at this path",
             where="data.source",
             got=f"{str(root)!r}, {f'with {len(classes)} sub-folders' if root.is_dir() else 'which is not a folder'}",
             need="a folder with one sub-folder of images for each class, two at least",
@@ -167,7 +167,7 @@ def build_images(
     split = _split(names, labels, holdout, seed)
     if len(classes) < 2 or not split["holdout"]:
         raise DataError(
-            "there are too few usable images",
+            "Too few usable images",
             where=source,
             got=f"{len(names)} images in {len(classes)} classes" + (f"; {rejects[0]['reason']}" if rejects else ""),
             need="two classes, and two images in one of them at least",

@@ -111,14 +111,14 @@ def convert_for(
     """
     if accelerator.mixed_precision != "no":
         raise ConfigError(
-            "accelerate's own mixed precision is on.",
+            "Mixed precision of accelerate is on",
             got=f'mixed_precision="{accelerator.mixed_precision}"',
             need='mixed_precision="no": tilewright decides on the formats',
             try_='Accelerator(mixed_precision="no")',
         )
     if accelerator._models or accelerator._optimizers:
         raise ConfigError(
-            "accelerate has prepared a model or an optimizer already.",
+            "Model or optimizer was already prepared by accelerate",
             need="the conversion first",
             try_="call convert_for before accelerator.prepare",
         )

@@ -127,7 +127,7 @@ def _check(trainer: Trainer, policy: Policy) -> None:
     on = [name for name in ("bf16", "fp16") if getattr(args, name)]
     if on:
         raise ConfigError(
-            "The Trainer's own mixed precision is on.",
+            "Trainer's own mixed precision is on",
             got=f"TrainingArguments({on[0]}=True)",
             need="bf16=False and fp16=False: tilewright decides on the formats",
             try_=f"leave {on[0]} out of the TrainingArguments",
@@ -135,7 +135,7 @@ def _check(trainer: Trainer, policy: Policy) -> None:
     optimizer = trainer.optimizer_cls_and_kwargs or (type(trainer.optimizer),)
     if policy.storage != "fp32" and not issubclass(optimizer[0], DeepSeekAdam):
         raise ConfigError(
-            f"{policy.mode} stores parameters in {policy.storage}, and the Trainer's optimizer keeps no FP32 masters.",
+            f"{policy.mode} stores parameters in {policy.storage}, and the Trainer's optimizer keeps no FP32 masters",
             got=args.optim if optimizer[0] is type(None) else optimizer[0].__name__,
             need="tilewright.DeepSeekAdam",
             try_='Trainer(..., optimizer_cls_and_kwargs=(tilewright.DeepSeekAdam, {"lr": 1e-4})), or "bf16_mixed"',

@@ -45,7 +45,7 @@ def build_model(
         return _build_hf(section, vocab_size, kernels, device)
     if section.task != "causal_lm":
         raise ConfigError(
-            "tilewright's own decoder only learns causal_lm.",
+            "The decoder supports task causal_lm only",
             got=f'model.task = "{section.task}"',
             need='model.kind = "hf" for other tasks',
             try_='model.kind = "hf" and model.path = a folder with a config.json',
@@ -79,7 +79,7 @@ def check_vocab(model_vocab: int, tokenizer_vocab: int, path: str) -> None:
     """Raise ConfigError where the tokenizer makes ids that the model has no embedding for."""
     if tokenizer_vocab > model_vocab:
         raise ConfigError(
-            "the tokenizer has more tokens than the model.",
+            "Tokenizer has more tokens than the model",
             got=f"{tokenizer_vocab} tokens, {model_vocab} embeddings",
             need="at most as many tokens as embeddings",
             try_=f"data.tokenizer = the model's own folder, or data.vocab_size = {model_vocab}",
@@ -158,7 +158,7 @@ def _require_path(section: ModelSection) -> None:
     if not section.path and (section.kind == "hf" or section.weights == "load"):
         setting = 'model.kind = "hf"' if section.kind == "hf" else 'model.weights = "load"'
         raise ConfigError(
-            f"{setting} needs model.path.",
+            f"{setting} needs model.path",
             got='model.path = ""',
             need="a folder with a config.json" + (" and weights" if section.weights == "load" else ""),
             try_="model.path = the folder",

@@ -139,7 +139,7 @@ def readable(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         other = [name for name in ("amsgrad", "maximize") if group.get(name)]
         if missing or coupled or other:
             raise CheckpointError(
-                "Saved optimizer states of another law than AdamW's",
+                "Saved states of another optimizer than AdamW",
                 got=f"group {number}: "
                 + (f"no {', '.join(missing)}" if missing else f"{other[0]}=True" if other else "coupled weight decay"),
                 need=f"groups with {', '.join(_HYPER)}; decoupled decay, neither amsgrad nor maximize",

@@ -71,9 +71,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
     margin = planner.recipe.plan.margin
     given += f", of which plan.margin leaves {margin:.0%} free" if margin else ""
     if least is None:
-        return FitError(
-            "This run does not fit.", got=given, need="a smaller model", try_="\n".join(changes) or "--largest"
-        )
+        return FitError("Run does not fit", got=given, need="a smaller model", try_="\n".join(changes) or "--largest")
     formats = "".join(f", {name} = {value}" for name, value in least.narrowed.items())
     why = "" if enough_host else "; the host's memory is what is missing first"
     other = ""
@@ -82,7 +80,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
     if with_disk is not None and with_disk.least_device < 0.9 * least.least_device:
         other += f"\nor {_budgets(with_disk)}"
     return FitError(
-        "This run does not fit.",
+        "Run does not fit",
         got=f"{given}{why}",
         need=f"{_budgets(least)} for the smallest plan: {least.setting.executor}, micro_batch "
         f"{least.setting.micro_batch_size}{formats}; {format_seconds(least.step_s)} a step{other}",

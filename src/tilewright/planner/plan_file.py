@@ -69,7 +69,7 @@ class PlanFile:
         """Raise ConfigError where the plan is for another kind of machine."""
         if self.machine["device"] != machine.device:
             raise ConfigError(
-                "The plan is for another machine.",
+                "Plan was made for another machine",
                 got=f"a plan for {self.machine['name']} ({self.machine['device']})",
                 need=f"one for {machine.device_name} ({machine.device})",
                 try_='tilewright plan RECIPE --out FILE on this machine, or memory.plan = "auto"',
@@ -93,7 +93,7 @@ class PlanFile:
         if short:
             made = self.machine
             raise FitError(
-                "The plan does not fit this machine.",
+                "Plan does not fit this machine",
                 got=f"it takes {' and '.join(short)}",
                 need=f"a machine like the one it was made for: {made['name']}, {format_bytes(made['device_bytes'])} on "
                 "the device",
@@ -105,7 +105,7 @@ class PlanFile:
         """Raise ConfigError where the plan is for another model."""
         if self.fingerprint != fingerprint(shape):
             raise ConfigError(
-                "The plan is for another model.",
+                "Plan was made for another model",
                 got=f"a plan for {self.family}, {self.num_parameters} parameters in {len(self.layers)} layers",
                 need=f"one for {shape.family}, {shape.num_parameters} parameters in {shape.num_layers} layers, rows of "
                 f"{shape.seq_len} tokens",
@@ -199,7 +199,7 @@ def read_plan(path: str | Path) -> PlanFile:
         )
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            "The plan file cannot be read.",
+            "Plan file cannot be read",
             got=f"{type(error).__name__}: {error}",
             need="a file that `tilewright plan --out` wrote",
             try_="tilewright plan RECIPE --out FILE, which makes one",

@@ -95,7 +95,7 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
     plan = decide_all(model, policy)
     if policy.storage != current.storage:
         raise ConfigError(
-            f"A model in {current.mode} cannot switch to {policy.mode}.",
+            f"Model in {current.mode} cannot switch to {policy.mode}",
             got=f"parameters stored in {current.storage}, which the optimizer holds",
             need=f"parameters in {policy.storage}",
             try_="convert the model before the optimizer is made",
@@ -138,7 +138,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _report_of(model: nn.Module) -> ConversionReport:
     report = getattr(model, "precision_report", None)
     if report is None:
-        raise ConfigError("The model is not converted.", need='tilewright.convert(model, "bf16_mixed") first')
+        raise ConfigError("Model is not converted", need='tilewright.convert(model, "bf16_mixed") first')
     return report
 
 

@@ -55,7 +55,7 @@ def write_report(run_dir: str | Path, run: RunData | None = None, judgement: Jud
         write_whole(path, page)
     except OSError as error:
         raise DataError(
-            "the report cannot be written.",
+            "Report cannot be written",
             got=str(error),
             need="the folder of a run, in which files can be made",
             try_="tilewright report RUNS/NAME",

@@ -312,7 +312,7 @@ def check_one_rank() -> None:
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else env.ranks().world
     if world > 1:
         raise HardwareError(
-            "A run trains in one process.",
+            "More than one process",
             got=f"{world} processes",
             need="1",
             try_="start it without torchrun; training.step.StandardExecutor trains replicas from Python",

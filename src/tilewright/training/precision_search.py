@@ -169,7 +169,7 @@ def fixed_matmuls(policy: Policy, units: Sequence[SearchUnit]) -> dict[Product, 
             for gemm, name in (named | rule.gemms).items():
                 if name not in ("fp8_tile", "bf16"):
                     raise ConfigError(
-                        "The search chooses between fp8_tile and bf16 only.",
+                        "Precision search supports fp8_tile and bf16 only",
                         got=f"{rule}, which {unit.name} follows",
                         need="fp8_tile or bf16 in rules on layers with 8-bit matmuls",
                         try_="take the rule out for the search, and put it into the policy file",
@@ -194,7 +194,7 @@ def _searchable(recipe: Recipe) -> Recipe:
 def _refuse(recipe: Recipe) -> None:
     if not recipe.precision.enabled:
         raise ConfigError(
-            "There is no precision to search.",
+            "Precision search needs precision.enabled",
             got="precision.enabled = false: everything in FP32",
             need="precision.enabled = true",
             try_="--precision.enabled true",
@@ -205,7 +205,7 @@ def _refuse(recipe: Recipe) -> None:
 def _check_not_empty(model: Model) -> None:
     if not find_float8_layers(model):
         raise ConfigError(
-            "The model has no linear layer that could compute in FP8.",
+            "No linear layer of this model can compute in FP8",
             got="rules or fp32_ops that keep all of them out, or a model without such layers",
             need="at least one linear layer left free",
             try_="fewer precision.rules",

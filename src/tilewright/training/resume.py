@@ -125,7 +125,7 @@ def _changes(folder: RunFolder, recipe: Recipe) -> list[SettingChange]:
 def _nothing_to_resume(folder: Path, rejected: list[Rejection]) -> CheckpointError:
     got = "\n".join(f"{rejection.path.name}: {rejection.reason}" for rejection in rejected)
     return CheckpointError(
-        "There is no valid checkpoint to continue from.",
+        "No valid checkpoint to resume from",
         got=got or "no checkpoint",
         need="a checkpoint whose files are what was written",
         try_="--checkpoint.resume never, which starts again and keeps this folder under another name",

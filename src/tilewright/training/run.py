@@ -291,7 +291,7 @@ class Run:
         failed = self._tell_saves()
         if failed is not None and failed.step == self.step:
             raise CheckpointError(
-                f"The checkpoint of step {self.step} could not be written.",
+                f"Checkpoint of step {self.step} could not be written",
                 got=failed.error or "",
                 need="room and the right to write there; the checkpoints before it are untouched",
                 try_="make room and run the same command: it continues from the newest checkpoint",

@@ -29,7 +29,7 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
     opened = reopen(run)
     if opened.recipe.model.task != "causal_lm":
         raise ConfigError(
-            "only a causal language model continues a text",
+            "Text generation needs a causal language model",
             got=f'model.task = "{opened.recipe.model.task}"',
             need='model.task = "causal_lm"',
             try_="tilewright eval, for its loss",

@@ -26,12 +26,12 @@ def init(recipe: str, to: Path | None, force: bool, list_: bool) -> None:
     source = RECIPES / f"{recipe.removesuffix('.toml')}.toml"
     if not source.is_file():
         raise ConfigError(
-            "no such recipe", got=recipe, need=f"one of {', '.join(shipped_recipes())}", try_="tilewright init --list"
+            "No such recipe", got=recipe, need=f"one of {', '.join(shipped_recipes())}", try_="tilewright init --list"
         )
     target = to or Path(source.name)
     if target.exists() and not force:
         raise ConfigError(
-            "the file is there already",
+            "File already exists",
             got=str(target),
             need="a new name, or --force",
             try_="tilewright init --to NAME",
@@ -40,7 +40,7 @@ def init(recipe: str, to: Path | None, force: bool, list_: bool) -> None:
         target.write_bytes(source.read_bytes())
     except OSError as error:
         raise ConfigError(
-            "the recipe cannot be written",
+            "Recipe cannot be written",
             got=f"{target}: {error.strerror}",
             need="a folder that is there and can be written to",
             try_="tilewright init --to FOLDER/NAME.toml",

@@ -124,7 +124,7 @@ def _required_audit(folder: Path) -> Any:
     audit = _read_json(folder / audit_table.FILE)
     if audit is None:
         raise ConfigError(
-            "There is no record of what this run executed.",
+            "No audit of executed kernels in this run folder",
             got=f"no {audit_table.FILE} in it" if folder.is_dir() else "no such folder",
             need="a run folder that has reached a checkpoint or its end",
             try_="tilewright inspect RUN --diff RUN, with folders below runs/",
@@ -138,7 +138,7 @@ def _audit_rows(folder: Path, audit: Any) -> list[audit_table.AuditRow]:
         return audit_table.read_rows(audit)
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            "a file of the run folder cannot be read",
+            "Unreadable file in the run folder",
             got=f"{type(error).__name__}: {error}",
             need="an audit as train writes it",
             where=str(folder / audit_table.FILE),
@@ -179,5 +179,5 @@ def _read_json(path: Path) -> Any:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            "a file of the run folder cannot be read", got=str(error), need="JSON as train writes it", where=str(path)
+            "Unreadable file in the run folder", got=str(error), need="JSON as train writes it", where=str(path)
         ) from error

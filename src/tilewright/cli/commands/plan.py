@@ -123,7 +123,7 @@ def _why(planner: "Planner", found: "Plan", text: str) -> list[str]:
     match = re.fullmatch(r"(?:layers?\.)?(\d+)", text)
     if match is None or int(match[1]) >= found.shape.num_layers:
         raise ConfigError(
-            "The plan has no such layer.",
+            "Unknown layer in the plan",
             got=f"--why {text}",
             need=f"layer.0 to layer.{found.shape.num_layers - 1}",
             try_="--why layer.0",
@@ -148,7 +148,7 @@ def _write_files(plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Chang
             say(f"wrote {html}")
     except OSError as error:
         raise DataError(
-            "The plan cannot be written.",
+            "Plan cannot be written",
             got=str(error),
             need="a folder in which files can be made",
             try_="another path for --out and --html",

@@ -92,7 +92,7 @@ def _check_files(files: dict[str, Path], recipe: Path | None, force: bool) -> No
     out = files[".toml"]
     if recipe is not None and out.resolve() == recipe.resolve():
         raise ConfigError(
-            "the policy file would replace the recipe that it extends",
+            "Policy file would replace the recipe that it extends",
             got=str(out),
             need="another name",
             try_="--out policy.toml",
@@ -101,10 +101,10 @@ def _check_files(files: dict[str, Path], recipe: Path | None, force: bool) -> No
     there = [str(path) for path in files.values() if path.exists()]
     if there and not force:
         raise ConfigError(
-            "files are there already", got=", ".join(there), need="a new name, or --force", try_="--out NAME.toml"
+            "Files already exist", got=", ".join(there), need="a new name, or --force", try_="--out NAME.toml"
         )
     if not out.parent.is_dir():
-        raise ConfigError("no such folder", got=str(out.parent), need="a folder that is there", where="--out")
+        raise ConfigError("No such folder", got=str(out.parent), need="a folder that is there", where="--out")
 
 
 def _write(files: dict[str, Path], texts: dict[str, str]) -> None:
@@ -113,7 +113,7 @@ def _write(files: dict[str, Path], texts: dict[str, str]) -> None:
             path.write_text(texts[suffix], encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            "the policy cannot be written",
+            "Policy cannot be written",
             got=f"{error.filename}: {error.strerror}",
             need="a folder that can be written to",
             try_="--out FOLDER/policy.toml",

@@ -38,7 +38,7 @@ def weights_of(run: str) -> Weights:
     """
     folder = next((path for path in (Path(run), Path("runs") / run) if (path / "run.toml").is_file()), None)
     if folder is None:
-        raise ConfigError("no such run", got=run, need="a folder with a run.toml", where="--run")
+        raise ConfigError("No such run", got=run, need="a folder with a run.toml", where="--run")
 
     def load(model: Model) -> tuple[Sequence[float], Sequence[float]]:
         load_newest(folder, model)

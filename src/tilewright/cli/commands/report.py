@@ -32,4 +32,4 @@ def report(run: Path, open_: bool) -> None:
     say(judgement.line(learned(data)))
     click.echo(page)
     if open_ and not webbrowser.open(page.as_uri()):
-        raise ConfigError("no browser could be started here", got=str(page), need="a browser", try_="open it yourself")
+        raise ConfigError("No browser to open the report", got=str(page), need="a browser", try_="open it yourself")

@@ -21,7 +21,7 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.model.task == "image_classification" and data.source == "installed":
         yield Conflict(
             ("model.task", "data.source"),
-            "the installed corpus holds no images",
+            "Installed corpus holds no images",
             'data.source = "installed", model.task = "image_classification"',
             "a folder with one sub-folder of images a class",
             "--data.source FOLDER",
@@ -31,7 +31,7 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
     ):
         yield Conflict(
             ("data.weights",),
-            "mixture weights must be 0 or more, and not all 0",
+            "Mixture weights must be 0 or more, and not all 0",
             f"data.weights = {data.weights}",
             "numbers from 0 up, at least one above 0",
             "leave a domain out with data.domains instead of a negative weight",
@@ -40,7 +40,7 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
     if strangers:
         yield Conflict(
             ("data.weights", "data.domains"),
-            "weights for domains that data.domains leaves out",
+            "Weights for domains that data.domains leaves out",
             ", ".join(strangers),
             f"domains among {', '.join(data.domains)}",
             "add them to data.domains or take their weights away",
@@ -53,7 +53,7 @@ def _precision(recipe: Recipe) -> Iterator[Conflict]:
         if not any((rule.compute, rule.fprop, rule.dgrad, rule.wgrad, rule.kind)):
             yield Conflict(
                 ("precision.rules",),
-                "a rule names no format",
+                "Precision rule without a format",
                 f'{{ match = "{rule.match}", op = "{rule.op}" }}',
                 "compute, one of fprop, dgrad, wgrad, or kind",
                 'compute = "fp32"',
@@ -61,7 +61,7 @@ def _precision(recipe: Recipe) -> Iterator[Conflict]:
     if precision.start_mode is not None and precision.start_mode == precision.mode:
         yield Conflict(
             ("precision.mode", "precision.start_mode"),
-            "a switch from a mode to itself",
+            "Start mode equals the mode",
             f'precision.start_mode = precision.mode = "{precision.mode}"',
             "two different modes",
             'precision.start_mode = "none"',
@@ -69,7 +69,7 @@ def _precision(recipe: Recipe) -> Iterator[Conflict]:
     elif precision.start_mode is not None and "pure_fp16" in (precision.start_mode, precision.mode):
         yield Conflict(
             ("precision.mode", "precision.start_mode"),
-            "pure_fp16 cannot be one side of a switch, because its weights are stored in FP16",
+            "Mode pure_fp16 cannot be combined with a start mode",
             f'precision.start_mode = "{precision.start_mode}", precision.mode = "{precision.mode}"',
             "two modes among fp32, tf32, bf16_mixed, hybrid",
             'precision.mode = "hybrid"',
@@ -77,7 +77,7 @@ def _precision(recipe: Recipe) -> Iterator[Conflict]:
     if precision.loss_scale_min > precision.loss_scale_max:
         yield Conflict(
             ("precision.loss_scale_min", "precision.loss_scale_max"),
-            "the loss scale has no room between its bounds",
+            "Loss scale bounds leave no room",
             f"precision.loss_scale_min = {precision.loss_scale_min:g}, max = {precision.loss_scale_max:g}",
             "loss_scale_min at most loss_scale_max",
             "precision.loss_scale_min = 1.0",
@@ -87,7 +87,7 @@ def _precision(recipe: Recipe) -> Iterator[Conflict]:
     ):
         yield Conflict(
             ("precision.loss_scale", "precision.loss_scale_min", "precision.loss_scale_max"),
-            "the first loss scale is outside its bounds",
+            "Initial loss scale is outside its bounds",
             f"precision.loss_scale = {precision.loss_scale:g}",
             f"{precision.loss_scale_min:g} to {precision.loss_scale_max:g}",
             'precision.loss_scale = "auto"',
@@ -101,7 +101,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
     if not all(0 <= share <= 1 for share in precision.fp8_from):
         yield Conflict(
             ("precision.fp8_from",),
-            "shares of the steps lie between 0 and 1",
+            "Share of the steps outside 0 to 1",
             f"precision.fp8_from = {list(precision.fp8_from)}",
             "three numbers from 0 to 1: for fprop, wgrad and dgrad",
             "precision.fp8_from = [0.0, 0.1, 0.2]",
@@ -109,7 +109,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
     elif precision.fp8_from != (0.0, 0.0, 0.0) and max(precision.fp8_from) >= until:
         yield Conflict(
             ("precision.fp8_from", "precision.fp8_until"),
-            "8 bits would end before all matmuls have begun with them",
+            "FP8 schedule ends before it begins",
             f"precision.fp8_from = {list(precision.fp8_from)}, fp8_until = {until:g}",
             "shares in fp8_from below fp8_until",
             "precision.fp8_until = 1.0",
@@ -120,7 +120,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
     if precision.mode != "fp8_tile":
         yield Conflict(
             ("precision.mode", "precision.controller.enabled", "precision.fp8_from", "precision.fp8_until"),
-            "only matmuls in 8-bit tiles can be moved while training",
+            "FP8 switching needs mode fp8_tile",
             f'{asked}, precision.mode = "{precision.mode}"',
             'precision.mode = "fp8_tile"',
             'precision.mode = "fp8_tile", or precision.controller.enabled = false and no fp8_from and fp8_until',
@@ -128,7 +128,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
     elif precision.start_mode is not None:
         yield Conflict(
             ("precision.start_mode", "precision.controller.enabled", "precision.fp8_from", "precision.fp8_until"),
-            "a start mode and moves of single matmuls cannot be together",
+            "Start mode cannot be combined with FP8 switching",
             f'{asked}, precision.start_mode = "{precision.start_mode}"',
             "one of them; fp8_from starts the matmuls in BF16, too",
             f'precision.start_mode = "none", precision.fp8_from = {[precision.start_fraction] * 3}',
@@ -136,7 +136,7 @@ def _precision_control(recipe: Recipe) -> Iterator[Conflict]:
     if precision.controller.enabled and precision.controller.recalibrate_interval < precision.controller.interval:
         yield Conflict(
             ("precision.controller.interval", "precision.controller.recalibrate_interval"),
-            "large samples would be more frequent than small ones",
+            "Controller's recalibrate_interval is below its interval",
             f"precision.controller.recalibrate_interval = {precision.controller.recalibrate_interval}, "
             f"precision.controller.interval = {precision.controller.interval}",
             "recalibrate_interval at least interval",
@@ -149,7 +149,7 @@ def _optim(recipe: Recipe) -> Iterator[Conflict]:
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Conflict(
             ("optim.betas",),
-            "AdamW's betas must be at least 0 and below 1",
+            "AdamW betas outside [0, 1)",
             f"optim.betas = {list(optim.betas)}",
             "two numbers from 0 up to below 1",
             "optim.betas = [0.9, 0.95]",
@@ -157,7 +157,7 @@ def _optim(recipe: Recipe) -> Iterator[Conflict]:
     if optim.master_weights == "split24" and optim.moments != "8bit":
         yield Conflict(
             ("optim.master_weights", "optim.moments"),
-            "weights in 24 bits go with moments in 8 bits",
+            "24-bit weights need 8-bit moments",
             f'optim.master_weights = "split24", optim.moments = "{optim.moments}"',
             'optim.moments = "8bit", or another master',
             'optim.moments = "8bit"',
@@ -165,7 +165,7 @@ def _optim(recipe: Recipe) -> Iterator[Conflict]:
     if optim.master_weights != "fp32" and recipe.precision.mode == "pure_fp16":
         yield Conflict(
             ("optim.master_weights", "precision.mode"),
-            "stochastic rounding keeps the weights in BF16, pure_fp16 in FP16",
+            "Stochastic rounding to BF16 contradicts pure_fp16",
             f'optim.master_weights = "{optim.master_weights}", precision.mode = "pure_fp16"',
             "one storage format for the weights",
             'precision.mode = "bf16_mixed", or optim.master_weights = "fp32"',
@@ -178,7 +178,7 @@ def _lora(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.memory.executor != "standard":
         yield Conflict(
             ("lora.rank", "memory.executor"),
-            "adapters need no slices: the base is frozen and has no optimizer states",
+            "LoRA needs the standard executor",
             f'lora.rank = {recipe.lora.rank}, memory.executor = "{recipe.memory.executor}"',
             'memory.executor = "standard"',
             'memory.executor = "standard" with train.activation_checkpoint = "full"',
@@ -186,7 +186,7 @@ def _lora(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.checkpoint.export_hf and recipe.checkpoint.export_format != "keep":
         yield Conflict(
             ("lora.rank", "checkpoint.export_hf", "checkpoint.export_format"),
-            "an adapter is written in FP32",
+            "Export format does not apply to adapters",
             f'checkpoint.export_format = "{recipe.checkpoint.export_format}"',
             'checkpoint.export_format = "keep"',
             "merge the adapter afterwards (precision.lora.merge_lora), and save the model in that format",
@@ -198,7 +198,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
     if train.micro_batch_size > train.global_batch_size:
         yield Conflict(
             ("train.micro_batch_size", "train.global_batch_size"),
-            "one forward pass holds more rows than the whole step",
+            "Micro-batch is larger than the global batch",
             f"train.micro_batch_size = {train.micro_batch_size}, train.global_batch_size = {train.global_batch_size}",
             "micro_batch_size at most global_batch_size",
             f"train.micro_batch_size = {train.global_batch_size}, "
@@ -208,7 +208,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
     if train.checkpoint_inputs == "fp8" and train.activation_checkpoint != "full" and not layer_major:
         yield Conflict(
             ("train.checkpoint_inputs", "train.activation_checkpoint"),
-            "only layers that are recomputed whole keep nothing but their inputs",
+            "FP8 layer inputs need full activation checkpointing",
             f'train.checkpoint_inputs = "fp8", train.activation_checkpoint = "{train.activation_checkpoint}"',
             'train.activation_checkpoint = "full" with FP8 inputs',
             'train.activation_checkpoint = "full", or train.checkpoint_inputs = "exact"',
@@ -216,7 +216,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
     if layer_major and train.activation_checkpoint != "none":
         yield Conflict(
             ("train.activation_checkpoint", "memory.executor"),
-            "the layer-major executor recomputes every layer anyway",
+            "Activation checkpointing has no effect with the layer-major executor",
             f'train.activation_checkpoint = "{train.activation_checkpoint}", memory.executor = "layer_major"',
             'train.activation_checkpoint = "none"',
             'train.activation_checkpoint = "none"; memory.layers_per_group for coarser recomputation',
@@ -224,7 +224,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
     if layer_major and recipe.precision.moves_matmuls:
         yield Conflict(
             ("precision.controller.enabled", "precision.fp8_from", "precision.fp8_until", "memory.executor"),
-            "matmuls cannot be moved between formats where a step updates its layers on the way",
+            "FP8 switching needs a separate optimizer step",
             'precision.controller, fp8_from or fp8_until with memory.executor = "layer_major"',
             "formats that stay",
             'memory.executor = "standard", or precision.controller.enabled = false and no fp8_from and fp8_until',
@@ -232,7 +232,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.optim.clip == "delayed" and not layer_major:
         yield Conflict(
             ("optim.clip", "memory.executor"),
-            "the standard executor knows the whole gradient before it updates, so it clips exactly",
+            "Delayed clipping needs the layer-major executor",
             'optim.clip = "delayed", memory.executor = "standard"',
             'optim.clip = "two_pass"',
             'optim.clip = "two_pass", or memory.executor = "layer_major"',
@@ -240,7 +240,7 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
     if any(mark in run.name for mark in "/\\") or run.name in (".", ".."):
         yield Conflict(
             ("run.name",),
-            "the run's name must be a single folder name",
+            "Run name is not a single folder name",
             f'run.name = "{run.name}"',
             "a name without a slash",
             "run.dir = the folder to put it in",

@@ -28,7 +28,7 @@ def with_settings(loaded: Loaded, settings: Mapping[str, Any], source: str) -> L
         recipe = Recipe.model_validate(_with_values(loaded.recipe, settings))
     except ValidationError as error:
         raise ConfigError(
-            "The plan's settings are not a recipe's.",
+            "Plan settings that no recipe has",
             got="; ".join(f"{'.'.join(map(str, row['loc']))}: {row['msg']}" for row in error.errors()),
             need="settings as `tilewright plan --out` writes them",
             try_="tilewright plan RECIPE --out FILE, which makes a plan",

@@ -140,12 +140,14 @@ def _chain(file: Path) -> list[TomlFile]:
         name = child.data[schema.EXTENDS]
         where = child.place(schema.EXTENDS)
         if not isinstance(name, str):
-            raise ConfigError("extends names one recipe", got=repr(name), need="a text in quotes", where=where)
+            raise ConfigError(
+                "`extends` is not the name of one recipe", got=repr(name), need="a text in quotes", where=where
+            )
         parent = find_recipe(name, folder=child.path.parent, where=where)
         if parent.resolve() in [toml.path.resolve() for toml in chain]:
             circle = " -> ".join([*(toml.path.name for toml in chain), parent.name])
             raise ConfigError(
-                "recipes extend each other in a circle",
+                "Recipes extend each other in a circle",
                 got=circle,
                 need="a chain that ends",
                 try_=f"take `extends` out of {child.path.name}",
@@ -208,7 +210,7 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str
         name, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") and not equals:
             problems.append(
-                Problem("an argument that is no setting", got=argument, need="--section.field value", where="arguments")
+                Problem("Argument is not a setting", got=argument, need="--section.field value", where="arguments")
             )
         elif equals:
             pairs.append((name, text))
@@ -219,7 +221,7 @@ def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> tuple[list[tuple[str
             near = "" if item else schema.suggest(name)
             problems.append(
                 Problem(
-                    f"--{name} has no value" if item else f"unknown option --{name}",
+                    f"--{name} has no value" if item else f"Unknown option --{name}",
                     need=item.wants if item else "",
                     try_=f"--{near} VALUE" if near else f"--{name} VALUE" if item else "tilewright inspect",
                     where="command line",

@@ -53,7 +53,7 @@ def unknown_setting(path: str, value: object, place: str) -> Problem:
         found = renamed.value(now, value) or value
         typed, written = f"--{now} {found}", f"{field} = {toml_text(found)} in [{section}]"
         return Problem(
-            f"setting {path} has another name now",
+            f"Setting {path} was renamed",
             got=f"{name} = {toml_text(value)}",
             need=now,
             try_=typed if place.startswith("--") else written,
@@ -68,7 +68,7 @@ def unknown_setting(path: str, value: object, place: str) -> Problem:
     else:
         need = "section.field, with a section among " + ", ".join(schema.sections())
     return Problem(
-        f"unknown setting {path}",
+        f"Unknown setting {path}",
         got=f"{name or path} = {toml_text(value)}",
         need=need,
         try_=f"did you mean {near}?" if near else "tilewright inspect lists all settings",
@@ -90,7 +90,7 @@ def not_a_section(section: str, content: object, place: str) -> Problem:
     else:
         try_ = f"did you mean [{near_section}]?" if near_section else ""
     return Problem(
-        f"unknown section [{section}]" if isinstance(content, dict) else f"{section} is outside of a section",
+        f"Unknown section [{section}]" if isinstance(content, dict) else f"{section} is outside of a section",
         got=got,
         need="" if try_ else "sections: " + ", ".join(known),
         try_=try_,

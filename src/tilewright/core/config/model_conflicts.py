@@ -38,7 +38,7 @@ def _model(recipe: Recipe) -> Iterator[Conflict]:
     if model.kind == "decoder" and model.task != "causal_lm":
         yield Conflict(
             ("model.kind", "model.task"),
-            f'the decoder does not learn "{model.task}"',
+            f'Task "{model.task}" is not supported by the decoder',
             f'model.kind = "decoder", model.task = "{model.task}"',
             'model.task = "causal_lm" for the decoder',
             f'model.kind = "hf" with a model of that task in model.path, for {model.task}',
@@ -53,7 +53,7 @@ def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
     if not model.head_dim and model.dim % model.num_heads:
         yield Conflict(
             ("model.dim", "model.num_heads", "model.head_dim"),
-            "the width does not divide into the heads",
+            "Model width is not a multiple of the number of heads",
             f"model.dim = {model.dim}, model.num_heads = {model.num_heads}",
             "dim a multiple of num_heads, or head_dim given",
             f"model.dim = {_multiple(model.dim, model.num_heads)}, or model.head_dim = "
@@ -62,7 +62,7 @@ def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
     elif (model.head_dim or model.dim // model.num_heads) % 2:
         yield Conflict(
             ("model.dim", "model.num_heads", "model.head_dim"),
-            "rotary positions need heads of even width",
+            "Rotary positions need heads of even width",
             f"heads {model.head_dim or model.dim // model.num_heads} wide",
             "an even width",
             "model.head_dim = " + str((model.head_dim or model.dim // model.num_heads) + 1),
@@ -71,7 +71,7 @@ def _decoder_shape(recipe: Recipe) -> Iterator[Conflict]:
         divisors = [str(count) for count in range(1, model.num_heads + 1) if model.num_heads % count == 0]
         yield Conflict(
             ("model.num_heads", "model.num_kv_heads"),
-            "the query heads do not share the key/value heads evenly",
+            "Number of query heads is not a multiple of the number of key/value heads",
             f"model.num_heads = {model.num_heads}, model.num_kv_heads = {model.num_kv_heads}",
             "num_heads a multiple of num_kv_heads",
             "model.num_kv_heads = " + " or ".join(divisors),
@@ -85,7 +85,7 @@ def _mla(recipe: Recipe) -> Iterator[Conflict]:
     if model.qk_rope_head_dim % 2:
         yield Conflict(
             ("model.attention", "model.qk_rope_head_dim"),
-            "rotary positions need an even width",
+            "Rotary positions need an even width",
             f"model.qk_rope_head_dim = {model.qk_rope_head_dim}",
             "an even number",
             f"model.qk_rope_head_dim = {model.qk_rope_head_dim + 1}",
@@ -99,7 +99,7 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
     if model.num_dense_layers > model.num_layers:
         yield Conflict(
             ("model.num_layers", "model.num_dense_layers"),
-            "more dense layers than layers",
+            "More dense layers than layers",
             f"model.num_dense_layers = {model.num_dense_layers}, model.num_layers = {model.num_layers}",
             "num_dense_layers at most num_layers",
             f"model.num_dense_layers = {min(1, model.num_layers)}",
@@ -107,7 +107,7 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
     if model.num_experts % model.num_expert_groups:
         yield Conflict(
             ("model.num_experts", "model.num_expert_groups"),
-            "the experts do not divide into the groups",
+            "Number of experts is not a multiple of the number of expert groups",
             f"model.num_experts = {model.num_experts}, model.num_expert_groups = {model.num_expert_groups}",
             "num_experts a multiple of num_expert_groups",
             f"model.num_experts = {_multiple(model.num_experts, model.num_expert_groups)}",
@@ -116,7 +116,7 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
     if model.num_limited_groups > model.num_expert_groups:
         yield Conflict(
             ("model.num_expert_groups", "model.num_limited_groups"),
-            "a token cannot route to more groups than there are",
+            "More limited groups than expert groups",
             f"model.num_limited_groups = {model.num_limited_groups}, "
             f"model.num_expert_groups = {model.num_expert_groups}",
             "num_limited_groups at most num_expert_groups",
@@ -127,7 +127,7 @@ def _experts(recipe: Recipe) -> Iterator[Conflict]:
     if model.num_experts_per_token > reachable:
         yield Conflict(
             ("model.num_experts", "model.num_experts_per_token", "model.num_expert_groups", "model.num_limited_groups"),
-            "a token cannot use more experts than it can reach",
+            "More experts per token than a token can reach",
             f"model.num_experts_per_token = {model.num_experts_per_token}, {reachable} experts within reach",
             "num_experts_per_token at most num_experts / num_expert_groups * num_limited_groups",
             f"model.num_experts_per_token = {min(2, reachable)}",
@@ -156,7 +156,7 @@ def _export(recipe: Recipe) -> Iterator[Conflict]:
             "model.num_shared_experts",
             "model.num_expert_groups",
         ),
-        "no Hugging Face layout holds this shape",
+        "No Hugging Face layout for this shape",
         f'attention = "{model.attention}" with {has}',
         need,
         "checkpoint.export_hf = false, and keep tilewright's own checkpoint",

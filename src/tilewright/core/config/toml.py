@@ -62,7 +62,7 @@ def find_recipe(name: str | Path, *, folder: Path | None = None, where: str = ""
     here = sorted(str(file) for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
     near = difflib.get_close_matches(str(name), [*here, *names], n=1, cutoff=0.5)
     raise ConfigError(
-        "no such recipe" if not path.is_dir() else "a recipe is a file, not a folder",
+        "No such recipe" if not path.is_dir() else "Recipe is a file, not a folder",
         got=str(name),
         need=f"a TOML file, or a shipped recipe: {', '.join(names)}",
         try_=f"did you mean {near[0]}?" if near else "tilewright init, which writes a recipe here",
@@ -80,11 +80,11 @@ def read_toml(path: Path) -> TomlFile:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(
-            "the recipe cannot be read", got=str(error.strerror), need="a readable file", where=str(path)
+            "Recipe cannot be read", got=str(error.strerror), need="a readable file", where=str(path)
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            "the recipe is not a UTF-8 text",
+            "Recipe is not UTF-8 text",
             got=f"byte {error.object[error.start]:#04x} at position {error.start}",
             need="a TOML file in UTF-8",
             try_="save it again as UTF-8 in the editor",
@@ -105,7 +105,7 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Conf
     line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
     bare = re.match(r"([A-Za-z0-9_.-]+)\s*=\s*([A-Za-z][^\"'#]*)", line)
     return ConfigError(
-        "the recipe is not valid TOML",
+        "Recipe is not valid TOML",
         got=line or "the end of the file",
         need=f"TOML ({message[: match.start()].strip() if match else message})",
         try_=f'{bare[1]} = "{bare[2].strip()}"'

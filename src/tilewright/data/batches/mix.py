@@ -45,7 +45,7 @@ def check_weights(weights: Mapping[str, float], domains: Sequence[str]) -> dict[
     bad = {d: w for d, w in weights.items() if not 0 <= w < float("inf")}
     if unknown or bad or not sum(weights.values()) > 0:
         raise ConfigError(
-            "these mixture weights cannot be used",
+            "Invalid mixture weights",
             where="data.weights",
             got=f"no such domain: {', '.join(unknown)}" if unknown else str(bad or dict(weights)),
             need=f"weights of zero or more, one above zero, for: {', '.join(domains)}",

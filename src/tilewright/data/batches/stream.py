@@ -69,7 +69,7 @@ class Stream:
     ):
         if batch_size < world:
             raise ConfigError(
-                "a step has fewer rows than there are ranks",
+                "Fewer rows per step than ranks",
                 where="train.global_batch_size",
                 got=f"batch_size = {batch_size}, {world} ranks",
                 need=f"at least {world}",
@@ -124,7 +124,7 @@ class Stream:
         """
         if state.get("fingerprint") != self._prepared.fingerprint:
             raise CheckpointError(
-                "this checkpoint was trained on other data, so its place in the data means nothing here",
+                "Dataset changed: the saved data position is invalid",
                 got=f"data fingerprint {self._prepared.fingerprint}",
                 need=f"{state.get('fingerprint')}, as in the checkpoint",
                 try_="the same [data] settings and files as before, or checkpoint.resume = 'never' to start again",
@@ -133,7 +133,7 @@ class Stream:
         missing = {"seed", "next_sample", "stages"} - set(state)
         if missing:
             raise CheckpointError(
-                "the checkpoint's place in the data is incomplete",
+                "Saved data position is incomplete",
                 got=f"no {', '.join(sorted(missing))}",
                 need="seed, fingerprint, next_sample, stages",
                 try_="an earlier checkpoint of the run",

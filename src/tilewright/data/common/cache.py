@@ -117,7 +117,7 @@ def _cannot_write(root: Path, error: OSError) -> DataError:
     if full:
         got = f"{error.strerror}, {format_bytes(shutil.disk_usage(root).free)} free"
     return DataError(
-        "the prepared data cannot be written",
+        "Prepared data cannot be written",
         where=str(root),
         got=got,
         need="a folder that can be written, with room for about twice the text",

@@ -106,7 +106,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            "there is no tokenizer at this path",
+            "No tokenizer at this path",
             where="data.tokenizer",
             got=f"{path}, {'a folder without tokenizer.json' if path.is_dir() else 'which does not exist'}",
             need="a tokenizer.json (Hugging Face tokenizers), or a folder that holds one",
@@ -116,7 +116,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception on any bad file
         raise DataError(
-            "the tokenizer cannot be read",
+            "Tokenizer cannot be read",
             where=str(file),
             got=str(error).splitlines()[0][:200],
             need="a tokenizer.json written by Hugging Face tokenizers",
@@ -141,7 +141,7 @@ def _wrap(backend: tokenizers.Tokenizer, declared: Mapping[str, str | int], wher
     eos, bos = ids["eos_token"], ids["bos_token"]
     if eos is None:
         raise DataError(
-            "this tokenizer has no token that ends a document",
+            "Tokenizer without an end-of-document token",
             where=where,
             got=f"{declared['eos_token']!r}, which is not in its vocabulary"
             if "eos_token" in declared

@@ -65,7 +65,7 @@ def folder_tokenizer(folder: str) -> str:
         load = f"AutoTokenizer.from_pretrained('{path}').save_pretrained('{path}')"
         ways = f'python -c "from transformers import AutoTokenizer; {load}"\nor {ways}'
     raise ConfigError(
-        "The folder of the loaded weights has no tokenizer that can be used",
+        "No usable tokenizer in the folder of the loaded weights",
         got=f"{path} with {', '.join(others)}" if others else f"{path} without a tokenizer",
         need="the tokenizer.json that the weights were trained with: ids of another tokenizer mean other words",
         try_=ways,
@@ -87,7 +87,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _not_an_object(file: Path, got: str) -> DataError:
     return DataError(
-        "The file that names special tokens cannot be read",
+        "Unreadable file of special tokens",
         where=str(file),
         got=got.splitlines()[0][:200],
         need="a JSON object",

@@ -83,7 +83,7 @@ def build_corpus(
 
 def _too_little(source: Source, spool: Spool) -> DataError:
     return DataError(
-        "there is too little text to train on one part and evaluate on another",
+        "Too little text for a training and a held-out part",
         where=source.label,
         got=f"{len(spool)} documents, {int(spool.lengths.sum())} bytes",
         need="two different documents, or one of a few hundred bytes",

@@ -86,7 +86,7 @@ def _by_domain(source: Source, wanted: tuple[str, ...]) -> dict[str, list[Part]]
     missing = sorted(set(wanted) - set(found))
     if missing and found:
         raise DataError(
-            "the data has no such domain",
+            "Unknown data domain",
             where="data.domains",
             got=", ".join(missing),
             need="some of: " + ", ".join(sorted(found)),
@@ -221,7 +221,7 @@ def _nothing_usable(source: Source, rejects: list[Reject], max_bytes: int) -> Da
     if not got and source.parts:
         got = [f"{len(source.parts)} files or row groups, but no document that fits into max_bytes = {max_bytes}"]
     return DataError(
-        "there is no usable text in the training data",
+        "No usable text in the training data",
         where=source.label,
         got="\n".join(got) or "no files",
         need="UTF-8 text files, .jsonl(.gz/.zst), .parquet or a Hugging Face dataset on disk",

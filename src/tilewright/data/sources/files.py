@@ -40,7 +40,7 @@ def user_source(source: str, text_field: str = "text", domains: tuple[str, ...] 
     root = Path(source).expanduser()
     if not root.exists():
         raise DataError(
-            "there is no training data at this path",
+            "No training data at this path",
             where="data.source",
             got=f"{source!r}, which does not exist",
             need="a folder, a file, or 'installed'",

@@ -40,7 +40,7 @@ def installed_source(project: str = "tilewright") -> Source:
     """
     if _find(project) is None:
         raise DataError(
-            "the installed text cannot be listed",
+            "Installed text cannot be listed",
             got=f"no installed distribution named {project!r}",
             need="tilewright installed, which lists its dependencies",
             try_="pip install -e .   or name your own data: --data.source FOLDER",

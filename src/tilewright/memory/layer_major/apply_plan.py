@@ -40,7 +40,7 @@ def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, La
         selected = next((one.activations for one in layers if one.activations not in ("keep", "recompute")), None)
         if selected is not None:
             raise ConfigError(
-                "The layer-major executor does not keep selected activations.",
+                "Layer-major executor does not keep selected activations",
                 got=f'activations "{selected}" for {part.name}',
                 need='"keep" or "recompute"',
                 try_='another plan, or memory.executor = "standard"',
@@ -48,7 +48,7 @@ def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, La
             )
         if len({_of_slice(layer) for layer in layers}) > 1:
             raise ConfigError(
-                "Layers of one layer group are asked to be in several places.",
+                "Layers of one layer group are asked to be in several places",
                 got=f"different parameters, states, inputs or activations within {part.name}",
                 need="the same for all layers of a layer group",
                 try_="memory.layers_per_group = 1",
@@ -61,7 +61,7 @@ def by_group(memory_plan: MemoryPlan, layer_groups: LayerGroups) -> dict[str, La
 def other_layers(asked: int, there: int) -> ConfigError:
     """The error of a memory plan that is of another model."""
     return ConfigError(
-        "The memory plan is of another model.",
+        "Memory plan belongs to another model",
         got=f"{asked} layers",
         need=f"{there}, as many as can be placed in this one",
         try_="a plan made for this model",
@@ -88,14 +88,14 @@ def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None
     for index, (to, of) in enumerate(zip(new.layers, old.layers, strict=True)):
         if (to.mlp_chunks, to.attention_block) != (of.mlp_chunks, of.attention_block):
             raise ConfigError(
-                "MLP tiles and attention blocks cannot change while a run continues.",
+                "MLP chunks and attention blocks cannot change during a run",
                 got=f"layer {index}: mlp_tiles {to.mlp_chunks}, attention_block {to.attention_block}",
                 need=f"{of.mlp_chunks} and {of.attention_block}, as the run began: others round differently",
                 try_="a plan that changes activations and homes alone",
             )
         if not exact and "recompute" in {to.activations, of.activations} and to.activations != of.activations:
             raise ConfigError(
-                "What is recomputed cannot change while a run continues from 8-bit inputs.",
+                "Recomputed layers cannot change during a run with FP8 layer inputs",
                 got=f'layer {index}: "{of.activations}" to "{to.activations}"',
                 need="the same: gradients of a layer that is recomputed from a rounded input are others",
                 try_='train.checkpoint_inputs = "exact"',

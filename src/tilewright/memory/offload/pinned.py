@@ -26,7 +26,7 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
     except RuntimeError as error:  # torch's allocator has no class of its own for it
         raise FitError(
-            "The host tier does not fit into memory.",
+            "Host memory is too small for the offloaded tensors",
             got=f"no {format_bytes(num_bytes)} from the system",
             need=f"{format_bytes(num_bytes)} of free host memory",
             try_='memory.offload_optimizer = "disk" or memory.offload_params = "disk", or a smaller model',
@@ -37,7 +37,7 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
         status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
         if status:
             raise HardwareError(
-                "Host memory cannot be registered with the GPU.",
+                "Host memory cannot be registered with the GPU",
                 got=f"cudaHostRegister of {num_bytes:,} bytes gave error {status}",
                 need="a limit of locked memory that admits the host tier (ulimit -l)",
                 try_='the tier "device" or "disk" for parameters, states or inputs, or a larger limit',

@@ -275,14 +275,14 @@ class DiskStore(Store):
         reason = error.strerror or str(error)
         if wanted is not None and error.errno in _FULL:
             return FitError(
-                "The disk tier is full.",
+                "Disk is full: no room for the offloaded tensors",
                 got=f"{reason}; {format_bytes(shutil.disk_usage(self.folder).free)} free",
                 need=f"{format_bytes(wanted)} more in this folder",
                 try_="free space, memory.offload_dir = a folder on a larger disk, or another tier",
                 where=str(self.folder),
             )
         return HardwareError(
-            f"The disk tier cannot be {done}.",
+            f"Offload file cannot be {done}",
             got=reason,
             need="a disk that keeps the room that it gave at the start",
             try_="mend the disk, free space or set memory.offload_dir, and start the run again: "
@@ -298,7 +298,7 @@ def _open_nameless(folder: Path) -> BinaryIO:
         return tempfile.TemporaryFile(dir=folder, prefix="tier-", buffering=0)
     except OSError as error:
         raise ConfigError(
-            "The folder of the disk tier cannot be written.",
+            "Offload folder cannot be written",
             got=str(error),
             need="a folder that this user may create files in",
             try_="memory.offload_dir = a folder on a fast local disk",

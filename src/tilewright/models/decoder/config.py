@@ -70,7 +70,7 @@ class DecoderConfig:
         values: dict[str, Any] = {name: value for name, value in section if name in names}
         if not section.head_dim and section.attention == "gqa" and section.dim % section.num_heads:
             raise ConfigError(
-                "model.dim is not a multiple of model.num_heads.",
+                "model.dim is not a multiple of model.num_heads",
                 got=f"dim {section.dim}, num_heads {section.num_heads}",
                 need="a multiple, or a head_dim of its own",
                 try_=f"model.dim = {section.dim // section.num_heads * section.num_heads or section.num_heads}",
@@ -112,7 +112,7 @@ class DecoderConfig:
         if self.attention == "gqa" and self.num_heads % self.num_kv_heads:
             problems.append(
                 Problem(
-                    "model.num_heads is not a multiple of model.num_kv_heads.",
+                    "model.num_heads is not a multiple of model.num_kv_heads",
                     got=f"num_heads {self.num_heads}, num_kv_heads {self.num_kv_heads}",
                     need="each key/value head serves the same number of query heads",
                     try_=f"model.num_kv_heads = {_largest_divisor(self.num_heads, self.num_kv_heads)}",
@@ -123,7 +123,7 @@ class DecoderConfig:
             name = "head_dim" if self.attention == "gqa" else "qk_rope_head_dim"
             problems.append(
                 Problem(
-                    f"model.{name} is odd.",
+                    f"model.{name} is odd",
                     got=str(self.rope_dim),
                     need="an even width: rotary positions turn pairs",
                     try_=f"model.{name} = {self.rope_dim + 1}",
@@ -137,7 +137,7 @@ class DecoderConfig:
         if self.num_experts % self.num_expert_groups:
             problems.append(
                 Problem(
-                    "model.num_experts is not a multiple of model.num_expert_groups.",
+                    "model.num_experts is not a multiple of model.num_expert_groups",
                     got=f"num_experts {self.num_experts}, num_expert_groups {self.num_expert_groups}",
                     need="groups of equal size",
                     try_=f"model.num_expert_groups = {_largest_divisor(self.num_experts, self.num_expert_groups)}",
@@ -147,7 +147,7 @@ class DecoderConfig:
         if self.num_limited_groups > self.num_expert_groups:
             problems.append(
                 Problem(
-                    "model.num_limited_groups is larger than model.num_expert_groups.",
+                    "model.num_limited_groups is larger than model.num_expert_groups",
                     got=f"num_limited_groups {self.num_limited_groups}, num_expert_groups {self.num_expert_groups}",
                     need="at most all groups",
                     try_=f"model.num_limited_groups = {self.num_expert_groups}",
@@ -158,7 +158,7 @@ class DecoderConfig:
         if self.num_experts_per_token > reachable:
             problems.append(
                 Problem(
-                    "a token cannot reach model.num_experts_per_token experts.",
+                    "Token cannot reach model.num_experts_per_token experts",
                     got=f"{self.num_experts_per_token} asked for, {reachable} in the groups a token may route to",
                     need="num_experts_per_token <= num_experts / num_expert_groups * num_limited_groups",
                     try_=f"model.num_experts_per_token = {reachable}",
@@ -168,7 +168,7 @@ class DecoderConfig:
         if self.expert_dim < 1:
             problems.append(
                 Problem(
-                    "model.expert_dim is not set.",
+                    "model.expert_dim is not set",
                     got=str(self.expert_dim),
                     need="at least 1 where model.num_experts is not 0",
                     try_=f"model.expert_dim = {max(1, self.ffn_dim // self.num_experts_per_token)}",

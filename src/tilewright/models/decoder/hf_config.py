@@ -62,7 +62,7 @@ def read_config(folder: Path | str) -> DecoderConfig:
     layout = raw.get("model_type")
     if layout not in _ARCHITECTURE:
         raise CheckpointError(
-            "the decoder does not read this kind of model.",
+            "Model type is not supported by the decoder",
             got=f"model_type {layout!r}",
             need=" or ".join(repr(name) for name in _ARCHITECTURE),
             try_='model.kind = "hf", which trains any Hugging Face model',
@@ -147,7 +147,7 @@ def _missing(raw: Mapping[str, Any], keys: Mapping[str, str], where: str) -> lis
     if not bad:
         return []
     need = "a number that is not negative for each"
-    return [Problem("config.json lacks sizes.", got=", ".join(bad), need=need, try_="add them", where=where)]
+    return [Problem("Sizes are missing from config.json", got=", ".join(bad), need=need, try_="add them", where=where)]
 
 
 def _is_size(value: Any) -> bool:
@@ -165,7 +165,7 @@ def _unsupported(raw: Mapping[str, Any], where: str) -> list[Problem]:
     wrong += layout_problems(raw["quantization_config"]) if raw.get("quantization_config") is not None else []
     return [
         Problem(
-            "config.json asks for what the decoder does not do.",
+            "Features in config.json that the decoder does not support",
             got=text,
             need="the plain form, or another kind of model",
             try_='model.kind = "hf"',
@@ -187,7 +187,7 @@ def _unwritable(config: DecoderConfig) -> list[Problem]:
         reasons.append(("one expert a group", "at least two experts a group"))
     return [
         Problem(
-            "no Hugging Face layout holds this shape.",
+            "No Hugging Face layout for this shape",
             got=got,
             need=need,
             try_="keep tilewright's own checkpoint (checkpoint.export_hf = false)",

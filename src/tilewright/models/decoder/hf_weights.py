@@ -187,7 +187,7 @@ def save_decoder(
         for partial in folder.glob("*.partial"):
             partial.unlink()
         raise CheckpointError(
-            "the Hugging Face folder cannot be written.",
+            "Hugging Face folder cannot be written",
             got=str(error),
             need=f"{format_bytes(sum(_bytes(n, t, rest, coded) for n, t in state.items()))} in a writable folder",
             try_="free space or choose another folder; what is there has no config.json and is not read as a model",

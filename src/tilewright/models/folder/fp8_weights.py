@@ -72,7 +72,7 @@ def find_weights(folder: Path | str, stored: Mapping[str, StoredTensor]) -> dict
     settings = read_json(folder).get("quantization_config")
     if not isinstance(settings, Mapping) or layout_problems(settings):
         raise CheckpointError(
-            "the folder holds FP8 weights, and its config.json does not say how they are scaled.",
+            "FP8 weights whose scales config.json does not describe",
             got=", ".join(layout_problems(settings)) if isinstance(settings, Mapping) else "no quantization_config",
             need='quant_method "fp8", fmt "e4m3", a weight_block_size of two numbers, activation_scheme "dynamic"',
             try_="copy config.json again; other FP8 layouts are not read",
@@ -89,7 +89,7 @@ def find_weights(folder: Path | str, stored: Mapping[str, StoredTensor]) -> dict
 def _other_formats(stored: Mapping[str, StoredTensor], names: list[str]) -> Iterator[Problem]:
     for name in names:
         yield Problem(
-            "a weight is in an 8-bit format that is not read.",
+            "Unsupported 8-bit format of a weight",
             got=f"{name} in {stored[name].dtype}",
             need=f"{_CODES} (E4M3)",
             try_="a folder in the layout of DeepSeek-V3, or one in BF16",
@@ -102,7 +102,7 @@ def _orphans(stored: Mapping[str, StoredTensor], scales: set[str]) -> Iterator[P
         weight = stored.get(name.removesuffix(SCALE_SUFFIX))
         if weight is None or (weight.dtype != _CODES and weight.dtype not in _OTHER_FP8):
             yield Problem(
-                "a scale has no FP8 weight.",
+                "Scale without its FP8 weight",
                 got=f"{name}, and " + ("no such weight" if weight is None else f"a weight in {weight.dtype}"),
                 need=f"{name.removesuffix(SCALE_SUFFIX)} in {_CODES}",
                 try_="copy the folder again, index and files from the same place",
@@ -115,7 +115,7 @@ def _scale_problem(name: str, qdata: StoredTensor, stored: Mapping[str, StoredTe
     scale = stored.get(name + SCALE_SUFFIX)
     if len(qdata.shape) != 2:
         return Problem(
-            "an FP8 weight is not a matrix.",
+            "FP8 weight is not a matrix",
             got=f"{name} {list(qdata.shape)}",
             need="[out features, in features]; experts one by one",
             try_="a folder in the layout of DeepSeek-V3",
@@ -150,7 +150,7 @@ def read_scale(weight: StoredWeight) -> Tensor:
     sound = torch.isfinite(scale) & (scale >= 0)
     if not bool(sound.all()):
         raise CheckpointError(
-            "scales of an FP8 weight are not numbers.",
+            "Scales of an FP8 weight are not finite numbers",
             got=f"{int((~sound).sum())} of {scale.numel()} in {weight.scale_name} infinite, NaN or negative",
             need="finite scales, none below zero",
             try_="copy the file again; if it is whole, the weights were broken before they were written",
@@ -181,7 +181,7 @@ def read_block_rows(weight: StoredWeight) -> Iterator[tuple[int, TiledTensor]]:
 def _nan_error(weight: StoredWeight, qdata: Tensor, start: int) -> CheckpointError:
     row = next(i for i in range(len(qdata)) if has_nan(qdata[i]))
     return CheckpointError(
-        "an FP8 weight holds NaN.",
+        "FP8 weight holds NaN",
         got=f"{weight.name}, first in row {start + row}",
         need="codes of numbers",
         try_="copy the file again; if it is whole, the weights were broken before they were written",
@@ -203,7 +203,7 @@ def copy_weight(weight: StoredWeight, target_NK: Tensor, target_scale: Tensor | 
     """
     if target_scale is not None and weight.tile != BLOCK_TILE:
         raise CheckpointError(
-            "FP8 weights in these blocks cannot be used without decoding them.",
+            "FP8 block size is not supported without decoding",
             got=f"{weight.name} in blocks of {weight.tile}",
             need=f"blocks of {BLOCK_TILE}",
             try_='base = "keep", or a model without adapters, which decode the weights',

@@ -18,7 +18,7 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     need = f"a folder with a {name}, as `save_pretrained` writes it"
     if not path.parent.is_dir():
         raise CheckpointError(
-            "the model folder does not exist.",
+            "Model folder does not exist",
             got=str(folder),
             need=f"{need} (a local one; nothing is downloaded)",
             try_="model.path = the folder",
@@ -29,7 +29,7 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     except FileNotFoundError:
         found = ", ".join(sorted(p.name for p in path.parent.iterdir())[:8]) or "an empty folder"
         raise CheckpointError(
-            f"no {name} in the model folder.",
+            f"No {name} in the model folder",
             got=found,
             need=need,
             try_="model.path = the folder that holds it",
@@ -37,11 +37,11 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{name} is not valid JSON.", got=str(error), need=need, try_="copy the file again", where=str(path)
+            f"{name} is not valid JSON", got=str(error), need=need, try_="copy the file again", where=str(path)
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{name} is not a JSON object.",
+            f"{name} is not a JSON object",
             got=type(value).__name__,
             need=need,
             try_="copy the file again",

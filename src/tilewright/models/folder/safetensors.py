@@ -43,7 +43,7 @@ def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
         absent = [] if files[0].is_file() else [SINGLE]
     if absent:
         raise CheckpointError(
-            "weights are missing from the model folder.",
+            "Weights are missing from the model folder",
             got="no " + ", ".join(absent),
             need=f"{SINGLE}, or {INDEX} with every file that it names",
             try_="copy the missing files; other formats than safetensors are not read",
@@ -58,7 +58,7 @@ def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
     lost = sorted(set(weight_map or ()) - stored.keys())
     if lost:
         raise CheckpointError(
-            f"{INDEX} names tensors that its files do not hold.",
+            f"{INDEX} lists tensors that its files do not hold",
             got=summary(lost),
             need="an index that matches its files",
             try_="copy the folder again",
@@ -80,7 +80,7 @@ def mismatch_error(
     if wrong:
         parts.append(f"wrong shape ({len(wrong)}): " + "; ".join(f"{name}: {text}" for name, text in wrong.items()))
     return CheckpointError(
-        "the weights in the folder are not those of this model.",
+        "Weights in the folder belong to another model",
         got="\n".join(parts),
         need="every tensor of the model, in its shape, and no other",
         try_='a folder written for this shape, or model.weights = "random"',
@@ -97,7 +97,7 @@ def check_no_adapters(state: Mapping[str, Tensor], folder: Path | str) -> None:
     own = [name for name, tensor in state.items() if name.endswith((".lora_A", ".lora_B")) or tensor.itemsize == 1]
     if own:
         raise CheckpointError(
-            "the model holds adapters, and a folder of whole weights does not.",
+            "Adapters in the model, none in the folder",
             got=summary(own),
             need="merged weights",
             try_="precision.lora.merge_lora(model) first, or precision.adapter_io.save_adapter for the adapters alone",
@@ -115,7 +115,7 @@ def open_file(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file.name} cannot be read.",
+            f"{file.name} cannot be read",
             got=str(error),
             need="a whole safetensors file",
             try_="copy the file again",

@@ -91,7 +91,7 @@ def _check_readable(net: Any, skeleton: nn.Module) -> None:
         quantizer.update_weight_conversions(get_model_conversion_mapping(net), skeleton)
     except ValueError as error:
         raise CheckpointError(
-            "FP8 folder that transformers could not read again",
+            "FP8 folder would be unreadable for transformers",
             got=f"{type(net).__name__}: {error}",
             need="a model whose weights transformers stores one by one",
             try_='checkpoint.export_format = "bf16"',
@@ -105,7 +105,7 @@ def _nothing_error(net: nn.Module, skeleton: nn.Module) -> CheckpointError:
     kinds = Counter(type(module).__name__ for module in matrices)
     found = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     return CheckpointError(
-        "Model without a weight that can be stored in FP8",
+        "No weight of this model can be stored in FP8",
         got=f"{type(net).__name__}, in its layers: {found or 'nothing'}",
         need="Linear layers with at most 128 rows and columns or multiples of 128, or stacked experts of that kind",
         try_='checkpoint.export_format = "bf16"',

@@ -87,7 +87,7 @@ def _task_class(path: Path | str | Any, task: Task) -> tuple[Any, Any]:
     auto = getattr(transformers, _AUTO_CLASS[task])
     if type(config) not in auto._model_mapping:
         raise ConfigError(
-            f"this architecture does not do {task}.",
+            f"Task {task} is not supported by this architecture",
             got=f"model_type {config.model_type!r}",
             need=f"one that transformers' {_AUTO_CLASS[task]} knows",
             try_="another model.task or model.path",
@@ -134,7 +134,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise HardwareError(
-            'model.kind = "hf" needs the package transformers.',
+            'model.kind = "hf" needs the package transformers',
             got=str(error),
             need="transformers 5.0 or newer",
             try_="pip install 'tilewright[hf]'",
@@ -151,7 +151,7 @@ def _read_hf_config(transformers: Any, path: Path | str) -> Any:
         return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         raise CheckpointError(
-            "transformers cannot make a model of this config.json.",
+            "Transformers cannot build a model from this config.json",
             got=f"model_type {model_type!r}: {' '.join(str(error).split())}",
             need="a model_type and values that the installed transformers knows",
             try_="correct config.json, or a newer transformers",
@@ -172,7 +172,7 @@ def _load_weights(auto: Any, path: Path | str | Any, config: Any) -> nn.Module:
             net, info = auto.from_pretrained(str(path), config=config, local_files_only=True, **options)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            "the weights in the folder cannot be loaded.",
+            "Weights in the folder cannot be loaded",
             got=str(error).strip().splitlines()[0],
             need="whole safetensors files that match config.json",
             try_='copy the folder again, or model.weights = "random"',

@@ -145,7 +145,7 @@ class HFModel(nn.Module):
         asked = [mode for mode in modes if mode != "none"]
         if asked and not self.net.supports_gradient_checkpointing:
             raise ConfigError(
-                "this model has no activation checkpointing.",
+                "Activation checkpointing is not supported by this model",
                 got=f'train.activation_checkpoint = "{asked[0]}" with {type(self.net).__name__}',
                 need='"none"',
                 try_='train.activation_checkpoint = "none" and a smaller train.micro_batch_size',
@@ -250,7 +250,7 @@ class HFModel(nn.Module):
             write_json(Path(folder) / "config.json", config)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                "the Hugging Face folder cannot be written.",
+                "Hugging Face folder cannot be written",
                 got=str(error),
                 need="space in a writable folder",
                 try_="free space or choose another folder",
@@ -267,7 +267,7 @@ class HFModel(nn.Module):
             name = type(self.net).__name__
             if self.task == "causal_lm" and not self._style.causal:
                 raise ConfigError(
-                    "this model sees the tokens that it should predict.",
+                    "Model attends to the tokens that it should predict",
                     got=f"{name}, whose attention is not causal",
                     need="a causal language model",
                     try_='model.task = "masked_lm", or "is_decoder": true in its config.json',

@@ -73,7 +73,7 @@ def compiles_layers(wanted: str, machine: Machine, *, by_default: bool) -> bool:
     fault = None if machine.device == "cuda" else why_no_compile(machine)
     if wanted == "on" and fault:
         raise HardwareError(
-            "The layers cannot be compiled here.",
+            "Layers cannot be compiled on this machine",
             got=fault,
             need="a C++ compiler that is right for this processor: g++, clang++, or CXX set to one",
             try_='train.compile = "auto"',

@@ -100,7 +100,7 @@ def choose(
     if forced != "auto" and forced not in names:
         close = difflib.get_close_matches(forced, names, n=1)
         raise ConfigError(
-            f"ops.{op.field}: no candidate {forced!r}.",
+            f"Kernel of ops.{op.field}: no candidate {forced!r}",
             got=repr(forced),
             need=f"auto or one of {', '.join(names)}",
             try_=f'ops.{op.field} = "{close[0] if close else "auto"}"',
@@ -116,7 +116,7 @@ def choose(
         rejected.append((candidate.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
     raise HardwareError(
-        f"ops.{op.name} cannot run here.",
+        f"Kernel ops.{op.name} cannot run on this machine",
         got=f"{case}: {reasons}",
         need="a candidate that can run this device and dtype",
         try_=f'ops.{op.field} = "auto"',

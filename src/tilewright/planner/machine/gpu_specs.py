@@ -125,7 +125,7 @@ def find_published(name: str) -> GpuSpec:
     """
     if name.lower() not in TABLE:
         raise ConfigError(
-            "No published numbers of this machine.",
+            "Unknown machine name",
             got=f"--on {name}",
             need=f"one of {', '.join(TABLE)}",
             try_="tilewright plan without --on, which takes the machine at hand",

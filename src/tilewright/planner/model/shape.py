@@ -205,7 +205,7 @@ class ModelShape:
         if not self.unknown:
             return self
         raise UnknownFitError(
-            "It is not known what a step of this model takes.",
+            "Memory of this model cannot be predicted",
             got=f"{self.family}: {self.unknown}",
             need="a forward pass whose shapes do not depend on the values of tensors",
             try_='describe the model as a decoder of the same shape (model.kind = "decoder", model.dim, '

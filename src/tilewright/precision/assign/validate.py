@@ -36,7 +36,7 @@ def check_rules_kept(policy: Policy, decided: Decided) -> None:
         close = difflib.get_close_matches(rule.match.strip("*."), names, n=3, cutoff=0.5)
         problems.append(
             Problem(
-                f"precision.rules: rule {index + 1} matches no module.",
+                f"precision.rules: rule {index + 1} matches no module",
                 got=str(rule),
                 need=f"op one of {', '.join(kinds)}" if named else f"near names: {', '.join(close) or 'none'}",
                 try_=f'match = "*{close[0]}"'
@@ -69,7 +69,7 @@ def check_no_fallbacks(report: ConversionReport, decided: Decided) -> None:
 
 def _fallback(what: str, reason: str) -> Problem:
     return Problem(
-        f"{what}: not as asked, and precision.strict is set.",
+        f"{what}: format is not available, and precision.strict is set",
         got=reason,
         need="a machine, a module or a format in which it runs as it says",
         try_="precision.strict = false, another precision.mode, or a rule that names the format these shall have",

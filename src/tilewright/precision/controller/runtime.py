@@ -264,7 +264,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
     others = [(n, str(layer.gemms)) for n, layer in layers if set(_eight_bit(layer)) - {LEVELS[0]}]
     if others or not any(_eight_bit(layer) for _, layer in layers):
         raise ConfigError(
-            "The controller has nothing that it could move.",
+            "No FP8 layer for the controller to move",
             got=f"{others[0][0]} in {others[0][1]}" if others else "no layer with matmuls in fp8_tile",
             need="linear layers in fp8_tile",
             try_='convert(model, Policy("fp8_tile", keep="value")) first',
@@ -273,7 +273,7 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
     fixed = [name for name, layer in layers if layer.gemms.wgrad in FP8_FORMATS and not layer.keep_value]
     if fixed:
         raise ConfigError(
-            "Weight gradients cannot leave 8 bits in this model, and a controller may want them to.",
+            "Weight gradients of this model must stay in FP8, which the controller needs to move",
             got=f"{len(fixed)} layers keep 8-bit codes of their input for backward, the first is {fixed[0]}",
             need="layers that keep the input itself, 2 bytes per element",
             try_='convert(model, Policy("fp8_tile", keep="value"))',

@@ -38,7 +38,7 @@ class ControllerSettings:
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
             raise ConfigError(
-                "unknown granularity of the controller",
+                "Unknown granularity of the controller",
                 got=repr(self.granularity),
                 need=", ".join(GRANULARITIES),
                 where="precision.controller.granularity",
@@ -48,7 +48,7 @@ class ControllerSettings:
         ]
         if wrong or not 0 <= self.budget <= 1:
             raise ConfigError(
-                "The controller's settings make no sense.",
+                "Invalid controller settings",
                 got=", ".join(f"{name} {getattr(self, name)}" for name in (*wrong, "budget")),
                 need="counts of at least 1, and a budget from 0 to 1",
             )
@@ -66,7 +66,7 @@ def check_budget(sites: Sequence[GemmSite], budget: float) -> None:
     if least <= budget + 1e-9:
         return
     raise FitError(
-        "The controller's budget cannot be kept.",
+        "Controller budget is too small",
         got=f"{budget:.1%} of the matmuls' work may be above 8 bits",
         need=f"at least {least:.1%}, which the policy itself keeps there: {len(kept)} matmuls, "
         f"the first is {kept[0].layer} {kept[0].gemm}",

@@ -50,7 +50,7 @@ class Audit:
 
     def __init__(self, model: nn.Module) -> None:
         if getattr(model, "precision_report", None) is None:
-            raise ConfigError("The model is not converted.", need='tilewright.convert(model, "fp8_tile") first')
+            raise ConfigError("Model is not converted", need='tilewright.convert(model, "fp8_tile") first')
         self._model = model
         self._before: Counts = {}
 
@@ -194,7 +194,7 @@ def _frozen(row: ModuleRow, module: FrozenFloat8Linear) -> Iterator[AuditRow]:
 def _refused(reason: str, rows: list[AuditRow]) -> Problem:
     layers = list(dict.fromkeys(row.layer for row in rows))
     return Problem(
-        f"{len(layers)} layers ran in another way than asked, and precision.strict is set; the first is {layers[0]}.",
+        f"{len(layers)} layers fell back to another format, and precision.strict is set; the first is {layers[0]}",
         got=f"{rows[0].gemm} in {rows[0].format} by {rows[0].kernel}: {reason}",
         need="a machine, a kernel or a format in which it runs as it says",
         try_='precision.strict = false, or ops.tile_gemm = "auto"',

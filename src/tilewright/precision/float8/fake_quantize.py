@@ -121,7 +121,7 @@ class FP8Quantizer(nn.Module):
     def _fixed_grid(self, scale: Tensor, grid: tuple[int, int]) -> Tensor:
         if scale.numel() not in (1, grid[0] * grid[1]):
             raise ConfigError(
-                "the fixed scale does not fit the tensor.",
+                "Static scale does not fit the tensor",
                 got=f"{list(scale.shape)} scales",
                 need=f"one, or {list(grid)} of granularity {self.granularity!r}",
                 try_="a scale for this tensor, or scale = None",
@@ -166,7 +166,7 @@ class _Rounded(torch.autograd.Function):
 def _check(scale: Any, zero_point: Any, spec: str, granularity: str, calibrate_batches: int) -> None:
     if zero_point != 0:
         raise ConfigError(
-            "FP8 has no zero point.",
+            "FP8 has no zero point",
             got=f"zero_point = {zero_point}",
             need="0: the codes of E4M3 and E5M2 are floating-point numbers, as dense below zero as above and densest "
             "around it, so a shift would only move the dense part away from the small values",
@@ -176,7 +176,7 @@ def _check(scale: Any, zero_point: Any, spec: str, granularity: str, calibrate_b
     for name, value, known in (("spec", spec, FP8_SPECS), ("granularity", granularity, _TILES)):
         if value not in known:
             raise ConfigError(
-                f"no such {name}.",
+                f"Unknown {name}",
                 got=repr(value),
                 need=f"one of {', '.join(known)}",
                 try_=f'{name} = "{next(iter(known))}"',
@@ -186,7 +186,7 @@ def _check(scale: Any, zero_point: Any, spec: str, granularity: str, calibrate_b
         values = torch.as_tensor(scale, dtype=torch.float32)
         if not bool((torch.isfinite(values) & (values > 0)).all()):
             raise ConfigError(
-                "a scale that is no positive number.",
+                "Scale is not a positive number",
                 got=f"{scale}",
                 need="finite values above 0",
                 try_="scale = None, which finds it",
@@ -194,7 +194,7 @@ def _check(scale: Any, zero_point: Any, spec: str, granularity: str, calibrate_b
             )
     if (calibrate_batches or (isinstance(scale, Tensor) and scale.numel() > 1)) and granularity not in _FIXED:
         raise ConfigError(
-            f'scales of granularity "{granularity}" cannot be fixed.',
+            f'Scales of granularity "{granularity}" cannot be static',
             got=f"calibrate_batches = {calibrate_batches}" if calibrate_batches else "a tensor of scales",
             need=f"one of {', '.join(_FIXED)}: of these every input has equally many",
             try_='granularity = "tensor", or a scale of each input',

@@ -66,7 +66,7 @@ class FrozenFloat8Linear(Cast, nn.Linear):
         """Raise where a frozen weight cannot be multiplied so; see `set_gemms`."""
         if gemms.tensorwise:
             raise ConfigError(
-                "A frozen FP8 weight has a scale for each block.",
+                "Frozen FP8 weight without block scales",
                 got="fp8_tensorwise",
                 need="fp8_tile, fp8_hybrid, or a format of 16 or 32 bit",
                 try_='precision.mode = "fp8_tile"',

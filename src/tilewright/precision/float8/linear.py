@@ -97,7 +97,7 @@ class Float8Linear(Cast, nn.Linear):
         """
         if not self.keep_value and gemms.wgrad not in FP8_FORMATS:
             raise ConfigError(
-                "This layer's weight gradient cannot leave 8 bits while it runs.",
+                "Weight gradient of this layer must stay in FP8 during a run",
                 got=f"wgrad {gemms.wgrad}; backward keeps the input as 8-bit codes",
                 need=f"wgrad one of {', '.join(FP8_FORMATS)}",
                 try_='Policy(..., keep="value") at conversion, which keeps the input itself (2 bytes per element)',
@@ -107,7 +107,7 @@ class Float8Linear(Cast, nn.Linear):
         if powers != self.power_of_two or (gemms.any_fp8 and gemms.tensorwise != self.tensorwise):
             kind = "one scale per tensor" if self.tensorwise else "tiles"
             raise ConfigError(
-                "The kind of scale is settled at conversion.",
+                "Scale kind cannot change after conversion",
                 got=f"{gemms}, power_of_two {powers}",
                 need=f"{kind}, power_of_two {self.power_of_two}",
                 try_="tilewright.set_mode(model, policy), which prepares the layers' neighbours too",
@@ -221,7 +221,7 @@ def _check_not_emulated(gemms: Gemms, machine: Machine) -> None:
     lost = [name for name in gemms.formats if name in FP8_FORMATS and name not in choice.native]
     if lost:
         raise HardwareError(
-            f"A matmul in {lost[0]} would be emulated, and precision.strict is set.",
+            f"Matmul in {lost[0]} would be emulated, and precision.strict is set",
             got=choice.reason,
             need="a machine or a format in which it runs as it says",
             try_="precision.strict = false, or another format",

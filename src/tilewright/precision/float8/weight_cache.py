@@ -44,7 +44,7 @@ class QuantizedWeights:
         sharded = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
         if sharded:
             raise ConfigError(
-                "Codes of sharded weights cannot be kept between steps.",
+                "FP8 copies of sharded weights cannot be kept between steps",
                 got=f"{len(sharded)} sharded parameters, the first is {sharded[0]}",
                 need="whole weights on each rank",
                 try_="train without QuantizedWeights: each pass then quantises what it gathers",

@@ -222,7 +222,7 @@ def _matched(names: Collection[str], targets: Sequence[str]) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in names):
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise ConfigError(
-                "a target of the adapters matches no linear layer.",
+                "Adapter target matches no linear layer",
                 got=repr(pattern),
                 need="a glob on the name of a linear layer; heads, routers and embeddings get no adapter",
                 try_="near names: " + ", ".join(close) if close else "model.named_modules() lists the names",
@@ -234,7 +234,7 @@ def _matched(names: Collection[str], targets: Sequence[str]) -> list[str]:
 def _check(model: nn.Module, rank: int, alpha: float, base: str) -> None:
     if rank < 1 or alpha <= 0:
         raise ConfigError(
-            "no such adapters.",
+            "Invalid adapter settings",
             got=f"rank {rank}, alpha {alpha}",
             need="a rank of at least 1 and an alpha above 0",
             try_="rank = 16, alpha = 32",
@@ -242,7 +242,7 @@ def _check(model: nn.Module, rank: int, alpha: float, base: str) -> None:
         )
     if base not in ("fp8", "keep"):
         raise ConfigError(
-            "no such storage of the frozen weights.",
+            "Unknown storage of the frozen weights",
             got=repr(base),
             need='"fp8" or "keep"',
             try_='base = "fp8"',
@@ -250,7 +250,7 @@ def _check(model: nn.Module, rank: int, alpha: float, base: str) -> None:
         )
     if adapted_layers(model):
         raise ConfigError(
-            "the model has adapters already.",
+            "Model already has adapters",
             got=f"{len(adapted_layers(model))} layers with adapters",
             need="a model without",
             try_="merge_lora(model) first",

@@ -48,7 +48,7 @@ def save_adapter(model: nn.Module, folder: Path | str, *, base_model: str = "") 
     layers = adapted_layers(_root(model))
     if not layers:
         raise CheckpointError(
-            "there is no adapter to save.",
+            "No adapter to save",
             got="a model without adapters",
             need="a model after add_lora and before merge_lora",
             try_="save_hf for a whole model",
@@ -80,7 +80,7 @@ def save_adapter(model: nn.Module, folder: Path | str, *, base_model: str = "") 
         write_json(folder / CONFIG, config)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            "the adapter cannot be written.",
+            "Adapter cannot be written",
             got=str(error),
             need="space in a writable folder",
             try_="free space or choose another folder",
@@ -138,7 +138,7 @@ def _check_kinds(config: dict[str, Any], folder: Path) -> None:
     wrong += [f"{key} = {config.get(key)!r}" for key in ("r", "lora_alpha") if not _is_positive(config.get(key))]
     if wrong:
         raise CheckpointError(
-            "the adapter is of a kind that is not read.",
+            "Unsupported kind of adapter",
             got=", ".join(wrong),
             need="plain LoRA of one rank and alpha, without trained biases or whole modules",
             try_="merge the adapter with peft, and load the merged model",

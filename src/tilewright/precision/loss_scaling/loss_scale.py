@@ -164,7 +164,7 @@ class DynamicScaler:
         smaller = self.scale_value * self.backoff
         if smaller < self.min:
             raise NumericsError(
-                "The loss scale cannot fall any further.",
+                "Loss scale reached its minimum",
                 got=f"gradients not finite at scale {self.scale_value:g}; {self.skipped} of {self.steps} steps skipped",
                 need=f"a scale of at least {self.min:g} (precision.loss_scale_min) without overflow",
                 try_='precision.mode = "bf16_mixed", which needs no scale, or a lower optim.lr',

@@ -118,7 +118,7 @@ class Turns:
         values_of_all = gradient_values(params)
         if any(value.dtype == torch.float16 for values in values_of_all for value in values):
             raise ConfigError(
-                "FP16 gradients divided by a loss scale",
+                "FP16 gradients cannot be unscaled in place",
                 got="parameters with FP16 gradients: small ones would be lost in the division",
                 need="FP32 gradients",
                 try_='convert(model, "hybrid") or "pure_fp16", or param.grad_dtype = torch.float32 for each parameter',

@@ -106,7 +106,7 @@ def region_of(module: nn.Module, device_type: str) -> Region:
     """
     if "forward" in vars(module):
         raise ConfigError(
-            "The forward of a module has been replaced by another tool.",
+            "Module forward was replaced by another library",
             got=f"{type(module).__name__} with a forward of its own",
             need="the module as its class defines it",
             try_="convert the model before other tools wrap it (accelerator.prepare, dispatch hooks)",

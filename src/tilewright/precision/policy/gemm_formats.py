@@ -40,7 +40,7 @@ class Gemms:
         scalings = {name == "fp8_tensorwise" for name in (self.fprop, self.dgrad, self.wgrad) if name in FP8_FORMATS}
         if len(scalings) > 1:
             raise ConfigError(
-                "The matmuls of a layer share their 8-bit operands, which have one kind of scale.",
+                "Matmuls of one layer need the same kind of scale",
                 got=f"fprop {self.fprop}, dgrad {self.dgrad}, wgrad {self.wgrad}",
                 need="tiles in all of them, or fp8_tensorwise in all of them",
                 try_='"fp8_tile", or "bf16" for the odd one',

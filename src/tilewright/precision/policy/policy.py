@@ -188,7 +188,7 @@ class Policy:
             ConfigError: the policy names no device yet (see `on`).
         """
         if not self.device_type:
-            raise ConfigError("The policy names no device.", need='Policy(..., device_type="cpu") or policy.on("cpu")')
+            raise ConfigError("Policy without a device", need='Policy(..., device_type="cpu") or policy.on("cpu")')
         kinds = kinds_of(kind)
         if kind in ALWAYS_FP32:
             return FormatDecision("fp32", "fp32", "fp32" if kind == "router" else "input", ALWAYS_FP32[kind])

@@ -114,7 +114,7 @@ def known_or_raise(what: str, value: str, known: tuple[str, ...]) -> None:
         return
     close = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
     raise ConfigError(
-        f"{what}: {value!r} is not known.",
+        f"{what}: unknown value {value!r}",
         got=repr(value),
         need=", ".join(known),
         try_=f'"{close[0]}"' if close else f'"{known[0]}"',

@@ -133,7 +133,7 @@ def parse_budget(text: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise ConfigError(
-            "the budget is a share of the loss in percent",
+            "Loss budget is not a percentage",
             got=repr(text),
             need="a number with a percent sign",
             try_='--budget "0.25%"',

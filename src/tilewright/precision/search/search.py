@@ -112,7 +112,7 @@ def fastest(space: SearchSpace, budget: float, name: str = "chosen") -> PolicyCa
     if not least.predicted.change <= budget:
         rules = len(space.required())
         raise FitError(
-            "No policy stays within this budget.",
+            "No policy within this loss budget",
             got=f"a budget of {percent(budget)}",
             need=f"{percent(least.predicted.change)} or more: the best possible, "
             + (f"with {rules} matmuls in FP8 as the recipe's rules say" if rules else "all matmuls in BF16"),

@@ -213,7 +213,7 @@ def _check_finite(loss: float, base: GradientTally) -> None:
     if math.isfinite(loss) and base.finite:
         return
     raise NumericsError(
-        "The search needs weights at which the loss and its gradient are finite in FP32.",
+        "Loss or gradient of these weights is not finite in FP32",
         got=f"loss {loss:.6g}, gradient {'finite' if base.finite else 'not finite'}",
         need="weights of a healthy run",
         try_="--run RUN with a checkpoint from before the trouble, or optim.lr lower",

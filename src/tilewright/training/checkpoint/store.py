@@ -215,7 +215,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         return json.loads((path / META).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is not a checkpoint that can be read.",
+            f"{path} is not a checkpoint that can be read",
             got=f"{META}: {error}",
             need=f"a folder written by tilewright, with {META}, manifest.json and .metadata",
             try_="name a folder checkpoints/step_... of a run",
@@ -249,7 +249,7 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor], live: Live | None = 
         dcp.load(dict(targets), storage_reader=dcp.FileSystemReader(path), planner=planner, no_dist=True)
     except (OSError, CheckpointException, RuntimeError) as error:
         raise CheckpointError(
-            f"{path} cannot be loaded.",
+            f"{path} cannot be loaded",
             got=_short_reason(error),
             need="a whole checkpoint of this model",
             try_="remove the folder to use the checkpoint before it",

@@ -56,7 +56,7 @@ def cut_layers(model: Model, memory_plan: MemoryPlan, *, compile: bool) -> None:
     if set(blocks) != {model.kernels.attention_block}:
         if not isinstance(model, Decoder):
             raise ConfigError(
-                "Attention by blocks is asked of a model that has none.",
+                "Attention blocks are not supported by this model",
                 got=f"attention_block {max(blocks)} for layers of {type(model).__name__}",
                 need="0; tilewright's own decoder alone computes attention by blocks",
                 try_="a plan made for this model",
@@ -76,7 +76,7 @@ def _for_layers(model: Model, wanted: Sequence[Item], name: str) -> tuple[Item, 
         return tuple(wanted)
     if len(set(wanted)) != 1:
         raise ConfigError(
-            "The layers of this model cannot be treated each in its own way.",
+            "Per-layer memory plans are not supported by this model",
             got=f"{name} that differ by layer, for {type(model).__name__}, in which no list of layers was found",
             need="the same for all layers",
             try_='memory.plan = "" and the settings of [train] and [memory]',
@@ -89,7 +89,7 @@ def _check_offload(memory_plan: MemoryPlan) -> None:
     away = {tier for layer in memory_plan for tier in (layer.parameters, layer.states, layer.inputs)} - {"device"}
     if away:
         raise ConfigError(
-            "The standard executor keeps everything on the device.",
+            "Offloading needs the layer-major executor",
             got=f"parameters, states or inputs on {' and '.join(sorted(away))}",
             need='"device"',
             try_='memory.executor = "layer_major", or a plan made for the standard executor',

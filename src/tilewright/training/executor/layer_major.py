@@ -294,7 +294,7 @@ class LayerMajorExecutor:
             return
         if self.rollback_buffer is None:
             raise UnrecoverableStepError(
-                "A bad gradient was met in the middle of a step.",
+                "Non-finite gradient during backward, after some layers were updated",
                 got=f"{why}, after {len(attempt.updated)} of {len(list(self.run.layer_groups))} groups were updated",
                 need="a finite gradient, or a checkpoint to go back to",
                 try_='memory.rollback = "buffer", or optim.clip = "two_pass"',
@@ -369,7 +369,7 @@ class LayerMajorExecutor:
         self._bad_steps += 1
         if self._bad_steps >= MAX_BAD_STEPS:
             raise NumericsError(
-                f"The gradient was not finite in {self._bad_steps} steps in a row.",
+                f"Non-finite gradient in {self._bad_steps} steps in a row",
                 got=f"loss {loss:.6g}, gradient norm {norm:.6g}",
                 need="finite losses and gradients; the weights have not changed since the last good step",
                 try_='optim.lr lower, optim.warmup_steps higher, or precision.mode = "fp32";\n'

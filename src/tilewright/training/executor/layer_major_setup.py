@@ -192,7 +192,7 @@ def check_no_loss_scaling(scaled: bool) -> None:
     """
     if scaled:
         raise ConfigError(
-            "The layer-major executor does not scale the loss.",
+            "Loss scaling is not supported by the layer-major executor",
             got="a precision with gradients in FP16",
             need="formats with the range of FP32",
             try_='precision.mode = "bf16_mixed" or "fp8_tile", or memory.executor = "standard"',

@@ -309,7 +309,7 @@ class StandardExecutor:
     def _check_not_sharded(self) -> None:
         if self._world > 1 and any(isinstance(param, DTensor) for param in self._params):
             raise HardwareError(
-                "The standard executor cannot train a sharded model on several ranks.",
+                "Sharded model on several ranks is not supported by the standard executor",
                 got=f"{self._world} ranks and DTensor parameters",
                 need="a replica of the whole model on each rank",
                 try_="leave the model unsharded",
@@ -373,7 +373,7 @@ def not_finite_error(model: nn.Module, loss: float, steps: int) -> NumericsError
     if bad_weights:
         got.append(f"{len(bad_weights)} parameters are not finite themselves, the first is {bad_weights[0]}")
     return NumericsError(
-        f"The gradient was not finite in {steps} steps in a row.",
+        f"Non-finite gradient in {steps} steps in a row",
         got="\n".join(got),
         need="finite losses and gradients; the weights have not changed since the last good step",
         try_="optim.lr lower, optim.warmup_steps higher, or that module in FP32:\n"

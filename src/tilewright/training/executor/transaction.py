@@ -198,7 +198,7 @@ def first_line(error: BaseException) -> str:
 def partial_update(error: BaseException, why: str) -> PartialUpdateError:
     """The error of a step that can be neither finished nor taken back."""
     return PartialUpdateError(
-        "Memory ran out in the middle of an update, and making some free did not help.",
+        "Out of memory during the optimizer update; the retry failed",
         got=f"{first_line(error)}; {why}",
         need="memory for the rest of the update: the weights in memory are half new, so nothing of them is saved",
         try_="the same command continues from the newest checkpoint; give it more memory, or\n"

@@ -31,7 +31,7 @@ def no_memory(
     if "reserved_bytes" in memory:
         lines.append(f"held by the allocator, free blocks included: {format_bytes(memory['reserved_bytes'])}")
     return FitError(
-        f"Memory ran out {when}.",
+        f"Out of memory {when}",
         got="\n".join(lines),
         need="a smaller peak; a checkpoint that is there is untouched, and the same command continues from it",
         try_="\n".join(fixes or _proposals(recipe)),

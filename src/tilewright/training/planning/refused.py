@@ -36,13 +36,13 @@ def refused(plan: Plan | Plan, changes: Sequence[object]) -> FitError | UnknownF
         plan = summarize(plan)
     if plan.state == "does not fit":
         return FitError(
-            "This run does not fit.",
+            "Run does not fit",
             got=plan.verdict,
             need=f"a peak below {format_bytes(plan.budget_bytes)}",
             try_="\n".join(map(str, changes)) or "a smaller model",
         )
     return UnknownFitError(
-        "It is not known whether this run fits.",
+        "Memory of this run cannot be predicted",
         got=plan.unknown,
         need=f"a peak below {format_bytes(plan.budget_bytes)}; it is more than {format_bytes(plan.peak_bytes)}",
         try_="tilewright train RECIPE --dry-run --plan.enforce false, which takes two steps and measures them",

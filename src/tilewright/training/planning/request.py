@@ -113,7 +113,7 @@ def _budgets_here(options: PlanRequest, machine: Machine, wanted: int) -> tuple[
     """Device and host budget on the machine at hand."""
     if options.host_memory and machine.device == "cpu":
         raise ConfigError(
-            "On a CPU the device's memory is the host's.",
+            "Two memory sizes for one CPU memory",
             got=f"--host-memory {options.host_memory}",
             need="--device-memory alone",
             try_="--device-memory, or --on for a machine that is not at hand",
@@ -138,7 +138,7 @@ def _size(text: str, option: str, most: int | None, owner: str) -> int:
             raise ValueError("no memory at all")
     except ValueError as error:
         raise ConfigError(
-            "This is not a size of memory.",
+            "Invalid memory size",
             got=f"{option} {text!r}: {error}",
             need="a number above 0 with GiB, GB, MiB or MB",
             try_=f"{option} 24GiB",
@@ -146,7 +146,7 @@ def _size(text: str, option: str, most: int | None, owner: str) -> int:
         ) from error
     if most is not None and size > most:
         raise ConfigError(
-            "This is more memory than the machine has.",
+            "Memory size exceeds that of the machine",
             got=f"{option} {text}, {owner} has {format_bytes(most)}",
             need=f"at most {format_bytes(most)}",
             try_=f"{option} {most // 2**30}GiB, or --on for a machine that is not at hand",

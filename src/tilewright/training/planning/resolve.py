@@ -297,7 +297,7 @@ def _check_no_contradiction(loaded: Loaded, file: PlanFile) -> None:
         again = " ".join(f"--{name} {value_of(loaded.recipe, name)}" for name in said)
         values = [f"{name} = {value_of(loaded.recipe, name)} ({source})" for name, source in said.items()]
         raise ConfigError(
-            "The plan and what was typed contradict each other.",
+            "Plan conflicts with command-line options",
             got=f"{', '.join(values)}; the plan has " + ", ".join(f"{name} = {file.settings[name]}" for name in said),
             need="one of them",
             try_=f"leave {', '.join(f'--{name}' for name in said)} out, or make a plan with it: "

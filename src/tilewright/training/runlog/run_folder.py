@@ -34,7 +34,7 @@ class RunFolder:
             self._lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until close)
         except OSError as error:
             raise ConfigError(
-                "The run folder cannot be written.",
+                "Run folder cannot be written",
                 got=str(error),
                 need="a folder that this user may create files in",
                 try_="--run.dir FOLDER",
@@ -93,7 +93,7 @@ def _lock_or_raise(file: TextIO, path: Path) -> None:
         owner = file.read().strip() or "unknown"
         file.close()
         raise ConfigError(
-            "Another process is training in this run folder.",
+            "Another process is training in this run folder",
             got=f"process {owner} holds the lock",
             need="one trainer a run folder",
             try_="wait for it, or --run.name NEW",

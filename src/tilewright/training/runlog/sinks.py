@@ -90,7 +90,7 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(_PACKAGES[name])
     except ImportError as error:
         raise ConfigError(
-            f"The metrics sink {name} is not installed.",
+            f"Metrics sink {name} is not installed",
             got=str(error),
             need=f"the package {name}",
             try_=f'pip install "tilewright[{"track" if name == "trackio" else name}]"',
