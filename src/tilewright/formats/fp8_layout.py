@@ -5,7 +5,7 @@
     config.json       quantization_config {quant_method "fp8", fmt "e4m3", weight_block_size [128, 128],
                       activation_scheme "dynamic", modules_to_not_convert [...] in newer folders}
 
-Tensors and settings only; folders are `models.folder.fp8_weights`'s matter. Other layouts of that name (one scale a
+Tensors and settings only; folders are `models.folder.fp8_weights`'s matter. Other layouts of that name (one scale per
 tensor, fixed scales for activations) are not read: `layout_problems` says so.
 """
 

@@ -57,8 +57,8 @@ class PrecisionSection(Section):
     mode: Mode = "bf16_mixed"
     """fp32 | tf32 | bf16_mixed (BF16 matmuls and residual stream) | hybrid (16-bit matmuls, FP32 residual stream,
     norms, softmax and loss) | pure_fp16 (FP16 weights and activations too) | fp8_tile (bf16_mixed with linear layers in
-    E4M3, scaled by tiles of 1x128 and 128x128) | fp8_hybrid (the same, gradients in E5M2) | fp8_tensorwise (one scale a
-    tensor, for comparison)."""
+    E4M3, scaled by tiles of 1x128 and 128x128) | fp8_hybrid (the same, gradients in E5M2) | fp8_tensorwise (one scale
+    per tensor, for comparison)."""
     start_mode: Mode | None = None
     """Mode for the first `start_fraction` of the steps, for example tf32 before bf16_mixed."""
     start_fraction: float = Field(default=0.2, gt=0, lt=1)

@@ -276,7 +276,7 @@ class CheckpointSection(Section):
 
 class LogSection(Section):
     sinks: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Besides metrics.jsonl, which is always written."""
+    """In addition to metrics.jsonl, which is always written."""
     report: bool = True
     """Write report.html at the end."""
 

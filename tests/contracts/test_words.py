@@ -1,0 +1,135 @@
+"""The words that a user reads: titles of errors, help, settings, events. Forms and phrases that they may not have."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from tilewright.cli.app import COMMANDS, cli
+from tilewright.core import errors
+from tilewright.core.config import schema
+
+SOURCES = sorted((Path(__file__).resolve().parents[2] / "src" / "tilewright").rglob("*.py"))
+RAISED = {name for name in vars(errors) if name.endswith("Error")} | {
+    *("Problem", "Conflict", "PartialUpdateError", "UnrecoverableStepError", "OutOfTime"),
+}
+BANNED = {
+    r"at home": "stored, on the device",
+    r"(is|are|was|were|be) told": "reported",
+    r"(go|goes|going|went|gone) on": "continue, resume",
+    r"(some|no)body": "user, caller",
+    r"anew": "again",
+    r"besides": "also, in addition to",
+    r"let(s|ting)? go of": "free",
+    r"(give|gives|given|giving) back": "return, free",
+    r"reckon": "estimate",
+    r"foreign": "third-party, Hugging Face",
+    r"sound (checkpoint|file)": "valid",
+    r"torn|rotten": "truncated, corrupt",
+    r"products?": "matmul",
+    r"placements?": "memory plan",
+    r"journal|arena|ledger|residence": "rollback buffer, pool, memory tracker",
+    r"regroup\w*": "re-plan",
+    r"per cent": "percent",
+    r"what binds": "the bottleneck",
+    r"(lie|lies|stand|stands) (in|on|at|there)": "is",
+    r"(bytes?|seconds?|tokens?|scales?|bits?) an? (element|second|step|token|layer|tensor|parameter|weight|row)": "per",
+}
+"""Pattern -> the words to use."""
+
+
+def words_of(node: ast.expr) -> str:
+    """The text of a string in the source; `{}` where it is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(words_of(part) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return ""
+
+
+def calls(names: set[str]) -> Iterator[tuple[str, ast.Call]]:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name in names:
+                    yield f"{path.name}:{node.lineno}", node
+
+
+def titles() -> dict[str, str]:
+    found = {}
+    for place, call in calls(RAISED):
+        first = call.args[1 if getattr(call.func, "id", "") == "Conflict" else 0 : 2] if call.args else []
+        for node in [first[0].body, first[0].orelse] if first and isinstance(first[0], ast.IfExp) else first[:1]:
+            if text := words_of(node):
+                found[f"{place} {text[:30]}"] = text
+    return found
+
+
+def events() -> dict[str, str]:
+    """Texts of `event(step, kind, text)`."""
+    found = {}
+    for place, call in calls({"event", "record_event"}):
+        for node in call.args:
+            text = words_of(node)
+            if " " in text:
+                found[f"{place} {text[:30]}"] = text
+    return found
+
+
+def helps() -> dict[str, str]:
+    context = click.Context(cli)
+    found = {}
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        found[name] = command.help or ""
+        found |= {f"{name} {p.name}": p.help for p in command.params if isinstance(p, click.Option) and p.help}
+    return found
+
+
+def settings() -> dict[str, str]:
+    return {item.path: item.doc for item in schema.fields()}
+
+
+KINDS = {"titles": titles, "events": events, "help": helps, "settings": settings}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_banned_phrase(kind):
+    texts = KINDS[kind]()
+    assert len(texts) >= 5, "the texts are found"
+    bad = [
+        f"{place}: {match[0]!r} -> {better}: {text}"
+        for place, text in texts.items()
+        for pattern, better in BANNED.items()
+        if (match := re.search(rf"(?<![\w`-])({pattern})(?![\w`-])", text, re.IGNORECASE))
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_a_title_is_a_sentence_without_its_period_and_begins_with_its_subject():
+    bad = []
+    for place, text in titles().items():
+        first = text.split()[0]
+        names_something = re.search(r"[._={}`\d]", first) or first in LOWER_CASE_NAMES
+        if text.endswith("."):
+            bad.append(f"{place}: ends with a period")
+        if first[0].islower() and not names_something:
+            bad.append(f"{place}: begins in lower case: {text}")
+        if re.match(r"(A|An|This|These|There is|There are|It is) ", text):
+            bad.append(f"{place}: begins with an article or a filler: {text}")
+    assert not bad, "\n".join(bad)
+
+
+LOWER_CASE_NAMES = {"tilewright's", "transformers"}
+
+
+def test_the_check_can_fail():
+    for text in ("a byte an element is kept", "it goes on", "the ledger", "all products"):
+        assert any(
+            re.search(rf"(?<![\w`-])({p})(?![\w`-])", text, re.IGNORECASE) for p in ("bytes? an? element", *BANNED)
+        )
