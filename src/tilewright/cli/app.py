@@ -1,7 +1,7 @@
 """The command line: the table of commands, and how every error ends.
 
 A command's file is imported when the command runs, so `--help` needs neither torch nor pydantic.
-Exit codes: 0 done, 2 bad input, 3 does not fit, 4 stopped on numerics, 5 hardware, 1 a bug of ours.
+Exit codes: 0 done, 2 bad input, 3 does not fit, 4 stopped on numerics, 5 hardware, 1 an internal error.
 """
 
 import difflib
@@ -21,10 +21,13 @@ EXIT_PIPE = 141
 # Name -> (where the command is, one line of help), in the order a newcomer needs them.
 COMMANDS = {
     "init": ("tilewright.cli.commands.init:init", "Write a commented recipe here."),
-    "doctor": ("tilewright.cli.commands.doctor:doctor", "This machine, and which kernel each operation gets, and why."),
+    "doctor": (
+        "tilewright.cli.commands.doctor:doctor",
+        "Show this machine and the kernel chosen for each operation, with the reason.",
+    ),
     "plan": (
         "tilewright.cli.commands.plan:plan",
-        "Does a run fit, how fast will it be, what takes its memory and time: before it runs.",
+        "Predict memory, step time and the bottleneck of a run, before it runs.",
     ),
     "precision": (
         "tilewright.cli.commands.precision:precision",
@@ -33,7 +36,7 @@ COMMANDS = {
     "train": ("tilewright.cli.commands.train:train", "Train a model from a recipe; continue where the run stopped."),
     "eval": ("tilewright.cli.commands.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
     "generate": ("tilewright.cli.commands.generate:generate", "Continue a text with the model of a run."),
-    "inspect": ("tilewright.cli.commands.inspect:inspect_", "Look into a recipe, a run or a checkpoint."),
+    "inspect": ("tilewright.cli.commands.inspect:inspect_", "Show the contents of a recipe, a run or a checkpoint."),
     "report": (
         "tilewright.cli.commands.report:report",
         "Judge a run and write its report: one HTML file that opens offline.",
@@ -103,7 +106,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def run(args: list[str]) -> int:
-    """Runs one command and returns the exit code; a bug of ours leaves with its traceback."""
+    """Runs one command and returns the exit code; an internal error keeps its traceback."""
     state = CliState()
     env.tune_cpu_runtime()
     try:

@@ -19,7 +19,7 @@ WARM_UP_STEPS = 3
 @click.command(cls=RecipeCommand)
 @click.argument("what", type=click.Choice(["matmul", "step"]), default="matmul")
 @click.argument("recipe", default="default", metavar="[RECIPE]")
-@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Steps that are measured.")
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Number of timed steps.")
 @json_option
 @verbosity
 @click.pass_context

@@ -28,7 +28,7 @@ DISK_TEST_BYTES = 64 * 2**20
 @json_option
 @verbosity
 def doctor(device: str, as_json: bool) -> None:
-    """This machine, and which kernel each operation gets, and why."""
+    """Show this machine and the kernel chosen for each operation, with the reason."""
     import torch
 
     from tilewright.ops.kernels import Kernels
@@ -112,7 +112,13 @@ def _merged(rows: list[dict[str, object]]) -> list[dict[str, object]]:
         op = f"{row['op']}, {kind[0]}" if kind else str(row["op"])
         merged.setdefault((op, device, str(row["chosen"]), reasons), []).append(_SHORT.get(dtype, dtype))
     return [
-        {"operation": op, "device": device, "dtypes": " ".join(dtypes), "chosen": chosen, "others, why not": reasons}
+        {
+            "operation": op,
+            "device": device,
+            "dtypes": " ".join(dtypes),
+            "chosen": chosen,
+            "unavailable, with reason": reasons,
+        }
         for (op, device, chosen, reasons), dtypes in merged.items()
     ]
 

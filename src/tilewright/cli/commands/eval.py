@@ -10,7 +10,7 @@ from tilewright.core.units import format_loss, format_perplexity
 
 @click.command("eval")
 @run_argument
-@click.option("--batches", type=click.IntRange(1), help="Micro-batches a domain. Default: the run's eval_batches.")
+@click.option("--batches", type=click.IntRange(1), help="Micro-batches per domain. Default: the run's eval_batches.")
 @json_option
 @verbosity
 def eval_(run: Path, batches: int | None, as_json: bool) -> None:

@@ -10,11 +10,23 @@ from tilewright.core.errors import ConfigError
 
 @click.command()
 @run_argument
-@click.option("--prompt", default="", help="Text to continue. Default: the begin of a document.")
-@click.option("--tokens", default=100, show_default=True, type=click.IntRange(1), help="Most tokens to write.")
-@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0: the likeliest token.")
-@click.option("--top-k", default=40, show_default=True, type=click.IntRange(0), help="Draw among so many; 0: all.")
-@click.option("--seed", default=1234, show_default=True, type=click.IntRange(0), help="Equal seeds, equal text.")
+@click.option("--prompt", default="", help="Prompt. Default: start of a document (BOS).")
+@click.option("--tokens", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of new tokens.")
+@click.option(
+    "--temperature",
+    default=0.8,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Sampling temperature; 0 is greedy decoding.",
+)
+@click.option(
+    "--top-k",
+    default=40,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Sample among the k most likely tokens; 0 is off.",
+)
+@click.option("--seed", default=1234, show_default=True, type=click.IntRange(0), help="Random seed.")
 @verbosity
 def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
     """Continue a text with the model of a run.

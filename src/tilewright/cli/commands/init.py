@@ -13,8 +13,10 @@ from tilewright.core.log import say
 
 @click.command()
 @recipe_argument
-@click.option("--to", type=click.Path(path_type=Path), help="File to write. Default: the recipe's name, here.")
-@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.option(
+    "--to", type=click.Path(path_type=Path), help="Output file. Default: the recipe's name, in the current folder."
+)
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @click.option("--list", "list_", is_flag=True, help="List the shipped recipes.")
 @verbosity
 def init(recipe: str, to: Path | None, force: bool, list_: bool) -> None:

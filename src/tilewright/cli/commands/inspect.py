@@ -23,12 +23,12 @@ from tilewright.precision.policy.shares import recorded_shares, shares_text
 @click.command("inspect", cls=RecipeCommand)
 @click.argument("target", default="default", metavar="[TARGET]")
 @click.option("--schema", "as_schema", is_flag=True, help="Print the JSON schema of recipes, for editors.")
-@click.option("--diff", "other", metavar="RUN", help="Print what this run executed otherwise than the run TARGET.")
+@click.option("--diff", "other", metavar="RUN", help="Show how this run's kernels differ from those of the run TARGET.")
 @json_option
 @verbosity
 @click.pass_context
 def inspect_(ctx: click.Context, target: str, as_schema: bool, other: str | None, as_json: bool) -> None:
-    """Look into a recipe, a run or a checkpoint.
+    """Show the contents of a recipe, a run or a checkpoint.
 
     TARGET is a recipe (every setting with its value and source), a run folder (what ran in which precision and with
     which kernel, and how often), or a checkpoint folder (its contents, without loading them).

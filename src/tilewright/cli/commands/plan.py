@@ -29,26 +29,31 @@ if TYPE_CHECKING:
 @click.command(cls=RecipeCommand)
 @recipe_argument
 @json_option
-@click.option("--device-memory", default="", metavar="SIZE", help="Memory of the device: decide everything within it.")
-@click.option("--host-memory", default="", metavar="SIZE", help="Memory of the host, for what may be there.")
+@click.option("--device-memory", default="", metavar="SIZE", help="Device memory budget for the plan.")
+@click.option("--host-memory", default="", metavar="SIZE", help="Host memory budget for offloaded tensors.")
+@click.option("--disk-memory", default="", metavar="SIZE", help="Disk space that the plan may use. Default: none.")
 @click.option(
-    "--disk-memory", default="", metavar="SIZE", help="Space on the disk that a plan may use; none by default."
+    "--on",
+    default="",
+    metavar="NAME",
+    help="Plan for another machine, from published numbers: h100, h200, a100, 4090 or b200.",
 )
-@click.option("--on", default="", metavar="NAME", help="Published numbers of h100, h200, a100, 4090 or b200.")
-@click.option("--largest", is_flag=True, help="The deepest model of this shape that fits.")
-@click.option("--why", default="", metavar="LAYER", help="Explain what was decided for one layer: layer.7")
-@click.option("--compare", default="", metavar="OTHER", help="Another recipe, or a plan file, beside this one.")
-@click.option("--out", default="", metavar="FILE", help="Write the plan as TOML.")
-@click.option("--html", default="", metavar="FILE", help="Write a page with memory through a step and against time.")
+@click.option("--largest", is_flag=True, help="Find the deepest model of this shape that fits.")
+@click.option("--why", default="", metavar="LAYER", help="Explain the decisions for one layer, for example layer.7.")
+@click.option("--compare", default="", metavar="OTHER", help="Compare with another recipe or a plan file.")
+@click.option("--out", default="", metavar="FILE", help="Write the plan to a TOML file.")
+@click.option(
+    "--html", default="", metavar="FILE", help="Write an HTML page with memory over a step and memory against time."
+)
 @verbosity
 @click.pass_context
 def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None:
-    """Does a run fit, how fast will it be, what takes its memory and time: before it runs.
+    """Predict memory, step time and the bottleneck of a run, before it runs.
 
-    RECIPE is a TOML file or the name of a shipped recipe. Exits with 3 where the run does not fit, with 6 where that is
-    not known. With
-    --device-memory, --host-memory, --on or --largest, decides for each kind of layers what is where and what is kept,
-    so that a step is fastest; else prices the recipe as it stands.
+    RECIPE is a TOML file or the name of a shipped recipe. With --device-memory, --host-memory, --on or --largest the
+    plan decides, for each kind of layer, where its tensors are stored and which activations are kept, and takes the
+    fastest step that fits. Without them it prices the recipe unchanged. Exit code 3: the run does not fit; 6: its
+    memory cannot be predicted.
     """
     loaded = load_recipe(recipe, overrides(ctx))
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))

@@ -18,10 +18,10 @@ def precision() -> None:
 
 @precision.command(cls=RecipeCommand)
 @recipe_argument
-@click.option("--budget", default="0.25%", show_default=True, help="Loss that a policy may cost, in percent.")
+@click.option("--budget", default="0.25%", show_default=True, help="Allowed loss increase, in percent.")
 @click.option("--out", default="policy.toml", show_default=True, type=click.Path(path_type=Path), help="Policy file.")
 @click.option("--force", is_flag=True, help="Replace the files if they are there.")
-@click.option("--batches", default=4, show_default=True, type=click.IntRange(2), help="Batches the choice rests on.")
+@click.option("--batches", default=4, show_default=True, type=click.IntRange(2), help="Number of calibration batches.")
 @click.option("--rows", type=click.IntRange(1), help="Rows of a batch; a micro-batch of the recipe if left out.")
 @click.option("--warmup", default=50, show_default=True, type=click.IntRange(0), help="BF16 steps before measuring.")
 @click.option("--run", "run", metavar="RUN", help="Measure at the weights of this run instead of warming up.")

@@ -12,7 +12,7 @@ from tilewright.core.log import say
 
 @click.command()
 @run_argument
-@click.option("--open", "open_", is_flag=True, help="Open it in a browser.")
+@click.option("--open", "open_", is_flag=True, help="Open the report in a browser.")
 @verbosity
 def report(run: Path, open_: bool) -> None:
     """Judge a run and write its report: one HTML file that opens offline.

@@ -13,7 +13,7 @@ from tilewright.core.log import say
 
 @click.command(cls=RecipeCommand)
 @recipe_argument
-@click.option("--dry-run", is_flag=True, help="Two real steps, then planned beside measured; nothing is kept.")
+@click.option("--dry-run", is_flag=True, help="Run two steps, compare planned with measured, keep nothing.")
 @verbosity
 @click.pass_context
 def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
