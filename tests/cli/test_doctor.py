@@ -23,5 +23,5 @@ def test_text_names_the_same(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["doctor", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    for word in ("device", "memory", "compiler", "versions", "linear", "why not", "fp8       hybrid_fp16: a CPU"):
+    for word in ("device", "memory", "compiler", "versions", "linear", "with reason", "fp8       hybrid_fp16: a CPU"):
         assert word in text
