@@ -81,7 +81,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
 
     def of(model: dict[str, Any], vocab_size: int, seq_len: int, rows: int, host: int = 128) -> dict[str, Any]:
         recipe = {
-            "model": model, "data": {"seq_len": seq_len}, "train": {"batch_size": rows, "micro_batch_size": 1},
+            "model": model, "data": {"seq_len": seq_len}, "train": {"global_batch_size": rows, "micro_batch_size": 1},
             "optim": {"clip": "delayed"}, "memory": {"rollback_buffer": "checkpoint"},
         }  # fmt: skip
         return {"recipe": recipe, "vocab_size": vocab_size, "device": 139 * GIB, "host": host * GIB,

@@ -174,7 +174,7 @@ def test_pure_fp16_trains_with_our_optimizer_only(tmp_path):
 
 def test_two_tools_cannot_decide_one_thing(tmp_path):
     trainer, _ = trainer_of(llama(), tmp_path, bf16=True)
-    with pytest.raises(ConfigError, match="Mixed precision of accelerate is on"):
+    with pytest.raises(ConfigError, match="own mixed precision is on"):
         attach(trainer, "bf16_mixed")
 
 

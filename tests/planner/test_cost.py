@@ -69,9 +69,9 @@ def make_batch(recipe, vocab_size=512):
     [
         ({"mode": "fp32"}, {}),
         ({"mode": "bf16_mixed"}, {"moments": "bf16"}),
-        ({"mode": "bf16_mixed"}, {"master": "stochastic"}),
+        ({"mode": "bf16_mixed"}, {"master_weights": "stochastic"}),
         ({"mode": "fp32"}, {"moments": "8bit"}),
-        ({"mode": "bf16_mixed"}, {"moments": "8bit", "master": "split24"}),
+        ({"mode": "bf16_mixed"}, {"moments": "8bit", "master_weights": "split24"}),
         ({"mode": "pure_fp16"}, {}),
         ({"mode": "fp8_tile"}, {}),
         ({"mode": "fp8_tensorwise"}, {}),
@@ -165,7 +165,7 @@ def test_activations_of_a_foreign_model_are_traced(hf_folder, mode, checkpoint):
 
 
 def test_seconds_by_hand():
-    recipe = make_recipe(precision={"mode": "fp32"}, train={"batch_size": 8, "micro_batch_size": 4})
+    recipe = make_recipe(precision={"mode": "fp32"}, train={"global_batch_size": 8, "micro_batch_size": 4})
     plan = plan_of(recipe)
     dim, ffn, layers, vocab, tokens, length = 64, 192, 3, 512, 4 * 128, 128
     layer = 4 * dim * dim + 3 * dim * ffn
@@ -225,8 +225,8 @@ def test_eight_bit_inputs_of_recomputed_layers_save_bytes_and_no_seconds():
 
 def test_seconds_of_8_bit_products_by_hand():
     """On a CPU they run at the BF16 rate, and operands are made and decoded at the speed of memory."""
-    recipe = make_recipe(precision={"mode": "fp8_tile"}, train={"batch_size": 4, "micro_batch_size": 4})
-    plan, plain = plan_of(recipe), plan_of(make_recipe(train={"batch_size": 4, "micro_batch_size": 4}))
+    recipe = make_recipe(precision={"mode": "fp8_tile"}, train={"global_batch_size": 4, "micro_batch_size": 4})
+    plan, plain = plan_of(recipe), plan_of(make_recipe(train={"global_batch_size": 4, "micro_batch_size": 4}))
     assert plan.seconds["matmuls"] == pytest.approx(plain.seconds["matmuls"])
     assert plain.seconds["quantize"] == 0
     dim, ffn, layers, tokens = 64, 192, 3, 4 * 128
@@ -266,8 +266,8 @@ def test_start_mode_counts_for_bytes():
 
 
 def test_staging_copy_counts_where_training_goes_on():
-    quiet = plan_of(make_recipe(save={"every": 0}))
-    busy = plan_of(make_recipe(save={"every": 100}, train={"steps": 400}))
+    quiet = plan_of(make_recipe(checkpoint={"interval": 0}))
+    busy = plan_of(make_recipe(checkpoint={"interval": 100}, train={"steps": 400}))
     copy = busy.phases["update"]["parameters"] + busy.phases["update"]["optimizer"]
     assert busy.phase_bytes("checkpoint") == max(busy.phase_bytes(p) for p in (*STEP_PHASES, "evaluate")) + copy
     assert quiet.phase_bytes("checkpoint") == quiet.phase_bytes("update")  # the last one is written without a copy
@@ -280,11 +280,11 @@ def test_a_run_that_fits_says_so():
 
 
 BIG = {"model": {"dim": 512, "num_layers": 12, "num_heads": 8}, "data": {"seq_len": 512, "vocab_size": 16384},
-       "train": {"micro_batch_size": 16}, "save": {"every": 0}}  # fmt: skip
+       "train": {"micro_batch_size": 16}, "checkpoint": {"interval": 0}}  # fmt: skip
 
 
 def test_fixes_fit_when_planned_again_and_come_cheapest_first():
-    recipe = make_recipe(**BIG, plan={"device_budget": 2 * GIB})
+    recipe = make_recipe(**BIG, plan={"device_memory": 2 * GIB})
     plan, fixes = plan_of(recipe, vocab_size=16384), fixes_of(recipe, 16384)
     assert not plan.fits
     assert plan.verdict.startswith("The run does not fit: ")
@@ -299,14 +299,14 @@ def test_fixes_fit_when_planned_again_and_come_cheapest_first():
 
 
 def test_where_nothing_fits_the_closest_are_named():
-    fixes = fixes_of(make_recipe(**BIG, plan={"device_budget": 2**20}), 16384)
+    fixes = fixes_of(make_recipe(**BIG, plan={"device_memory": 2**20}), 16384)
     assert len(fixes) == 3
     assert not any(fix.fits for fix in fixes)
     assert "still too much" in str(fixes[0])
 
 
 def test_json_round_trip():
-    for plan in (plan_of(make_recipe()), plan_of(make_recipe(plan={"device_budget": 2**20}))):
+    for plan in (plan_of(make_recipe()), plan_of(make_recipe(plan={"device_memory": 2**20}))):
         text = json.dumps(plan.to_json())
         assert PlanSummary.from_json(json.loads(text)) == plan
         assert json.loads(text)["tokens_per_s"] == plan.tokens_per_s
@@ -323,7 +323,7 @@ def test_forty_two_billion_parameters_are_planned_without_memory():
     recipe = make_recipe(
         model=model | {"tie_embeddings": False},
         data={"seq_len": 8192},
-        train={"micro_batch_size": 1, "batch_size": 1},
+        train={"micro_batch_size": 1, "global_batch_size": 1},
     )
     plan = plan_of(recipe, make_machine(139 * GIB, "cuda"), vocab_size=vocab)
     attention = dim * 128 * (2 * heads + 2 * kv_heads)

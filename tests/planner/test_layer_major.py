@@ -6,6 +6,7 @@ import torch
 from tests.planner.rates import GIB, make_machine, make_rates, make_recipe
 from tests.planner.test_cost import MACHINE, fixes_of, make_batch, plan_of, real_model
 from tilewright.core.config.load import load_recipe
+from tilewright.core.memory_plan import OFFLOADS
 from tilewright.memory.layer_major.passes import LayerMajor
 from tilewright.memory.layer_major.replay import Replay
 from tilewright.memory.offload.activations import ActivationStore
@@ -18,7 +19,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.planner.summary import make_plan
 
 MODEL = {"dim": 128, "num_layers": 5, "num_heads": 2}
-LOW = {"moments": "bf16", "master": "stochastic"}
+LOW = {"moments": "bf16", "master_weights": "stochastic"}
 TIERS = [("device", "device"), ("device", "disk"), ("host", "disk"), ("disk", "disk")]
 
 
@@ -43,7 +44,7 @@ def parts_of(recipe):
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize(("parameters", "states"), TIERS)
 def test_bytes_on_the_device_are_those_of_real_tiers(parameters, states, group, tied, tmp_path):
-    memory = {"parameters": parameters, "states": states, "group": group}
+    memory = {"offload_params": OFFLOADS[parameters], "offload_optimizer": OFFLOADS[states], "layers_per_group": group}
     recipe = layer_major_recipe(tied, memory=memory)
     model, optimizer, _, layer_groups = parts_of(recipe)
     home = ParamOffloader(model, layer_groups, optimizer, "cpu", parameters=parameters, states=states, folder=tmp_path)
@@ -61,8 +62,8 @@ def test_bytes_on_the_device_are_those_of_real_tiers(parameters, states, group, 
 @pytest.mark.parametrize("inputs", ["exact", "fp8"])
 @pytest.mark.parametrize("group", [1, 2])
 def test_layer_inputs_are_those_of_a_real_forward_pass(inputs, group):
-    train = {"micro_batch_size": 2, "batch_size": 6, "checkpoint_inputs": inputs}
-    recipe = layer_major_recipe(memory={"group": group}, train=train)
+    train = {"micro_batch_size": 2, "global_batch_size": 6, "checkpoint_inputs": inputs}
+    recipe = layer_major_recipe(memory={"layers_per_group": group}, train=train)
     model, optimizer, view, layer_groups = parts_of(recipe)
     store, memory_tracker = ActivationStore("device", "cpu", inputs, kernels=Kernels(MACHINE)), MemoryTracker("cpu")
     run = LayerMajor(
@@ -89,7 +90,7 @@ def test_forty_two_billion_parameters_fit_on_one_card_only_this_way():
 
 def test_what_would_make_it_fit_keeps_the_executor_and_offers_the_disk():
     plan = plan_of(layer_major_recipe())
-    tight = layer_major_recipe(plan={"device_budget": plan.peak_bytes - 2**20, "margin": 0})
+    tight = layer_major_recipe(plan={"device_memory": plan.peak_bytes - 2**20, "margin": 0})
     assert not plan_of(tight).fits
     settings = {name for fix in fixes_of(tight) for name in fix.settings}
     assert "train.activation_checkpoint" not in settings

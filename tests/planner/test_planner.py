@@ -36,9 +36,9 @@ def on_h200(recipe, vocab_size=512, formats=frozenset()):
 
 
 def deep_recipe(**train):
-    save = {"every": 0, "background": False}
-    train = {"batch_size": 8} | train
-    return make_recipe(model=DEEP, data={"seq_len": 1024}, train=train, save=save, plan={"margin": 0})
+    checkpoint = {"interval": 0, "async_save": False}
+    train = {"global_batch_size": 8} | train
+    return make_recipe(model=DEEP, data={"seq_len": 1024}, train=train, checkpoint=checkpoint, plan={"margin": 0})
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,10 @@ def test_the_timeline_peaks_where_the_plan_does(plans):
 
 
 def test_42_billion_parameters_on_one_card_by_hand():
-    train = {"batch_size": 4, "micro_batch_size": 4}
+    train = {"global_batch_size": 4, "micro_batch_size": 4}
     sections = {"model": DENSE_42B, "data": {"seq_len": 8192}, "train": train, "optim": {"clip": "delayed"}}
     layer_groups = {"executor": "layer_major"}
-    recipe = make_recipe(**sections, memory=layer_groups | {"rollback_buffer": "checkpoint"})
+    recipe = make_recipe(**sections, memory=layer_groups | {"rollback": "checkpoint"})
     planner = on_h200(recipe, 128256, OPEN)
     plan = planner.plan(Budget(139 * GIB, 128 * GIB, LINKS))
     assert plan is not None
@@ -145,7 +145,7 @@ def test_stages_follow_backward_and_join_classes_that_take_turns(plans):
 
 
 def test_one_micro_batch_has_a_moment_behind_each_class():
-    recipe = make_recipe(model=MOE, train={"batch_size": 1}, save={"every": 0})
+    recipe = make_recipe(model=MOE, train={"global_batch_size": 1}, checkpoint={"interval": 0})
     plan = on_h200(recipe).plan(Budget(60 * GIB, 64 * GIB, LINKS))
     assert plan.setting.executor == "standard"
     assert "backward, experts done" in plan.phases
@@ -153,7 +153,7 @@ def test_one_micro_batch_has_a_moment_behind_each_class():
 
 
 def test_the_largest_model_fits_and_one_layer_more_does_not(deep):
-    planner = deep.with_recipe(deep_recipe(batch_size=1))
+    planner = deep.with_recipe(deep_recipe(global_batch_size=1))
     budget = Budget(1.2 * GIB, 4.2 * GIB, LINKS)
     found = largest(planner, budget)
     assert found is not None
@@ -264,7 +264,7 @@ def test_a_plan_file_for_another_model(tmp_path, plans):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("format = 2", "format = 9"),
+        ("format = 3", "format = 9"),
         ('layers = "', 'layers = "0, '),
         ('states = "', 'states = "moon'),
         ("[model]", "[modell]"),

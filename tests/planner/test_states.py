@@ -75,7 +75,7 @@ def foreign(folder, config, **changes):
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_says_which_of_three_it_is(case, folder):
     config, budget, _ = CASES[case]
-    recipe = make_recipe(model={"kind": "hf", "path": folder(config)}, plan={"device_budget": budget})
+    recipe = make_recipe(model={"kind": "hf", "path": folder(config)}, plan={"device_memory": budget})
     plan = make_plan(recipe, 512, make_machine(), make_rates())
     assert (plan.state, plan.fits) == (state_of(case), case == "fits")
     words = {"fits": "The run fits: ", "not known": "It is not known whether the run fits: "}

@@ -35,7 +35,7 @@ def recipe_of(family: Family, folder, **sections):
     base = {
         "model": {"kind": "hf", "path": str(folder), "task": family.task},
         "data": {"seq_len": LENGTH, "vocab_size": VOCAB, "image_size": family.image_size or 64},
-        "train": {"micro_batch_size": ROWS, "batch_size": ROWS},
+        "train": {"micro_batch_size": ROWS, "global_batch_size": ROWS},
     }
     return make_recipe(**{name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
 
@@ -170,7 +170,7 @@ def test_gradients_count_once(tmp_path):
     found = traced(recipe_of(FAMILIES["llama"], tmp_path))
     assert found.passing < found.backward
     plans = [
-        make_plan(recipe_of(FAMILIES["llama"], tmp_path, train={"batch_size": size}), VOCAB, AMD, make_rates())
+        make_plan(recipe_of(FAMILIES["llama"], tmp_path, train={"global_batch_size": size}), VOCAB, AMD, make_rates())
         for size in (ROWS, 2 * ROWS)
     ]
     one, two = (plan.phases["backward"] for plan in plans)

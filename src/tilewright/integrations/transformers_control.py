@@ -44,8 +44,10 @@ class ControllerCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """The model is there now."""
-        limits = {name: Threshold(**limit) for name, limit in self.settings["limits"].items()}
-        self.control = PrecisionController(kwargs["model"], ControllerSettings(**{**self.settings, "limits": limits}))
+        thresholds = {name: Threshold(**each) for name, each in self.settings["thresholds"].items()}
+        self.control = PrecisionController(
+            kwargs["model"], ControllerSettings(**{**self.settings, "thresholds": thresholds})
+        )
         if self.saved is not None:
             self.control.load_state_dict(self.saved)
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

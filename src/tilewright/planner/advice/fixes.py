@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.core.config.edit import accepted
+from tilewright.core.config.edit import accepted, value_of
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF
 from tilewright.core.units import format_bytes, format_seconds
@@ -60,9 +60,9 @@ def candidates(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
 def _other_tiers(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
     """Layer-major: more and more of what waits goes to disk."""
     found: dict[str, Any] = {}
-    for name in ("inputs", "states", "parameters"):
-        if getattr(recipe.memory, name) != "disk":
-            found |= {f"memory.{name}": "disk"}
+    for name in ("memory.offload_activations", "memory.offload_optimizer", "memory.offload_params"):
+        if value_of(recipe, name) != "disk":
+            found[name] = "disk"
             yield dict(found), True
 
 
