@@ -94,7 +94,7 @@ def test_inspect_a_run_folder(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["work"] == {"fp8_tile": 0.5, "bf16": 0.5}
     (folder / "precision.json").write_text("{")
     assert run(["inspect", str(folder)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "Unreadable file in the run folder" in capsys.readouterr().err
 
 
 def test_inspect_nothing(capsys):

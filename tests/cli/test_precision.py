@@ -118,8 +118,8 @@ def test_an_impossible_budget_exits_with_3_and_writes_nothing(here, capsys):
     [
         (["--budget", "lots"], "percent"),
         (["--run", "nosuch"], "No such run"),
-        (["--precision.enabled", "false"], "no precision to search"),
-        (["--precision.fp32_ops", '["linear"]'], "no linear layer that could compute in FP8"),
+        (["--precision.enabled", "false"], "Precision search needs precision.enabled"),
+        (["--precision.fp32_ops", '["linear"]'], "No linear layer of this model can compute in FP8"),
         (["--precision.rules", '[{ match = "*.down_proj", compute = "fp8_hybrid" }]'], "fp8_tile and bf16 only"),
         (["--batch", "2"], "Did you mean --batches?"),
     ],

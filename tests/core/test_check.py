@@ -12,7 +12,7 @@ from tilewright.core.errors import ConfigError
 CASES = [
     ({"model.kind": "hf"}, 'model.kind = "hf" needs the folder of the model'),
     ({"model.weights": "load"}, 'model.weights = "load" needs the folder that holds the weights'),
-    ({"model.task": "masked_lm"}, 'the decoder does not learn "masked_lm"'),
+    ({"model.task": "masked_lm"}, 'Task "masked_lm" is not supported by the decoder'),
     ({"model.num_heads": "3"}, "Model width is not a multiple of the number of heads"),
     ({"model.dim": "20", "model.num_heads": "4"}, "Rotary positions need heads of even width"),
     (

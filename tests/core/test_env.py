@@ -34,7 +34,7 @@ def test_each_variable_sets_its_field(name, text, path, value):
         ({"DEEPSEEK_PRECISION_MODE": "fp7"}, "precision.mode is not right", "one of"),
         ({"DEEPSEEK_LOSS_SCALE_WINDOW": "0"}, "precision.loss_scale_window is not right", "an integer, at least 1"),
         ({"DEEPSEEK_PRECISION": "fp32"}, "Unknown environment variable", "DEEPSEEK_PRECISION_MODE"),
-        ({"TILEWRIGHT_TRAIN_STESP": "3"}, "unknown setting train.stesp", ""),
+        ({"TILEWRIGHT_TRAIN_STESP": "3"}, "Unknown setting train.stesp", ""),
         (
             {"DEEPSEEK_PRECISION_MODE": "fp32", "TILEWRIGHT_PRECISION_MODE": "fp32"},
             "precision.mode is set twice in the environment",

@@ -134,8 +134,8 @@ def test_five_mistakes_are_reported_at_once_with_their_lines(tmp_path):
     assert [problem.where for problem in found] == [f"{path}:{line}" for line in (2, 3, 4, 7, 9)]
     assert [problem.what for problem in found] == [
         "train.steps is not right",
-        "unknown setting train.lrr",
-        "unknown section [precison]",
+        "Unknown setting train.lrr",
+        "Unknown section [precison]",
         "precision.mode is not right",
         "optim.betas is not right",
     ]
@@ -230,12 +230,12 @@ def test_files_that_are_not_there_or_not_text(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
-        (["--stesp", "4"], "unknown setting stesp", "did you mean train.steps?"),
+        (["--stesp", "4"], "Unknown setting stesp", "did you mean train.steps?"),
         (["--train.steps"], "--train.steps has no value", "--train.steps VALUE"),
         (["--train.steps", "--run.seed", "1"], "--train.steps has no value", "--train.steps VALUE"),
-        (["--trian.steps"], "unknown option --trian.steps", "--train.steps VALUE"),
+        (["--trian.steps"], "Unknown option --trian.steps", "--train.steps VALUE"),
         (["hello"], "Argument is not a setting", ""),
-        (["--foo.bar", "4"], "unknown setting foo.bar", "tilewright inspect lists all settings"),
+        (["--foo.bar", "4"], "Unknown setting foo.bar", "tilewright inspect lists all settings"),
     ],
 )
 def test_bad_overrides(arguments, what, hint):

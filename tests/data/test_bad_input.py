@@ -56,7 +56,7 @@ def assert_four_parts(error):
 
 
 def test_missing_path(tmp_path):
-    with pytest.raises(DataError, match="no training data") as caught:
+    with pytest.raises(DataError, match="No training data") as caught:
         prepare(str(tmp_path / "absent"), cache_dir=str(tmp_path))
     assert_four_parts(caught.value)
     assert caught.value.exit_code == 2
@@ -64,7 +64,7 @@ def test_missing_path(tmp_path):
 
 def test_empty_folder(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no usable text") as caught:
+    with pytest.raises(DataError, match="No usable text") as caught:
         prepare(str(tmp_path / "empty"), cache_dir=str(tmp_path / "cache"))
     assert_four_parts(caught.value)
     assert not list((tmp_path / "cache" / "data").glob("*/")), "a failed preparation left something behind"
@@ -97,12 +97,12 @@ def test_unknown_domain(corpus_folder, tmp_path):
 
 def test_too_little_text(tmp_path):
     (tmp_path / "one.txt").write_text("a few words")
-    with pytest.raises(DataError, match="too little text"):
+    with pytest.raises(DataError, match="Too little text"):
         prepare(str(tmp_path), cache_dir=str(tmp_path / ".cache"))
 
 
 def test_limit_below_every_document(corpus_folder, tmp_path):
-    with pytest.raises(DataError, match="no usable text") as caught:
+    with pytest.raises(DataError, match="No usable text") as caught:
         prepare(str(corpus_folder), max_bytes=30, cache_dir=str(tmp_path))
     assert "max_bytes = 30" in str(caught.value)
 
@@ -320,7 +320,7 @@ def test_rejects_reach_summary_and_file(folder, tmp_path):
 
 def test_bad_tokenizers(folder, tmp_path):
     for name, content, message in (
-        ("absent.json", None, "no tokenizer"),
+        ("absent.json", None, "No tokenizer"),
         ("torn.json", '{"version": "1.0", "mod', "cannot be read"),
     ):
         path = tmp_path / name

@@ -120,6 +120,6 @@ def test_order_is_fixed_for_ever():
 @pytest.mark.parametrize("weights", [{"z": 1.0}, {"x": -1.0, "y": 2.0}, {"x": 0.0}, {}, {"x": float("nan")}])
 def test_bad_weights(weights):
     mixture = Mixture(0, {"x": 3, "y": 3})
-    with pytest.raises(ConfigError, match="Mixture weights") as caught:
+    with pytest.raises(ConfigError, match="mixture weights") as caught:
         mixture.add_stage(0, weights)
     assert "x, y" in caught.value.problems[0].need

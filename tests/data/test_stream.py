@@ -200,7 +200,7 @@ def test_state_brings_its_own_seed():
 
 
 def test_fewer_rows_than_ranks():
-    with pytest.raises(ConfigError, match="fewer rows"):
+    with pytest.raises(ConfigError, match="Fewer rows"):
         make(world=4, batch_size=3)
 
 

@@ -128,7 +128,7 @@ class TestBadDisk:
 
         monkeypatch.setattr(os, "pwritev", broken)
         store.put(0, 0, torch.zeros(10, 8))
-        with pytest.raises(HardwareError, match="Offload folder cannot be written"):
+        with pytest.raises(HardwareError, match="Offload file cannot be written"):
             store.get(0, 0)
 
     def test_truncated_under_us(self, tmp_path):

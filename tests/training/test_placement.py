@@ -328,8 +328,8 @@ def test_what_cannot_be_changed_changes_nothing(tmp_path):
     refused = [
         (MemoryPlan.uniform(3), "another model"),
         (MemoryPlan.uniform(2, activations="selective"), "selected activations"),
-        (MemoryPlan.uniform(2, mlp_chunks=2), "cannot change while a run continues"),
-        (MemoryPlan.uniform(2, attention_block=8), "cannot change while a run continues"),
+        (MemoryPlan.uniform(2, mlp_chunks=2), "cannot change during a run"),
+        (MemoryPlan.uniform(2, attention_block=8), "cannot change during a run"),
     ]
     for memory_plan, says in refused:
         with pytest.raises(ConfigError, match=says):
@@ -365,7 +365,7 @@ def test_a_tier_without_room_leaves_all_where_it_was(tmp_path, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         executor.apply_memory_plan(MemoryPlan.uniform(2, parameters="disk", states="disk", inputs="disk"))
     assert len(moved) > 2
-    monkeypatch.rollback_buffer()
+    monkeypatch.undo()
     assert executor.memory_plan == before
     assert_same(outcome(executor, made), want)
 

@@ -51,7 +51,7 @@ class LayerMemory:
         if self.activations not in get_args(Activations):
             raise ValueError(f"activations are one of {', '.join(get_args(Activations))}, not {self.activations!r}")
         if self.mlp_chunks < 1 or self.attention_block < 0:
-            raise ValueError(f"need mlp_tiles >= 1 and attention_block >= 0, got {self}")
+            raise ValueError(f"need mlp_chunks >= 1 and attention_block >= 0, got {self}")
 
 
 @dataclass(frozen=True, kw_only=True)

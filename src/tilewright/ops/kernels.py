@@ -50,7 +50,7 @@ class Kernels:
         machine: facts about this machine.
         overrides: candidate by operation name, "auto" where absent (recipe section `[ops]`).
         compile: False bars the candidates built by torch.compile.
-        loss_tile: bytes of logits alive at once in the head's loss.
+        loss_chunk_bytes: bytes of logits alive at once in the head's loss.
         attention_block: query rows at a time in attention, 0 for all.
 
     Raises:

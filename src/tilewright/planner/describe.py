@@ -82,7 +82,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
     return FitError(
         "Run does not fit",
         got=f"{given}{why}",
-        need=f"{_budgets(least)} for the smallest plan: {least.setting.executor}, micro_batch "
+        need=f"{_budgets(least)} for the smallest plan: {least.setting.executor}, micro_batch_size "
         f"{least.setting.micro_batch_size}{formats}; {format_seconds(least.step_s)} a step{other}",
         try_="\n".join(changes) or "a smaller model; --largest names the deepest that fits",
     )

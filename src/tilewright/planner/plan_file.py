@@ -4,7 +4,7 @@
     [model]     family, parameters, layers, fingerprint: a plan is for one model and one length of rows
     [machine]   name, device, device_bytes, host_bytes, disk_bytes: the budgets it was made for
     [settings]  settings of the recipe that the plan decides, by section.field
-    [[layers]]  class, layers ("0-15, 20"), parameters, states, inputs, activations, mlp_tiles,
+    [[layers]]  class, layers ("0-15, 20"), parameters, states, inputs, activations, mlp_chunks,
                 attention_block
     [[ends]]    name ("embedding" or "head"), parameters, states
     [predicted] step_s, device_peak_bytes, peak_phase, host_bytes

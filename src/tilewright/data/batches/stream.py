@@ -47,7 +47,7 @@ class Stream:
         seed: order of the rows.
         weights: mixture weights by domain; empty: in proportion to the rows, which is to tokens.
         batch_size: rows of one optimizer step, over all ranks.
-        micro_batch: most rows in one batch.
+        micro_batch_size: most rows in one batch.
         rank, world: this process and the number of them; rank r gets samples r, r + world, ... of each step.
         prefetch: steps made ahead in a thread. 0: made when asked for.
 
@@ -71,7 +71,7 @@ class Stream:
             raise ConfigError(
                 "Fewer rows per step than ranks",
                 where="train.global_batch_size",
-                got=f"batch_size = {batch_size}, {world} ranks",
+                got=f"global_batch_size = {batch_size}, {world} ranks",
                 need=f"at least {world}",
                 try_=f"train.global_batch_size = {world}",
             )

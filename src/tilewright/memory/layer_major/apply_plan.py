@@ -89,7 +89,7 @@ def check_same_numbers(new: MemoryPlan, old: MemoryPlan, *, exact: bool) -> None
         if (to.mlp_chunks, to.attention_block) != (of.mlp_chunks, of.attention_block):
             raise ConfigError(
                 "MLP chunks and attention blocks cannot change during a run",
-                got=f"layer {index}: mlp_tiles {to.mlp_chunks}, attention_block {to.attention_block}",
+                got=f"layer {index}: mlp_chunks {to.mlp_chunks}, attention_block {to.attention_block}",
                 need=f"{of.mlp_chunks} and {of.attention_block}, as the run began: others round differently",
                 try_="a plan that changes activations and homes alone",
             )

@@ -83,7 +83,7 @@ class Judgement:
             for one in (*self.in_state(VerdictState.BAD), *self.in_state(VerdictState.LOOK))
             if one != self.worst
         ]
-        also = f" Besides: {', '.join(others)}." if others else ""
+        also = f" Also: {', '.join(others)}." if others else ""
         return f"verdict: {self.state.value}: {self.headline(learned)}{also} ({self.tally()})"
 
 

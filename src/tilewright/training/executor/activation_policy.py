@@ -91,7 +91,7 @@ def _check_offload(memory_plan: MemoryPlan) -> None:
         raise ConfigError(
             "Offloading needs the layer-major executor",
             got=f"parameters, states or inputs on {' and '.join(sorted(away))}",
-            need='"device"',
+            need='all on the device (offload settings "none")',
             try_='memory.executor = "layer_major", or a plan made for the standard executor',
             where="memory.executor",
         )
