@@ -110,8 +110,8 @@ def recipes() -> str:
 
 
 RECIPE_RULES = (
-    "`tilewright train NAME` trains one, `tilewright plan NAME` predicts its memory and time, and `tilewright init NAME`",
-    "copies it here to be edited. Names that begin with `slice` train layer by layer",
+    "`tilewright train NAME` trains one, `tilewright plan NAME` predicts its memory and time, and `tilewright init",
+    "NAME` copies it here to be edited. Names that begin with `slice` train layer by layer",
     "([how](../how-to/layer-major.md)).",
     "",
     "`extends` names one parent: a path relative to the file, or a shipped recipe. A setting of the file replaces the",
