@@ -21,8 +21,8 @@ from tilewright.models.decoder.flops import count_flops, count_parameters
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "h200.md"
 START, END = "<!-- floors: made by `python -m benchmarks.floors` -->", "<!-- /floors -->"
 STEP_PARTS = {
-    "linear_bf16_ms": "linear layers' products, BF16",
-    "linear_fp8_ms": "linear layers' products, FP8",
+    "linear_bf16_ms": "linear layers' GEMMs, BF16",
+    "linear_fp8_ms": "linear layers' GEMMs, FP8",
     "quantise_ms": "quantisation: inputs and output gradients read once, two copies written",
     "attention_ms": "attention's scores and values, BF16 in both",
     "head_ms": "output head, BF16 in both",
@@ -45,7 +45,7 @@ def products() -> list[str]:
         best = found["bf16_floor_ms"] / found["fp8_floor_ms"]
         names = ("bf16_floor_ms", "fp8_products_floor_ms", "quantise_floor_ms")
         rows.append([f"{inputs} to {outputs}", *(f"{found[name]:.2f}" for name in names), f"{best:.2f}x"])
-    title = f"Three products (fprop, dgrad, wgrad) of a linear layer, {TOKENS:,} tokens, in ms:"
+    title = f"Three GEMMs (fprop, dgrad, wgrad) of a linear layer, {TOKENS:,} tokens, in ms:"
     return [title, "", *page_table(["layer", "BF16", "FP8", "quantise x and dy", "at best"], rows)]
 
 
@@ -87,7 +87,7 @@ def memory() -> list[str]:
             ]
         )
     title = "A layer-major step with every layer recomputed, 8-bit states crossing the link both ways, in seconds:"
-    return [title, "", *page_table(["model", "products", "states, each way", "tokens/s at most"], rows)]
+    return [title, "", *page_table(["model", "GEMMs", "states, each way", "tokens/s at most"], rows)]
 
 
 def loss() -> list[str]:
@@ -98,7 +98,7 @@ def loss() -> list[str]:
     seconds = tokens * count_flops(config, recipe.data.seq_len).step() / RATES["bf16_flops"]
     number = count_parameters(config).total
     return [
-        f"The curves of loss: {number / 1e9:.2f}B parameters, {tokens:,} tokens a step, at least {seconds:.2f} s a "
+        f"The curves of loss: {number / 1e9:.2f}B parameters, {tokens:,} tokens per step, at least {seconds:.2f} s per "
         f"step in BF16, so at most {240 / seconds:,.0f} steps in the four minutes of each curve.",
         "",
     ]
