@@ -55,3 +55,20 @@ def test_pages_have_one_naming_style():
 
 def test_the_root_of_the_docs_has_the_index_and_no_how_to():
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= {"index.md", "log.md", "benchmarks.md"}
+
+
+def named(text: str) -> list[str]:
+    """Paths of the repository that stand in code marks; patterns and names to be filled in are left out."""
+    found = re.findall(r"`((?:src|tests|benchmarks|docs|tools)/[\w./-]+)`", text)
+    return [path for path in found if "NAME" not in path and "_build" not in path]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_pages_name_are_there(page):
+    if page.name not in ("CHANGELOG.md", "log.md"):  # history keeps the names of its time
+        assert not [path for path in named(page.read_text(encoding="utf-8")) if not (ROOT / path).exists()]
+
+
+def test_pages_for_developers_name_files():
+    for name in ("add-an-op", "add-a-format", "add-a-command"):
+        assert len(named((ROOT / "docs" / "how-to" / f"{name}.md").read_text(encoding="utf-8"))) >= 4, name
