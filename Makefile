@@ -47,6 +47,8 @@ bench: $(READY)
 reference: $(READY)
 	@$(BIN)/python tools/write_reference.py
 	@$(BIN)/python tools/write_outputs.py
+	@$(BIN)/python tools/write_flow.py
+	@$(BIN)/python -m benchmarks.pages
 
 # Every check of every family of models, which takes long, and the page that is made of what came out.
 support: $(READY)

@@ -1,6 +1,7 @@
 """What every benchmark writes: the claim, the numbers, and what is needed to make them again."""
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -127,6 +128,7 @@ def write_result(name: str, claim: str, results: dict[str, Any]) -> Path:
         "claim": claim,
         "command": "python -m " + " ".join(["benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
         "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
         "machine": machine_facts(),
         "results": results,
     }

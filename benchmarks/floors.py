@@ -21,8 +21,8 @@ from tilewright.models.decoder.flops import count_flops, count_parameters
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "h200.md"
 START, END = "<!-- floors: made by `python -m benchmarks.floors` -->", "<!-- /floors -->"
 STEP_PARTS = {
-    "linear_bf16_ms": "linear layers' matmuls, BF16",
-    "linear_fp8_ms": "linear layers' matmuls, FP8",
+    "linear_bf16_ms": "linear layers' GEMMs, BF16",
+    "linear_fp8_ms": "linear layers' GEMMs, FP8",
     "quantise_ms": "quantisation: inputs and output gradients read once, two copies written",
     "attention_ms": "attention's scores and values, BF16 in both",
     "head_ms": "output head, BF16 in both",
@@ -32,20 +32,20 @@ STEP_PARTS = {
 
 
 def page_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table whose numbers are on the right."""
+    """Lines of a Markdown table whose numbers stand on the right."""
     head = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
-def matmuls() -> list[str]:
-    """Three matmuls of a linear layer, and the best that FP8 can be."""
+def products() -> list[str]:
+    """Three products of a linear layer, and the best that FP8 can be."""
     rows = []
     for inputs, outputs in LAYERS:
         found = Products(TOKENS, inputs, outputs).floor()
         best = found["bf16_floor_ms"] / found["fp8_floor_ms"]
         names = ("bf16_floor_ms", "fp8_products_floor_ms", "quantise_floor_ms")
         rows.append([f"{inputs} to {outputs}", *(f"{found[name]:.2f}" for name in names), f"{best:.2f}x"])
-    title = f"Three matmuls (fprop, dgrad, wgrad) of a linear layer, {TOKENS:,} tokens, in ms:"
+    title = f"Three GEMMs (fprop, dgrad, wgrad) of a linear layer, {TOKENS:,} tokens, in ms:"
     return [title, "", *page_table(["layer", "BF16", "FP8", "quantise x and dy", "at best"], rows)]
 
 
@@ -67,7 +67,7 @@ def step() -> list[str]:
 
 
 def memory() -> list[str]:
-    """Layer-major steps: matmuls beside what crosses the link."""
+    """Layer-major steps: products beside what crosses the link."""
     cases = {
         "42B, recipe slice_42b_h200": load_recipe("slice_42b_h200", {}, environ={}).recipe,
         "8B, states on the host": load_recipe("default", EIGHT_B | SLICED, environ={}).recipe,
@@ -75,30 +75,30 @@ def memory() -> list[str]:
     rows = []
     for name, recipe in cases.items():
         number = count_parameters(decoder_config(recipe.model, recipe.data.vocab_size)).total
-        tokens = recipe.train.global_batch_size * recipe.data.seq_len
+        tokens = recipe.train.batch_size * recipe.data.seq_len
         found = floor(number, tokens)
         at_least = max(found.values())
         rows.append(
             [
                 f"{name} ({number / 1e9:.1f}B parameters, {tokens:,} tokens)",
-                f"{found['matmul_s']:.1f}",
+                f"{found['products_s']:.1f}",
                 f"{found['states_each_way_s']:.1f}",
                 f"{tokens / at_least:,.0f}",
             ]
         )
     title = "A layer-major step with every layer recomputed, 8-bit states crossing the link both ways, in seconds:"
-    return [title, "", *page_table(["model", "matmuls", "states, each way", "tokens/s at most"], rows)]
+    return [title, "", *page_table(["model", "GEMMs", "states, each way", "tokens/s at most"], rows)]
 
 
 def loss() -> list[str]:
     """How many steps the loss curves can have."""
     recipe = load_recipe("default", LOSS_SHAPE, environ={}).recipe
     config = decoder_config(recipe.model, recipe.data.vocab_size)
-    tokens = recipe.train.global_batch_size * recipe.data.seq_len
+    tokens = recipe.train.batch_size * recipe.data.seq_len
     seconds = tokens * count_flops(config, recipe.data.seq_len).step() / RATES["bf16_flops"]
     number = count_parameters(config).total
     return [
-        f"The curves of loss: {number / 1e9:.2f}B parameters, {tokens:,} tokens per step, at least {seconds:.2f} s a "
+        f"The curves of loss: {number / 1e9:.2f}B parameters, {tokens:,} tokens per step, at least {seconds:.2f} s per "
         f"step in BF16, so at most {240 / seconds:,.0f} steps in the four minutes of each curve.",
         "",
     ]
@@ -106,7 +106,7 @@ def loss() -> list[str]:
 
 def tables() -> str:
     """What stands between the marks."""
-    return "\n".join([START, "", *matmuls(), *step(), *memory(), *loss(), END])
+    return "\n".join([START, "", *products(), *step(), *memory(), *loss(), END])
 
 
 def main() -> None:

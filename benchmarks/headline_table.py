@@ -13,7 +13,7 @@ TEXTS = {
     "recomputed": 'the same with `train.activation_checkpoint = "full"`',
     "layer_major": "**tilewright**, layer by layer in the same formats",
     "bits8": "**tilewright**, recipe `slice_cpu`: layer by layer, 8-bit moments, BF16 weights rounded stochastically",
-    "bits8_disk": 'the same with `memory.offload_optimizer = "disk"`',
+    "bits8_disk": 'the same with `memory.states = "disk"`',
 }
 MODES = ("eager", "compiled")
 
@@ -32,11 +32,11 @@ def table(record: dict[str, Any], cap: dict[str, Any] | None) -> list[str]:
     heads = [f"peak, {mode} | seconds | of the processor | loss of step {len(first['losses'])} |" for mode in modes]
     lines = [
         f"One decoder of 209M parameters, {results['tokens_per_step']:,} tokens per step in 4 micro-batches, "
-        f"{place(record)}; medians of {len(first['step_s']['samples'])} turns in alternation (`{record['command']}`). "
-        "Peak of the whole process: its libraries (in brackets; transformers and torchao are large) and the compiler "
-        "are in it. Seconds a step by the clock, and of the processor over all threads, which do not count waiting for "
-        "other programs. Losses show that all rows train the same model on the same tokens; they differ by clipping "
-        "and by the rounding of weights, and four steps say nothing of quality.",
+        f"{place(record)}; medians of {len(first['step_s']['samples'])} runs in alternation (`{record['command']}`). "
+        "The peak is that of the whole process, with its libraries (in brackets; transformers and torchao are large) "
+        "and the compiler. Seconds per step are wall-clock seconds; processor seconds are the sum over all threads and "
+        "leave out waiting for other programs. The losses show that all rows train the same model on the same tokens; "
+        "they differ by clipping and by the rounding of weights, and four steps do not measure quality.",
         "",
         f"| | {' '.join(heads)}{limit}",
         "|---" + "|---:" * (4 * len(modes)) + ("|---|" if cap else "|"),

@@ -1,9 +1,10 @@
-"""Writes the reference pages that are made from the code: settings, variables, commands, public names, rules of the
-report.
+"""Writes the reference pages that are made from the code: settings, variables, commands, recipes, public names, rules
+of the report.
 
 `make reference` after a change; a test holds the committed pages equal to what this writes.
 """
 
+import tomllib
 from pathlib import Path
 
 import click
@@ -11,8 +12,12 @@ import click
 import tilewright
 from tilewright.cli.app import COMMANDS, cli
 from tilewright.core.config import schema
-from tilewright.core.config.toml import toml_text
+from tilewright.core.config.load import load_recipe, shipped_recipes
+from tilewright.core.config.toml import RECIPES, toml_text
 from tilewright.core.env import VARIABLES
+from tilewright.core.units import format_count
+from tilewright.models.build import decoder_config
+from tilewright.models.decoder.flops import count_parameters
 from tilewright.report.verdict.judge import MOOT, RULES
 from tilewright.report.verdict.rule import MIN_RECORDS
 
@@ -20,7 +25,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 
 def configuration() -> str:
-    """One table a section: setting, default, what it wants, what it means."""
+    """One table per section: setting, default, what it wants, what it means."""
     lines = [
         "# Settings",
         "",
@@ -61,7 +66,8 @@ def commands() -> str:
         "# Commands",
         "",
         "`tw` is short for `tilewright`. Exit codes: 0 done, 2 bad input, 3 does not fit, 4 stopped on numerics,",
-        "5 hardware, 130 interrupted; 1 with a traceback is a bug of ours.",
+        "5 hardware, 6 the planner cannot say, 130 interrupted; 1 with a traceback is an internal error, please report",
+        "it.",
     ]
     parent = click.Context(cli, info_name="tilewright", terminal_width=88)
     for name in COMMANDS:
@@ -74,6 +80,46 @@ def commands() -> str:
             lines += ["", f"## {name} {key}", "", "```text", inner.get_help(below), "```"]
     return "\n".join(lines) + "\n"
 
+
+def recipes() -> str:
+    """The shipped recipes: what each builds on, its size, and its first line."""
+    lines = [
+        "# Recipes",
+        "",
+        "A recipe is a TOML file. Values come from, in order of precedence: the command line, the environment, the",
+        "file, the recipe it `extends`, the schema's default. The shipped recipes:",
+        "",
+        "| recipe | extends | parameters | precision | what it is |",
+        "|---|---|---:|---|---|",
+    ]
+    for name in shipped_recipes():
+        text = (RECIPES / f"{name}.toml").read_text(encoding="utf-8")
+        parent = tomllib.loads(text).get("extends", "")
+        recipe = load_recipe(name, environ={}).recipe
+        number = count_parameters(decoder_config(recipe.model, recipe.data.vocab_size)).total
+        about = text.partition("\n")[0].lstrip("# ")
+        cells = (
+            f"`{name}`",
+            f"`{parent}`" if parent else "",
+            format_count(number),
+            f"`{recipe.precision.mode}`",
+            about,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *RECIPE_RULES]) + "\n"
+
+
+RECIPE_RULES = (
+    "`tilewright train NAME` trains one, `tilewright plan NAME` predicts its memory and time, and `tilewright init",
+    "NAME` copies it here to be edited. Names that begin with `slice` train layer by layer",
+    "([how](../how-to/layer-major.md)).",
+    "",
+    "`extends` names one parent: a path relative to the file, or a shipped recipe. A setting of the file replaces the",
+    'parent\'s whole setting; lists and tables are not merged. `"none"` removes an optional setting.',
+    "",
+    "Unknown sections and settings are errors, and all mistakes of all sources are reported at once, with their lines.",
+    "A setting without effect in a recipe is reported before the run starts.",
+)
 
 PUBLIC = {
     "Runs": ("load_recipe", "Loaded", "Recipe", "train", "RunResult", "plan", "Plan"),
@@ -141,6 +187,7 @@ PAGES = {
     "configuration.md": configuration,
     "environment.md": environment,
     "commands.md": commands,
+    "recipes.md": recipes,
     "python.md": python,
     "verdict.md": verdict,
 }

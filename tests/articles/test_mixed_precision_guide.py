@@ -1,7 +1,7 @@
 """Code samples of the article "DeepSeek mixed precision training: a guide from theory to deployment".
 
 Each test holds a sample as printed, line breaks restored, where it can run, what was wrong with it, and the mended form
-against tilewright. The list of all samples and where they are tested is docs/articles.md.
+against tilewright. The list of all samples and where they are tested is docs/explanation/articles.md.
 """
 
 import pytest

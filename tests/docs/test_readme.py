@@ -1,10 +1,16 @@
-"""README names what is there: packages, files to read, and no number without a committed result."""
+"""README names what is there: packages, files to read, recipes; and its first screen says where it has run.
+
+Its commands and code run in `test_pages`, its links are followed in `test_links`, and its numbers are compared with the
+committed results in `tests/benchmarks/test_pages.py`.
+"""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SCREEN = 30
+"""Lines of the first screen."""
 
 
 def test_the_file_tree_lists_every_package_with_a_line():
@@ -13,14 +19,14 @@ def test_the_file_tree_lists_every_package_with_a_line():
     assert set(listed) == {path.name for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
 
 
-def test_links_into_the_repository_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    # The picture is of a run, and is made after the code that it shows.
-    missing = [link for link in links if "://" not in link and not (ROOT / link).exists() and not link.endswith(".png")]
-    assert not missing
+def test_the_first_screen_says_what_where_and_how():
+    screen = "\n".join(README.splitlines()[:SCREEN])
+    for told in ("pip install .", "tilewright train", "make train", "make test", "It has not been run on a GPU yet"):
+        assert told in screen, told
+    assert re.search(r"!\[[^]]+\]\(docs/images/report\.png\)", screen)
 
 
-def test_the_ladder_stands_between_its_markers():
-    table = README.split("<!-- ladder:")[1].split("<!-- /ladder -->")[0]
-    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    assert bool(re.search(r"^\|", table, re.MULTILINE)) <= bool(results)
+def test_commands_name_shipped_recipes():
+    named = set(re.findall(r"\$ tilewright (?:plan|train) (\w+)", README)) | set(re.findall(r"recipe `(\w+)`", README))
+    assert named
+    assert named <= {path.stem for path in (ROOT / "src" / "tilewright" / "recipes").glob("*.toml")}

@@ -1,6 +1,7 @@
 """The committed reference pages are what the code says, and what commands print is what pages show."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,22 @@ def test_there_is_a_page_with_printed_output():
 def test_printed_output_is_up_to_date(path):
     committed = path.read_text(encoding="utf-8")
     assert committed == outputs.made(committed), "run `make reference`"
+
+
+def test_the_drawing_is_up_to_date():
+    flow = tool("write_flow")
+    assert flow.PICTURE.read_text(encoding="utf-8") == flow.picture(), "run `make reference`"
+    ends = {name for pair in flow.ARROWS for name in pair}
+    assert ends == set(flow.BOXES), "each box is reached"
+
+
+def test_the_tree_has_every_folder_in_two_levels_with_a_line():
+    page = (ROOT / "docs" / "explanation" / "how-tilewright-is-built.md").read_text(encoding="utf-8")
+    tree = page.partition("<!-- tree -->")[2].partition("<!-- /tree -->")[0]
+    listed, package = set(), ""
+    for indent, name in re.findall(r"^( {2}|    )(\w+)/ +\S", tree, re.MULTILINE):
+        package = package if len(indent) == 4 else name
+        listed.add(name if len(indent) == 2 else f"{package}/{name}")
+    source = ROOT / "src" / "tilewright"
+    there = [path.relative_to(source) for path in source.rglob("*") if path.is_dir() and path.name != "__pycache__"]
+    assert listed == {str(path) for path in there if len(path.parts) <= 2}

@@ -183,8 +183,8 @@ def blocks(page, kind):
 
 def test_recipes_of_the_docs_use_the_tokenizer_of_their_folder(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(blocks("fp8_checkpoints.md", "python")[0], "fp8_checkpoints.md", "exec"), {})
-    recipes = [text for text in blocks("fp8_checkpoints.md", "toml") if 'weights = "load"' in text]
+    exec(compile(blocks("how-to/fp8-checkpoints.md", "python")[0], "how-to/fp8-checkpoints.md", "exec"), {})
+    recipes = [text for text in blocks("how-to/fp8-checkpoints.md", "toml") if 'weights = "load"' in text]
     assert len(recipes) == 2
     changes = settings(data, tmp_path)
     changes = {name: changes[name] for name in changes if name.startswith("data.") and name != "data.vocab_size"}

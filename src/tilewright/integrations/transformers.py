@@ -52,7 +52,7 @@ def attach(
             optimizer keeps no FP32 masters, or a controller has nothing to move.
         FitError: the controller's budget cannot be kept.
 
-    See: docs/integrations.md for a whole program.
+    See: docs/how-to/other-training-loops.md for a whole program.
     """
     policy = as_policy(policy)
     _check(trainer, policy)

@@ -6,7 +6,8 @@ where it is used, once a forward, and its gradient comes back in the parameter's
 
 Why no copy is kept between forwards: torch's fused AdamW writes parameters without moving their `_version` (seen in
 torch 2.13), as do writes through `.data`, and a copy that missed one would train on stale weights without a sign.
-Casting in the graph is always right, also under torch.compile and recomputation. Its cost is in docs/precision.md.
+Casting in the graph is always right, also under torch.compile and recomputation. Its cost is in
+docs/reference/precision.md.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,68 @@
+"""docs/benchmarks.md and the tables of README.md hold what the committed results say, all of it, and nothing else."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from benchmarks import pages
+from benchmarks.claims import RESULTS, UNUSED, groups
+from benchmarks.verdict import MISS, NOT_RUN, UNDECIDED
+
+FOUND = groups()
+ROWS = [row for group in FOUND for row in group.rows]
+
+
+def test_the_pages_are_what_the_results_say():
+    assert pages.PAGE.read_text(encoding="utf-8") == pages.page(FOUND), f"run `{pages.COMMAND}`"
+    text = pages.README.read_text(encoding="utf-8")
+    assert text == pages.readme(text, FOUND), f"run `{pages.COMMAND}`"
+
+
+def test_a_changed_number_is_found():
+    text = pages.README.read_text(encoding="utf-8")
+    changed = text.replace("429 (", "430 (")
+    assert changed != text
+    assert pages.readme(changed, FOUND) == text
+
+
+def test_every_result_file_has_a_row_or_a_reason():
+    used = {row.result.name for row in ROWS if row.result}
+    assert used | set(UNUSED) == {path.stem for path in RESULTS.glob("*.json")}
+    assert not used & set(UNUSED)
+
+
+def test_every_result_has_its_command_commit_and_date():
+    for path in RESULTS.glob("*.json"):
+        record = json.loads(path.read_text())
+        assert record["command"].startswith("python -m benchmarks."), path.name
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"]), path.name
+        assert record["commit"], path.name
+
+
+def test_rows_have_different_keys_and_texts():
+    assert not [key for key, count in Counter(row.key for row in ROWS).items() if count > 1]
+    told = Counter((row.metric, row.where, row.target) for row in ROWS)
+    assert not [row for row, count in told.items() if count > 1]
+
+
+def test_what_was_not_run_says_so_and_nothing_else_does():
+    for row in ROWS:
+        assert (row.result is None) == (row.verdict.status == NOT_RUN), row.key
+        assert row.hardware != "NVIDIA H200" or row.verdict.status == NOT_RUN, row.key
+
+
+def test_what_is_undecided_says_why():
+    assert not [row.key for row in ROWS if (row.verdict.status == UNDECIDED) != bool(row.verdict.why)]
+
+
+def test_readme_marks_every_miss():
+    lines = "\n".join(pages.headlines(FOUND))
+    for row in ROWS:
+        assert row.verdict.status != MISS or f"\n- {row.metric}" in lines, row.key
+
+
+@pytest.mark.parametrize("key", [key for key, _ in pages.HEADLINES])
+def test_headlines_name_rows(key):
+    assert key in {row.key for row in ROWS}
