@@ -206,7 +206,7 @@ def _other_memory() -> Iterator[Row]:
     verdict = once(saving, f"{saving:.0f} % (exact)", at_most=-45)
     yield Row("inputs", "bytes of linear inputs kept for backward, `fp8_tile`", "at most -45 %", verdict, result)
     result = read("adam_states_cpu")
-    states = result.results["speed"]["bytes a parameter, weight and states"]
+    states = result.results["speed"]["bytes per parameter, weight and states"]
     kept = states["tilewright 8bit moments, stochastic bf16 weights"]
     said = f"{kept:.2f} bytes (exact; FP32: {states['tilewright fp32 states']:.0f})"
     yield Row("states", "weight and Adam states per parameter, 8-bit moments", "-", Verdict(said, NO_TARGET), result)

@@ -32,13 +32,13 @@ STEP_PARTS = {
 
 
 def page_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table whose numbers stand on the right."""
+    """Lines of a Markdown table whose numbers are on the right."""
     head = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def products() -> list[str]:
-    """Three products of a linear layer, and the best that FP8 can be."""
+    """Three matmuls of a linear layer, and the best that FP8 can be."""
     rows = []
     for inputs, outputs in LAYERS:
         found = Products(TOKENS, inputs, outputs).floor()
@@ -67,7 +67,7 @@ def step() -> list[str]:
 
 
 def memory() -> list[str]:
-    """Layer-major steps: products beside what crosses the link."""
+    """Layer-major steps: matmuls beside what crosses the link."""
     cases = {
         "42B, recipe slice_42b_h200": load_recipe("slice_42b_h200", {}, environ={}).recipe,
         "8B, states on the host": load_recipe("default", EIGHT_B | SLICED, environ={}).recipe,
@@ -75,7 +75,7 @@ def memory() -> list[str]:
     rows = []
     for name, recipe in cases.items():
         number = count_parameters(decoder_config(recipe.model, recipe.data.vocab_size)).total
-        tokens = recipe.train.batch_size * recipe.data.seq_len
+        tokens = recipe.train.global_batch_size * recipe.data.seq_len
         found = floor(number, tokens)
         at_least = max(found.values())
         rows.append(
@@ -94,7 +94,7 @@ def loss() -> list[str]:
     """How many steps the loss curves can have."""
     recipe = load_recipe("default", LOSS_SHAPE, environ={}).recipe
     config = decoder_config(recipe.model, recipe.data.vocab_size)
-    tokens = recipe.train.batch_size * recipe.data.seq_len
+    tokens = recipe.train.global_batch_size * recipe.data.seq_len
     seconds = tokens * count_flops(config, recipe.data.seq_len).step() / RATES["bf16_flops"]
     number = count_parameters(config).total
     return [

@@ -13,7 +13,7 @@ TEXTS = {
     "recomputed": 'the same with `train.activation_checkpoint = "full"`',
     "layer_major": "**tilewright**, layer by layer in the same formats",
     "bits8": "**tilewright**, recipe `slice_cpu`: layer by layer, 8-bit moments, BF16 weights rounded stochastically",
-    "bits8_disk": 'the same with `memory.states = "disk"`',
+    "bits8_disk": 'the same with `memory.offload_optimizer = "disk"`',
 }
 MODES = ("eager", "compiled")
 

@@ -49,12 +49,12 @@ HEADLINES = (
 COMMANDS = {
     "quality": "python -m benchmarks.quality --rows 1 --seeds 3 --modes bf16_mixed fp32 fp8_tile fp8_hybrid "
     "fp8_tensorwise 8bit_split24 8bit_stochastic",
-    "regroup": "python -m benchmarks.regroup",
+    "regroup": "python -m benchmarks.re-plan",
 }
 """Of results that several calls filled: the call that makes whatever is missing."""
 STATUSES = {
     PASS: "the target holds, and so does the 95 % interval of the measurement",
-    MISS: "the interval lies on the wrong side of the target",
+    MISS: "the interval is on the wrong side of the target",
     UNDECIDED: "the target is inside the interval, or smaller than the noise between seeds",
     NOT_RUN: "nothing has been measured yet",
     NO_TARGET: "for comparison, without a target",

@@ -1,7 +1,7 @@
 """Does a measurement meet its target? Rules with numbers; `claims` applies them, and `pages` prints them.
 
 pass       the target holds, and so does the 95 % interval of what was measured
-miss       the interval lies on the wrong side of the target
+miss       the interval is on the wrong side of the target
 undecided  the target is inside the interval, or smaller than the noise between seeds
 not run    nothing has been measured
 -          there is no target: the number is there for comparison
@@ -76,10 +76,10 @@ def turns(
 
 
 def seeds(gaps: Sequence[float], noise: float | None, *, at_most: float | None = None) -> Verdict:
-    """Changes of a loss in per cent, one per seed, against an upper bound.
+    """Changes of a loss in percent, one per seed, against an upper bound.
 
     Args:
-        noise: standard deviation of the baseline's loss over its seeds, in per cent; None where there is one seed.
+        noise: standard deviation of the baseline's loss over its seeds, in percent; None where there is one seed.
     """
     count = f"{len(gaps)} seed{'s' if len(gaps) > 1 else ''}"
     ranged = f" ({min(gaps):+.2f} to {max(gaps):+.2f}, {count})" if len(gaps) > 1 else f" ({count})"
@@ -98,7 +98,7 @@ def seeds(gaps: Sequence[float], noise: float | None, *, at_most: float | None =
 
 
 def errors(fractions: Sequence[float], most: float) -> Verdict:
-    """Relative errors of a prediction, one per run; all of them within the bound, which is in per cent."""
+    """Relative errors of a prediction, one per run; all of them within the bound, which is in percent."""
     percent = [100 * error for error in fractions]
     said = f"{median(percent):+.1f} % ({min(percent):+.1f} to {max(percent):+.1f}, {len(percent)} runs)"
     return Verdict(said, PASS if max(map(abs, percent)) <= most else MISS)

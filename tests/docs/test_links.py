@@ -58,7 +58,7 @@ def test_the_root_of_the_docs_has_the_index_and_no_how_to():
 
 
 def named(text: str) -> list[str]:
-    """Paths of the repository that stand in code marks; patterns and names to be filled in are left out."""
+    """Paths of the repository that are in code marks; patterns and names to be filled in are left out."""
     found = re.findall(r"`((?:src|tests|benchmarks|docs|tools)/[\w./-]+)`", text)
     return [path for path in found if "NAME" not in path and "_build" not in path]
 
