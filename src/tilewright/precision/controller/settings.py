@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilewright.core.errors import ConfigError, FitError
+from tilewright.core.units import format_share
 from tilewright.precision.controller.groups import POLICIES, GemmSite
 from tilewright.precision.controller.thresholds import LIMITS, Threshold
 
@@ -65,8 +66,8 @@ def check_budget(sites: Sequence[GemmSite], budget: float) -> None:
         return
     raise FitError(
         "The controller's budget cannot be kept.",
-        got=f"{budget:.1%} of the products' work may be above 8 bits",
-        need=f"at least {least:.1%}, which the policy itself keeps there: {len(kept)} products, "
+        got=f"{format_share(budget)} of the products' work may be above 8 bits",
+        need=f"at least {format_share(least)}, which the policy itself keeps there: {len(kept)} products, "
         f"the first is {kept[0].layer} {kept[0].gemm}",
         try_=f"precision.controller_budget = {math.ceil(least * 100) / 100:.2f}, or precision.decouple = []",
         where="precision.controller_budget",
