@@ -8,6 +8,19 @@ _BINARY = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS = {key.lower(): value for key, value in (_BINARY | _DECIMAL).items()}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*\Z")
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kKMGT]?i?B(?:/s)?|m?s|%)(?:[\s,;:.)]|$))")
+HARD_SPACE = "\0"
+"""A space at which text is not wrapped, until it is printed."""
+
+
+def bind_units(text: str) -> str:
+    """Text with hard spaces between numbers and their units, so that `14.1 ms` stays on one line.
+
+    Example:
+        >>> bind_units("14.1 ms of 3 steps, 1.22 GiB").split()
+        ['14.1\\x00ms', 'of', '3', 'steps,', '1.22\\x00GiB']
+    """
+    return _BEFORE_UNIT.sub(HARD_SPACE, text)
 
 
 def parse_bytes(text: str | int) -> int:

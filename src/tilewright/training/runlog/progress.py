@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from tilewright.core.log import ROOT, get_logger, say
+from tilewright.core import env
+from tilewright.core.log import ROOT, get_logger, say, wrap_text
 from tilewright.core.units import format_loss, format_seconds, format_share
 
 _GIB = 2**30
@@ -52,10 +53,10 @@ class LiveProgress:
         self._live.start()
 
     def line(self, text: str) -> None:
-        self._live.update(self._text(text), refresh=True)
+        self._live.update(self._text(wrap_text(text, env.columns())), refresh=True)
 
     def note(self, text: str) -> None:
-        self._live.console.print(self._text(text))
+        self._live.console.print(self._text(wrap_text(text, env.columns())))
 
     def close(self) -> None:
         self._live.stop()
