@@ -45,6 +45,16 @@ CASES = [
         },
         "no Hugging Face layout holds this shape",
     ),
+    (
+        {
+            "save.export_hf": "true",
+            "model.attention": "mla",
+            "model.num_experts": "4",
+            "model.num_expert_groups": "4",
+            "model.num_limited_groups": "2",
+        },
+        "no Hugging Face layout holds this shape",
+    ),
     ({"data.weights": "{ a = -1 }"}, "mixture weights must be 0 or more, and not all 0"),
     ({"data.weights": "{ a = 0 }"}, "mixture weights must be 0 or more, and not all 0"),
     ({"data.weights": "{ a = 1 }", "data.domains": '["b"]'}, "weights for domains that data.domains leaves out"),
@@ -77,6 +87,11 @@ def test_each_conflict(settings, what):
     assert problem.need
     assert problem.try_
     assert any(f"--{name} on the command line" in problem.where for name in settings)
+
+
+def test_two_experts_per_group_can_be_exported():
+    shape = {"model.num_experts": "4", "model.num_expert_groups": "2", "model.num_limited_groups": "2"}
+    load_recipe(None, {"save.export_hf": "true", "model.attention": "mla"} | shape, {})
 
 
 def test_the_default_recipe_has_none():
