@@ -202,12 +202,14 @@ def run_all(mutants: list[Mutant], jobs: int, minutes: float) -> list[str]:
     folders: SimpleQueue[Path] = SimpleQueue()
 
     def seconds_unchanged(package: str) -> float:
-        folder, start = folders.get(), time.monotonic()
-        status = run_tests(folder, package, "no module", 60 * minutes)
-        folders.put(folder)
-        if status != 0:
-            sys.exit(f"tests/{package} fails without any change (status {status}): run it with pytest first")
-        return time.monotonic() - start
+        folder = folders.get()
+        for _ in range(2):  # a test with a time limit may fail once on a busy machine
+            start = time.monotonic()
+            status = run_tests(folder, package, "no module", 60 * minutes)
+            if status == 0:
+                folders.put(folder)
+                return time.monotonic() - start
+        sys.exit(f"tests/{package} fails without any change (status {status}): run it with pytest first")
 
     def judge(mutant: Mutant) -> str:
         limit_s = 180 + 1.5 * unchanged[mutant.function.package]
