@@ -20,10 +20,10 @@ test: lint types unit ## lint, import layers, types and all tests
 
 # The inner loop: the folders that take seconds, without tests of several processes. `make test` runs everything.
 FAST := core formats optim memory report cli contracts
-FAST_NOT := tests/contracts/test_settings.py
+FAST_NOT := tests/contracts/test_settings.py tests/contracts/test_wheel.py
 test-fast: lint ## lint and the quick tests, in under 90 s
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q --durations=5 \
-	  -m "not slow and not gpu and not dist" $(FAST:%=tests/%) --ignore=$(FAST_NOT)
+	  -m "not slow and not gpu and not dist" $(FAST:%=tests/%) $(FAST_NOT:%=--ignore=%)
 
 lint: $(READY) ## ruff and the import layers
 	@$(BIN)/ruff check .
