@@ -83,7 +83,7 @@ def test_inspect_a_run_folder(capsys, tmp_path):
     text = capsys.readouterr().out
     assert "head" in text
     assert "compiled: no compiler" not in text
-    assert "GEMM work:" not in text
+    assert "matmul work:" not in text
     assert run(["inspect", str(folder), "-v"]) == 0
     assert "compiled: no compiler" in capsys.readouterr().out
     rows = [{"fqn": "head", "op": "head", "compute": "bf16", "gemms": None, "work": 1.0}]
@@ -91,7 +91,7 @@ def test_inspect_a_run_folder(capsys, tmp_path):
     rows += [{"fqn": "up", "op": "linear", "compute": "fp8_tile/fp8_tile/bf16", "gemms": gemms, "work": 3.0}]
     (folder / "precision.json").write_text(json.dumps(rows))
     assert run(["inspect", str(folder)]) == 0
-    assert "GEMM work: 50.0 % bf16, 50.0 % fp8_tile" in capsys.readouterr().out
+    assert "matmul work: 50.0 % bf16, 50.0 % fp8_tile" in capsys.readouterr().out
     assert run(["inspect", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["work"] == {"fp8_tile": 0.5, "bf16": 0.5}
     (folder / "precision.json").write_text("{")

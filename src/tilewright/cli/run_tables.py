@@ -9,7 +9,7 @@ from tilewright.core.units import format_share
 Row = Mapping[str, Any]
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
-MODULE_COLUMNS = ("module", "number", "op", "compute", "storage", "output", "GEMM work", "why")
+MODULE_COLUMNS = ("module", "number", "op", "compute", "storage", "output", "matmul work", "why")
 _DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 # Operation by kind of module. 8-bit layers also quantise; a run updates its parameters whatever its modules.

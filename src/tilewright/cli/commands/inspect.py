@@ -95,7 +95,7 @@ def _run(folder: Path, as_json: bool) -> None:
     echo(f"{folder}: {recipe.name}\n")
     if precision:
         _modules(precision)
-        echo(f"GEMM work: {shares_text(work)}") if work else None
+        echo(f"matmul work: {shares_text(work)}") if work else None
     else:
         echo("precision: not recorded")
     echo()
