@@ -1,66 +1,79 @@
-# make train   set up .venv and train the default recipe on real text; prints where the report is
-# make test    set up .venv, then lint, layers, types and tests
-# Each works alone on a fresh clone: Python 3.11+, make, a C++ compiler and the package registries are all it needs.
+# Each target works alone on a fresh clone: Python 3.11+, make, a C++ compiler and the package registries are all it needs.
+# The line after `## ` is what `make help` prints.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 READY := .venv/.ready
-# Arguments for train, for example: make train ARGS="fp32 --train.steps 100"
+# Arguments for train and mutants, for example: make train ARGS="fp32 --train.steps 100"
 ARGS ?=
 
-.PHONY: help train test lint types unit fuzz docs bench reference support constraints clean
+.PHONY: help train test test-fast lint types unit fuzz mutants hooks docs bench reference support constraints clean
 
-help:
-	@sed -n 's/^# //p' Makefile | head -3
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-train: $(READY)
+train: $(READY) ## train a recipe and print where its report is (ARGS="fp32 --train.steps 100")
 	@$(BIN)/tilewright train $(ARGS)
 
-test: lint types unit
+test: lint types unit ## lint, import layers, types and all tests
 
-lint: $(READY)
+# The inner loop: the folders that take seconds, without tests of several processes. `make test` runs everything.
+FAST := core formats optim memory report cli contracts
+FAST_NOT := tests/contracts/test_settings.py tests/contracts/test_wheel.py
+test-fast: lint ## lint and the quick tests, in under 90 s
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q --durations=5 \
+	  -m "not slow and not gpu and not dist" $(FAST:%=tests/%) $(FAST_NOT:%=--ignore=%)
+
+lint: $(READY) ## ruff and the import layers
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; exit 1; }
 	@$(BIN)/lint-imports --no-logo
 
-types: $(READY)
+types: $(READY) ## pyright
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 # One thread a test process: two processes share the cores without fighting over them.
-unit: $(READY)
+unit: $(READY) ## all tests but the slow ones and those for a GPU
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q
 
-# Property-based tests on cases that nobody has drawn yet.
-fuzz: $(READY)
+fuzz: $(READY) ## property-based tests on cases that were never drawn before
 	@HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q -m hypothesis
 
-docs: $(READY)
+# The tool is an extra of its own: the tests do not need it.
+mutants: $(READY) ## change code at random and print which changes no test finds (ARGS="--count 60 --seed 7")
+	@$(BIN)/python -c 'import cosmic_ray' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	@$(BIN)/python tools/mutants.py $(ARGS)
+
+hooks: $(READY) ## check each commit with ruff and the import layers (pre-commit)
+	@$(BIN)/pre-commit install
+
+docs: $(READY) ## build the documentation as HTML
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-bench: $(READY)
+bench: $(READY) ## time GEMMs and a training step on this machine
 	@$(BIN)/tilewright bench matmul
 	@$(BIN)/tilewright bench step cpu_50m
 
-# The pages in docs/reference that are made from the code, and what commands print in other pages.
-reference: $(READY)
+# Also what commands print in other pages.
+reference: $(READY) ## rewrite the pages of docs/reference that are made from the code
 	@$(BIN)/python tools/write_reference.py
 	@$(BIN)/python tools/write_outputs.py
 	@$(BIN)/python tools/write_flow.py
 	@$(BIN)/python -m benchmarks.pages
 
-# Every check of every family of models, which takes long, and the page that is made of what came out.
-support: $(READY)
+support: $(READY) ## run every check of every model family and rewrite the page of it (long)
 	@ZOO_RECORD=tests/zoo/outcomes.json OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/zoo \
 	  --deselect tests/zoo/test_table.py || true
 	@$(BIN)/python tools/write_support.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/zoo/test_table.py
 
-constraints: $(READY)
+constraints: $(READY) ## write the installed versions to constraints.txt
 	@$(BIN)/python tools/write_constraints.py
 
-clean:
+clean: ## remove .venv and everything that is built
 	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The environment is made again when the dependencies change.

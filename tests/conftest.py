@@ -46,6 +46,10 @@ def pytest_runtest_setup():
     """
     if torch.get_num_threads() != THREADS:
         torch.set_num_threads(THREADS)
+    # Output is compared line by line, so it is not wrapped to the terminal of the tester. The second call is for child
+    # processes: readline sets the variable where os.environ does not see it.
+    os.environ.pop("COLUMNS", None)
+    os.unsetenv("COLUMNS")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,5 +23,21 @@ def test_text_names_the_same(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["doctor", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    for word in ("device", "memory", "compiler", "versions", "linear", "with reason", "fp8       hybrid_fp16: a CPU"):
+    for word in ("device", "memory", "compiler", "versions", "linear", "kernel", "fp8       hybrid_fp16: a CPU"):
         assert word in text
+    assert "with reason" not in text.split("-v")[0]
+
+
+def test_candidates_and_reasons_are_printed_when_asked_for(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["doctor", "--device", "cpu", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["kernels"]
+    reasons = {": ".join(pair) for row in rows for pair in row["rejected"]}
+    assert reasons
+    assert run(["doctor", "--device", "cpu"]) == 0
+    short = capsys.readouterr().out
+    assert not [reason for reason in reasons if reason in short]
+    assert run(["doctor", "--device", "cpu", "-v"]) == 0
+    long = capsys.readouterr().out
+    assert not [reason for reason in reasons if reason not in long]
+    assert "unavailable, with reason" in long

@@ -76,17 +76,19 @@ def test_inspect_a_run_folder(capsys, tmp_path):
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     write_run_toml(load_recipe("default", environ={}), folder / "run.toml")
-    (folder / "precision.json").write_text(json.dumps([{"fqn": "head", "compute": "bf16"}]))
+    (folder / "precision.json").write_text(json.dumps([{"fqn": "head", "op": "head", "compute": "bf16"}]))
     kernel = {"op": "linear", "case": "cpu float32", "chosen": "native", "rejected": [["compiled", "no compiler"]]}
     (folder / "machine.json").write_text(json.dumps({"kernels": [kernel]}))
     assert run(["inspect", str(folder)]) == 0
     text = capsys.readouterr().out
     assert "head" in text
-    assert "compiled: no compiler" in text
-    assert "matmul work" not in text
-    rows = [{"fqn": "head", "compute": "bf16", "gemms": None, "work": 1.0}]
+    assert "compiled: no compiler" not in text
+    assert "matmul work:" not in text
+    assert run(["inspect", str(folder), "-v"]) == 0
+    assert "compiled: no compiler" in capsys.readouterr().out
+    rows = [{"fqn": "head", "op": "head", "compute": "bf16", "gemms": None, "work": 1.0}]
     gemms = {"fprop": "fp8_tile", "dgrad": "fp8_tile", "wgrad": "bf16"}
-    rows += [{"fqn": "up", "compute": "fp8_tile/fp8_tile/bf16", "gemms": gemms, "work": 3.0}]
+    rows += [{"fqn": "up", "op": "linear", "compute": "fp8_tile/fp8_tile/bf16", "gemms": gemms, "work": 3.0}]
     (folder / "precision.json").write_text(json.dumps(rows))
     assert run(["inspect", str(folder)]) == 0
     assert "matmul work: 50.0 % bf16, 50.0 % fp8_tile" in capsys.readouterr().out

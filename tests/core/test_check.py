@@ -51,9 +51,19 @@ CASES = [
         },
         "No Hugging Face layout for this shape",
     ),
-    ({"data.weights": "{ a = -1 }"}, "Mixture weights must be 0 or more, and not all 0"),
-    ({"data.weights": "{ a = 0 }"}, "Mixture weights must be 0 or more, and not all 0"),
-    ({"data.weights": "{ a = 1 }", "data.domains": '["b"]'}, "Weights for domains that data.domains leaves out"),
+    (
+        {
+            "checkpoint.export_hf": "true",
+            "model.attention": "mla",
+            "model.num_experts": "4",
+            "model.num_expert_groups": "4",
+            "model.num_limited_groups": "2",
+        },
+        "No Hugging Face layout for this shape",
+    ),
+    ({"data.weights": "{ a = -1 }"}, "mixture weights must be 0 or more, and not all 0"),
+    ({"data.weights": "{ a = 0 }"}, "mixture weights must be 0 or more, and not all 0"),
+    ({"data.weights": "{ a = 1 }", "data.domains": '["b"]'}, "weights for domains that data.domains leaves out"),
     ({"precision.start_mode": "bf16_mixed"}, "Start mode equals the mode"),
     (
         {"precision.start_mode": "pure_fp16"},
@@ -83,6 +93,11 @@ def test_each_conflict(settings, what):
     assert problem.need
     assert problem.try_
     assert any(f"--{name} on the command line" in problem.where for name in settings)
+
+
+def test_two_experts_per_group_can_be_exported():
+    shape = {"model.num_experts": "4", "model.num_expert_groups": "2", "model.num_limited_groups": "2"}
+    load_recipe(None, {"save.export_hf": "true", "model.attention": "mla"} | shape, {})
 
 
 def test_the_default_recipe_has_none():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.core.config import schema
+from tilewright.core.config.edit import changed
 from tilewright.core.config.load import load_recipe, shipped_recipes, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
@@ -312,3 +313,12 @@ def test_a_misspelt_word_is_suggested():
     with pytest.raises(ConfigError) as caught:
         load_recipe("default", {"train.activation_checkpoint": "matmul"}, environ={})
     assert caught.value.problems[0].try_ == 'activation_checkpoint = "matmuls"'
+
+
+def test_changed_settings_are_those_of_a_recipe_that_was_loaded_with_them():
+    settings = {"train.steps": 7, "optim.lr": 0.5, "optim.warmup_steps": 2}
+    before = load_recipe(None, {}, {}).recipe
+    after = changed(before, settings)
+    assert after == load_recipe(None, {name: str(value) for name, value in settings.items()}, {}).recipe
+    assert before == Recipe() != after
+    assert changed(before, {}) == before

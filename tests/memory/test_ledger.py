@@ -247,6 +247,12 @@ def test_sampler_sees_a_peak_between_two_readings():
         sampler.close()
 
 
+def test_a_sampler_that_is_not_closed_does_not_keep_its_process():
+    """A run that ends with an exception closes nothing, and must end nevertheless."""
+    code = "from tilewright.memory.tracking.process_memory import Sampler; Sampler()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
 def test_peaks_are_taken_step_by_step_and_the_window_goes_on():
     memory_tracker = MemoryTracker("cpu")
     with memory_tracker.phase("forward"):

@@ -9,6 +9,7 @@ from tilewright.formats.quantize import quantize
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.formats.tiled import TiledTensor
+from tilewright.ops.backends.native import dequant_gemm
 from tilewright.ops.base.dispatch import Case
 from tilewright.ops.gemm import TILE_GEMM
 from tilewright.ops.kernels import Kernels
@@ -130,3 +131,10 @@ def test_compiled_whole_and_equal():
 def test_tensorwise_is_a_case_of_its_own():
     rows = [row for row in Kernels(MACHINE).explain() if row["op"] == "tile_gemm"]
     assert {row["case"].split()[-1] for row in rows} == {"tiles", "tensorwise"}
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_bf16_is_fast_on_a_cpu_that_multiplies_it_and_on_every_gpu(multiplies, monkeypatch):
+    monkeypatch.setattr(dequant_gemm, "_cpu_multiplies_bf16", lambda: multiplies)
+    assert dequant_gemm.is_fast_bf16(torch.device("cpu")) == multiplies
+    assert dequant_gemm.is_fast_bf16(torch.device("cuda"))

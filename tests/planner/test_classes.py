@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.planner.rates import GIB, make_machine, make_recipe
 from tests.planner.shapes import DEEPSEEK_V3, DENSE_42B, LLAMA_8B, QWEN3_32B
 from tests.planner.test_cost import HF, MLA, MOE
+from tilewright.core.names import ranges
 from tilewright.models.build import decoder_config
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_flops, count_parameters
@@ -18,7 +19,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.decoder_shape import work_per_token
 from tilewright.planner.model.gemms import BYTES
-from tilewright.planner.model.shape import Line, ranges
+from tilewright.planner.model.shape import Line
 from tilewright.planner.trace.fake_model import KERNELS, quiet, to_fake
 from tilewright.planner.trace.layer_trace import trace_layers
 from tilewright.precision.convert import convert

@@ -277,6 +277,14 @@ def test_a_run_that_fits_says_so():
     plan = plan_of(make_recipe())
     assert plan.fits
     assert plan.verdict.startswith("The run fits: ")
+    assert "; no memory is scarce, most time goes to " in plan.verdict
+
+
+def test_a_run_that_takes_nearly_all_memory_says_so():
+    peak = plan_of(make_recipe()).peak_bytes
+    plan = plan_of(make_recipe(plan={"device_budget": int(peak * 1.001), "margin": 0.0}))
+    assert plan.fits
+    assert "; device memory is scarce, most time goes to " in plan.verdict
 
 
 BIG = {"model": {"dim": 512, "num_layers": 12, "num_heads": 8}, "data": {"seq_len": 512, "vocab_size": 16384},

@@ -154,7 +154,7 @@ def test_an_impossible_budget_names_the_best_possible():
         Controller(sites, settings(budget=0.05))
     assert caught.value.exit_code == EXIT_DOES_NOT_FIT
     (problem,) = caught.value.problems
-    assert "at least 9.5%" in problem.need  # 2 of 21
+    assert "at least 9.5 %" in problem.need  # 2 of 21
     least = float(problem.try_.split("=")[1].split(",")[0])
     assert Controller(sites, settings(budget=least)).share_above_8bit <= least
 

@@ -55,7 +55,7 @@ def test_the_event_says_how_much_is_fp8(data, tmp_path):
     in_fp8 = sum(t.nbytes for k, t in stored.items() if t.itemsize == 1 or k.endswith("_scale_inv"))
     share = in_fp8 / (run / "hf" / "model.safetensors").stat().st_size
     (text,) = [row["message"] for row in rows(run / "events.jsonl") if row["kind"] == "export"]
-    assert f"in FP8 ({share:.1%})" in text
+    assert f"in FP8 ({100 * share:.1f} %)" in text
     assert 0.3 < share < 1
 
 

@@ -162,5 +162,5 @@ def test_step_line_has_fixed_columns():
     assert line == (
         "step 120/2000 | loss 3.4102 | gnorm 0.812 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB"
         " (optimizer 5.0, activations 4.0)"
-        " | 8,412 tok/s | wait 1.2% | eta 12m00s"
+        " | 8,412 tok/s | wait 1.2 % | eta 12m00s"
     )

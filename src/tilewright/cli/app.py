@@ -14,6 +14,7 @@ import click
 
 from tilewright.core import env
 from tilewright.core.errors import EXIT_INPUT, ConfigError, TilewrightError
+from tilewright.core.log import wrap_text
 
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -136,9 +137,10 @@ def _print_error(error: TilewrightError) -> None:
     for number, problem in enumerate(error.problems):
         if number:
             click.echo("", err=True)
-        first, *rest = problem.lines()
-        click.echo(f"{click.style('tilewright:', fg='red', bold=True)} {first}", err=True, color=_color())
-        for line in rest:
+        title, *rest = problem.lines()
+        first = wrap_text(f"tilewright: {title}", env.columns()).removeprefix("tilewright:")
+        click.echo(f"{click.style('tilewright:', fg='red', bold=True)}{first}", err=True, color=_color())
+        for line in (wrap_text(line, env.columns(), hang=7) for line in rest):
             click.echo(f"{click.style(line[:9], dim=True)}{line[9:]}", err=True, color=_color())
     if len(error.problems) > 1:
         click.echo(f"\n{len(error.problems)} problems; nothing was run.", err=True)

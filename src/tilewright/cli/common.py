@@ -1,13 +1,14 @@
 """What commands share: the recipe argument with `--section.field value`, verbosity, and JSON output."""
 
 import difflib
-import sys
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from tilewright.cli.table_layout import lay_out
 from tilewright.core import env, log
 from tilewright.core.errors import ConfigError
 from tilewright.core.json_text import to_json
@@ -117,6 +118,11 @@ def verbosity(function: Function) -> Function:
     )(function)
 
 
+def is_verbose() -> bool:
+    """Whether the command was given `-v`."""
+    return log.get_logger(log.ROOT).isEnabledFor(logging.INFO)
+
+
 def json_option(function: Function) -> Function:
     """`--json`: one JSON object on standard output instead of text."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
@@ -134,19 +140,13 @@ def print_json(value: object) -> None:
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on standard output, whatever the verbosity: fitted to a terminal, else one whole line per row."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
+    for line in lay_out(columns, rows, env.columns()):
+        click.echo(line)
 
-        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-        for row in rows:
-            table.add_row(*row)
-        Console(no_color=env.no_color() or None).print(table, markup=False)
-        return
-    lines = [list(columns), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+def echo(text: str = "", hang: int = 2) -> None:
+    """Text on standard output, whatever the verbosity: wrapped to a terminal, else as it is. See `log.wrap_text`."""
+    click.echo(log.wrap_text(text, env.columns(), hang))
 
 
 def show_dicts(rows: Sequence[dict[str, Any]]) -> None:

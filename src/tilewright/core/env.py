@@ -7,6 +7,7 @@ function each. Nothing is read at import; every function takes the environment a
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,6 +58,9 @@ VARIABLES = (
         "TILEWRIGHT_TRAIN_GLOBAL_BATCH_SIZE=8 is --train.global_batch_size 8",
     ),
     Variable("NO_COLOR", "", "any text", "no colour on a terminal"),
+    Variable(
+        "COLUMNS", "", "an integer", "width of text and tables; else that of the terminal, and none in a file or a pipe"
+    ),
     Variable("CXX", "", "a command", "C++ compiler for compiled layers; else g++ or clang++ is looked for"),
     Variable(
         "THP_MEM_ALLOC_ENABLE",
@@ -154,6 +158,11 @@ def _generic(name: str, text: str) -> EnvSetting | None:
         return None
     section, _, field = name.removeprefix(PREFIX).lower().partition("_")
     return EnvSetting(f"{section}.{field}" if field else section, text, name)
+
+
+def columns() -> int | None:
+    """Columns that text is wrapped to: COLUMNS, else those of the terminal; None for a file or a pipe."""
+    return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def no_color(environ: Mapping[str, str] | None = None) -> bool:

@@ -7,8 +7,10 @@ under `--quiet` and on all ranks but the first.
 
 import logging
 import sys
+import textwrap
 
 from tilewright.core import env
+from tilewright.core.units import HARD_SPACE, bind_units
 
 ROOT = "tilewright"
 
@@ -35,6 +37,38 @@ def configure(verbosity: int = 0, quiet: bool = False) -> None:
     root.setLevel(logging.ERROR if quiet else {0: logging.WARNING, 1: logging.INFO}.get(verbosity, logging.DEBUG))
 
 
+def wrap_text(text: str, columns: int | None, hang: int = 2) -> str:
+    """Text in lines that are not longer than `columns`; None: as it is.
+
+    Lines break between words, those of progress after ` |`. The text after a break is indented by `hang` columns more
+    than its line. A word that is longer than a line stays whole, since it may be a path.
+
+    Example:
+        >>> print(wrap_text("step 1/20 | loss 9.0661 | wait 0 %", 26))
+        step 1/20 | loss 9.0661 |
+          wait 0 %
+    """
+    if columns is None:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        *first, last = bind_units(line.strip()).split(" | ")
+        parts = [*(f"{part} |" for part in first), last]
+        if first:  # a part is one word where it fits in a line
+            parts = [part.replace(" ", HARD_SPACE) if len(part) + hang <= columns else part for part in parts]
+        wrapped = textwrap.wrap(
+            " ".join(parts),
+            max(columns, 20),
+            initial_indent=indent,
+            subsequent_indent=indent + " " * hang,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [one.replace(HARD_SPACE, " ") for one in wrapped] or [""]
+    return "\n".join(lines)
+
+
 def say(what: object = "", *, error: bool = False) -> None:
     """Prints text or a rich renderable: rich on a terminal, plain text otherwise.
 
@@ -45,6 +79,8 @@ def say(what: object = "", *, error: bool = False) -> None:
     if env.ranks().rank != 0 or (not error and get_logger(ROOT).level >= logging.ERROR):
         return
     stream = sys.stderr if error else sys.stdout
+    if isinstance(what, str):
+        what = wrap_text(what, env.columns())
     if isinstance(what, str) and not stream.isatty():
         print(what, file=stream, flush=True)
         return

@@ -8,6 +8,19 @@ _BINARY = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS = {key.lower(): value for key, value in (_BINARY | _DECIMAL).items()}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*\Z")
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kKMGT]?i?B(?:/s)?|m?s|%)(?:[\s,;:.)]|$))")
+HARD_SPACE = "\0"
+"""A space at which text is not wrapped, until it is printed."""
+
+
+def bind_units(text: str) -> str:
+    """Text with hard spaces between numbers and their units, so that `14.1 ms` stays on one line.
+
+    Example:
+        >>> bind_units("14.1 ms of 3 steps, 1.22 GiB").split()
+        ['14.1\\x00ms', 'of', '3', 'steps,', '1.22\\x00GiB']
+    """
+    return _BEFORE_UNIT.sub(HARD_SPACE, text)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -116,21 +129,41 @@ def format_loss(loss: float) -> str:
     return f"{loss:,.0f}" if abs(loss) < 1e9 else f"{loss:.3g}"
 
 
+def format_share(share: float) -> str:
+    """A share of one in per cent. What is not nothing is not shown as nothing, and not all not as all.
+
+    Example:
+        >>> format_share(0.704), format_share(0.0004), format_share(0), format_share(0.99999), format_share(1)
+        ('70.4 %', '< 0.1 %', '0 %', '> 99.9 %', '100 %')
+    """
+    if share in (0, 1):
+        return f"{share * 100:.0f} %"
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    return "> 99.9 %" if 0.9995 <= share < 1 else f"{share * 100:.1f} %"
+
+
 def format_seconds(seconds: float) -> str:
-    """A duration as people say it.
+    """A duration as people say it. What is not zero is not shown as zero.
 
     Example:
         >>> format_seconds(0.0123), format_seconds(75), format_seconds(7400), format_seconds(4.2e-5)
         ('12.3 ms', '1m15s', '2h03m', '0.042 ms')
+        >>> format_seconds(0), format_seconds(1e-9), format_seconds(0.99996)
+        ('0 s', '< 0.001 ms', '1.0 s')
     """
     if not math.isfinite(seconds):
         return f"{seconds:g} s"
+    if seconds == 0:
+        return "0 s"
     if 0 < seconds < 1e-6:
-        return "under 0.001 ms"
-    if seconds < 1:
+        return "< 0.001 ms"
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.{3 if seconds >= 1e-3 else 2}g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
+    if seconds < 60:
+        return "1m00s"
     if seconds < 3600:
         return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
     return f"{int(seconds) // 3600}h{int(seconds) % 3600 // 60:02d}m"

@@ -8,6 +8,7 @@ from torch import nn
 
 from tilewright.core.config.recipe import ModelSection
 from tilewright.core.errors import ConfigError
+from tilewright.core.units import format_share
 from tilewright.models.base.meta import shapes_only
 from tilewright.models.base.protocols import Model
 from tilewright.models.decoder.config import DecoderConfig
@@ -151,7 +152,9 @@ def _untrained(section: ModelSection) -> list[str]:
     if not parts:
         return []
     named = ", ".join(parts)
-    return [f"{section.task} trains {1 - share:.1%} of the parameters of {section.path}; not trained: {named}"]
+    return [
+        f"{section.task} trains {format_share(1 - share)} of the parameters of {section.path}; not trained: {named}"
+    ]
 
 
 def _require_path(section: ModelSection) -> None:

@@ -12,11 +12,12 @@ from typing import Literal
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import KIND_OF, OFFLOADS, LayerMemory, MemoryPlan
+from tilewright.core.names import ranges
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.model.gemms import Weights
-from tilewright.planner.model.shape import ModelShape, ranges
+from tilewright.planner.model.shape import ModelShape
 
 State = Literal["fits", "does not fit", "not known"]
 _SPARE = 1 + 1e-6

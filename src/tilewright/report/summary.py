@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilewright.core.units import format_bytes, format_count, format_perplexity, format_seconds
+from tilewright.core.units import format_bytes, format_count, format_perplexity, format_seconds, format_share
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import (
     LossSpan,
@@ -19,7 +19,7 @@ from tilewright.report.run_data.measured import (
     total_seconds,
     total_tokens,
 )
-from tilewright.report.svg.axes import format_number, format_percent
+from tilewright.report.svg.axes import format_number
 
 MISSING = "not recorded"
 
@@ -68,7 +68,7 @@ def tiles(run: RunData) -> Sequence[SummaryCard]:
         SummaryCard(
             "Throughput",
             f"{format_number(round(statistics.median(speeds)))}/s" if speeds else MISSING,
-            f"tokens, median; {format_percent(statistics.median(waits))} waiting for data" if waits else "",
+            f"tokens, median; {format_share(statistics.median(waits))} waiting for data" if waits else "",
         ),
         SummaryCard("Time", format_seconds(wall) if wall is not None else MISSING, state(run)),
         SummaryCard(

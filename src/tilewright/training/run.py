@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
-from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.precision.float8 import audit_table
@@ -365,7 +365,7 @@ class Run:
         share = self._stall_s / (elapsed_s - self._elapsed_before_s)
         text = (
             f"{self.step} steps, {self.parts.counters.tokens:,} tokens in {format_seconds(elapsed_s)}; checkpoints "
-            f"held training up for {format_seconds(self._stall_s)} ({share:.2%})"
+            f"held training up for {format_seconds(self._stall_s)} ({format_share(share)})"
         )
         self.recorder.event(self.step, "done", text, stall_s=self._stall_s, stall_share=share)
 

@@ -7,7 +7,7 @@ import statistics
 
 import click
 
-from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, show_table, verbosity
+from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, show_table, verbosity
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.log import say
@@ -59,12 +59,10 @@ def bench(ctx: click.Context, what: str, recipe: str, steps: int, as_json: bool)
     if as_json:
         print_json(found)
         return
-    click.echo(f"{found['recipe']} in {found['precision']} on {found['device']}, {steps} steps")
-    click.echo(
-        f"step      {format_seconds(statistics.median(seconds))} (median; {min(seconds):.3g} to {max(seconds):.3g} s)"
-    )
-    click.echo(f"tokens/s  {found['tokens_per_s']:,.0f}")
-    click.echo(f"wait      {format_seconds(found['wait_s'])} a step for data")
+    echo(f"{found['recipe']} in {found['precision']} on {found['device']}, {steps} steps")
+    echo(f"step      {format_seconds(statistics.median(seconds))} (median; {min(seconds):.3g} to {max(seconds):.3g} s)")
+    echo(f"tokens/s  {found['tokens_per_s']:,.0f}")
+    echo(f"wait      {format_seconds(found['wait_s'])} a step for data")
 
 
 def _matmul(recipe: Recipe, as_json: bool) -> None:
@@ -81,6 +79,6 @@ def _matmul(recipe: Recipe, as_json: bool) -> None:
         return
     widths = sorted(next(iter(rates.matmul.values())))
     rows = [(name, *(f"{format_count(rate[width])}FLOP/s" for width in widths)) for name, rate in rates.matmul.items()]
-    click.echo(f"{machine.device_name}, {rates.threads} threads; the three matmuls of a linear layer, by width")
+    echo(f"{machine.device_name}, {rates.threads} threads; the three matmuls of a linear layer, by width")
     show_table(("format", *map(str, widths)), rows)
-    click.echo(f"memory {format_bytes(rates.bandwidth)}/s")
+    echo(f"memory {format_bytes(rates.bandwidth)}/s")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewright.cli.common import json_option, print_json, show_dicts, verbosity
+from tilewright.cli.common import echo, is_verbose, json_option, print_json, show_table, verbosity
+from tilewright.cli.run_tables import candidate_table, chosen_table
 from tilewright.core.hardware import Machine, detect_machine, fp8_choice
 from tilewright.core.units import format_bytes
 
@@ -53,11 +54,13 @@ def doctor(device: str, as_json: bool) -> None:
         return
     _print_machine(machine, speed)
     for label, text in _measured(rates, speeds):
-        click.echo(f"{label:<9} {text}")
-    click.echo()
-    show_dicts(_merged(kernels))
+        echo(f"{label:<9} {text}", hang=10 if label else 0)
+    echo()
+    show_table(*(candidate_table if is_verbose() else chosen_table)(kernels))
+    if not is_verbose():
+        echo("The kernels that this machine cannot use, with the reasons: tilewright doctor -v")
     for warning in warnings:
-        click.echo(f"note: {warning}")
+        echo(f"note: {warning}")
 
 
 def _print_machine(machine: Machine, speed: float | None) -> None:
@@ -75,7 +78,7 @@ def _print_machine(machine: Machine, speed: float | None) -> None:
         ("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())),
     ]
     for label, text in rows:
-        click.echo(f"{label:<9} {text}")
+        echo(f"{label:<9} {text}", hang=10)
 
 
 def _measured(rates: "Ceilings | None", speeds: "dict[str, LinkSpeed]") -> list[tuple[str, str]]:
@@ -96,31 +99,6 @@ def _measured(rates: "Ceilings | None", speeds: "dict[str, LinkSpeed]") -> list[
 def _memory(machine: Machine) -> str:
     host = f"{format_bytes(machine.host_memory_bytes)} host"
     return host if machine.device == "cpu" else f"{format_bytes(machine.device_memory_bytes)} device, {host}"
-
-
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-
-
-def _merged(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """One row an operation, device, kind of case and outcome, the dtypes of equal outcome together."""
-    merged: dict[tuple[str, str, str, str], list[str]] = {}
-    for row in rows:
-        device, dtype, *kind = str(row["case"]).split()
-        rejected = row["rejected"]
-        assert isinstance(rejected, list)
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
-        op = f"{row['op']}, {kind[0]}" if kind else str(row["op"])
-        merged.setdefault((op, device, str(row["chosen"]), reasons), []).append(_SHORT.get(dtype, dtype))
-    return [
-        {
-            "operation": op,
-            "device": device,
-            "dtypes": " ".join(dtypes),
-            "chosen": chosen,
-            "unavailable, with reason": reasons,
-        }
-        for (op, device, chosen, reasons), dtypes in merged.items()
-    ]
 
 
 def _compiler(machine: Machine) -> str:

@@ -9,7 +9,18 @@ from typing import Any
 
 import click
 
-from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, show_dicts, show_table, verbosity
+from tilewright.cli import run_tables
+from tilewright.cli.common import (
+    RecipeCommand,
+    echo,
+    is_verbose,
+    json_option,
+    overrides,
+    print_json,
+    show_dicts,
+    show_table,
+    verbosity,
+)
 from tilewright.core.config import schema
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.toml import NONE
@@ -18,6 +29,8 @@ from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_count
 from tilewright.precision.float8 import audit_table
 from tilewright.precision.policy.shares import recorded_shares, shares_text
+
+_SHOWN = ("fqn", "op", "compute", "storage", "output", "reason")
 
 
 @click.command("inspect", cls=RecipeCommand)
@@ -78,24 +91,48 @@ def _run(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json({"precision": precision, "work": work, "kernels": kernels, "audit": audit})
         return
-    click.echo(f"{folder}: {load_recipe(folder / 'run.toml', environ={}).name}")
-    for title, table in (("precision", precision), ("kernels", kernels)):
-        click.echo()
-        if not table:
-            click.echo(f"{title}: not recorded")
-            continue
-        show_dicts(table)
-        if title == "precision" and work:
-            click.echo(f"matmul work: {shares_text(work)}")
-    click.echo()
+    recipe = load_recipe(folder / "run.toml", environ={})
+    echo(f"{folder}: {recipe.name}\n")
+    if precision:
+        _modules(precision)
+        echo(f"matmul work: {shares_text(work)}") if work else None
+    else:
+        echo("precision: not recorded")
+    echo()
+    if kernels:
+        _kernels(kernels, precision or [], recipe.recipe.optim.moments)
+    else:
+        echo("kernels: not recorded")
+    echo()
     if audit is None or rows is None:
-        click.echo("executed: not recorded")
+        echo("executed: not recorded")
         return
     lines, reasons = audit_table.shown(rows)
-    click.echo(f"executed up to step {audit['step']}:")
+    echo(f"executed up to step {audit['step']}:")
     show_table(audit_table.COLUMNS, lines)
     for reason in reasons:
-        click.echo(reason)
+        echo(reason)
+
+
+def _modules(precision: list[dict[str, Any]]) -> None:
+    """Kinds of modules; with -v each module."""
+    if is_verbose():
+        show_dicts([{key: row.get(key, "-") for key in _SHOWN} for row in precision])
+        return
+    table, reasons = run_tables.module_table(precision)
+    show_table(*table)
+    for reason in reasons:
+        echo(reason, hang=4)
+
+
+def _kernels(kernels: list[dict[str, Any]], precision: list[dict[str, Any]], moments: str) -> None:
+    """The kernels that the run uses; with -v all of them, with the reasons against the others."""
+    if is_verbose():
+        show_table(*run_tables.candidate_table(kernels))
+        return
+    used = run_tables.kernels_in_use(kernels, precision, moments) if precision else kernels
+    show_table(*run_tables.chosen_table(used))
+    echo("Every module and kernel, with the reasons: -v")
 
 
 def _diff(first: Path, second: Path, as_json: bool) -> None:
@@ -105,7 +142,7 @@ def _diff(first: Path, second: Path, as_json: bool) -> None:
         print_json({"first": str(first), "second": str(second), "differences": [asdict(item) for item in found]})
         return
     if not found:
-        click.echo(f"no difference: {first} and {second} executed the same matmuls in the same formats and kernels")
+        echo(f"no difference: {first} and {second} executed the same matmuls in the same formats and kernels")
         return
     lines = [
         (
@@ -162,12 +199,12 @@ def _checkpoint(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json({"meta": meta, "tensors": rows})
         return
-    click.echo(f"{folder}: {len(rows)} tensors, {format_bytes(sum(int(row['bytes']) for row in rows))}")
+    echo(f"{folder}: {len(rows)} tensors, {format_bytes(sum(int(row['bytes']) for row in rows))}")
     for group in dict.fromkeys(str(row["tensor"]).partition(".")[0] for row in rows):
         inside = [row for row in rows if str(row["tensor"]).startswith(group + ".")]
         numel = sum(math.prod(row["shape"]) for row in inside)
-        click.echo(f"  {group:<10} {len(inside):>5} tensors, {format_count(numel)} numbers")
-    click.echo()
+        echo(f"  {group:<10} {len(inside):>5} tensors, {format_count(numel)} numbers")
+    echo()
     show_dicts(rows)
 
 

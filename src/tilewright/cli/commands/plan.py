@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.common import RecipeCommand, json_option, overrides, print_json, recipe_argument, verbosity
+from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, recipe_argument, verbosity
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import gc_paused
 from tilewright.core.errors import ConfigError, DataError
@@ -69,7 +69,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     found = plan_for(planner, budget, asked)
     if why:
         lines = _why(planner, found, why)
-        print_json({"why": lines}) if as_json else click.echo("\n".join(lines))
+        print_json({"why": lines}) if as_json else echo("\n".join(lines))
         return
     changes = _changes(planner, budget, found, asked)
     other = _other(planner, budget, asked, compare, overrides(ctx)) if compare else None
@@ -80,7 +80,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
         print_json(to_json(found, changes, other, curve, idle))
     else:
         if asked.largest:
-            click.echo(f"The deepest model of this shape has {found.shape.num_layers} layers.")
+            echo(f"The deepest model of this shape has {found.shape.num_layers} layers.")
         show(found, changes, other, idle)
     _write_files(found, curve, changes, out, html)
     if found.state != "fits":

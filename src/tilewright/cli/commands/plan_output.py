@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import click
-
-from tilewright.cli.common import show_table
+from tilewright.cli.common import echo, show_table
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.planner.advice.changes import Change
 from tilewright.planner.advice.fixes import Fix
@@ -22,15 +20,15 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
         other: numbers of what it is compared with.
         idle: why memory stays idle; empty where it does not.
     """
-    click.echo(f"{verdict(plan)}\n")
+    echo(f"{verdict(plan)}\n")
     setting = plan.setting
-    click.echo(
+    echo(
         f"{plan.shape.family}, {format_count(plan.shape.num_parameters)} parameters on {plan.machine.device_name}; "
         f"{setting.executor}, {setting.num_micro} micro-batch{'es' if setting.num_micro > 1 else ''} of "
         f"{setting.micro_batch_size}, moments {setting.moments}, master {setting.master}\n"
     )
     show_table(*layer_table(plan))
-    click.echo()
+    echo()
     owners = [owner for owner in next(iter(plan.phases.values())) if any(row[owner] for row in plan.phases.values())]
     rows = [
         [phase, *(_cell(sizes[owner]) for owner in owners), _cell(sum(sizes.values()))]
@@ -38,30 +36,30 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
     ]
     show_table(["device", *owners, "sum"], rows)
     if plan.host:
-        click.echo("\nhost: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.host.items() if size))
+        echo("\nhost: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.host.items() if size))
     if plan.disk_bytes:
-        click.echo(f"disk: {format_bytes(plan.disk_bytes)}")
+        echo(f"disk: {format_bytes(plan.disk_bytes)}")
     if plan.shape.unknown:
-        click.echo("activations, what operations need while they run, and seconds are not known")
+        echo("activations, what operations need while they run, and seconds are not known")
     spent = (
         []
         if plan.shape.unknown
         else sorted(((name, value) for name, value in plan.seconds.items() if value > 1e-6), key=lambda item: -item[1])
     )
     if spent:
-        click.echo("time: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in spent))
+        echo("time: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in spent))
     if changes and plan.state == "fits":  # else they are in the error
-        click.echo("\nWhat would be faster:")
+        echo("\nWhat would be faster:")
         for change in changes:
-            click.echo(f"  {change}")
+            echo(f"  {change}")
     if other:
         mine = {"plan": "this recipe"} | numbers(plan)
-        click.echo()
+        echo()
         show_table(
             ["", mine["plan"], other["plan"]], [[k, v, other.get(k, "-")] for k, v in mine.items() if k != "plan"]
         )
     for note in (*([idle] if idle else []), *plan.notes):
-        click.echo(f"note: {note}")
+        echo(f"note: {note}")
 
 
 def _cell(size: float) -> str:

@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
-
-from tilewright.cli.common import show_table
+from tilewright.cli.common import echo, show_table
 from tilewright.cli.load_run import load_newest
 from tilewright.core.config import schema
 from tilewright.core.config.load import CLI, Loaded
@@ -106,8 +104,8 @@ def show(found: SearchResult, budget: str) -> None:
     columns = ("layer", "loss change (fprop)", "step lost, ppm (f d w)", "underflow (x w dy)", "predicted", "chosen")
     show_table(columns, rows)
     if len(units) > SHOWN:
-        click.echo(f"... and {len(units) - SHOWN} layers that hurt less; all of them are in the policy file")
-    click.echo(f"\nspeed of the linear matmuls is {TIMES[found.time]}")
+        echo(f"... and {len(units) - SHOWN} layers that hurt less; all of them are in the policy file")
+    echo(f"\nspeed of the linear matmuls is {TIMES[found.time]}")
     lines = []
     for candidate in (found.chosen, *found.baselines):
         share = f"{len(candidate.fp8)} of {3 * len(units)}"
@@ -115,9 +113,9 @@ def show(found: SearchResult, budget: str) -> None:
         lines.append((candidate.name, share, _times_as_fast(found, candidate), str(candidate.predicted), measured))
     show_table(("policy", "in FP8", "speed", "predicted loss change", "measured, other batches"), lines)
     if found.space.model.slope == 0:
-        click.echo("The loss did not fall before measuring, so blurred gradients count for nothing: raise --warmup.")
+        echo("The loss did not fall before measuring, so blurred gradients count for nothing: raise --warmup.")
     if not found.chosen.fp8:
-        click.echo(f"Nothing is faster in FP8 within {budget}: the policy is all BF16. See --time.")
+        echo(f"Nothing is faster in FP8 within {budget}: the policy is all BF16. See --time.")
 
 
 def _times_as_fast(found: SearchResult, candidate: PolicyCandidate) -> str:

@@ -68,8 +68,7 @@ def hf_shapes(path: Path | str, task: Task) -> tuple[nn.Module, nn.Module | None
     Raises:
         As `load_hf`.
     """
-    from transformers import AutoModel
-
+    AutoModel = _transformers().AutoModel
     auto, config = _task_class(path, task)
     with real_integers():
         # Some classes change the config that they are given: each gets its own.

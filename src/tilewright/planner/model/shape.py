@@ -261,22 +261,6 @@ class ModelShape:
         return next(found for found in self.classes if layer in found.indices)
 
 
-def ranges(indices: Sequence[int]) -> str:
-    """Layer numbers as people write them.
-
-    Example:
-        >>> ranges([0, 1, 2, 5, 7, 8])
-        '0-2, 5, 7-8'
-    """
-    runs: list[list[int]] = []
-    for index in sorted(indices):
-        if runs and runs[-1][1] == index - 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-
-
 def largest_weight(sizes: Iterable[int], machine: Machine) -> int:
     """Elements of the largest weight on a GPU."""
     return 0 if machine.device == "cpu" else max(sizes, default=0)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilewright.core.errors import ConfigError, FitError
+from tilewright.core.units import format_share
 from tilewright.precision.controller.groups import GRANULARITIES, GemmSite
 from tilewright.precision.controller.thresholds import LIMITS, Threshold
 
@@ -67,8 +68,8 @@ def check_budget(sites: Sequence[GemmSite], budget: float) -> None:
         return
     raise FitError(
         "Controller budget is too small",
-        got=f"{budget:.1%} of the matmuls' work may be above 8 bits",
-        need=f"at least {least:.1%}, which the policy itself keeps there: {len(kept)} matmuls, "
+        got=f"{format_share(budget)} of the matmuls' work may be above 8 bits",
+        need=f"at least {format_share(least)}, which the policy itself keeps there: {len(kept)} matmuls, "
         f"the first is {kept[0].layer} {kept[0].gemm}",
         try_=f"precision.controller.budget = {math.ceil(least * 100) / 100:.2f}, or precision.bf16_grad_layers = []",
         where="precision.controller.budget",

@@ -3,10 +3,12 @@
 Rows are made by `audit`, are in audit.json of a run folder, and are shown by `tilewright inspect`.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from tilewright.core.names import collapse_names, pattern_of
+from tilewright.core.units import format_share
 
 FILE = "audit.json"
 """Name in the run folder."""
@@ -52,21 +54,20 @@ def read_rows(value: Mapping[str, Any]) -> list[AuditRow]:
 
 
 def folded(rows: Iterable[AuditRow]) -> list[tuple[AuditRow, int]]:
-    """Rows that differ by the numbers in their layers' names alone as one, with their count and the sum of calls.
+    """Rows that differ only by the numbers in their layers' names as one, with their count and the sum of calls.
 
     Example:
         >>> rows = [AuditRow(f"layers.{i}.up", "fprop", "bf16", "native", 3) for i in range(2)]
         >>> [(row.layer, row.calls, count) for row, count in folded(rows)]
-        [('layers.*.up', 6, 2)]
+        [('layers.{0-1}.up', 6, 2)]
     """
-    counts: dict[tuple[str, ...], tuple[int | None, int]] = {}
+    groups: dict[tuple[object, ...], list[AuditRow]] = {}
     for row in rows:
-        key = (_pattern(row.layer), row.gemm, row.format, row.kernel, row.fallback, str(row.counted))
-        calls, count = counts.get(key, (None if row.calls is None else 0, 0))
-        counts[key] = (None if calls is None or row.calls is None else calls + row.calls, count + 1)
+        key = (pattern_of(row.layer), row.gemm, row.format, row.kernel, row.fallback, row.counted)
+        groups.setdefault(key, []).append(row)
     return [
-        (AuditRow(layer, gemm, format, kernel, calls, fallback), count)
-        for (layer, gemm, format, kernel, fallback, _), (calls, count) in counts.items()
+        (replace(group[0], layer=_collapsed(row.layer for row in group), calls=_sum_of_calls(group)), len(group))
+        for group in groups.values()
     ]
 
 
@@ -117,12 +118,11 @@ def differences(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> list[D
         Difference(layer='up', gemm='fprop', what='kernels', first='bf16 native', second='bf16 ref', count=1)
     """
     ours, theirs = _by_matmul(first), _by_matmul(second)
-    found: dict[tuple[str, ...], int] = {}
+    found: dict[tuple[str, ...], list[str]] = {}
     for layer, gemm in dict.fromkeys([*ours, *theirs]):
         for what, a, b in _compare(ours.get((layer, gemm), []), theirs.get((layer, gemm), [])):
-            key = (_pattern(layer), gemm, what, a, b)
-            found[key] = found.get(key, 0) + 1
-    return [Difference(*key, count) for key, count in found.items()]
+            found.setdefault((pattern_of(layer), gemm, what, a, b), []).append(layer)
+    return [Difference(_collapsed(layers), *rest, len(layers)) for (_, *rest), layers in found.items()]
 
 
 def _compare(first: Sequence[AuditRow], second: Sequence[AuditRow]) -> Iterable[tuple[str, str, str]]:
@@ -164,9 +164,15 @@ def _shares(rows: Sequence[AuditRow]) -> str:
     total = sum(row.calls or 0 for row in rows)
     if not total:
         return ", ".join(f"{row.format} ({'not counted' if row.calls is None else 'no calls'})" for row in rows)
-    return ", ".join(f"{row.format} {(row.calls or 0) / total:.1%}" for row in rows)
+    return ", ".join(f"{row.format} {format_share((row.calls or 0) / total)}" for row in rows)
 
 
-def _pattern(layer: str) -> str:
-    """A layer's name with its numbers replaced."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", layer) or "(model)"
+def _sum_of_calls(rows: Iterable[AuditRow]) -> int | None:
+    """None where calls are not counted."""
+    calls = [row.calls for row in rows if row.calls is not None]
+    return sum(calls) if calls else None
+
+
+def _collapsed(layers: Iterable[str]) -> str:
+    """The layers' names as one."""
+    return collapse_names(list(layers)) or "(model)"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tilewright.core.units import format_share
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.shares import shares, shares_text
@@ -122,9 +123,9 @@ def worst(parts: Sequence[ModuleRow], rows: Iterable[ModuleRow]) -> str:
     """
     total = sum(row.work for row in rows) or 1.0
     ordered = sorted(parts, key=lambda row: -row.work)
-    named = ", ".join(f"{row.fqn or '(model)'} {100 * row.work / total:.1f} %" for row in ordered[:_SHOWN])
+    named = ", ".join(f"{row.fqn or '(model)'} {format_share(row.work / total)}" for row in ordered[:_SHOWN])
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    share = f"{100 * sum(row.work for row in parts) / total:.1f} % of the matmul work"
+    share = f"{format_share(sum(row.work for row in parts) / total)} of the matmul work"
     return f"{len(ordered)} part{'s' if len(ordered) > 1 else ''} with {share}: {named}{more}"
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tilewright.core.units import format_share
 from tilewright.precision.policy.gemm_formats import GEMM_NAMES
 
 
@@ -45,5 +46,5 @@ def shares_text(found: Mapping[str, float]) -> str:
         >>> shares_text({"fp8_tile": 0.9, "bf16": 0.1})
         '90.0 % fp8_tile, 10.0 % bf16 (matmuls with weights of a training step; attention scores are not counted)'
     """
-    parts = ", ".join(f"{100 * share:.1f} % {name}" for name, share in found.items())
+    parts = ", ".join(f"{format_share(share)} {name}" for name, share in found.items())
     return f"{parts} (matmuls with weights of a training step; attention scores are not counted)"

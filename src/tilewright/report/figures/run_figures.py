@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from tilewright.core.units import format_perplexity, perplexity
+from tilewright.core.units import format_perplexity, format_share, perplexity
 from tilewright.report.run_data.clean import Row, number
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import (
@@ -22,7 +22,7 @@ from tilewright.report.run_data.measured import (
     skipped_steps,
 )
 from tilewright.report.run_data.stats import LogNormalFit, fit_log_normal, smooth
-from tilewright.report.svg.axes import format_number, format_percent, from_log
+from tilewright.report.svg.axes import format_number, from_log
 from tilewright.report.svg.charts import Mark, Series, bar_chart, histogram, line_chart, stacked_area
 
 WIDE, LOW = (1080, 320), (1080, 210)
@@ -212,7 +212,7 @@ def wait_figure(run: RunData) -> Figure | None:
         zero=True,
         y_format="percent",
     )
-    legend = [(3, "waiting for data, median", format_percent(median(shares)))]
+    legend = [(3, "waiting for data, median", format_share(median(shares)))]
     reading = "The first step waits for the first batch. Waiting later means that the disk or the packing is too slow."
     return Figure("Waiting for data", svg, reading, legend)
 

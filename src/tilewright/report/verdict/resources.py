@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from tilewright.core.units import format_bytes
+from tilewright.core.units import format_bytes, format_share
 from tilewright.report.run_data.clean import number
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import peak_memory_row, planned_owners, quarters
@@ -100,7 +100,7 @@ def wait(run: RunData) -> Verdict:
     whole = waited + sum(step for _, step in times)
     if whole <= 0:
         return WAIT.not_measured("The time of the steps is not recorded.")
-    text = f"{format_percent(waited / whole)} of the time of the steps was spent waiting for data."
+    text = f"{format_share(waited / whole)} of the time of the steps was spent waiting for data."
     return WAIT.judge(waited / whole, text)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.units import format_bytes
+from tilewright.core.units import format_bytes, format_share
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.protocols import Model
@@ -57,7 +57,7 @@ def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer
     text = f"Hugging Face folder in {target}"
     if dtype == CODE_DTYPE:
         in_fp8, total = fp8_bytes(target)
-        text += f", {format_bytes(in_fp8)} of {format_bytes(total)} in FP8 ({in_fp8 / total:.1%})"
+        text += f", {format_bytes(in_fp8)} of {format_bytes(total)} in FP8 ({format_share(in_fp8 / total)})"
     return text
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.core.units import format_share
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.runtime import PrecisionController
@@ -71,7 +72,7 @@ class PrecisionHook:
                 share = self.control.controller.share_above_8bit
                 shown = "; ".join(map(str, moves[:_SHOWN]))
                 more = f"; and {len(moves) - _SHOWN} more" if len(moves) > _SHOWN else ""
-                text = f"{len(moves)} matmuls {words}: {shown}{more}; {share:.1%} of the work is above 8 bits"
+                text = f"{len(moves)} matmuls {words}: {shown}{more}; {format_share(share)} of the work is above 8 bits"
                 recorder.event(step + 1, event, text, count=len(moves), above_8bit=share)
 
     def _pass(self, host_batch: Batch) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """What the user sees while training: a live line on a terminal, else one plain line of fixed columns a log interval.
 
     step 120/2000 | loss 3.4102 | gnorm 0.81 | lr 2.9e-04 | scale 65536 (0 skips) | mem 11.2/24.0 GiB (optimizer 4.1,
-    activations 3.2) | 8,412 tok/s | wait 1.2% | eta 12m00s
+    activations 3.2) | 8,412 tok/s | wait 1.2 % | eta 12m00s
 
 Everything shown is in metrics.jsonl too.
 """
@@ -11,8 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from tilewright.core.log import ROOT, get_logger, say
-from tilewright.core.units import format_loss, format_seconds
+from tilewright.core import env
+from tilewright.core.log import ROOT, get_logger, say, wrap_text
+from tilewright.core.units import format_loss, format_seconds, format_share
 
 _GIB = 2**30
 
@@ -52,10 +53,10 @@ class LiveProgress:
         self._live.start()
 
     def line(self, text: str) -> None:
-        self._live.update(self._text(text), refresh=True)
+        self._live.update(self._text(wrap_text(text, env.columns())), refresh=True)
 
     def note(self, text: str) -> None:
-        self._live.console.print(self._text(text))
+        self._live.console.print(self._text(wrap_text(text, env.columns())))
 
     def close(self) -> None:
         self._live.stop()
@@ -88,7 +89,7 @@ def step_line(
         f"scale {row['loss_scale']:g} ({num_skips} skips)" if scaled else f"{num_skips} skips",
         f"mem {row['memory_bytes'] / _GIB:.1f}/{memory_limit / _GIB:.1f} GiB ({_largest(row['memory'])})",
         f"{row['tokens_per_s']:,.0f} tok/s",
-        f"wait {row['wait_share']:.1%}",
+        f"wait {format_share(row['wait_share'])}",
     ]
     if seconds_left is not None:
         parts.append(f"eta {format_seconds(seconds_left)}")

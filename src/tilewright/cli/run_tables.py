@@ -1,0 +1,100 @@
+"""Tables of kinds: modules that differ only by numbers as one row, and the kernels that a run uses. Without torch."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tilewright.core.names import collapse_names, pattern_of
+from tilewright.core.units import format_share
+
+Row = Mapping[str, Any]
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+MODULE_COLUMNS = ("module", "number", "op", "compute", "storage", "output", "matmul work", "why")
+_DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+# Operation by kind of module. 8-bit layers also quantise; a run updates its parameters whatever its modules.
+_OPERATION = {
+    "linear": "linear",
+    "head": "linear",
+    "norm": "rms_norm",
+    "attention": "attention",
+    "cross_entropy": "cross_entropy",
+}
+_OF_8_BIT = ("linear", "quantize", "quantize_both", "tile_gemm", "rms_norm_quantize", "swiglu_quantize")
+
+
+def module_table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
+    """Kinds of modules, and the reasons that the last column numbers.
+
+    Args:
+        rows: of precision.json.
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    cells = ("op", "compute", "storage", "output", "reason")
+    for row in rows:
+        key = (pattern_of(str(row["fqn"])), *(str(row.get(name, "-")) for name in cells))
+        groups.setdefault(key, []).append(row)
+    reasons = list(dict.fromkeys(key[-1] for key in groups))
+    total = sum(row.get("work", 0.0) for row in rows)
+    lines = []
+    for (_, *about, reason), members in groups.items():
+        name = collapse_names([str(row["fqn"]) for row in members]) or "(model)"
+        work = sum(row.get("work", 0.0) for row in members)
+        share = format_share(work / total) if work else "-"
+        lines.append((name, str(len(members)), *about, share, f"[{reasons.index(reason) + 1}]"))
+    return (MODULE_COLUMNS, lines), [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+
+
+def kernels_in_use(kernels: Sequence[Row], modules: Sequence[Row], moments: str) -> list[Row]:
+    """Rows of the operations and operand formats that a run uses.
+
+    Args:
+        kernels: of machine.json: one row per operation and case, see `ops.kernels.Kernels.explain`.
+        modules: of precision.json.
+        moments: storage of the optimizer's moments.
+    """
+    formats = {name for row in modules for key in ("compute", "output") for name in str(row.get(key)).split("/")}
+    dtypes = {_DTYPES[name] for name in formats | {moments} if name in _DTYPES}
+    operations = {_OPERATION.get(str(row["op"]), "linear") for row in modules} | {"adam"}
+    in_8_bit = {name for name in formats if name.startswith("fp8")}
+    operations |= {"low_bit_adam"} if moments == "8bit" else set()
+    operations |= set(_OF_8_BIT) if in_8_bit else set()
+    kinds = {"tensorwise" if name == "fp8_tensorwise" else "tiles" for name in in_8_bit}
+
+    def is_used(row: Row) -> bool:
+        _, dtype, *kind = str(row["case"]).split()
+        return row["op"] in operations and dtype in dtypes and (row["op"] != "tile_gemm" or set(kind) <= kinds)
+
+    return [row for row in kernels if is_used(row)]
+
+
+def chosen_table(kernels: Sequence[Row]) -> Table:
+    """One row per operation, device and chosen kernel, its operand formats together; no device where there is one."""
+    groups = _grouped(kernels, lambda row: ())
+    if len({device for (_, device, _), _ in groups}) == 1:
+        return ("operation", "formats", "kernel"), [(op, formats, chosen) for (op, _, chosen), formats in groups]
+    return ("operation", "device", "formats", "kernel"), [
+        (op, device, formats, chosen) for (op, device, chosen), formats in groups
+    ]
+
+
+def candidate_table(kernels: Sequence[Row]) -> Table:
+    """The same with the reasons against the candidates that come before the chosen one."""
+
+    def reasons(row: Row) -> tuple[str, ...]:
+        return ("; ".join(f"{name}: {reason}" for name, reason in row["rejected"]),)
+
+    groups = _grouped(kernels, reasons)
+    return ("operation", "device", "formats", "kernel", "unavailable, with reason"), [
+        (op, device, formats, chosen, why) for (op, device, chosen, why), formats in groups
+    ]
+
+
+def _grouped(kernels: Iterable[Row], more: Any) -> list[tuple[tuple[str, ...], str]]:
+    """Operation, device, chosen kernel and `more` of the row, each with the operand formats of all such rows."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in kernels:
+        device, dtype, *kind = str(row["case"]).split()
+        op = f"{row['op']}, {kind[0]}" if kind else str(row["op"])
+        groups.setdefault((op, device, str(row["chosen"]), *more(row)), []).append(_SHORT.get(dtype, dtype))
+    return [(key, " ".join(dtypes)) for key, dtypes in groups.items()]

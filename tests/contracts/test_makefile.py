@@ -1,0 +1,38 @@
+"""`make help` has a line for every target, and what the Makefile names is there."""
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def make(*arguments: str) -> str:
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_help_has_one_line_for_each_target():
+    lines = make("help").splitlines()
+    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M)
+    assert [line.split()[1] for line in lines] == phony[1].split()
+    assert all(re.fullmatch(r"  make [a-z-]+ +\w.{5,}", line) for line in lines)
+    assert make() == make("help")
+
+
+def test_quick_tests_name_folders_that_are_there():
+    """A folder that was renamed would leave the inner loop without a word: pytest collects the others."""
+    folders = re.search(r"^FAST := (.*)$", MAKEFILE, re.M)[1].split()
+    left_out = re.search(r"^FAST_NOT := (.*)$", MAKEFILE, re.M)[1].split()
+    paths = [*(f"tests/{folder}" for folder in folders), *left_out]
+    assert len(folders) > 4
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_mutants_are_drawn_from_packages_that_are_there():
+    names = re.search(r"^PACKAGES = \((.*)\)$", (ROOT / "tools" / "mutants.py").read_text(), re.M)[1]
+    packages = re.findall(r'"(\w+)"', names)
+    assert len(packages) > 4
+    for package in packages:
+        assert (ROOT / "src" / "tilewright" / package).is_dir(), package
+        assert (ROOT / "tests" / package).is_dir(), package
