@@ -97,7 +97,7 @@ def test_each_conflict(settings, what):
 
 def test_two_experts_per_group_can_be_exported():
     shape = {"model.num_experts": "4", "model.num_expert_groups": "2", "model.num_limited_groups": "2"}
-    load_recipe(None, {"save.export_hf": "true", "model.attention": "mla"} | shape, {})
+    load_recipe(None, {"checkpoint.export_hf": "true", "model.attention": "mla"} | shape, {})
 
 
 def test_the_default_recipe_has_none():

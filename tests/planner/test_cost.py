@@ -282,7 +282,7 @@ def test_a_run_that_fits_says_so():
 
 def test_a_run_that_takes_nearly_all_memory_says_so():
     peak = plan_of(make_recipe()).peak_bytes
-    plan = plan_of(make_recipe(plan={"device_budget": int(peak * 1.001), "margin": 0.0}))
+    plan = plan_of(make_recipe(plan={"device_memory": int(peak * 1.001), "margin": 0.0}))
     assert plan.fits
     assert "; device memory is scarce, most time goes to " in plan.verdict
 

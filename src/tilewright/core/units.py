@@ -130,7 +130,7 @@ def format_loss(loss: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """A share of one in per cent. What is not nothing is not shown as nothing, and not all not as all.
+    """A share of one in percent. What is not nothing is not shown as nothing, and not all not as all.
 
     Example:
         >>> format_share(0.704), format_share(0.0004), format_share(0), format_share(0.99999), format_share(1)

@@ -46,7 +46,7 @@ def build_model(
         return _build_hf(section, vocab_size, kernels, device)
     if section.task != "causal_lm":
         raise ConfigError(
-            "The decoder supports task causal_lm only",
+            "Decoder supports task causal_lm only",
             got=f'model.task = "{section.task}"',
             need='model.kind = "hf" for other tasks',
             try_='model.kind = "hf" and model.path = a folder with a config.json',
