@@ -313,9 +313,9 @@ def test_settings_of_a_plan_are_in_the_recipe_with_their_source():
     assert planned.sources["train.steps"] == loaded.sources["train.steps"]  # as it was
     assert accepted(loaded.recipe, settings) == planned.recipe
     with pytest.raises(ConfigError) as caught:
-        with_settings(loaded, {"optim.master": "split24"}, "fast.toml")
+        with_settings(loaded, {"precision.start_mode": loaded.recipe.precision.mode}, "fast.toml")
     assert caught.value.problems[0].where == "fast.toml"
-    assert accepted(loaded.recipe, {"optim.master": "split24"}) is None
+    assert accepted(loaded.recipe, {"precision.start_mode": loaded.recipe.precision.mode}) is None
     with pytest.raises(ConfigError, match=r"not a recipe's"):
         with_settings(loaded, {"train.steps": -1}, "fast.toml")
     assert accepted(loaded.recipe, {"train.steps": -1}) is None
