@@ -36,8 +36,11 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("core", "formats", "memory", "ops", "optim", "planner")
-# The first two need arguments; the others change `is` to `==`, which almost never changes what is computed.
-NO_OPERATORS = ("VariableReplacer", "VariableInserter", "Operator_Is_Eq", "Operator_IsNot_NotEq")
+# The first two need arguments; the others swap `is` and `==`, which seldom changes what is computed.
+NO_OPERATORS = (
+    *("VariableReplacer", "VariableInserter", "Operator_Is_Eq", "Operator_IsNot_NotEq"),
+    *("Operator_Eq_Is", "Operator_NotEq_IsNot"),
+)
 MEMORY_LIMIT_GIB = 16
 # The limit holds in the process of the tests and its children: a changed size may ask for any amount of memory.
 RUN_PYTEST = f"""

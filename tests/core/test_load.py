@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.core.config import schema
-from tilewright.core.config.edit import changed
+from tilewright.core.config.edit import accepted, changed, with_settings
 from tilewright.core.config.load import load_recipe, shipped_recipes, write_run_toml
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
@@ -322,3 +322,20 @@ def test_changed_settings_are_those_of_a_recipe_that_was_loaded_with_them():
     assert after == load_recipe(None, {name: str(value) for name, value in settings.items()}, {}).recipe
     assert before == Recipe() != after
     assert changed(before, {}) == before
+
+
+def test_settings_of_a_plan_are_in_the_recipe_with_their_source():
+    settings = {"train.steps": 7, "optim.warmup_steps": 2}
+    loaded = load_recipe(None, {"train.steps": "7"}, {})
+    planned = with_settings(loaded, settings, "fast.toml")
+    assert planned.recipe == load_recipe(None, {name: str(value) for name, value in settings.items()}, {}).recipe
+    assert planned.sources["optim.warmup_steps"] == "plan fast.toml"
+    assert planned.sources["train.steps"] == loaded.sources["train.steps"]  # as it was
+    assert accepted(loaded.recipe, settings) == planned.recipe
+    with pytest.raises(ConfigError) as caught:
+        with_settings(loaded, {"precision.start_mode": loaded.recipe.precision.mode}, "fast.toml")
+    assert caught.value.problems[0].where == "fast.toml"
+    assert accepted(loaded.recipe, {"precision.start_mode": loaded.recipe.precision.mode}) is None
+    with pytest.raises(ConfigError, match=r"not a recipe's"):
+        with_settings(loaded, {"train.steps": -1}, "fast.toml")
+    assert accepted(loaded.recipe, {"train.steps": -1}) is None

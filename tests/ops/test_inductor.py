@@ -74,3 +74,20 @@ def test_generic_tuning_of_avx512_gets_an_architecture(tmp_path, monkeypatch, fr
 def test_other_processors_need_nothing(monkeypatch, fresh_answer):
     monkeypatch.setattr(compile, "cpu_features", lambda: frozenset({"avx2"}))
     assert compile.compile_options() == {}
+
+
+@pytest.mark.skipif(compile.why_no_compile(detect_machine("cpu")) is not None, reason="no C++ compiler")
+def test_a_compiled_layer_rounds_where_its_code_does():
+    """A chain of BF16 operations has eager's bits; fused without the option it keeps FP32 between them."""
+
+    def chain(x, y):
+        return ((x * y + x) * y - x).sin() * y
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(4096, generator=generator).to(torch.bfloat16) for _ in range(2))
+    compiled = torch.compile(chain, options=compile.layer_options())
+    assert torch.equal(compiled(x, y), chain(x, y))
+    torch._dynamo.reset()
+    fused = torch.compile(chain, options=compile.compile_options())
+    assert not torch.equal(fused(x, y), chain(x, y))
+    torch._dynamo.reset()

@@ -239,7 +239,7 @@ class LayerMajor:
 
     def _prologue_piece(self, wanted: list[Tensor], micro: int, grad: Tensor) -> None:
         x = self.replay.replay(("prologue", micro), None, _Prologue(self.view, self._batches[micro]))
-        if x.requires_grad and wanted:
+        if x.requires_grad:
             x.backward(grad, inputs=wanted)
 
     def _drop(self, place: int, micro: int, last: bool) -> None:
