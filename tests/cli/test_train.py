@@ -111,6 +111,6 @@ def test_a_run_without_a_checkpoint(here, capsys):
         if source.exists():
             (folder / name).write_bytes(source.read_bytes())
     assert run(["eval", "empty"]) == 2
-    assert "no valid checkpoint" in capsys.readouterr().err
+    assert "No valid checkpoint" in capsys.readouterr().err
     assert run(["generate", "nowhere"]) == 2
     assert "in runs: " in capsys.readouterr().err

@@ -61,9 +61,9 @@ CASES = [
         },
         "No Hugging Face layout for this shape",
     ),
-    ({"data.weights": "{ a = -1 }"}, "mixture weights must be 0 or more, and not all 0"),
-    ({"data.weights": "{ a = 0 }"}, "mixture weights must be 0 or more, and not all 0"),
-    ({"data.weights": "{ a = 1 }", "data.domains": '["b"]'}, "weights for domains that data.domains leaves out"),
+    ({"data.weights": "{ a = -1 }"}, "Mixture weights must be 0 or more, and not all 0"),
+    ({"data.weights": "{ a = 0 }"}, "Mixture weights must be 0 or more, and not all 0"),
+    ({"data.weights": "{ a = 1 }", "data.domains": '["b"]'}, "Weights for domains that data.domains leaves out"),
     ({"precision.start_mode": "bf16_mixed"}, "Start mode equals the mode"),
     (
         {"precision.start_mode": "pure_fp16"},

@@ -34,5 +34,5 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_words_that_mean_nothing(wrong):
-    with pytest.raises(ValueError, match=r"a tier is|activations are|need mlp_tiles"):
+    with pytest.raises(ValueError, match=r"a tier is|activations are|need mlp_chunks"):
         LayerMemory(**wrong)

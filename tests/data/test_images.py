@@ -86,7 +86,7 @@ def test_no_usable_images(tmp_path):
     for name in "ab":
         (tmp_path / "data" / name).mkdir(parents=True)
         (tmp_path / "data" / name / "x.png").write_bytes(b"nothing")
-    with pytest.raises(DataError, match="too few usable images"):
+    with pytest.raises(DataError, match="Too few usable images"):
         load(tmp_path / "data", tmp_path)
 
 

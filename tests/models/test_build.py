@@ -74,7 +74,7 @@ def test_any_hugging_face_folder(tmp_path):
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        (ModelSection(task="masked_lm"), "only learns causal_lm"),
+        (ModelSection(task="masked_lm"), "supports task causal_lm only"),
         (ModelSection(kind="hf"), "needs model.path"),
         (ModelSection(weights="load"), "needs model.path"),
         (ModelSection(dim=100, num_heads=7), "not a multiple of model.num_heads"),

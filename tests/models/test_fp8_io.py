@@ -301,10 +301,10 @@ BROKEN = {
     shrink_scale: ("wrong shape", f"{UP}_scale_inv [1, 2]"),
     whole_scale: ("wrong dtype", f"{UP}_scale_inv in I32"),
     stack_weight: ("not a matrix", f"{UP} [1, 192, 192]"),
-    other_codes: ("8-bit format that is not read", f"{UP} in F8_E5M2"),
+    other_codes: ("Unsupported 8-bit format", f"{UP} in F8_E5M2"),
     nan_code: ("holds NaN", f"{UP}, first in row 130"),
-    nan_scale: ("not numbers", f"1 of 4 in {UP}_scale_inv"),
-    negative_scale: ("not numbers", f"1 of 4 in {UP}_scale_inv"),
+    nan_scale: ("not finite numbers", f"1 of 4 in {UP}_scale_inv"),
+    negative_scale: ("not finite numbers", f"1 of 4 in {UP}_scale_inv"),
 }
 
 

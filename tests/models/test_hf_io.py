@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_no_half_model(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
+    with pytest.raises(CheckpointError, match=r"No config\.json"):
         load_decoder(tmp_path)
 
 

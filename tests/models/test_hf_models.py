@@ -244,7 +244,7 @@ def test_bad_folders(how, tmp_path):
 def test_wrong_task():
     from transformers import ViTConfig
 
-    with pytest.raises(ConfigError, match="does not do causal_lm"):
+    with pytest.raises(ConfigError, match="Task causal_lm is not supported"):
         load_hf(ViTConfig(**_VIT), "causal_lm")
 
 

@@ -101,7 +101,7 @@ def test_a_model_with_batch_norms_is_kept_whole_and_right():
     made = steps(ours, 2)
     view = layered(ours)
     assert isinstance(view, SingleBlock)
-    assert "whole, as one slice" in ours.notes[0]
+    assert "whole, as one layer group" in ours.notes[0]
     run = executor(ours, view)
     plain = StandardExecutor(theirs, type(run.optimizer)(theirs.parameters()), clip=GradClip(0.0))
     for group in (*run.optimizer.param_groups, *plain.optimizer.param_groups):

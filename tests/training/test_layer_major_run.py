@@ -112,9 +112,9 @@ def test_steps_that_are_lost_again_and_again_end_the_run(data, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"train.activation_checkpoint": "full"}, "recomputes every layer anyway"),
-        ({"precision.mode": "fp8_tile", "precision.controller.enabled": "true"}, "cannot be moved"),
-        ({"memory.executor": "standard", "optim.clip": "delayed"}, "clips exactly"),
+        ({"train.activation_checkpoint": "full"}, "has no effect with the layer-major executor"),
+        ({"precision.mode": "fp8_tile", "precision.controller.enabled": "true"}, "separate optimizer step"),
+        ({"memory.executor": "standard", "optim.clip": "delayed"}, "Delayed clipping needs"),
     ],
 )
 def test_settings_that_cannot_be_together(settings, match):

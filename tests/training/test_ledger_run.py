@@ -29,7 +29,7 @@ def test_owners_by_phase_are_in_the_metrics_and_sum_to_the_peaks(data, tmp_path)
 
 
 def test_tiers_off_the_device_are_in_the_metrics(data, tmp_path):
-    settings = {"executor": "layer_major", "states": "disk", "inputs": "disk"}
+    settings = {"executor": "layer_major", "offload_optimizer": "disk", "offload_activations": "disk"}
     changes = {f"memory__{name}": value for name, value in settings.items()}
     train(tiny(data, tmp_path, train__steps=4, checkpoint__interval=0, train__eval_interval=0, **changes))
     row = [row for row in rows(tmp_path / "tiny" / "metrics.jsonl") if "memory" in row][-1]

@@ -171,7 +171,7 @@ def test_nothing_sound_is_an_error_that_loses_nothing(data, tmp_path):
     train(tiny(data, tmp_path, checkpoint__keep_latest_k=1))
     meta = tmp_path / "tiny" / "checkpoints" / "step_00000012" / "meta.json"
     meta.write_text("{}")
-    with pytest.raises(CheckpointError, match="no valid checkpoint") as caught:
+    with pytest.raises(CheckpointError, match="No valid checkpoint") as caught:
         train(tiny(data, tmp_path))
     assert "meta.json has 2 bytes" in caught.value.problems[0].got
     assert meta.exists()
@@ -181,7 +181,7 @@ def test_nothing_sound_is_an_error_that_loses_nothing(data, tmp_path):
 
 
 def test_required_resume_without_a_checkpoint(data, tmp_path):
-    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+    with pytest.raises(CheckpointError, match="No valid checkpoint"):
         train(tiny(data, tmp_path, checkpoint__resume="required"))
 
 
@@ -267,7 +267,7 @@ def test_running_out_of_device_memory_names_owners_and_saves_the_steps_before(da
         return real(self, microbatches, lr)
 
     monkeypatch.setattr(StandardExecutor, "step", step)
-    with pytest.raises(FitError, match="Memory ran out in step 5") as caught:
+    with pytest.raises(FitError, match="Out of memory in step 5") as caught:
         train(tiny(data, tmp_path))
     got = caught.value.problems[0].got.splitlines()
     assert "Tried to allocate 2.00 GiB" in got[0]
@@ -293,7 +293,7 @@ def test_the_host_running_out_of_memory_is_told_like_the_device(data, tmp_path, 
         torch.empty(2**60, dtype=torch.uint8)
 
     monkeypatch.setattr("tilewright.models.decoder.decoder.head_loss", forward)
-    with pytest.raises(FitError, match="Memory ran out in step 1") as caught:
+    with pytest.raises(FitError, match="Out of memory in step 1") as caught:
         train(tiny(data, tmp_path))
     assert "forward" in caught.value.problems[0].got
     event = rows(tmp_path / "tiny" / "events.jsonl")[-1]
@@ -302,7 +302,7 @@ def test_the_host_running_out_of_memory_is_told_like_the_device(data, tmp_path, 
 
 def test_a_model_that_finds_no_memory_says_so(data, tmp_path, monkeypatch):
     monkeypatch.setattr("tilewright.training.assemble._optimizer", lambda *_: torch.empty(2**60))
-    with pytest.raises(FitError, match="Memory ran out while the model was made"):
+    with pytest.raises(FitError, match="Out of memory while the model was made"):
         train(tiny(data, tmp_path))
 
 

@@ -84,5 +84,5 @@ def test_what_adapters_cannot_go_with_is_said_at_once():
     }
     with pytest.raises(ConfigError) as caught:
         load_recipe(None, settings, environ={})
-    assert "base is frozen" in str(caught.value)
-    assert "adapter is written in FP32" in str(caught.value)
+    assert "LoRA needs the standard executor" in str(caught.value)
+    assert "Export format does not apply to adapters" in str(caught.value)

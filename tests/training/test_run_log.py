@@ -24,7 +24,7 @@ def _rows(path):
 
 def test_rows_are_there_at_once_and_not_finite_is_null(tmp_path):
     log = RunLog(tmp_path)
-    row = log.metrics(1, loss=math.nan, memory={"other": math.inf, "offload_params": 5}, skipped=None)
+    row = log.metrics(1, loss=math.nan, memory={"other": math.inf, "parameters": 5}, skipped=None)
     assert math.isnan(row["loss"])
     (written,) = _rows(tmp_path / "metrics.jsonl")  # not closed yet
     assert written["loss"] is None
@@ -156,7 +156,7 @@ def test_step_line_has_fixed_columns():
     row = {
         "step": 120, "loss": 3.41019, "grad_norm": 0.8123, "lr": 2.9e-4, "loss_scale": 65536.0,
         "memory_bytes": 11.2 * 2**30, "tokens_per_s": 8412.3, "wait_share": 0.012,
-        "memory": {"offload_params": 2**30, "optimizer": 5 * 2**30, "activations": 4 * 2**30, "other": 1.2 * 2**30},
+        "memory": {"parameters": 2**30, "optimizer": 5 * 2**30, "activations": 4 * 2**30, "other": 1.2 * 2**30},
     }  # fmt: skip
     line = step_line(row, steps=2000, memory_limit=24 * 2**30, num_skips=0, seconds_left=720.0, scaled=True)
     assert line == (

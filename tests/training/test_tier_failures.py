@@ -43,8 +43,8 @@ class FailingDisk:
 @pytest.mark.parametrize(
     ("call", "calls", "fault", "says"),
     [
-        ("pwritev", 30, errno.ENOSPC, "The disk tier cannot be written"),
-        ("preadv", 45, errno.EIO, "The disk tier cannot be read"),
+        ("pwritev", 30, errno.ENOSPC, "Offload file cannot be written"),
+        ("preadv", 45, errno.EIO, "Offload file cannot be read"),
     ],
 )
 def test_what_was_saved_is_gone_on_from(data, sound, tmp_path, monkeypatch, call, calls, fault, says):

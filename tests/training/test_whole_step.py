@@ -41,14 +41,14 @@ CASES = {
     "fp8": {"mode": "fp8_tile"},
     "control": {"mode": "fp8_tile", "control": True},
     "8bit": {"mode": "bf16_mixed", "optim": {"moments": "8bit"}, "bf16": True},
-    "stochastic": {"optim": {"moments": "bf16", "master_weights": "stochastic"}, "bf16": True},
-    "split24": {"optim": {"moments": "8bit", "master_weights": "split24"}, "bf16": True},
+    "stochastic": {"optim": {"moments": "bf16", "master": "stochastic"}, "bf16": True},
+    "split24": {"optim": {"moments": "8bit", "master": "split24"}, "bf16": True},
     "exact": {"layer_major": "exact", "shape": "gqa_moe"},
     "tied": {"layer_major": "exact", "shape": "tied", "group": 2},
     "delayed": {"layer_major": "delayed", "dropout": True},
     "journal": {"layer_major": "journal", "shape": "gqa_moe"},
     "exact_fp8": {"layer_major": "exact", "mode": "fp8_tile", "shape": "tied"},
-    "lagged_8bit": {"layer_major": "delayed", "optim": {"moments": "8bit", "master_weights": "split24"}, "bf16": True},
+    "lagged_8bit": {"layer_major": "delayed", "optim": {"moments": "8bit", "master": "split24"}, "bf16": True},
 }
 
 
