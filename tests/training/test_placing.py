@@ -214,7 +214,7 @@ def test_what_cannot_be_changed():
     model = make_decoder("gqa")
     model.checkpoint_inputs = "fp8"
     executor = standard(model, memory_plan("keep", "recompute"))
-    refused(executor, memory_plan("recompute", "recompute"), "8-bit inputs")
+    refused(executor, memory_plan("recompute", "recompute"), "FP8 layer inputs")
     executor.apply_memory_plan(memory_plan("selective", "recompute"))
 
 

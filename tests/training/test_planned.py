@@ -334,14 +334,8 @@ def test_stages_of_a_run_that_goes_on_change_no_number():
 
 
 def test_what_is_explicit_is_in_no_stage():
-    explicit = (
-        "memory.executor",
-        "train.micro_batch_size",
-        "optim.moments",
-        "optim.master_weights",
-        "memory.loss_chunk_bytes",
-    )
-    explicit += ("precision.eval_fp32",)
+    explicit = ("memory.executor", "train.micro_batch_size", "memory.loss_chunk_bytes")
+    explicit += ("optim.moments", "optim.master_weights", "precision.eval_fp32")
     assert len(fixed_at_each_stage(explicit)) == 1
     explicit = ("train.activation_checkpoint",)
     for stage in fixed_at_each_stage(explicit, **{"train.activation_checkpoint": "full"}):
@@ -363,13 +357,8 @@ def test_eight_bits_in_fused_layers_keep_what_layers_keep_at_first():
 
 # ---- further stages, in real runs ----
 
-WIDE = {
-    "model__dim": 128,
-    "model__num_layers": 8,
-    "data__seq_len": 32,
-    "train__global_batch_size": 4,
-    "train__steps": 3,
-}
+WIDE = {"model__dim": 128, "model__num_layers": 8, "data__seq_len": 32}
+WIDE |= {"train__global_batch_size": 4, "train__steps": 3}
 FREE = ("train.micro_batch_size", "memory.loss_chunk_bytes")
 
 
