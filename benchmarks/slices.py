@@ -83,8 +83,8 @@ def microbatches(step: int, vocab: int, length: int, tokens: int) -> list[dict[s
 def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     """Model, optimizer and executor, as a run builds them."""
     from tilewright.core.hardware import detect_machine
+    from tilewright.memory.chunked_mlp import chunk_mlps
     from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
-    from tilewright.memory.tiled_mlp import chunk_mlps
     from tilewright.memory.tracking.tracker import MemoryTracker
     from tilewright.models.build import build_model
     from tilewright.ops.kernels import Kernels

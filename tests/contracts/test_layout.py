@@ -88,3 +88,15 @@ def test_packaged_files_are_in_the_wheel_list():
         if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
     }
     assert others == listed & others
+
+
+def test_no_class_name_is_in_two_files():
+    """A name means one thing. Private names are left out: they are read beside their definition."""
+    found: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(name(path))
+    assert len(found) > 200
+    twice = {one: files for one, files in found.items() if len(files) > 1}
+    assert not twice

@@ -9,7 +9,9 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def make(*arguments: str) -> str:
-    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # Inside `make test`, make would say which folder it enters.
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_help_has_one_line_for_each_target():

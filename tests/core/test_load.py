@@ -336,6 +336,6 @@ def test_settings_of_a_plan_are_in_the_recipe_with_their_source():
         with_settings(loaded, {"precision.start_mode": loaded.recipe.precision.mode}, "fast.toml")
     assert caught.value.problems[0].where == "fast.toml"
     assert accepted(loaded.recipe, {"precision.start_mode": loaded.recipe.precision.mode}) is None
-    with pytest.raises(ConfigError, match=r"not a recipe's"):
+    with pytest.raises(ConfigError, match=r"that no recipe has"):
         with_settings(loaded, {"train.steps": -1}, "fast.toml")
     assert accepted(loaded.recipe, {"train.steps": -1}) is None

@@ -14,7 +14,7 @@ from tilewright.report.figures.run_figures import memory_bars_figure
 from tilewright.report.page import render, write_report
 from tilewright.report.run_data.collect import collect
 from tilewright.report.run_data.measured import settled_norms, total_tokens
-from tilewright.report.summary import MISSING, learned, tiles
+from tilewright.report.summary import MISSING, cards, learned
 from tilewright.report.tables import event_rows, facts, kernel_rows, memory_table, precision_groups, tier_rows
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -90,7 +90,7 @@ def test_numbers_of_the_head_come_from_the_files(run_dir):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "eval" not in row]
     run = collect(run_dir)
-    by_label = {tile.label: tile for tile in tiles(run)}
+    by_label = {card.label: card for card in cards(run)}
     end = sum(row["loss"] for row in steps[-20:]) / 20
     assert by_label["Loss"].value == f"{steps[0]['loss']:.2f} → {end:.2f}"
     assert total_tokens(run) == steps[-1]["tokens"]
@@ -112,7 +112,7 @@ def test_held_out_perplexity_weighs_domains_by_tokens(run_dir):
         + json.dumps({"step": 1, "eval": {"a": {"loss": 0.0, "tokens": 3}, "b": {"loss": 4.0, "tokens": 1}}})
         + "\n"
     )
-    assert {t.label: t.value for t in tiles(collect(run_dir))}["Held-out perplexity"] == "2.718"
+    assert {t.label: t.value for t in cards(collect(run_dir))}["Held-out perplexity"] == "2.718"
 
 
 def test_planned_memory_is_that_of_a_training_step(run_dir):
@@ -141,7 +141,7 @@ def test_memory_by_phase_is_the_highest_of_each_phase(run_dir):
 def test_every_number_of_an_empty_run_is_not_recorded(tmp_path):
     (tmp_path / "empty").mkdir()
     run = collect(tmp_path / "empty")
-    assert {tile.value for tile in tiles(run)} == {MISSING}
+    assert {card.value for card in cards(run)} == {MISSING}
     html = render(run)
     page = outline(html)
     assert "<svg" not in html

@@ -162,10 +162,10 @@ def timeline(plan: Plan) -> list[tuple[str, dict[str, float]]]:
     ends = [row.cost for row in plan.rows if not row.indices]
     all_gradients = sum(cost.gradient for cost in [*layers, *ends])
     many = plan.setting.num_micro > 1
-    moments, kept, gradients = [], 0.0, all_gradients if standard and many else 0.0
+    points, kept, gradients = [], 0.0, all_gradients if standard and many else 0.0
 
     def add(name: str, work: float) -> None:
-        moments.append((name, fixed | {"gradients": gradients, "activations": kept, "work": work}))
+        points.append((name, fixed | {"gradients": gradients, "activations": kept, "work": work}))
 
     add("load", 0.0)
     for i, cost in enumerate(layers):
@@ -181,4 +181,4 @@ def timeline(plan: Plan) -> list[tuple[str, dict[str, float]]]:
         gradients += cost.gradient if standard and not many else 0.0
     if standard:
         add("update", 0.0)
-    return moments
+    return points

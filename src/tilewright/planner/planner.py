@@ -291,7 +291,7 @@ class Planner:
             groups.append(ChoiceGroup(found.name, found.count, tuple(layer_cost(found, one, *args) for one in mine)))
         names = frozenset(found.name for found in ends)
         homes = homes or self._homes(budget)
-        moments = phases(shape, setting, recipe, self.machine, names, homes)
+        found = phases(shape, setting, recipe, self.machine, names, homes)
         cpu = self.machine.device == "cpu"
         base = FixedBytes.of(shape, setting, recipe, self.machine)
         host = {} if cpu else host_base(base, setting, recipe, homes)
@@ -300,7 +300,7 @@ class Planner:
         limit = float("inf") if cpu else left * budget.host
         rollback = rollback_bytes(base, setting, recipe) if homes.on_disk else 0.0
         problem = PlanProblem(
-            tuple(groups), tuple(moments), device, limit, sum(host.values()), left * budget.disk - rollback
+            tuple(groups), tuple(found), device, limit, sum(host.values()), left * budget.disk - rollback
         )
         return _Table(setting, classes, options, problem, host)
 

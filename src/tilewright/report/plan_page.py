@@ -33,7 +33,7 @@ def render_plan(
         "plan.html",
         plan=plan,
         verdict=verdict(plan),
-        tiles=_tiles(plan),
+        cards=_cards(plan),
         figures=[_memory_figure(plan), *([_pareto_figure(curve, plan)] if curve else [])],
         columns=columns,
         rows=rows,
@@ -41,7 +41,7 @@ def render_plan(
     )
 
 
-def _tiles(plan: Plan) -> list[SummaryCard]:
+def _cards(plan: Plan) -> list[SummaryCard]:
     setting, known = plan.setting, not plan.shape.unknown
     speed = f"{format_count(plan.tokens_per_s)} tokens/s" if known else ""
     found = [

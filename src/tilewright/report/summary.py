@@ -51,7 +51,7 @@ def learned(run: RunData) -> str:
     return f"{text}.{ending}"
 
 
-def tiles(run: RunData) -> Sequence[SummaryCard]:
+def cards(run: RunData) -> Sequence[SummaryCard]:
     """The figures of the head, always the same ones in the same order."""
     span, held = loss_span(run), held_out_losses(run)
     _, speeds = run.column("tokens_per_s")
@@ -84,7 +84,7 @@ def _loss(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """A loss for a tile, which has no room for many digits."""
+    """A loss for a card, which has no room for many digits."""
     if abs(value) < 1000:
         return f"{value:.2f}"
     return format_count(value) if abs(value) < 1e15 else f"{value:.2g}"

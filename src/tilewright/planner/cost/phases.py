@@ -1,4 +1,4 @@
-"""The moments of a step at which memory may peak, as the solver's phases: for a setting, before any layer's choice.
+"""The phases of a step at which memory may peak, for the solver: for a setting, before any layer's choice.
 
 Every phase that may hold the most is there, so that a peak that moves (from the loss to the end of backward as models
 grow deeper, from activations to gradients) is caught by the solver and not by the run.
@@ -123,7 +123,7 @@ def phases(
     ends: frozenset[str],
     homes: OffloadFlags,
 ) -> list[Phase]:
-    """All moments of a step, an evaluation and a checkpoint. `ends`: names of embedding and head."""
+    """All phases of a step, an evaluation and a checkpoint. `ends`: names of embedding and head."""
     base = FixedBytes.of(shape, setting, recipe, machine)
     layers = frozenset(found.name for found in shape.classes)
     if setting.executor == "layer_major":
@@ -163,12 +163,12 @@ def _layer_major(
 
 
 def _checkpoints(found: Sequence[Phase], copy: float, alone: Phase) -> list[Phase]:
-    """What a checkpoint adds: where it is written from a copy, all moments of training beside that; else one more."""
+    """What a checkpoint adds: where it is written from a copy, all phases of training beside that; else one more."""
     return _beside(CHECKPOINT, found[1:], {"copy": copy}) if copy else [alone]
 
 
 def _beside(name: str, found: Sequence[Phase], more: Mapping[str, float]) -> list[Phase]:
-    """The same moments with something too."""
+    """The same phases with something added."""
     return [replace(phase, name=f"{name}, {phase.name}", owners={**phase.owners, **more}) for phase in found]
 
 
@@ -202,7 +202,7 @@ def _standard(
     if not many and not shape.classes:
         whole = {"work": (1 + shape.spread) * shape.backward(setting.micro_batch_size)}
         found.append(Phase("backward, done", always | whole))
-    elif not many:  # gradients grow while activations go: a moment behind each kind of layers
+    elif not many:  # gradients grow while activations go: a phase behind each kind of layers
         order = stages(shape.classes)
         for i, names in enumerate(order):
             below = frozenset(name for stage in order[i + 1 :] for name in stage)
@@ -210,7 +210,7 @@ def _standard(
             found.append(Phase(f"backward, {' and '.join(names)} done", always | stream, below, above, "backward"))
     wide = {"parameters": 2.0 * shape.weights.narrow if recipe.precision.eval_fp32 else 0.0}
     evaluated = wide | {"loss": base.evaluated_loss}
-    if cpu and shape.spread:  # all pages of the busiest moment stay: an update finds room in them
+    if cpu and shape.spread:  # all pages of the busiest phase stay: an update finds room in them
         evaluations = _beside(EVALUATE, found[1:], evaluated)
         return [*found, *evaluations, *_beside(CHECKPOINT, [*found[1:], *evaluations], {"copy": copy})]
     left, freed = (layers, sum(head.values())) if cpu else (frozenset[str](), 0.0)

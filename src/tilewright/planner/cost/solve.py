@@ -57,7 +57,7 @@ class ChoiceGroup:
 
 @dataclass(frozen=True)
 class Phase:
-    """A moment of a step: what no choice changes, what all groups hold, what the named groups keep, and one running
+    """A phase of a step: what no choice changes, what all groups hold, what the named groups keep, and one running
     layer.
 
     `owners`: bytes that no choice changes, by owner. `passed`: no layer runs, and what its work took are free pages.

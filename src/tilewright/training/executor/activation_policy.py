@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from tilewright.core.errors import ConfigError
 from tilewright.core.memory_plan import KIND_OF, Activations, MemoryPlan
+from tilewright.memory.chunked_mlp import chunk_layers, chunk_mlps
 from tilewright.memory.layer_major.apply_plan import check_same_numbers, other_layers
-from tilewright.memory.tiled_mlp import chunk_layers, chunk_mlps
 from tilewright.models.base.protocols import Model
 from tilewright.models.decoder.decoder import Decoder
 

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tilewright.memory.tiled_mlp import chunk_mlps
+from tilewright.memory.chunked_mlp import chunk_mlps
 
 
 def make_layer():

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.shapes import KERNELS, make_batch
 from tests.models.test_hf_models import make, make_inputs
 from tests.ops.compare import LargestTensor
-from tilewright.memory.tiled_mlp import chunk_mlps
+from tilewright.memory.chunked_mlp import chunk_mlps
 from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
@@ -160,7 +160,7 @@ def test_foreign_models(name):
     assert len(chunk_mlps(model, 3, notes.append)) == 2
     for each in (whole, model):
         each.loss(batch).loss_sum.backward()
-    assert notes == (["BloomMLP is not cut into tiles: it takes more than its tokens."] if name == "bloom" else [])
+    assert notes == (["BloomMLP is not cut into chunks: it takes more than its tokens."] if name == "bloom" else [])
     for (fqn, got), (_, want) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
         worst = (got.grad - want.grad).abs().max() / want.grad.abs().max().clamp_min(1e-30)
         assert worst < 1e-9, f"{fqn} is off by {worst:.2e}"
@@ -182,7 +182,7 @@ def test_what_cannot_be_tiled_runs_whole_and_is_told():
     torch.testing.assert_close(layer(x), want)
     layer(x)
     assert len(notes) == 1
-    assert "Mixing is not cut into tiles: a token's result depends on the others" in notes[0]
+    assert "Mixing is not cut into chunks: a token's result depends on the others" in notes[0]
     mixture, notes = make("mixtral"), []
     assert chunk_mlps(mixture, 2, notes.append) == []
     assert "mixtures of experts" in notes[0]

@@ -1,12 +1,12 @@
-"""MLPs computed some tokens at a time: the wide hidden values of one tile are alive, in forward and in backward.
+"""MLPs computed some tokens at a time: the wide hidden values of one chunk are alive, in forward and in backward.
 
-`chunk_mlps(model, tiles)` finds the token-wise MLPs of a model, by the names that models give them, and changes how
-they run; `chunk_layers` does it with a number for each layer. Their parameters and names stay what they were. A tiled
-MLP is an autograd function of the tokens and the weights: each weight gets one gradient, summed in FP32 over the tiles,
-so hooks of DDP and FSDP see what they always see. Backward computes a tile again, then its gradient. It may be
+`chunk_mlps(model, chunks)` finds the token-wise MLPs of a model, by the names that models give them, and changes how
+they run; `chunk_layers` does it with a number for each layer. Their parameters and names stay what they were. A chunked
+MLP is an autograd function of the tokens and the weights: each weight gets one gradient, summed in FP32 over the
+chunks, so hooks of DDP and FSDP see what they always see. Backward computes a chunk again, then its gradient. It may be
 inside of a layer that is itself recomputed.
 
-Equal to the whole MLP up to the order of sums; dropout draws other numbers, tile by tile, and the same ones in both
+Equal to the whole MLP up to the order of sums; dropout draws other numbers, chunk by chunk, and the same ones in both
 passes.
 
 Legend: N tokens of a call  D width.
@@ -32,20 +32,20 @@ from tilewright.precision.snapshot import drawing, torch_states
 NAMES = ("mlp", "ffn", "feed_forward", "feedforward")
 """What MLPs are called."""
 _ALIGN = 128
-"""Tiles are whole multiples of this, where they are as large: tokens that share a scale stay together."""
+"""Chunks are whole multiples of this, where they are as large: tokens that share a scale stay together."""
 _MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Of a token computed alone and with others, against the largest output. Else 2^-6: sums in another order, rounded to
 16 bit twice or thrice."""
 
 
-def chunk_mlps(model: nn.Module, tiles: int, note: Callable[[str], None], *, compile: bool = False) -> list[str]:
-    """Make a model's MLPs run in tiles.
+def chunk_mlps(model: nn.Module, chunks: int, note: Callable[[str], None], *, compile: bool = False) -> list[str]:
+    """Make a model's MLPs run in chunks.
 
     Args:
         model: with its layers as they will train (`precision.convert` first).
-        tiles: into how many a call's tokens are cut.
-        note: told what cannot be tiled, when that is found out.
-        compile: compile what a tile computes. (What is compiled around it breaks there.)
+        chunks: into how many a call's tokens are cut.
+        note: told what cannot be chunked, when that is found out.
+        compile: compile what a chunk computes. (What is compiled around it breaks there.)
 
     Returns:
         Names of the modules. Whether one of them really treats each token alone is tried at its first call, once for
@@ -57,40 +57,42 @@ def chunk_mlps(model: nn.Module, tiles: int, note: Callable[[str], None], *, com
         >>> chunk_mlps(layer, 3, print), torch.allclose(layer["mlp"](torch.ones(2, 6, 4)), whole)
         (['mlp'], True)
     """
-    return _tile([("", model, tiles)], note, compile)
+    return _cut([("", model, chunks)], note, compile)
 
 
 def chunk_layers(
-    layers: Sequence[nn.Module], tiles: Sequence[int], note: Callable[[str], None], *, compile: bool = False
+    layers: Sequence[nn.Module], chunks: Sequence[int], note: Callable[[str], None], *, compile: bool = False
 ) -> list[str]:
     """The same, each layer's MLP with a number of its own; see `chunk_mlps`.
 
     Args:
         layers: of one model.
-        tiles: for each of them; 1 leaves it as it is.
+        chunks: for each of them; 1 leaves it as it is.
         note: see there.
         compile: see there.
     """
-    parts = [(f"{index}.", layer, number) for index, (layer, number) in enumerate(zip(layers, tiles, strict=True))]
-    return _tile([part for part in parts if part[2] > 1], note, compile)
+    parts = [(f"{index}.", layer, number) for index, (layer, number) in enumerate(zip(layers, chunks, strict=True))]
+    return _cut([part for part in parts if part[2] > 1], note, compile)
 
 
-def _tile(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], None], compile: bool) -> list[str]:
-    """Tile what is in these (prefix of names, module, tiles); the names."""
+def _cut(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], None], compile: bool) -> list[str]:
+    """Cut what is in these (prefix of names, module, chunks); the names."""
     found: list[str] = []
     experts: list[str] = []
     verdicts: dict[type[nn.Module], str | None] = {}
-    modules = [(prefix + name, module, tiles) for prefix, part, tiles in parts for name, module in part.named_modules()]
-    for name, module, tiles in modules:
-        if name.rpartition(".")[2] not in NAMES or isinstance(module, nn.ModuleList | _Tiled):
+    modules = [
+        (prefix + name, module, chunks) for prefix, part, chunks in parts for name, module in part.named_modules()
+    ]
+    for name, module, chunks in modules:
+        if name.rpartition(".")[2] not in NAMES or isinstance(module, nn.ModuleList | _Chunked):
             continue
         if next(find_routers(module), None) is not None:
             experts.append(name)
         elif "forward" in vars(module):
-            note(f"{name} is not cut into tiles: another tool has replaced its forward.")
+            note(f"{name} is not cut into chunks: another tool has replaced its forward.")
         else:
-            module.tiling = _Tiling(tiles, note, type(module), compile, verdicts)
-            module.__class__ = _tiled(type(module))
+            module.chunking = _Chunking(chunks, note, type(module), compile, verdicts)
+            module.__class__ = _chunked(type(module))
             found.append(name)
     if experts:
         note(f"memory.mlp_chunks leaves mixtures of experts whole ({experts[0]} and {len(experts) - 1} more).")
@@ -100,10 +102,10 @@ def _tile(parts: Sequence[tuple[str, nn.Module, int]], note: Callable[[str], Non
 
 
 @dataclass
-class _Tiling:
+class _Chunking:
     """How one module is cut."""
 
-    tiles: int
+    chunks: int
     note: Callable[[str], None]
     plain: type[nn.Module]
     compile: bool
@@ -116,10 +118,10 @@ class _Tiling:
         if self.plain not in self.verdicts:
             self.verdicts[self.plain] = why = self._why_not(module, whole, args, kwargs)
             if why is not None:
-                self.note(f"{self.plain.__name__} is not cut into tiles: {why}.")
+                self.note(f"{self.plain.__name__} is not cut into chunks: {why}.")
         if self.verdicts[self.plain] is not None or kwargs:
             return whole(*args, **kwargs)
-        return run_tiled(whole, args[0], self.tiles, module)
+        return run_chunked(whole, args[0], self.chunks, module)
 
     def _why_not(
         self, module: nn.Module, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -146,8 +148,8 @@ def _compiled(plain: type[nn.Module]) -> Callable[..., Tensor]:
     return torch.compile(plain.forward, options=layer_options())
 
 
-class _Tiled:
-    """Marks the classes made by `_tiled`; copies and pickles by naming the plain class."""
+class _Chunked:
+    """Marks the classes made by `_chunked`; copies and pickles by naming the plain class."""
 
     plain: type[nn.Module]
 
@@ -156,43 +158,43 @@ class _Tiled:
 
 
 @functools.cache
-def _tiled(plain: type[nn.Module]) -> type[nn.Module]:
+def _chunked(plain: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(plain.forward)
     def forward(self, *args, **kwargs):
-        return self.tiling.run(self, args, kwargs)
+        return self.chunking.run(self, args, kwargs)
 
     names = {"plain": plain, "forward": torch.compiler.disable(forward), "__module__": plain.__module__}
-    return type(plain.__name__, (_Tiled, plain), names | {"__doc__": plain.__doc__})
+    return type(plain.__name__, (_Chunked, plain), names | {"__doc__": plain.__doc__})
 
 
 def _rebuild(plain: type[nn.Module]) -> nn.Module:
-    cls = _tiled(plain)
+    cls = _chunked(plain)
     return cls.__new__(cls)
 
 
-def run_tiled(function: Callable[[Tensor], Tensor], x: Tensor | WithCopies, tiles: int, module: nn.Module) -> Tensor:
+def run_chunked(function: Callable[[Tensor], Tensor], x: Tensor | WithCopies, chunks: int, module: nn.Module) -> Tensor:
     """function(x), some tokens at a time.
 
     Args:
         function: token-wise: [..., D] -> [..., any].
-        x: [..., D]; of a value with 8-bit copies the value, for each tile makes its own, which are the same.
-        tiles: how many; fewer where they would be small and not whole multiples of 128 tokens.
+        x: [..., D]; of a value with 8-bit copies the value, for each chunk makes its own, which are the same.
+        chunks: how many; fewer where they would be small and not whole multiples of 128 tokens.
         module: whose parameters `function` reads. Those that are trained get one gradient each, in FP32 at least.
     """
     x = _value(x)
     rows_ND = x.reshape(*(1,) * (x.ndim - 2), -1, x.shape[-1])
-    size = -(-rows_ND.shape[-2] // tiles)
+    size = -(-rows_ND.shape[-2] // chunks)
     if size > _ALIGN:
         size = -(-size // _ALIGN) * _ALIGN
     if size >= rows_ND.shape[-2]:
         return function(x)
     params = [param for param in module.parameters() if param.requires_grad]
-    out = _TiledFunction.apply(function, size, module.training, rows_ND, *params)
+    out = _ChunkedFunction.apply(function, size, module.training, rows_ND, *params)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class _TiledFunction(torch.autograd.Function):
-    """Outputs of all tiles; nothing of a tile is kept."""
+class _ChunkedFunction(torch.autograd.Function):
+    """Outputs of all chunks; nothing of a chunk is kept."""
 
     @staticmethod
     def forward(ctx, function, size, draws, rows_ND, *params):
@@ -208,7 +210,7 @@ class _TiledFunction(torch.autograd.Function):
         wants_rows = ctx.needs_input_grad[3]
         sums: list[Tensor | None] = [None] * len(params)
 
-        def tile_gradient(rows: Tensor, drows: Tensor) -> Tensor:
+        def chunk_gradient(rows: Tensor, drows: Tensor) -> Tensor:
             leaf = rows.detach().requires_grad_(wants_rows)
             with torch.enable_grad():
                 out = ctx.function(leaf)
@@ -217,12 +219,12 @@ class _TiledFunction(torch.autograd.Function):
             return grads[0] if wants_rows and grads[0] is not None else rows.new_zeros(rows.shape)
 
         with ctx.surroundings.again():
-            drows_ND = _fill(rows_ND, ctx.size, tile_gradient, dout)
+            drows_ND = _fill(rows_ND, ctx.size, chunk_gradient, dout)
         return None, None, None, drows_ND if wants_rows else None, *sums
 
 
 def _fill(rows_ND: Tensor, size: int, function: Callable[..., Tensor], *others: Tensor) -> Tensor:
-    """function(tile of rows, tiles of others) of all tiles, put together."""
+    """function(chunk of rows, chunks of others) of all chunks, put together."""
     out, start = None, 0
     for parts in zip(*(tensor.split(size, dim=-2) for tensor in (rows_ND, *others)), strict=True):
         part = function(*parts)
@@ -234,7 +236,7 @@ def _fill(rows_ND: Tensor, size: int, function: Callable[..., Tensor], *others: 
 
 
 def _add(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
-    """Add a tile's gradients in FP32 at least."""
+    """Add a chunk's gradients in FP32 at least."""
     for place, grad in enumerate(grads):
         if grad is not None:
             high = torch.promote_types(grad.dtype, torch.float32)
