@@ -339,3 +339,31 @@ def test_settings_of_a_plan_are_in_the_recipe_with_their_source():
     with pytest.raises(ConfigError, match=r"that no recipe has"):
         with_settings(loaded, {"train.steps": -1}, "fast.toml")
     assert accepted(loaded.recipe, {"train.steps": -1}) is None
+
+
+@pytest.mark.parametrize("source", ["cli", "env", "file", "extends"])
+def test_micro_batch_follows_a_smaller_batch_of_a_more_specific_source(tmp_path, source):
+    write(tmp_path, "parent.toml", "[train]\nmicro_batch_size = 16\nglobal_batch_size = 16\n")
+    text = 'extends = "parent.toml"\n' + ("[train]\nglobal_batch_size = 2\n" if source in ("file", "extends") else "")
+    file = write(tmp_path, "child.toml", text)
+    if source == "extends":
+        file = write(tmp_path, "grandchild.toml", 'extends = "child.toml"\n')
+    overrides = ["--train.global_batch_size", "2"] if source == "cli" else []
+    environ = {"TILEWRIGHT_TRAIN_GLOBAL_BATCH_SIZE": "2"} if source == "env" else {}
+    loaded = load_recipe(file, overrides, environ=environ)
+    assert (loaded.recipe.train.global_batch_size, loaded.recipe.train.micro_batch_size) == (2, 2)
+    assert loaded.sources["train.micro_batch_size"] == "follows train.global_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides"),
+    [
+        ("[train]\nmicro_batch_size = 4\nglobal_batch_size = 2\n", []),
+        ("[train]\nglobal_batch_size = 2\nmicro_batch_size = 4\n", []),
+        ("", ["--train.micro_batch_size", "4", "--train.global_batch_size", "2"]),
+        ("[train]\nglobal_batch_size = 2\n", ["--train.micro_batch_size", "4"]),
+    ],
+)
+def test_micro_batch_that_was_asked_for_with_the_batch_or_after_it_is_a_conflict(tmp_path, file, overrides):
+    with pytest.raises(ConfigError, match=r"micro_batch_size = 4"):
+        load_recipe(write(tmp_path, "mine.toml", file), overrides, environ={})

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from tilewright.data.batches.mix import Picks
 from tilewright.data.batches.rows import IGNORE
 from tilewright.data.batches.stream import Stream
 from tilewright.data.common.tokenizer import train_tokenizer
+from tilewright.data.corpus.compressors import COMPRESSORS, compressor_bits
 from tilewright.data.prepare import prepare
 
 OPTIONS = {"seq_len": 48, "vocab_size": 350, "holdout": 0.1}
@@ -157,6 +160,7 @@ def test_a_killed_preparation_leaves_nothing_that_hurts(corpus_folder, tmp_path)
 def test_a_process_of_its_own_makes_the_same(corpus_folder, tmp_path):
     here = prepare(str(corpus_folder), cache_dir=str(tmp_path / "here"), **OPTIONS)
     code = f"""
+from tilewright.data.corpus.compressors import COMPRESSORS, compressor_bits
 from tilewright.data.prepare import prepare
 made = prepare({str(corpus_folder)!r}, cache_dir={str(tmp_path / "apart")!r}, own_process=True, **{OPTIONS!r})
 print(made.fingerprint, sorted(made.summary["seconds"]))
@@ -224,6 +228,35 @@ def test_eval_batches_are_fixed_and_held_out(prepared):
         assert len(rows) == min(12, prepared.summary["domains"][domain]["holdout_rows"])
         assert not any(row.numpy().tobytes() in trained for row in rows)
         assert len({row.numpy().tobytes() for row in rows}) == len(rows)
+
+
+def test_bytes_of_held_out_targets_are_the_bytes_of_the_held_out_text(prepared):
+    table = pq.read_table(prepared._corpus / "documents.parquet", filters=[("split", "=", "holdout")])
+    for domain in prepared.domains:
+        size = sum(table.filter(pc.equal(table["domain"], domain))["bytes"].to_pylist())
+        assert prepared.eval_bytes(domain, 7, 1000) == size
+        batches = prepared.eval_batches(domain, 2, 2)
+        text = [prepared.tokenizer.decode(row[row != IGNORE]) for batch in batches for row in batch["labels"]]
+        assert prepared.eval_bytes(domain, 2, 2) == sum(len(part.encode()) for part in text)  # the text is ASCII
+
+
+def test_compressors_are_gzip_and_xz(prepared, tmp_path):
+    """The programs themselves, on the same bytes; gzip's file has a header with a name and a time."""
+    for domain in prepared.domains:
+        ids = np.concatenate([b["labels"][b["labels"] != IGNORE] for b in prepared.eval_batches(domain, 1, 1000)])
+        assert set(prepared.compressors(domain)) == {"gzip", "xz"}
+        assert len(ids)
+    text = b"".join(Path(path).read_bytes() for path in sorted(Path(json.__file__).parent.glob("*.py")))
+    (tmp_path / "text").write_bytes(text)
+    bits = compressor_bits([text[:1000], text[1000:]])
+    for name in COMPRESSORS:
+        out = subprocess.run([name, "-9", "-c", str(tmp_path / "text")], check=True, capture_output=True).stdout
+        assert bits[name] == pytest.approx(8 * len(out) / len(text), abs=8 * 64 / len(text)), name
+
+
+def test_masked_targets_have_no_bytes(corpus_folder, tmp_path):
+    prepared = prepare(str(corpus_folder), task="masked_lm", cache_dir=str(tmp_path), **OPTIONS)
+    assert prepared.eval_bytes("a", 2, 2) is None
 
 
 def test_a_given_tokenizer_is_used(corpus_folder, tmp_path):

@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.conftest import write_text
 from tilewright.core.errors import DataError
-from tilewright.data.common.tokenizer import EOS, load_tokenizer, train_tokenizer
+from tilewright.data.common.tokenizer import EOS, SPLIT_PATTERN, Tokenizer, load_tokenizer, train_tokenizer
 
 TEXTS = [write_text(i, 200) for i in range(20)]
 
@@ -96,3 +97,38 @@ def test_names_of_other_tokenizers(tokenizer, tmp_path):
     assert (own.bos_id, own.eos_id) == (0, 1)
     with pytest.raises(DataError, match="Tokenizer without an end-of-document token"):
         renamed({"<|eos|>": "<nothing known>"})
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(max_size=60), max_size=4))
+def test_sized_ids_are_the_same_ids_and_their_bytes_sum_to_the_text(texts):
+    for text, (ids, sizes) in zip(texts, TOKENIZER.encode_sized(texts), strict=True):
+        assert ids == TOKENIZER.encode(text)
+        assert len(sizes) == len(ids)
+        assert sum(sizes) == len(text.encode())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(codec="ascii"), max_size=60))
+def test_a_token_of_ascii_has_as_many_bytes_as_characters(text):
+    ((ids, sizes),) = TOKENIZER.encode_sized([text])
+    assert sizes == [len(TOKENIZER.decode([i])) for i in ids]
+
+
+def test_a_normalizer_loses_no_byte():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "[SEP]": 1, "cafe": 2}, unk_token="[UNK]"))
+    strip = [tokenizers.normalizers.NFD(), tokenizers.normalizers.StripAccents(), tokenizers.normalizers.Strip()]
+    backend.normalizer = tokenizers.normalizers.Sequence(strip)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    found = Tokenizer(backend, 1, 1, None, None, 3, (1,))
+    text = "  café \u3000 café  "
+    ((ids, sizes),) = found.encode_sized([text])
+    assert ids == [2, 2]
+    assert sum(sizes) == len(text.encode())
+
+
+def test_the_split_is_that_of_qwen2():
+    """llama.cpp knows a fixed list of patterns; ours must be one of it, letter by letter."""
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    assert SPLIT_PATTERN == PRETOKENIZE_REGEX

@@ -115,6 +115,35 @@ def test_held_out_perplexity_weighs_domains_by_tokens(run_dir):
     assert {t.label: t.value for t in cards(collect(run_dir))}["Held-out perplexity"] == "2.718"
 
 
+def test_bits_per_byte_weigh_domains_by_bytes_and_stand_beside_compressors(run_dir):
+    results = {
+        "a": {"loss": math.log(2), "tokens": 30, "bytes": 30},
+        "b": {"loss": 3 * math.log(2), "tokens": 10, "bytes": 90},
+    }
+    (run_dir / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "loss": 1.0}) + "\n" + json.dumps({"step": 1, "eval": results}) + "\n"
+    )
+    domains = {"a": {"compressors": {"gzip": 2.0, "xz": 1.0}}, "b": {"compressors": {"gzip": 4.0, "xz": 3.0}}}
+    (run_dir / "data.json").write_text(json.dumps({"domains": domains}))
+    run = collect(run_dir)
+    card = {t.label: t for t in cards(run)}["Held-out bits per byte"]
+    assert card.value == "0.500"  # 30 and 30 bits of 120 bytes
+    assert "gzip -9 3.500, xz -9 2.500" in card.detail
+    assert "0.500 bits per byte (gzip -9: 3.500, xz -9: 2.500)" in learned(run)
+    page = render(run)
+    assert all(text in page for text in ("Held-out bits per byte", "gzip -9", "xz -9"))
+
+
+def test_only_the_newest_samples_are_shown(run_dir):
+    rows = [{"step": 5, "domain": "code", "prompt": "old", "text": "x"}]
+    rows += [{"step": 9, "domain": name, "prompt": f"new {name}", "text": "<b>"} for name in ("code", "prose")]
+    (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = render(collect(run_dir))
+    assert "new code" in page
+    assert "step 9, prose" in page
+    assert "<mark>old" not in page
+
+
 def test_planned_memory_is_that_of_a_training_step(run_dir):
     plan = json.loads((run_dir / "plan.json").read_text())
     plan["phases"]["checkpoint"] = {"parameters": 1, "other": 5 * 2**30}

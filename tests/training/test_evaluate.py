@@ -35,6 +35,21 @@ def test_uneven_batches_are_weighted_by_targets():
     assert pooled(results).loss == pytest.approx(_by_hand(model, [*batches["a"], *batches["b"]]), abs=1e-6)
 
 
+def test_bits_per_byte_are_the_losses_over_the_bytes():
+    model = Toy()
+    batches = {"a": [_rows(2, seed=1)], "b": [_rows(3, seed=3)]}
+    plain = evaluate(model, batches, fp32=False)
+    results = evaluate(model, batches, num_bytes={"a": 100, "b": 50}, fp32=False)
+    for domain, size in (("a", 100), ("b", 50)):
+        nats = plain[domain].loss * plain[domain].tokens
+        assert results[domain].bits_per_byte == pytest.approx(nats / math.log(2) / size)
+        assert results[domain].to_json()["bytes"] == size
+    nats = sum(result.loss * result.tokens for result in plain.values())
+    assert pooled(results).bits_per_byte == pytest.approx(nats / math.log(2) / 150)
+    assert pooled(plain).bits_per_byte is None
+    assert "bytes" not in plain["a"].to_json()
+
+
 def test_a_converted_model_is_evaluated_in_fp32_and_comes_back():
     model, plain = Toy(), Toy()
     convert(model, "bf16_mixed")

@@ -80,8 +80,14 @@ def test_run_folder_holds_everything(data, tmp_path, straight, capsys):
     assert kinds[0] == "start"
     assert kinds[-1] == "done"
     assert kinds.count("save") == 4
-    (sample,) = rows(run / "samples.jsonl")
-    assert sample["prompt"]
+    last = evals[-1]["eval"]
+    assert all(
+        row["bits_per_byte"] == pytest.approx(math.log2(row["ppl"]) * row["tokens"] / row["bytes"])
+        for row in last.values()
+    )
+    samples = rows(run / "samples.jsonl")
+    assert [sample["domain"] for sample in samples] == ["alpha", "beta"]
+    assert all(sample["prompt"] for sample in samples)
     assert (run.parent / "latest").resolve() == run
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
         "step_00000006", "step_00000009", "step_00000012",

@@ -117,6 +117,26 @@ def format_perplexity(loss: float) -> str:
     return f"e^{loss:,.0f}" if loss < 1e9 else f"e^{loss:.3g}"
 
 
+def bits_per_byte(loss_sum: float, num_bytes: int) -> float:
+    """Bits per byte of text from the sum of its tokens' losses in nats: independent of the tokenizer.
+
+    Example:
+        >>> bits_per_byte(8 * math.log(2), 4)
+        2.0
+    """
+    return loss_sum / math.log(2) / num_bytes
+
+
+def format_bits(value: float) -> str:
+    """Bits per byte with three decimals.
+
+    Example:
+        >>> format_bits(1.71551), format_bits(345_341.25)
+        ('1.716', '3.45e+05')
+    """
+    return f"{value:.3f}" if not abs(value) >= 1000 else f"{value:.3g}"
+
+
 def format_loss(loss: float) -> str:
     """A loss with four decimals, or fewer where it is so large that they say nothing.
 

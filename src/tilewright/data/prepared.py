@@ -19,7 +19,7 @@ from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.pack import Packing
 from tilewright.data.batches.rows import IGNORE, TextRows
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
-from tilewright.data.corpus.build import SPLITS
+from tilewright.data.corpus.build import SPLITS, TOKEN_BYTES
 
 _EVAL_SEED = 0x0E7A1  # masks of evaluation batches, whatever the run's seed
 
@@ -76,18 +76,36 @@ class PreparedData:
 
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[dict[str, torch.Tensor]]:
         """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""
-        first, stop = self._ranges["holdout"][domain]
-        size = stop - first
-        take = min(num * micro_batch_size, size)
-        order = permute(np.arange(take), np.full(take, size), np.full(take, 0, np.uint64))
+        chosen = self._eval_rows(domain, micro_batch_size * num)
         batches = []
-        for start in range(0, take, micro_batch_size):
-            rows = first + order[start : start + micro_batch_size]
+        for start in range(0, len(chosen), micro_batch_size):
+            rows = chosen[start : start + micro_batch_size]
             batch = self._rows["holdout"].gather(rows)
             if self.task == "masked_lm":
                 batch = self._masked(batch, _EVAL_SEED, rows)
             batches.append({name: torch.from_numpy(array) for name, array in batch.items()})
         return batches
+
+    def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> int | None:
+        """UTF-8 bytes of text that the targets of `eval_batches` stand for; None where targets are masked tokens."""
+        if self.task == "masked_lm":
+            return None
+        return self._rows["holdout"].num_target_bytes(self._eval_rows(domain, micro_batch_size * num), self._sizes)
+
+    def compressors(self, domain: str) -> dict[str, float]:
+        """Bits per byte that general compressors need for the held-out text of a domain, see `corpus.compressors`."""
+        return self.summary["domains"][domain]["compressors"]
+
+    def _eval_rows(self, domain: str, num: int) -> np.ndarray:
+        """At most `num` held-out rows of one domain, the same on every call."""
+        first, stop = self._ranges["holdout"][domain]
+        size = stop - first
+        take = min(num, size)
+        return first + permute(np.arange(take), np.full(take, size), np.full(take, 0, np.uint64))
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return np.load(self._corpus / TOKEN_BYTES, mmap_mode="r")
 
     def _masked(self, batch: dict[str, np.ndarray], seed: int, samples: np.ndarray) -> dict[str, np.ndarray]:
         tokenizer = self.tokenizer

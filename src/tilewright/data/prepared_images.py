@@ -66,6 +66,14 @@ class PreparedImages:
         gathered = [self._gather(self._rows["holdout"][rows]) for rows in batches]
         return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in gathered]
 
+    def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> None:
+        """Images have no bytes of text."""
+        return
+
+    def compressors(self, domain: str) -> dict[str, float]:
+        """None of images."""
+        return {}
+
     def _gather(self, images: np.ndarray) -> dict[str, np.ndarray]:
         pixels = self._pixels[images].astype(np.float32) * np.float32(2 / 255) - np.float32(1)
         return {"pixel_values": pixels, "labels": self._labels[images]}

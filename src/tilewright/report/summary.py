@@ -7,10 +7,19 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilewright.core.units import format_bytes, format_count, format_perplexity, format_seconds, format_share
+from tilewright.core.units import (
+    format_bits,
+    format_bytes,
+    format_count,
+    format_perplexity,
+    format_seconds,
+    format_share,
+)
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import (
     LossSpan,
+    compressor_lines,
+    held_out_bits,
     held_out_losses,
     loss_span,
     peak_memory_row,
@@ -44,7 +53,11 @@ def learned(run: RunData) -> str:
     else:
         change = "fell" if span.end < span.start else "did not fall: it went"
         text = f"The loss {change} from {_loss(span.start)} to {_loss(span.end)} nats per token in {steps:,} steps"
-    text += f", and held-out perplexity is {format_perplexity(held[-1][1])}" if held else ""
+    bits = held_out_bits(run)
+    if bits:
+        text += f", held-out text takes {format_bits(bits[-1][1])} bits per byte{_compared(run)}"
+    elif held:
+        text += f", and held-out perplexity is {format_perplexity(held[-1][1])}"
     if wall is not None and tokens is not None:
         text += f", after {format_count(tokens)} tokens in {format_seconds(wall)}"
     ending = {"finished": "", "stopped early": " It was stopped early."}.get(state(run), " It has not finished.")
@@ -53,17 +66,13 @@ def learned(run: RunData) -> str:
 
 def cards(run: RunData) -> Sequence[SummaryCard]:
     """The figures of the head, always the same ones in the same order."""
-    span, held = loss_span(run), held_out_losses(run)
+    span = loss_span(run)
     _, speeds = run.column("tokens_per_s")
     _, waits = run.column("wait_share")
     wall, tokens, peak, planned = total_seconds(run), total_tokens(run), peak_memory_row(run), run.planned("peak_bytes")
     return [
         SummaryCard("Loss", _span(span) if span else MISSING, _loss_words(span) if span else ""),
-        SummaryCard(
-            "Held-out perplexity",
-            format_perplexity(held[-1][1]) if held else MISSING,
-            f"was {format_perplexity(held[0][1])} at the first evaluation" if len(held) > 1 else "",
-        ),
+        _held_out_card(run),
         SummaryCard("Tokens", format_count(tokens) if tokens is not None else MISSING, _steps(run)),
         SummaryCard(
             "Throughput",
@@ -77,6 +86,24 @@ def cards(run: RunData) -> Sequence[SummaryCard]:
             f"planned {format_bytes(planned)}" if planned else "",
         ),
     ]
+
+
+def _held_out_card(run: RunData) -> SummaryCard:
+    held, bits = held_out_losses(run), held_out_bits(run)
+    if bits:
+        lines = [f"{name} -9 {format_bits(value)}" for name, value in compressor_lines(run).items()]
+        detail = ", ".join([f"perplexity {format_perplexity(held[-1][1])}", *lines])
+        return SummaryCard("Held-out bits per byte", format_bits(bits[-1][1]), detail)
+    return SummaryCard(
+        "Held-out perplexity",
+        format_perplexity(held[-1][1]) if held else MISSING,
+        f"was {format_perplexity(held[0][1])} at the first evaluation" if len(held) > 1 else "",
+    )
+
+
+def _compared(run: RunData) -> str:
+    lines = compressor_lines(run)
+    return f" ({', '.join(f'{name} -9: {format_bits(value)}' for name, value in lines.items())})" if lines else ""
 
 
 def _loss(value: float) -> str:

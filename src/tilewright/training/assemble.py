@@ -175,6 +175,15 @@ class Components:
             for domain in prepared.domains
         }
 
+    @cached_property
+    def eval_bytes(self) -> dict[str, int | None]:
+        """UTF-8 bytes of text that the held-out targets of each domain stand for; None where they are not text."""
+        train, prepared = self.setup.recipe.train, self.setup.prepared
+        return {
+            domain: prepared.eval_bytes(domain, train.micro_batch_size, train.eval_batches)
+            for domain in prepared.domains
+        }
+
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""
         small = {"counters": self.counters, "clip": self.clip, "stream": self.stream, "audit": self.audit}

@@ -34,7 +34,7 @@ from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
-from tilewright.training.runlog.sample import write_sample
+from tilewright.training.runlog.sample import write_samples
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,13 @@ class Run:
         fp32 = self.recipe.precision.eval_fp32
         self._give_back()
         with self.parts.passing():
-            self.evals = evaluate(self.parts.model, self.parts.eval_batches, device=self.setup.device, fp32=fp32)
+            self.evals = evaluate(
+                self.parts.model,
+                self.parts.eval_batches,
+                num_bytes=self.parts.eval_bytes,
+                device=self.setup.device,
+                fp32=fp32,
+            )
         self._give_back()
         self._evaluated_step = self.step
         self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started)
@@ -355,10 +361,10 @@ class Run:
         if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and tokenizer is not None:
             num_tokens, seed = recipe.train.sample_tokens, recipe.run.seed
             with self.parts.passing():
-                sample = write_sample(
+                for sample in write_samples(
                     self.parts.model, tokenizer, self.parts.eval_batches, num_tokens=num_tokens, seed=seed
-                )
-            self.recorder.log.sample(self.step, *sample)
+                ):
+                    self.recorder.sample(self.step, sample)
         if recipe.checkpoint.export_hf:
             self._export()
         elapsed_s = self.recorder.log.elapsed_s

@@ -1,11 +1,17 @@
 """`tilewright eval`: the held-out loss of a run, by domain, in FP32 whatever the run's precision."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from tilewright.cli.common import json_option, print_json, run_argument, show_table, verbosity
-from tilewright.core.units import format_loss, format_perplexity
+from tilewright.core.units import format_bits, format_loss, format_perplexity
+from tilewright.data.corpus.compressors import COMPRESSORS, pooled_bits
+
+if TYPE_CHECKING:
+    from tilewright.training.executor.evaluate import DomainLoss
 
 
 @click.command("eval")
@@ -16,6 +22,8 @@ from tilewright.core.units import format_loss, format_perplexity
 def eval_(run: Path, batches: int | None, as_json: bool) -> None:
     """Evaluate a run on its held-out text, in FP32.
 
+    Bits per byte do not depend on the tokenizer: what gzip and xz need for the same text stands beside them.
+
     RUN is a run folder or its name below `runs`; without it `runs/latest`.
     """
     from tilewright.cli.load_run import reopen
@@ -25,19 +33,36 @@ def eval_(run: Path, batches: int | None, as_json: bool) -> None:
     opened = reopen(run)
     train = opened.recipe.train
     data = prepare_data(opened.recipe)
-    held_out = {
-        name: data.eval_batches(name, train.micro_batch_size, batches or train.eval_batches) for name in data.domains
-    }
+    num_batches = batches or train.eval_batches
+    held_out = {name: data.eval_batches(name, train.micro_batch_size, num_batches) for name in data.domains}
+    sizes = {name: data.eval_bytes(name, train.micro_batch_size, num_batches) for name in data.domains}
     # The model is plain FP32: nothing was converted, so there is no other precision to leave.
-    results = evaluate(opened.model, held_out, device=opened.device, fp32=False)
+    results = evaluate(opened.model, held_out, num_bytes=sizes, device=opened.device, fp32=False)
     whole = pooled(results)
+    marks = {name: data.compressors(name) for name in results}
     if as_json:
-        rows = {name: result.to_json() for name, result in results.items()}
+        rows = {name: result.to_json() | {"compressors": marks[name]} for name, result in results.items()}
         print_json({"checkpoint": str(opened.checkpoint), "domains": rows, "all": whole and whole.to_json()})
         return
     click.echo(f"{opened.checkpoint}")
     rows = [*results.items(), *([("all", whole)] if whole else [])]
+    if any(result.bits_per_byte is None for result in results.values()):
+        columns = ("domain", "loss", "perplexity", "targets")
+        show_table(columns, [(name, *_losses(result), f"{result.tokens}") for name, result in rows])
+        return
+    marks["all"] = pooled_bits(marks, {name: result.bytes or 0 for name, result in results.items()})
     show_table(
-        ("domain", "loss", "perplexity", "targets"),
-        [(name, format_loss(result.loss), format_perplexity(result.loss), f"{result.tokens}") for name, result in rows],
+        ("domain", "bits per byte", *(f"{name} -9" for name in COMPRESSORS), "loss", "perplexity", "targets"),
+        [
+            (name, format_bits(result.bits_per_byte or 0.0), *_marks(marks[name]), *_losses(result), f"{result.tokens}")
+            for name, result in rows
+        ],
     )
+
+
+def _losses(result: "DomainLoss") -> tuple[str, str]:
+    return format_loss(result.loss), format_perplexity(result.loss)
+
+
+def _marks(bits: Mapping[str, float]) -> list[str]:
+    return [format_bits(bits[name]) if name in bits else "" for name in COMPRESSORS]

@@ -19,7 +19,7 @@ from tilewright.core import env
 from tilewright.core.config import renamed, schema
 from tilewright.core.config.conflicts import conflicts
 from tilewright.core.config.messages import by_line, not_a_section, schema_problems, unknown_setting
-from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.recipe import Recipe, TrainSection
 from tilewright.core.config.toml import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml
 from tilewright.core.config.unused import without_effect
 from tilewright.core.errors import ConfigError, Problem
@@ -52,6 +52,7 @@ class _Values:
     problems: list[Problem] = field(default_factory=list)
 
     def put(self, path: str, value: object, source: str, place: str) -> None:
+        self.values.pop(path, None)  # so that the last value put is the last in order
         self.values[path], self.sources[path], self.places[path] = value, source, place
 
 
@@ -90,6 +91,7 @@ def load_recipe(
     merged.problems += problems
     for name, text in pairs:
         _put_text(merged, name, text, CLI, f"--{name} on the command line")
+    _follow(merged)
     recipe = _validated(merged)
     sources = {item.path: merged.sources.get(item.path, DEFAULT) for item in schema.fields()}
     void = without_effect(recipe)
@@ -124,6 +126,24 @@ def write_run_toml(loaded: Loaded, path: str | Path) -> None:
                 item.comment(loaded.sources[setting])
                 tables[section].add(setting.rpartition(".")[2], item)
     Path(path).write_text(tomlkit.dumps(document), encoding="utf-8")
+
+
+def _follow(merged: _Values) -> None:
+    """A micro-batch that a less specific source gave is no larger than the batch that a more specific one asks for."""
+    batch, micro = "train.global_batch_size", "train.micro_batch_size"
+    wanted, given = merged.values.get(batch), merged.values.get(micro, TrainSection().micro_batch_size)
+    if type(wanted) is not int or type(given) is not int or not 1 <= wanted < given:
+        return
+    if micro in merged.values:
+        order, level = list(merged.values), [_level(merged.sources[path]) for path in (batch, micro)]
+        if level[0] == level[1] or order.index(micro) > order.index(batch):
+            return  # written down together, or later: a conflict
+    merged.put(micro, wanted, f"follows {batch}", merged.places[batch])
+
+
+def _level(source: str) -> str:
+    """What two settings have in common that were written down together: one file, the environment, one command."""
+    return "env" if source.startswith("env ") else source
 
 
 def _name(file: Path | None) -> str:

@@ -52,6 +52,18 @@ class TextRows:
         np.add.at(used_B, np.repeat(np.arange(len(rows_B)), num_pieces), lengths)
         return {name: self._laid_out(name, values, used_B) for name, values in flat.items()}
 
+    def num_target_bytes(self, rows_B: np.ndarray, sizes: np.ndarray) -> int:
+        """UTF-8 bytes of the text that the targets of the rows stand for.
+
+        Args:
+            rows_B: the rows.
+            sizes: bytes of each token, [stream].
+        """
+        first, last = self.packing.first_R[rows_B], self.packing.first_R[rows_B + 1]
+        pieces = ragged_arange(first, last - first)
+        at = ragged_arange(self.packing.starts_P[pieces], self.packing.lengths_P[pieces].astype(np.int64))
+        return int(sizes[at + self.shifted].sum(dtype=np.int64))
+
     def _laid_out(self, name: str, values: np.ndarray, used_B: np.ndarray) -> np.ndarray:
         shape = (len(used_B), self.row_length)
         dtype = np.int32 if name == "segments" else np.int64

@@ -1,11 +1,13 @@
 """From a source to encoded text: read, deduplicate, hold out, train the tokenizer, encode. One cache entry.
 
 What is here does not depend on the row length or the task, so that changing those costs only the packing
-(`prepare`). The entry holds `train.npy`, `holdout.npy` (token streams), `documents.parquet` (one row per document, in
-stream order, training first), the tokenizer, `rejects.jsonl` and `summary.json`.
+(`prepare`). The entry holds `train.npy`, `holdout.npy` (token streams), `holdout.bytes.npy` (bytes per token),
+`documents.parquet` (one row per document, in stream order, training first), the tokenizer, `rejects.jsonl` and
+`summary.json`.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.progress import ProgressBar
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.corpus.compressors import compressor_bits
 from tilewright.data.corpus.encode import Text, encode_stream
 from tilewright.data.corpus.holdout import Split, choose_holdout
 from tilewright.data.corpus.near_dup import near_copy_clusters
@@ -24,6 +27,7 @@ from tilewright.data.corpus.read import Spool, collect
 from tilewright.data.sources.documents import Reject, Source
 
 SPLITS = ("train", "holdout")
+TOKEN_BYTES = "holdout.bytes.npy"
 
 _TOKENIZER_BYTES = (
     16_000_000  # the tokenizer is trained on a sample of this size; more does not change it for the better
@@ -69,8 +73,11 @@ def build_corpus(
     progress.phase("encoding", len(data))
     tables = []
     for name in SPLITS:
-        lengths = encode_stream(folder / f"{name}.npy", texts[name], read, given, progress.advance)
+        sizes = folder / TOKEN_BYTES if name == "holdout" else None
+        lengths = encode_stream(folder / f"{name}.npy", texts[name], read, given, progress.advance, sizes=sizes)
         tables.append(_table(name, spool, split, texts[name], lengths, cluster_of))
+    progress.phase("compressing what is held out")
+    compressed = _compressed(spool, texts["holdout"], read)
     spool_path.unlink()
     table = pa.concat_tables(tables)
     pq.write_table(table, folder / "documents.parquet")
@@ -78,7 +85,17 @@ def build_corpus(
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rejects)
     summary = _summary(source, spool, split, rejects, cluster_of, table, given)
+    for domain, bits in compressed.items():
+        summary["domains"][domain]["compressors"] = bits
     (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _compressed(spool: Spool, held: list[Text], read: Callable[[Text], str]) -> dict[str, dict[str, float]]:
+    """Bits per byte of each domain's held-out text, by compressor."""
+    by_domain: dict[str, list[bytes]] = {}
+    for text in held:
+        by_domain.setdefault(spool.domains[spool.domain_of[text.document]], []).append(read(text).encode("utf-8"))
+    return {domain: compressor_bits(texts) for domain, texts in by_domain.items()}
 
 
 def _too_little(source: Source, spool: Spool) -> DataError:

@@ -1,10 +1,11 @@
 """Encodes the documents of a spool into two token streams on disk: training and held out.
 
 A stream is one .npy array, memory-mapped when read: every document as begin, its tokens, end; documents of one domain
-lie together.
+lie together. The held-out stream has a second array beside it: the UTF-8 bytes that each token stands for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,18 +32,33 @@ def encode_stream(
     read: Callable[[Text], str],
     tokenizer: Tokenizer,
     advance: Callable[[float], None],
+    *,
+    sizes: Path | None = None,
 ) -> np.ndarray:
-    """Write the stream of `texts` to `path`; returns the stream length of each text (its tokens and two), int64."""
+    """Write the stream of `texts` to `path`; returns the stream length of each text (its tokens and two), int64.
+
+    Args:
+        path: the .npy file of token ids.
+        texts: what to encode.
+        read: gives the text.
+        tokenizer: encodes it.
+        advance: called with bytes done.
+        sizes: a .npy file for the bytes of each token, uint32 [stream]; begin and end have none. None: not wanted.
+    """
     lengths: list[int] = []
-    with NpyWriter(path, token_dtype(tokenizer.vocab_size)) as out:
+    with ExitStack() as files:
+        out = files.enter_context(NpyWriter(path, token_dtype(tokenizer.vocab_size)))
+        out_sizes = files.enter_context(NpyWriter(sizes, np.dtype("<u4"))) if sizes is not None else None
         for batch in _batches(texts):
-            flat: list[int] = []
-            for ids in tokenizer.encode_batch([read(text) for text in batch]):
-                flat.append(tokenizer.bos_id)
-                flat += ids
-                flat.append(tokenizer.eos_id)
-                lengths.append(len(ids) + 2)
-            out.append(flat)
+            strings = [read(text) for text in batch]
+            if out_sizes is None:
+                documents = tokenizer.encode_batch(strings)
+            else:
+                sized = tokenizer.encode_sized(strings)
+                documents = [ids for ids, _ in sized]
+                out_sizes.append([n for _, num_bytes in sized for n in (0, *num_bytes, 0)])
+            out.append([i for ids in documents for i in (tokenizer.bos_id, *ids, tokenizer.eos_id)])
+            lengths += [len(ids) + 2 for ids in documents]
             advance(sum(text.stop - text.start for text in batch))
     return np.array(lengths, np.int64)
 

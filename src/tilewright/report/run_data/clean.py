@@ -67,13 +67,15 @@ def step_row(row: Row) -> Row:
 
 
 def eval_row(row: Row) -> Row:
-    """A row of evaluation: by domain its loss (None where not finite) and the number of tokens, at least 1."""
+    """A row of evaluation: by domain its loss (None where not finite), the number of tokens, at least 1, and the
+    bytes of text that they stand for (None where they are not text)."""
     found = {}
     for domain, result in row["eval"].items():
         if isinstance(result, Mapping):
             loss, tokens = number(result.get("loss")), number(result.get("tokens"))
             if tokens is not None and tokens >= 1:
-                found[str(domain)] = {"loss": loss, "tokens": tokens}
+                size = number(result.get("bytes"))
+                found[str(domain)] = {"loss": loss, "tokens": tokens, "bytes": size if size and size >= 1 else None}
     return {"step": row["step"], "time_s": number(row.get("time_s")), "eval": found}
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from tilewright.report.run_data.clean import Row, number
+from tilewright.core.units import bits_per_byte
+from tilewright.data.corpus.compressors import pooled_bits
+from tilewright.report.run_data.clean import Row, number, number_tables
 from tilewright.report.run_data.collect import RunData
 
 FEWEST_SETTLED = 8
@@ -65,6 +67,43 @@ def domain_losses(run: RunData) -> dict[str, list[tuple[float, float]]]:
 def _of_domain(run: RunData, domain: str) -> list[tuple[float, float]]:
     found = [(float(row["step"]), row["eval"][domain]["loss"]) for row in run.evals if domain in row["eval"]]
     return [(step, loss) for step, loss in found if loss is not None]
+
+
+def held_out_bits(run: RunData) -> list[tuple[float, float]]:
+    """Steps and bits per byte over all domains of the evaluations that have finite losses and bytes of text."""
+    found = []
+    for row in run.evals:
+        loss, results = held_out(row), row["eval"].values()
+        if loss is not None and all(result["bytes"] for result in results):
+            tokens, size = (sum(result[name] for result in results) for name in ("tokens", "bytes"))
+            found.append((float(row["step"]), bits_per_byte(loss * tokens, size)))
+    return found
+
+
+def domain_bits(run: RunData) -> dict[str, list[tuple[float, float]]]:
+    """Steps and bits per byte of each domain with bytes of text, in alphabetical order."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in run.evals:
+        for domain, result in sorted(row["eval"].items()):
+            if result["loss"] is not None and result["bytes"]:
+                bits = bits_per_byte(result["loss"] * result["tokens"], result["bytes"])
+                found.setdefault(domain, []).append((float(row["step"]), bits))
+    return dict(sorted(found.items()))
+
+
+def compressor_lines(run: RunData) -> dict[str, float]:
+    """Bits per byte that general compressors need for the held-out text, over the domains of the last evaluation."""
+    if not run.evals:
+        return {}
+    domains = (run.data or {}).get("domains")
+    found = number_tables({name: row.get("compressors") for name, row in _tables(domains)})
+    return pooled_bits(found, {name: result["bytes"] or 0 for name, result in run.evals[-1]["eval"].items()})
+
+
+def _tables(value: object) -> list[tuple[str, Mapping]]:
+    return (
+        [(name, row) for name, row in value.items() if isinstance(row, Mapping)] if isinstance(value, Mapping) else []
+    )
 
 
 def settled_norms(run: RunData) -> tuple[list[float], str]:

@@ -1,4 +1,4 @@
-"""Loss and perplexity on held-out batches, by domain, weighted by targets and forced to FP32 where asked.
+"""Loss, perplexity and bits per byte of held-out text, by domain and of all; computed in FP32 where asked.
 
 The model is left as it was found: mode, precision, gradients and generators.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.core.units import perplexity
+from tilewright.core.units import bits_per_byte, perplexity
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.precision.convert import evaluating
@@ -17,16 +17,24 @@ from tilewright.training.executor.standard import Batch, count_targets, to_devic
 
 @dataclass(frozen=True)
 class DomainLoss:
-    """Held-out result of one domain: mean loss in nats a target, its exponential (infinite from a loss of
-    709.8), and the targets it is the mean of."""
+    """Held-out result of one domain: mean loss in nats per target, its exponential (infinite from a loss of
+    709.8), the targets it is the mean of, and the UTF-8 bytes of text they stand for (None: they are not text)."""
 
     loss: float
     ppl: float
     tokens: int
+    bytes: int | None = None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Independent of the tokenizer, so comparable between runs and with compressors; None without bytes."""
+        return bits_per_byte(self.loss * self.tokens, self.bytes) if self.bytes else None
 
     def to_json(self) -> dict[str, float]:
         """The metrics.jsonl form."""
-        return {"loss": self.loss, "ppl": self.ppl, "tokens": self.tokens}
+        row: dict[str, float] = {"loss": self.loss, "ppl": self.ppl, "tokens": self.tokens}
+        bits = self.bits_per_byte
+        return row if self.bytes is None or bits is None else row | {"bytes": self.bytes, "bits_per_byte": bits}
 
 
 @torch.no_grad()
@@ -34,6 +42,7 @@ def evaluate(
     model: TrainableModel,
     batches: Mapping[str, Sequence[Batch]],
     *,
+    num_bytes: Mapping[str, int | None] | None = None,
     device: torch.device | str = "cpu",
     fp32: bool = True,
 ) -> dict[str, DomainLoss]:
@@ -42,16 +51,20 @@ def evaluate(
     Args:
         model: in any mode; it is in evaluation mode inside and comes back as it was.
         batches: by domain; a domain without targets is left out of the result.
+        num_bytes: UTF-8 bytes of text that the targets of each domain stand for, for bits per byte.
         device: where batches are moved.
         fp32: compute in FP32 whatever the model's precision (a converted model only).
     """
     with evaluating(model) if fp32 else evaluation(model):
-        results = {domain: _domain(model, rows, torch.device(device)) for domain, rows in batches.items()}
+        sizes = num_bytes or {}
+        results = {
+            domain: _domain(model, rows, torch.device(device), sizes.get(domain)) for domain, rows in batches.items()
+        }
     return {domain: result for domain, result in results.items() if result is not None}
 
 
 def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
-    """All domains as one, weighted by targets; None without any.
+    """All domains as one: the loss weighted by targets, bits per byte by bytes; None without targets.
 
     Example:
         >>> pooled({"a": DomainLoss(1.0, 2.718, 1), "b": DomainLoss(4.0, 54.6, 2)}).loss
@@ -60,19 +73,23 @@ def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
     tokens = sum(result.tokens for result in results.values())
     if tokens == 0:
         return None
-    return _result(sum(result.loss * result.tokens for result in results.values()), tokens)
+    sizes = [result.bytes for result in results.values() if result.bytes is not None]
+    whole = sum(sizes) if len(sizes) == len(results) else None
+    return _result(sum(result.loss * result.tokens for result in results.values()), tokens, whole)
 
 
-def _domain(model: TrainableModel, batches: Sequence[Batch], device: torch.device) -> DomainLoss | None:
+def _domain(
+    model: TrainableModel, batches: Sequence[Batch], device: torch.device, num_bytes: int | None
+) -> DomainLoss | None:
     tokens = count_targets(batches)
     if tokens == 0:
         return None
     total = torch.zeros((), dtype=torch.float32 if device.type != "cpu" else torch.float64, device=device)
     for batch in batches:
         total += model.loss(to_device(batch, device)).loss_sum
-    return _result(float(total), tokens)
+    return _result(float(total), tokens, num_bytes)
 
 
-def _result(loss_sum: float, tokens: int) -> DomainLoss:
+def _result(loss_sum: float, tokens: int, num_bytes: int | None) -> DomainLoss:
     loss = loss_sum / tokens
-    return DomainLoss(loss, perplexity(loss), tokens)
+    return DomainLoss(loss, perplexity(loss), tokens, num_bytes)

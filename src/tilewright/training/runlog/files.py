@@ -191,9 +191,10 @@ class RunLog:
             {"step": step, "time_s": round(self.elapsed_s, 4), "kind": kind, "message": message, **numbers}
         )
 
-    def sample(self, step: int, prompt: str, text: str) -> None:
+    def sample(self, step: int, domain: str, prompt: str, text: str) -> None:
         """Append a text that the model wrote."""
-        self._samples.append({"step": step, "time_s": round(self.elapsed_s, 4), "prompt": prompt, "text": text})
+        time_s = round(self.elapsed_s, 4)
+        self._samples.append({"step": step, "time_s": time_s, "domain": domain, "prompt": prompt, "text": text})
 
     def precision(self, *, step: int, **values: Any) -> None:
         """Append a sample, a move or a refused move of the precision controller (`precision.controller.log` reads

@@ -6,11 +6,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tilewright.core.units import format_loss, format_perplexity
+from tilewright.core.units import format_bits, format_loss, format_perplexity
 from tilewright.training.executor.evaluate import DomainLoss, pooled
 from tilewright.training.executor.standard import StepResult
 from tilewright.training.runlog.files import Counters, RunLog
 from tilewright.training.runlog.progress import TrainProgress, step_line
+from tilewright.training.runlog.sample import Sample
 from tilewright.training.runlog.sinks import Sink, scalars_of
 
 
@@ -60,10 +61,17 @@ class MetricsLogger:
         whole = pooled(results)
         text = "no held-out targets" if whole is None else _held_out_words(whole)
         self.log.event(step, "eval", f"held-out {text}", seconds=seconds)
-        domains = ", ".join(f"{domain} {format_perplexity(result.loss)}" for domain, result in results.items())
+        domains = ", ".join(f"{domain} {_number(result)}" for domain, result in results.items())
         self._progress.note(f"eval {step}/{self._steps} | {text} | by domain: {domains}")
         for sink in self._sinks:
             sink.log(step, scalars_of(row))
+
+    def sample(self, step: int, sample: Sample) -> None:
+        """A row of samples.jsonl, and the text on the screen."""
+        self.log.sample(step, sample.domain, sample.prompt, sample.text)
+        self._progress.note(
+            f"sample, {sample.domain}, [prompt] and what the model writes:\n[{sample.prompt}]{sample.text}\n"
+        )
 
     def event(self, step: int, kind: str, message: str, *, shown: bool = True, **numbers: Any) -> None:
         """An event in the file and, unless `shown` is false, on the screen."""
@@ -108,4 +116,12 @@ class MetricsLogger:
 
 
 def _held_out_words(result: DomainLoss) -> str:
-    return f"loss {format_loss(result.loss)}, perplexity {format_perplexity(result.loss)}"
+    text = f"loss {format_loss(result.loss)}, perplexity {format_perplexity(result.loss)}"
+    bits = result.bits_per_byte
+    return text if bits is None else f"{text}, {format_bits(bits)} bits per byte"
+
+
+def _number(result: DomainLoss) -> str:
+    """Bits per byte, or the perplexity of what has no bytes of text."""
+    bits = result.bits_per_byte
+    return format_perplexity(result.loss) if bits is None else format_bits(bits)

@@ -1,6 +1,7 @@
-"""A text that the model writes, for the report: the begin of a held-out document, continued."""
+"""Texts that the model writes, for the screen and the report: beginnings of held-out documents, continued."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,9 +10,20 @@ from tilewright.models.base.protocols import Model
 from tilewright.models.generate import generate
 from tilewright.training.executor.standard import Batch
 
-PROMPT_TOKENS = 16
-_TEMPERATURE = 0.8
+PROMPT_TOKENS = 24
+MAX_SAMPLES = 4
+"""Domains that a sample is written for, the first ones of the run."""
+_TEMPERATURE = 0.7
 _TOP_K = 40
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The beginning of a held-out text of `domain`, and what the model wrote after it."""
+
+    domain: str
+    prompt: str
+    text: str
 
 
 class Decodes(Protocol):
@@ -22,28 +34,36 @@ class Decodes(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def write_sample(
+def write_samples(
     model: Model, tokenizer: Decodes, batches: Mapping[str, Sequence[Batch]], *, num_tokens: int, seed: int
-) -> tuple[str, str]:
-    """(prompt, continuation). The prompt is the first tokens of the first held-out row; the same seed draws the same.
+) -> Iterator[Sample]:
+    """One sample per domain, of at most `MAX_SAMPLES` domains. The same seed draws the same.
 
     Args:
         model: a causal language model.
         tokenizer: its tokenizer.
-        batches: held-out batches by domain, at least one.
-        num_tokens: most tokens to draw.
+        batches: held-out batches by domain; the prompt is the first tokens of a domain's first row.
+        num_tokens: most tokens to draw per sample.
         seed: of the draw; torch's own generators are left alone.
     """
-    row = next(batch["input_ids"][0] for rows in batches.values() for batch in rows)
     device = next(iter(model.parameters())).device
-    prompt = row[: min(PROMPT_TOKENS, len(row))]
-    ids = generate(
-        model,
-        prompt[None].to(device),
-        num_tokens,
-        temperature=_TEMPERATURE,
-        top_k=_TOP_K,
-        eos_id=tokenizer.eos_id,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return tokenizer.decode(prompt.tolist()), tokenizer.decode(ids[0, len(prompt) :].tolist())
+    for domain in [name for name, rows in batches.items() if rows][:MAX_SAMPLES]:
+        batch = batches[domain][0]
+        prompt = _beginning(batch)
+        ids = generate(
+            model,
+            prompt[None].to(device),
+            num_tokens,
+            temperature=_TEMPERATURE,
+            top_k=_TOP_K,
+            eos_id=tokenizer.eos_id,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        yield Sample(domain, tokenizer.decode(prompt.tolist()), tokenizer.decode(ids[0, len(prompt) :].tolist()))
+
+
+def _beginning(batch: Batch) -> torch.Tensor:
+    """The first tokens of the first row; only those of its first document."""
+    row = batch["input_ids"][0][:PROMPT_TOKENS]
+    segments = batch.get("segments")
+    return row if segments is None else row[: int((segments[0][:PROMPT_TOKENS] == segments[0][0]).sum())]
