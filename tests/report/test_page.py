@@ -1,6 +1,7 @@
 """The report: whole, offline, escaped, tolerant, and made of the run folder's numbers alone."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser

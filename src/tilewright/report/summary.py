@@ -55,7 +55,7 @@ def learned(run: RunData) -> str:
         text = f"The loss {change} from {_loss(span.start)} to {_loss(span.end)} nats per token in {steps:,} steps"
     bits = held_out_bits(run)
     if bits:
-        text += f", held-out text takes {format_bits(bits[-1][1])} bits per byte{_compared(run)}"
+        text += f", and held-out text takes {format_bits(bits[-1][1])} bits per byte{_compared(run)}"
     elif held:
         text += f", and held-out perplexity is {format_perplexity(held[-1][1])}"
     if wall is not None and tokens is not None:

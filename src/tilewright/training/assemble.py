@@ -49,7 +49,7 @@ from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule
 from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.components.dataset import prepare_data
+from tilewright.training.components.dataset import held_out_batches, held_out_bytes, prepare_data
 from tilewright.training.components.export import check_export
 from tilewright.training.components.lora_model import build_adapted
 from tilewright.training.components.precision_hook import PrecisionHook
@@ -169,20 +169,12 @@ class Components:
     @cached_property
     def eval_batches(self) -> dict[str, list[Batch]]:
         """Held-out batches by domain, made once."""
-        train, prepared = self.setup.recipe.train, self.setup.prepared
-        return {
-            domain: prepared.eval_batches(domain, train.micro_batch_size, train.eval_batches)
-            for domain in prepared.domains
-        }
+        return held_out_batches(self.setup.recipe, self.setup.prepared)
 
     @cached_property
     def eval_bytes(self) -> dict[str, int | None]:
-        """UTF-8 bytes of text that the held-out targets of each domain stand for; None where they are not text."""
-        train, prepared = self.setup.recipe.train, self.setup.prepared
-        return {
-            domain: prepared.eval_bytes(domain, train.micro_batch_size, train.eval_batches)
-            for domain in prepared.domains
-        }
+        """Bytes of text that their targets stand for, by domain."""
+        return held_out_bytes(self.setup.recipe, self.setup.prepared)
 
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""

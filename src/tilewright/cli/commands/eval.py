@@ -27,15 +27,13 @@ def eval_(run: Path, batches: int | None, as_json: bool) -> None:
     RUN is a run folder or its name below `runs`; without it `runs/latest`.
     """
     from tilewright.cli.load_run import reopen
-    from tilewright.training.components.dataset import prepare_data
+    from tilewright.training.components.dataset import held_out_batches, held_out_bytes, prepare_data
     from tilewright.training.executor.evaluate import evaluate, pooled
 
     opened = reopen(run)
-    train = opened.recipe.train
     data = prepare_data(opened.recipe)
-    num_batches = batches or train.eval_batches
-    held_out = {name: data.eval_batches(name, train.micro_batch_size, num_batches) for name in data.domains}
-    sizes = {name: data.eval_bytes(name, train.micro_batch_size, num_batches) for name in data.domains}
+    held_out = held_out_batches(opened.recipe, data, batches)
+    sizes = held_out_bytes(opened.recipe, data, batches)
     # The model is plain FP32: nothing was converted, so there is no other precision to leave.
     results = evaluate(opened.model, held_out, num_bytes=sizes, device=opened.device, fp32=False)
     whole = pooled(results)

@@ -1,5 +1,7 @@
 """The data of a recipe: which tokenizer makes its ids, whether its rows fit the model, and the prepared rows."""
 
+import torch
+
 from tilewright.core.config.recipe import DataSection, ModelSection, Recipe
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
@@ -32,6 +34,22 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
         cache_dir=data.cache_dir,
         own_process=True,
     )
+
+
+def held_out_batches(
+    recipe: Recipe, prepared: PreparedData | PreparedImages, num: int | None = None
+) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Held-out batches by domain, at most `num` of each (None: the recipe's number); the same on every call."""
+    size = recipe.train.micro_batch_size, num or recipe.train.eval_batches
+    return {domain: prepared.eval_batches(domain, *size) for domain in prepared.domains}
+
+
+def held_out_bytes(
+    recipe: Recipe, prepared: PreparedData | PreparedImages, num: int | None = None
+) -> dict[str, int | None]:
+    """UTF-8 bytes of text that the targets of `held_out_batches` stand for, by domain; None where they are not text."""
+    size = recipe.train.micro_batch_size, num or recipe.train.eval_batches
+    return {domain: prepared.eval_bytes(domain, *size) for domain in prepared.domains}
 
 
 def check_rows(recipe: Recipe) -> None:

@@ -11,7 +11,7 @@ from tilewright.training.executor.evaluate import DomainLoss, pooled
 from tilewright.training.executor.standard import StepResult
 from tilewright.training.runlog.files import Counters, RunLog
 from tilewright.training.runlog.progress import TrainProgress, step_line
-from tilewright.training.runlog.sample import Sample
+from tilewright.training.runlog.sample import TextSample
 from tilewright.training.runlog.sinks import Sink, scalars_of
 
 
@@ -66,7 +66,7 @@ class MetricsLogger:
         for sink in self._sinks:
             sink.log(step, scalars_of(row))
 
-    def sample(self, step: int, sample: Sample) -> None:
+    def sample(self, step: int, sample: TextSample) -> None:
         """A row of samples.jsonl, and the text on the screen."""
         self.log.sample(step, sample.domain, sample.prompt, sample.text)
         self._progress.note(

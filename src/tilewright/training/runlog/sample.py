@@ -18,7 +18,7 @@ _TOP_K = 40
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """The beginning of a held-out text of `domain`, and what the model wrote after it."""
 
     domain: str
@@ -36,7 +36,7 @@ class Decodes(Protocol):
 
 def write_samples(
     model: Model, tokenizer: Decodes, batches: Mapping[str, Sequence[Batch]], *, num_tokens: int, seed: int
-) -> Iterator[Sample]:
+) -> Iterator[TextSample]:
     """One sample per domain, of at most `MAX_SAMPLES` domains. The same seed draws the same.
 
     Args:
@@ -59,7 +59,7 @@ def write_samples(
             eos_id=tokenizer.eos_id,
             generator=torch.Generator().manual_seed(seed),
         )
-        yield Sample(domain, tokenizer.decode(prompt.tolist()), tokenizer.decode(ids[0, len(prompt) :].tolist()))
+        yield TextSample(domain, tokenizer.decode(prompt.tolist()), tokenizer.decode(ids[0, len(prompt) :].tolist()))
 
 
 def _beginning(batch: Batch) -> torch.Tensor:
