@@ -127,7 +127,7 @@ PUBLIC = {
         *("convert", "explain", "set_mode", "evaluating", "Policy", "Rule", "ConversionReport", "DynamicScaler"),
         *("QuantizedWeights", "FP8Quantizer", "PrecisionController", "ControllerSettings"),
     ),
-    "Optimizer": ("DeepSeekAdam", "GradClip", "LRSchedule"),
+    "Optimizer": ("DeepSeekAdam", "Muon", "GradClip", "LRSchedule"),
     "LoRA": ("add_lora", "merge_lora", "save_adapter", "load_adapter", "load_lora_decoder", "load_fp8_weights"),
     "Model": ("Decoder", "DecoderConfig"),
     "Machine": ("detect_machine", "Machine", "fp8_choice", "Kernels"),

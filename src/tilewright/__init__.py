@@ -27,6 +27,7 @@ _PUBLIC = {
     "LRSchedule": "tilewright.optim.schedule",
     "Loaded": "tilewright.core.config.load",
     "Machine": "tilewright.core.hardware",
+    "Muon": "tilewright.optim.muon",
     "NumericsError": "tilewright.core.errors",
     "Plan": "tilewright.planner.plan",
     "Policy": "tilewright.precision.policy.policy",

@@ -23,6 +23,7 @@ PUBLIC = {
     "LRSchedule",
     "Loaded",
     "Machine",
+    "Muon",
     "NumericsError",
     "Plan",
     "Policy",

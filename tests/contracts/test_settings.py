@@ -144,6 +144,8 @@ PROOFS: dict[str, Probe | str] = {
     "precision.lr_noise_damping": Probe("50", "weights", CONTROL),
     "precision.eval_fp32": Probe("false", "evals", {"precision.mode": "bf16_mixed"}),
     "optim.lr": Probe("0.01", "weights"),
+    "optim.kind": Probe("muon", "weights"),
+    "optim.momentum": Probe("0.5", "weights", {"optim.kind": "muon"}),
     "optim.betas": Probe("[0.5, 0.9]", "weights"),
     "optim.eps": Probe("0.1", "weights"),
     "optim.weight_decay": Probe("0.5", "weights"),

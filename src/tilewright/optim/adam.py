@@ -102,7 +102,7 @@ class DeepSeekAdam(torch.optim.Optimizer):
         try:
             for param in self.param_groups[-1]["params"]:
                 if param.requires_grad:
-                    check_param(param, self.format)
+                    check_param(param, self.format_of(param))
         except ConfigError:
             self.param_groups.pop()
             raise
@@ -125,9 +125,13 @@ class DeepSeekAdam(torch.optim.Optimizer):
             )
         return self._places[param]
 
+    def format_of(self, param: Tensor) -> StateFormat:
+        """Storage of a parameter's states."""
+        return self.format
+
     def state_layout(self, param: Tensor) -> Layout:
         """Shape and dtype of each state of a parameter but `step`, from its own shape and dtype (meta will do)."""
-        return self.format.layout(param.shape, param.dtype)
+        return self.format_of(param).layout(param.shape, param.dtype)
 
     def _init_state(self, param: Tensor) -> dict[str, Any]:
         state = self.state[param]
@@ -182,9 +186,9 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 [len(group["params"]) for group in groups] for groups in (self.param_groups, loading["param_groups"])
             )
             if next(sizes) == next(sizes):  # else torch refuses
-                loading["param_groups"] = readable(loading["param_groups"])
+                loading["param_groups"] = readable(loading["param_groups"], self.param_groups)
                 params = [param for group in self.param_groups for param in group["params"]]
-                states.update(loadable(loading, params, self.format))
+                states.update(loadable(loading, params, [self.format_of(param) for param in params]))
             return {**loading, "state": {}}  # nothing for torch to cast
 
         # The last hook before, so that it sees what others make of the states, and the first one after.
@@ -244,12 +248,11 @@ class DeepSeekAdam(torch.optim.Optimizer):
             grads = [param.grad for param in params if param.grad is not None]
         for param, grad in zip(params, grads, strict=True):
             self._place(param)
-            check_update(param, grad, self.state.get(param, {}), self.format)
+            check_update(param, grad, self.state.get(param, {}), self.format_of(param))
         self.init_states(params)
         done: list[Tensor] = []
         try:
-            low_bit = self.format.moments == "8bit"
-            for part in self._low_bit(params, grads) if low_bit else self._wide(params, grads):
+            for part in self._updates(params, grads):
                 for param in part:
                     self.state[param]["step"] += 1
                 done += part
@@ -257,6 +260,10 @@ class DeepSeekAdam(torch.optim.Optimizer):
             if len(done) < len(params):
                 for param in done:
                     param.grad = None
+
+    def _updates(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Updates; gives the parameters that were updated as it goes."""
+        return self._low_bit(params, grads) if self.format.moments == "8bit" else self._wide(params, grads)
 
     def _wide(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Updates with moments in 16 or 32 bits; gives the parameters that were updated as it goes."""

@@ -33,6 +33,8 @@ class StateFormat:
 
     moments: Moments
     master: Master
+    second: bool = True
+    """There is a second moment; a matrix of Muon's has a momentum alone."""
 
     def __str__(self) -> str:
         return f'moments="{self.moments}", master="{self.master}"'
@@ -57,6 +59,8 @@ def _layout(format: StateFormat, shape: torch.Size, dtype: torch.dtype) -> Layou
     else:
         moment = torch.bfloat16 if format.moments == "bf16" else wide
         layout = {"exp_avg": (shape, moment), "exp_avg_sq": (shape, moment)}
+    if not format.second:
+        layout = {name: kept for name, kept in layout.items() if not name.startswith("exp_avg_sq")}
     if format.master == "fp32" and dtype != wide:
         layout["master"] = (shape, wide)
     if format.master == "split24" and dtype == torch.bfloat16:
@@ -83,9 +87,10 @@ def described(state: Mapping[str, Any]) -> str:
         'fp32 moments of shape (3,), no masters'
     """
     moment = state.get("exp_avg")
-    if not isinstance(moment, Tensor) or "exp_avg_sq" not in state:
+    if not isinstance(moment, Tensor):
         return f"tensors named {', '.join(map(str, state)) or 'nothing'}"
-    moments = f"{_MOMENTS.get(moment.dtype, str(moment.dtype))} moments of shape {tuple(moment.shape)}"
+    number = "moments" if "exp_avg_sq" in state else "momentum"
+    moments = f"{_MOMENTS.get(moment.dtype, str(moment.dtype))} {number} of shape {tuple(moment.shape)}"
     more = {"exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "step", "master", "low"}
     master = "FP32 masters" if "master" in state else "the last 8 of 24 bits" if "low" in state else "no masters"
     return ", ".join([moments, master, *sorted(map(str, state.keys() - more))])
@@ -96,20 +101,22 @@ def of_layout(layout: Layout) -> str:
     return described({name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in layout.items()})
 
 
-def loadable(saved: Mapping[str, Any], params: Sequence[Tensor], format: StateFormat) -> dict[Tensor, dict[str, Any]]:
+def loadable(
+    saved: Mapping[str, Any], params: Sequence[Tensor], formats: Sequence[StateFormat]
+) -> dict[Tensor, dict[str, Any]]:
     """The states of a `state_dict` by parameter, each on its parameter's device; nothing is changed.
 
     Args:
         saved: of DeepSeekAdam, or of torch's AdamW.
         params: in the order of the groups; as many as are saved.
-        format: that the states must have.
+        formats: that the states must have, one for each of `params`.
 
     Raises:
         CheckpointError: a state has another format or shape.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     states: dict[Tensor, dict[str, Any]] = {}
-    for param, number in zip(params, numbers, strict=True):
+    for param, format, number in zip(params, formats, numbers, strict=True):
         state = saved["state"].get(number)
         if not state:
             continue
@@ -127,13 +134,24 @@ def loadable(saved: Mapping[str, Any], params: Sequence[Tensor], format: StateFo
     return states
 
 
-def readable(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def readable(groups: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Saved parameter groups without the settings of torch's AdamW that are not read here.
 
+    Args:
+        groups: as they were saved.
+        present: the optimizer's own.
+
     Raises:
-        CheckpointError: the groups are of another law than AdamW's.
+        CheckpointError: the groups are of another law than AdamW's, or than Muon's where the optimizer's own are.
     """
-    for number, group in enumerate(groups):
+    for number, (group, own) in enumerate(zip(groups, present, strict=True)):
+        if bool(group.get("muon")) != bool(own.get("muon")):
+            raise CheckpointError(
+                "Saved states of another optimizer",
+                got=f"group {number}: states of {_law(group)}",
+                need=f"states of {_law(own)}",
+                try_="the optimizer and the parameter groups that the states were saved with; or do not load them",
+            )
         missing = [name for name in _HYPER if name not in group]
         coupled = group.get("decoupled_weight_decay") is False and group["weight_decay"] if not missing else False
         other = [name for name in ("amsgrad", "maximize") if group.get(name)]
@@ -146,3 +164,7 @@ def readable(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 try_="begin the optimizer's states at zero: do not load them",
             )
     return [{name: value for name, value in group.items() if name not in _TORCHS} for group in groups]
+
+
+def _law(group: Mapping[str, Any]) -> str:
+    return "Muon" if group.get("muon") else "AdamW"

@@ -34,7 +34,6 @@ from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.param_groups import decay_groups
 from tilewright.optim.schedule import LRSchedule
 from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
@@ -52,6 +51,7 @@ from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import held_out_batches, held_out_bytes, prepare_data
 from tilewright.training.components.export import check_export
 from tilewright.training.components.lora_model import build_adapted
+from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.components.precision_modes import PrecisionModes
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
@@ -262,7 +262,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
             to_placeholders(model, device)
             fill_buffers(model, values)
         cut_layers(model, each, compile=setup.compiles)
-        optimizer = _optimizer(recipe, model, setup.kernels)
+        optimizer = make_optimizer(recipe.optim, model, setup.kernels, recipe.run.seed)
         sliced = None
         if recipe.memory.executor == "layer_major":
             sliced = slice_up(
@@ -384,17 +384,3 @@ def _control(setup: RunContext, model: Model) -> PrecisionHook | None:
         )
     schedule = FormatSchedule.from_section(section, setup.recipe.train.steps)
     return PrecisionHook(PrecisionController(model, settings, schedule), model, setup.device, section.lr_noise_damping)
-
-
-def _optimizer(recipe: Recipe, model: Model, kernels: Kernels) -> DeepSeekAdam:
-    optim = recipe.optim
-    return DeepSeekAdam(
-        decay_groups(model, optim.weight_decay),
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        moments=optim.moments,
-        master=optim.master_weights,
-        kernels=kernels,
-        seed=recipe.run.seed,
-    )

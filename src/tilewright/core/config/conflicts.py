@@ -175,6 +175,14 @@ def _optim(recipe: Recipe) -> Iterator[Conflict]:
 def _lora(recipe: Recipe) -> Iterator[Conflict]:
     if not recipe.lora.rank:
         return
+    if recipe.optim.kind == "muon":
+        yield Conflict(
+            ("lora.rank", "optim.kind"),
+            "Muon does not train adapters",
+            f'lora.rank = {recipe.lora.rank}, optim.kind = "muon"',
+            "AdamW for adapters: Muon is for whole matrices, and an adapter is two thin factors of one",
+            'optim.kind = "adamw", or lora.rank = 0',
+        )
     if recipe.memory.executor != "standard":
         yield Conflict(
             ("lora.rank", "memory.executor"),

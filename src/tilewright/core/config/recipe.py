@@ -135,16 +135,23 @@ class DataSection(Section):
 
 
 class OptimSection(Section):
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon`: matrices of hidden layers are updated by their momentum, orthogonalised; embeddings, output head, routers
+    and vectors by AdamW. It keeps one state per weight of a matrix where AdamW keeps two."""
     lr: float = Field(default=1e-3, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. Muon multiplies it by 0.2 times the root of a matrix's longer side, so that a rate that suits
+    AdamW suits both."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's first and second moment."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """muon: share of a matrix's momentum that is kept from step to step."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of AdamW's second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay, on matrices only."""
     moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """Storage of AdamW's two moments. `8bit`: one byte per number, and a scale for 128 of them."""
+    """Storage of AdamW's two moments, and of Muon's momentum. `8bit`: one byte per number, and a scale for 128 of
+    them."""
     master_weights: Literal["fp32", "split24", "stochastic"] = "fp32"
     """FP32 master weights; or weights kept in BF16 and updated with stochastic rounding, alone (`stochastic`) or with
     8 bits more that only the optimizer reads (`split24`, with 8-bit moments)."""

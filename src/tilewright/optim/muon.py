@@ -1,0 +1,156 @@
+"""Muon: matrices are updated by their momentum with all its singular values made about equal, the rest by AdamW.
+
+Keller Jordan et al. 2024 (kellerjordan.github.io/posts/muon); J. Liu et al., "Muon is Scalable for LLM Training", arXiv
+2502.16982. A matrix keeps one momentum, where AdamW keeps two moments. `optim.param_groups.muon_groups` makes the
+groups; which weights are matrices of hidden layers says `models.base.hidden_matrices`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tilewright.core.errors import ConfigError
+from tilewright.ops.kernels import Kernels
+from tilewright.optim.adam import DeepSeekAdam
+from tilewright.optim.muon_update import AdjustLr, MuonHyper, update_matrix
+from tilewright.optim.states import Master, Moments, StateFormat
+
+
+class Muon(DeepSeekAdam):
+    """Muon for the parameters of groups with `"muon": True`, AdamW for those of all others.
+
+    With FP32 parameters and FP32 moments matrices are updated as `torch.optim.Muon` does, bit for bit, and the rest as
+    `torch.optim.AdamW` does. A stack of matrices [E, R, C], such as the experts of a layer, is E matrices.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate of both kinds of groups.
+        betas: of AdamW: decay of the first and second moment.
+        eps: of AdamW.
+        weight_decay: decoupled decay, as a rate (multiplied by lr).
+        momentum: share of the momentum that is kept from step to step.
+        nesterov: take the momentum as it will be after one more step of the same gradient.
+        num_steps: Newton-Schulz iterations.
+        adjust_lr: "match_rms_adamw" multiplies the rate of a matrix by 0.2 sqrt(max(R, C)), so that the rate and decay
+            that suit AdamW suit both; "original" by sqrt(max(1, R / C)).
+        moments: storage of the momentum and of AdamW's moments. See `DeepSeekAdam`.
+        master: see `DeepSeekAdam`.
+        kernels: implementations to use; the machine's best by default.
+        seed: of the stochastic rounding.
+
+    Raises:
+        ValueError: a hyperparameter out of range, or formats that do not go together.
+        ConfigError: a parameter in a group of Muon that is no matrix, or is sharded.
+
+    Example:
+        >>> import torch
+        >>> weight, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.ones(2))
+        >>> groups = [{"params": [weight], "muon": True}, {"params": [bias]}]
+        >>> optimizer = Muon(groups, lr=0.1, weight_decay=0.0)
+        >>> weight.grad, bias.grad = torch.eye(2), torch.ones(2)
+        >>> optimizer.step(); sorted(optimizer.state[weight]), sorted(optimizer.state[bias])
+        (['exp_avg', 'step'], ['exp_avg', 'exp_avg_sq', 'step'])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        num_steps: int = 5,
+        adjust_lr: AdjustLr = "match_rms_adamw",
+        moments: Moments = "fp32",
+        master: Master = "fp32",
+        kernels: Kernels | None = None,
+        seed: int = 0,
+    ):
+        if not 0 <= momentum < 1 or not 1 <= num_steps < 100 or adjust_lr not in ("match_rms_adamw", "original"):
+            raise ValueError(
+                "need momentum in [0, 1), num_steps from 1 to 99 and adjust_lr match_rms_adamw|original; "
+                f"got {momentum=}, {num_steps=}, {adjust_lr=}"
+            )
+        self._muon = {"momentum": momentum, "nesterov": nesterov, "num_steps": num_steps, "adjust_lr": adjust_lr}
+        super().__init__(
+            params, lr, betas, eps, weight_decay, moments=moments, master=master, kernels=kernels, seed=seed
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_muon": self._muon}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `DeepSeekAdam`. A group with `"muon": True` may have `momentum`, `nesterov`, `num_steps` and `adjust_lr`
+        of its own."""
+        if not param_group.get("muon"):
+            super().add_param_group(param_group)
+            return
+        group = {**self._muon, **param_group}
+        given = group["params"]
+        group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        for item in group["params"]:
+            param = item[1] if isinstance(item, tuple) else item
+            if isinstance(param, Tensor):
+                _check_matrix(param)
+        super().add_param_group(group)
+
+    def format_of(self, param: Tensor) -> StateFormat:
+        """Storage of a parameter's states: those of a matrix have no second moment."""
+        return replace(self.format, second=not self._is_muon(param))
+
+    def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
+        """See `DeepSeekAdam`."""
+        for param in params:
+            if self._is_muon(param):
+                _check_matrix(param)
+        super().step_params(params, grads)
+
+    def _is_muon(self, param: Tensor) -> bool:
+        return bool(self.param_groups[self._place(param).group].get("muon"))
+
+    def _updates(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        pairs = list(zip(params, grads, strict=True))
+        others = [pair for pair in pairs if not self._is_muon(pair[0])]
+        if others:
+            yield from super()._updates([param for param, _ in others], [grad for _, grad in others])
+        for param, grad in pairs:
+            if self._is_muon(param):
+                self._step_matrix(param, grad)
+                yield [param]
+
+    def _step_matrix(self, param: Tensor, grad: Tensor) -> None:
+        place, state = self._place(param), self.state[param]
+        group = self.param_groups[place.group]
+        hyper = MuonHyper(
+            float(group["lr"]),
+            group["weight_decay"],
+            group["momentum"],
+            group["nesterov"],
+            group["num_steps"],
+            group["adjust_lr"],
+            self._hyper(place.group, int(state["step"]) + 1),
+        )
+        update_matrix(param.detach(), grad, state, place.number, hyper)
+
+
+def _check_matrix(param: Tensor) -> None:
+    """Raise where there is no update of Muon's.
+
+    Raises:
+        ConfigError: no matrix, or a part of one.
+    """
+    sharded = isinstance(param, DTensor)
+    if param.ndim in (2, 3) and not sharded and param.dtype.is_floating_point:
+        return
+    raise ConfigError(
+        "Parameter that Muon cannot update",
+        got=f"a parameter of shape {tuple(param.shape)} and {param.dtype}{', sharded' if sharded else ''}",
+        need="a float matrix [R, C] or a stack of them [E, R, C], whole on one device",
+        try_='a group of AdamW for it, without "muon"',
+    )
