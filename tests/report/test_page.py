@@ -27,7 +27,7 @@ class Outline(HTMLParser):
 
     def __init__(self):
         super().__init__(convert_charrefs=True)
-        self.open, self.text, self.links, self.ids = [], [], [], []
+        self.open, self.text, self.links, self.ids, self.attributes = [], [], [], [], set()
 
     def handle_starttag(self, tag, attrs):
         self._note(attrs)
@@ -49,6 +49,7 @@ class Outline(HTMLParser):
 
     def _note(self, attrs):
         for name, value in attrs:
+            self.attributes.add(name)
             if name in ("href", "src", "xlink:href", "action"):
                 self.links.append(value)
             elif name == "id":
@@ -85,6 +86,42 @@ def test_text_of_the_run_is_escaped(run_dir):
     assert "<img" not in html
     assert html.count("&lt;img") >= 6
     outline(html)
+
+
+EVIL = """'"><script>alert(1)</script><img src=x onerror="alert(1)">"""
+TEXTS = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "plan.json", "machine.json", "data.json", "precision.json")
+
+
+def spoiled(value, keys: bool):
+    """A JSON value with EVIL behind every text in it, or behind every key too."""
+    if isinstance(value, dict):
+        return {key + EVIL * keys: spoiled(inner, keys) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [spoiled(inner, keys) for inner in value]
+    return value + EVIL if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_from_every_file_of_a_run_is_escaped(run_dir, name, keys):
+    path = run_dir / name
+    lines = path.read_text(encoding="utf-8").splitlines() if name.endswith(".jsonl") else [path.read_text()]
+    path.write_text("\n".join(json.dumps(spoiled(json.loads(line), keys)) for line in lines), encoding="utf-8")
+    assert_no_code(write_report(run_dir))
+
+
+def test_text_from_the_recipe_is_escaped(run_dir):
+    path = run_dir / "run.toml"
+    path.write_text(re.sub(r'"([^"\n]*)"', lambda text: json.dumps(text[1] + EVIL), path.read_text()))
+    assert EVIL.partition(">")[2][:8] in path.read_text()
+    assert_no_code(write_report(run_dir))
+
+
+def assert_no_code(path) -> None:
+    html = path.read_text(encoding="utf-8")
+    assert not re.search(r"<script|<img", html)
+    page = outline(html)
+    assert not [name for name in page.attributes if name.startswith("on")]
 
 
 def test_numbers_of_the_head_come_from_the_files(run_dir):

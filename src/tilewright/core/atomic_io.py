@@ -65,6 +65,8 @@ def check_manifest(folder: Path) -> str | None:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         for name, entry in files.items():
             path = folder / name
+            if ".." in Path(name).parts or Path(name).is_absolute() or (path.exists() and not path.is_file()):
+                return f"{MANIFEST} lists {name!r}, which is no file of the folder"
             size = path.stat().st_size
             if size != entry["bytes"]:
                 return f"{name} has {size} bytes, {entry['bytes']} were written"
@@ -74,7 +76,7 @@ def check_manifest(folder: Path) -> str | None:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"cannot be read ({error})"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is damaged ({error!r})"
     return None
 

@@ -54,7 +54,7 @@ class PreparedData:
 
     def _open(self, split: str) -> TextRows:
         def column(folder: Path, name: str) -> np.ndarray:
-            return np.asarray(np.load(folder / name, mmap_mode="r"))
+            return np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False))
 
         packing = Packing(*(column(self.folder, f"{split}.{part}.npy") for part in ("starts", "lengths", "first")))
         return TextRows(column(self._corpus, f"{split}.npy"), packing, self.seq_len, self.task == "causal_lm")

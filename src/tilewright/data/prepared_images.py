@@ -38,8 +38,8 @@ class PreparedImages:
         self.classes: tuple[str, ...] = tuple(meta["classes"])
         self.summary: dict[str, Any] = meta["summary"]
         self._names: list[str] = meta["names"]
-        self._pixels = np.load(folder / "pixels.npy", mmap_mode="r")
-        self._labels = np.load(folder / "labels.npy")
+        self._pixels = np.load(folder / "pixels.npy", mmap_mode="r", allow_pickle=False)
+        self._labels = np.load(folder / "labels.npy", allow_pickle=False)
         self._rows = {split: np.array(meta[split], np.int64) for split in ("train", "holdout")}
         self.num_rows: Mapping[str, int] = {DOMAIN: len(self._rows["train"])}
 

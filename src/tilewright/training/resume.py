@@ -66,11 +66,11 @@ def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> ResumePoi
         raise _nothing_to_resume(store.folder, rejected)
     for rejection in rejected:
         store.set_aside(rejection)
-    counters = read_meta(checkpoint)["parts"]["counters"] if checkpoint is not None else {"step": 0, "elapsed_s": 0.0}
+    step, elapsed_s = _counters(checkpoint) if checkpoint is not None else (0, 0.0)
     return ResumePoint(
         checkpoint,
-        counters["step"],
-        counters["elapsed_s"],
+        step,
+        elapsed_s,
         tuple(rejected),
         tuple(unfinished),
         tuple(_changes(folder, recipe) if checkpoint is not None else ()),
@@ -111,6 +111,26 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
         f"loaded in {format_seconds(load_s)}"
     )
     recorder.event(found.step, "resume", text, verify_s=found.verify_s, load_s=load_s)
+
+
+def _counters(checkpoint: Path) -> tuple[int, float]:
+    """Steps and seconds of a checkpoint.
+
+    Raises:
+        CheckpointError: it does not say them.
+    """
+    parts = read_meta(checkpoint).get("parts")
+    counters = parts.get("counters") if isinstance(parts, dict) else None
+    step, elapsed_s = (counters.get("step"), counters.get("elapsed_s")) if isinstance(counters, dict) else (None, None)
+    if type(step) is not int or not isinstance(elapsed_s, (int, float)):
+        raise CheckpointError(
+            "Checkpoint without the counters of a run",
+            got="no steps and seconds in meta.json",
+            need="a checkpoint that train wrote",
+            try_="remove the folder to use the checkpoint before it",
+            where=str(checkpoint),
+        )
+    return step, elapsed_s
 
 
 def _changes(folder: RunFolder, recipe: Recipe) -> list[SettingChange]:

@@ -78,7 +78,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _not_an_object(file, str(error)) from error
     if not isinstance(values, dict):
         raise _not_an_object(file, type(values).__name__)

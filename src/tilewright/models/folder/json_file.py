@@ -35,7 +35,7 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
             try_="model.path = the folder that holds it",
             where=str(folder),
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(
             f"{name} is not valid JSON", got=str(error), need=need, try_="copy the file again", where=str(path)
         ) from error

@@ -36,7 +36,7 @@ def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
     folder = Path(folder)
     if (folder / INDEX).is_file():
         weight_map = read_json(folder, INDEX).get("weight_map", {})
-        files = sorted({folder / name for name in weight_map.values()})
+        files = sorted({folder / name for name in _file_names(folder, weight_map)})
         absent = [file.name for file in files if not file.is_file()]
     else:
         weight_map, files = None, [folder / SINGLE]
@@ -65,6 +65,25 @@ def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
             where=str(folder),
         )
     return stored
+
+
+def _file_names(folder: Path, weight_map: Any) -> set[str]:
+    """The files of an index.
+
+    Raises:
+        CheckpointError: it is no table of names, or names something else than files of its own folder.
+    """
+    names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else {str(weight_map)}
+    wrong = sorted(name for name in names if Path(name).name != name or not name.endswith(".safetensors"))
+    if wrong:
+        raise CheckpointError(
+            f"{INDEX} lists files that are no safetensors of its folder",
+            got=summary(wrong),
+            need='a "weight_map" from the names of tensors to files beside it',
+            try_="copy the folder again",
+            where=str(folder),
+        )
+    return names
 
 
 def mismatch_error(

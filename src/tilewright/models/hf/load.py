@@ -1,7 +1,9 @@
 """Making `model.HFModel`s: from a local config.json with random weights, or with the folder's weights.
 
-Nothing is ever downloaded. transformers is imported inside the functions, so a run without such a model does not need
-it. Every way in which a folder can be wrong is an error in four parts.
+Nothing is ever downloaded, no code of a folder is run, and weights are read from safetensors only: transformers is
+told each time, since some of its defaults ask at the terminal or look elsewhere. transformers is imported inside the
+functions, so a run without such a model does not need it. Every way in which a folder can be wrong is an error in four
+parts.
 """
 
 import copy
@@ -21,6 +23,10 @@ from tilewright.models.folder.safetensors import INDEX, SINGLE, StoredTensor, mi
 from tilewright.models.hf.model import HFModel, Task
 from tilewright.models.hf.rows import real_integers
 from tilewright.ops.kernels import Kernels
+
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5", "*.gguf")
+_NO_CODE = {"trust_remote_code": False}
+_LOCAL = {"local_files_only": True, **_NO_CODE}
 
 _AUTO_CLASS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -55,7 +61,7 @@ def load_hf(
         net = _load_weights(auto, path, config)
         return HFModel(net.to(device), task, kernels)
     with torch.device("meta" if torch.device(device).type == "meta" else "cpu"):
-        net = auto.from_config(config, dtype=torch.float32)
+        net = auto.from_config(config, dtype=torch.float32, **_NO_CODE)
     return HFModel(net.to(device), task, kernels)
 
 
@@ -72,10 +78,10 @@ def hf_shapes(path: Path | str, task: Task) -> tuple[nn.Module, nn.Module | None
     auto, config = _task_class(path, task)
     with real_integers():
         # Some classes change the config that they are given: each gets its own.
-        net = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+        net = auto.from_config(copy.deepcopy(config), dtype=torch.float32, **_NO_CODE)
         # Some architectures have several models without a task, and transformers cannot always tell which is meant.
         known = type(config) in AutoModel._model_mapping and isinstance(AutoModel._model_mapping[type(config)], type)
-        whole = AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32) if known else None
+        whole = AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32, **_NO_CODE) if known else None
     return net, whole
 
 
@@ -143,16 +149,18 @@ def _transformers() -> Any:
 
 
 def _read_hf_config(transformers: Any, path: Path | str) -> Any:
-    model_type = read_json(path).get("model_type")
+    values = read_json(path)
+    model_type = values.get("model_type")
+    _check_no_kernels(values, Path(path) / "config.json")
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(str(path), **_LOCAL)
     except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         raise CheckpointError(
             "Transformers cannot build a model from this config.json",
             got=f"model_type {model_type!r}: {' '.join(str(error).split())}",
-            need="a model_type and values that the installed transformers knows",
+            need="a model_type and values that the installed transformers knows; code of a model folder is never run",
             try_="correct config.json, or a newer transformers",
             where=str(Path(path) / "config.json"),
         ) from error
@@ -163,12 +171,13 @@ def _load_weights(auto: Any, path: Path | str | Any, config: Any) -> nn.Module:
         raise TypeError('weights = "load" needs a folder, not a config object')
     options = {"dtype": torch.float32, "output_loading_info": True}
     options["ignore_mismatched_sizes"] = True  # only to list them all below
+    _check_safetensors(Path(path))
     try:
         stored, coded = _fp8_weights(path, config)
         if coded:
             net, info = _load_fp8(auto, config, stored, coded, options)
         else:
-            net, info = auto.from_pretrained(str(path), config=config, local_files_only=True, **options)
+            net, info = auto.from_pretrained(str(path), config=config, use_safetensors=True, **_LOCAL, **options)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             "Weights in the folder cannot be loaded",
@@ -183,6 +192,53 @@ def _load_weights(auto: Any, path: Path | str | Any, config: Any) -> nn.Module:
         }
         raise mismatch_error(path, info["missing_keys"], [], wrong)
     return net
+
+
+def _check_safetensors(path: Path) -> None:
+    """Raise where the folder's weights are in another format, most of which are pickles: reading one runs it.
+
+    Raises:
+        CheckpointError: there is no safetensors file.
+    """
+    if any((path / name).is_file() for name in (SINGLE, INDEX)):
+        return
+    others = sorted({file.name for pattern in _OTHER_WEIGHTS for file in path.glob(pattern)})
+    load = f"AutoModel.from_pretrained('{path}').save_pretrained('{path}')"
+    raise CheckpointError(
+        "No safetensors weights in the model folder",
+        got=", ".join(others) if others else f"no {SINGLE}",
+        need=f"{SINGLE}, or {INDEX}; files in other formats can hold code and are not read",
+        try_=f'where you trust them, python -c "from transformers import AutoModel; {load}"'
+        if others
+        else 'copy the folder again, or model.weights = "random"',
+        where=str(path),
+    )
+
+
+def _check_no_kernels(values: Any, file: Path) -> None:
+    """Raise where a config.json names kernels of the Hugging Face Hub, which transformers would download and run.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    left = [values]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        if not isinstance(value, dict):
+            continue
+        left += value.values()
+        for key, inner in value.items():
+            names = inner.values() if isinstance(inner, dict) else [inner]
+            if "_implementation" in key and any(isinstance(name, str) and "/" in name for name in names):
+                raise CheckpointError(
+                    "Kernels from elsewhere in config.json",
+                    got=f"{key} = {inner!r}",
+                    need="an implementation that is part of transformers; code of a model folder is never run",
+                    try_=f"delete {key} from config.json",
+                    where=str(file),
+                )
 
 
 def _fp8_weights(path: Path | str, config: Any) -> tuple[dict[str, StoredTensor], dict[str, StoredWeight]]:
@@ -213,7 +269,7 @@ def _load_fp8(
     config = copy.deepcopy(config)
     del config.quantization_config
     with torch.device("meta"):
-        model_class = type(auto.from_config(config))
+        model_class = type(auto.from_config(config, **_NO_CODE))
     scales = {weight.scale_name for weight in coded.values()}
     state: dict[str, Any] = {name: LazyWeight(weight, faults) for name, weight in coded.items()}
     state |= {name: _LazyTensor(name, t) for name, t in stored.items() if name not in coded and name not in scales}

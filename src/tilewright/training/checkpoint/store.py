@@ -3,8 +3,8 @@
 A checkpoint is a folder `step_00000100` with the tensors in the format of `torch.distributed.checkpoint` (DCP),
 `meta.json` (everything that is not a tensor) and `manifest.json` (a hash of each file). It is written as
 `step_00000100.partial` and renamed at the end, so a crash or a full disk leaves the older ones as they were.
-What goes into a checkpoint is `state`'s matter; this file moves names, tensors and JSON. DCP's own index is a
-pickle: load checkpoints only from people you trust.
+What goes into a checkpoint is `state`'s matter; this file moves names, tensors and JSON. Reading one executes
+nothing in it (`index`).
 """
 
 import json
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tilewright.core.atomic_io import check_manifest, publish_folder, write_manifest
 from tilewright.core.errors import CheckpointError
+from tilewright.training.checkpoint.index import IndexFormatError, TensorLoadPlanner, TensorReader
 from tilewright.training.checkpoint.staging import Staging
 
 META = "meta.json"
@@ -212,8 +213,11 @@ def read_meta(path: Path) -> dict[str, Any]:
         CheckpointError: there is no readable meta.json.
     """
     try:
-        return json.loads((path / META).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
+        if not isinstance(meta, dict):
+            raise ValueError(f"{type(meta).__name__} instead of a JSON object")
+        return meta
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a checkpoint that can be read",
             got=f"{META}: {error}",
@@ -223,13 +227,16 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Names, dtypes and shapes of the tensors in a checkpoint, without reading them."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    return {
-        name: (entry.properties.dtype, tuple(entry.size))
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
-    }
+    """Names, dtypes and shapes of the tensors in a checkpoint, without reading them.
+
+    Raises:
+        CheckpointError: the index is missing or damaged, or holds something else than tensors.
+    """
+    try:
+        metadata = TensorReader(path).read_metadata()
+    except (OSError, IndexFormatError) as error:
+        raise _cannot_load(path, error) from error
+    return {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in metadata.state_dict_metadata.items()}
 
 
 def read_tensors(path: Path, targets: Mapping[str, Tensor], live: Live | None = None) -> None:
@@ -245,15 +252,19 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor], live: Live | None = 
     """
     _quiet_dcp()
     try:
-        planner = None if live is None else _LoadLive(live)
-        dcp.load(dict(targets), storage_reader=dcp.FileSystemReader(path), planner=planner, no_dist=True)
-    except (OSError, CheckpointException, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be loaded",
-            got=_short_reason(error),
-            need="a whole checkpoint of this model",
-            try_="remove the folder to use the checkpoint before it",
-        ) from error
+        planner = TensorLoadPlanner() if live is None else _LoadLive(live)
+        dcp.load(dict(targets), storage_reader=TensorReader(path), planner=planner, no_dist=True)
+    except (OSError, CheckpointException, RuntimeError, IndexFormatError) as error:
+        raise _cannot_load(path, error) from error
+
+
+def _cannot_load(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be loaded",
+        got=_short_reason(error),
+        need="a whole checkpoint of this model, with tensors alone in it",
+        try_="remove the folder to use the checkpoint before it",
+    )
 
 
 class _SaveLive(dcp.DefaultSavePlanner):
@@ -267,7 +278,7 @@ class _SaveLive(dcp.DefaultSavePlanner):
         return self._live(index.fqn, super().lookup_object(index))
 
 
-class _LoadLive(dcp.DefaultLoadPlanner):
+class _LoadLive(TensorLoadPlanner):
     """Asks for each tensor when it is read into."""
 
     def __init__(self, live: Live) -> None:

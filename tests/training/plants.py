@@ -1,0 +1,116 @@
+"""Files with something planted in them that leaves a mark when it runs."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+
+from tilewright.core.atomic_io import MANIFEST, write_manifest
+from tilewright.training.checkpoint.index import INDEX
+
+
+class Command:
+    """Unpickled, it runs a shell command: it makes the file `mark`."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.mark}'",)
+
+
+def reseal(folder: Path) -> None:
+    """The manifest of a checkpoint as whoever planted something would write it."""
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+
+
+def replace_index(checkpoint: Path, data: bytes) -> None:
+    """Other bytes as the index of a checkpoint, with the manifest to match."""
+    (checkpoint / INDEX).write_bytes(data)
+    reseal(checkpoint)
+
+
+def real_index(checkpoint: Path) -> dcp.Metadata:
+    """DCP's own objects, from a checkpoint that this test wrote."""
+    return pickle.loads((checkpoint / INDEX).read_bytes())
+
+
+def planted_index(checkpoint: Path, kind: str, mark: Path) -> bytes:
+    """An index that DCP's reader would run.
+
+    Args:
+        checkpoint: of one tensor at least; its own index is the base.
+        kind: a key of `KINDS`.
+        mark: the file that running it makes.
+    """
+    return KINDS[kind](real_index(checkpoint), mark)
+
+
+def _instead(_, mark):
+    return pickle.dumps(Command(mark))
+
+
+def _nested(metadata, mark):
+    metadata.planner_data = {"w": ("w", [{"deep": (Command(mark),)}])}
+    return pickle.dumps(metadata)
+
+
+def _in_a_tensor(metadata, mark):
+    name = next(iter(metadata.state_dict_metadata))
+    metadata.state_dict_metadata[name].chunks = Command(mark)
+    return pickle.dumps(metadata)
+
+
+def _in_storage(metadata, mark):
+    next(iter(metadata.storage_data.values())).relative_path = Command(mark)
+    return pickle.dumps(metadata)
+
+
+def _old_protocol(_, mark):
+    return f"cposix\nsystem\n(S'touch {mark}'\ntR.".encode()
+
+
+def _inst(_, mark):
+    return f"(S'touch {mark}'\niposix\nsystem\n.".encode()
+
+
+def _object(_, mark):
+    return f"(cposix\nsystem\nS'touch {mark}'\no.".encode()
+
+
+def _text(value: str) -> bytes:
+    return pickle.SHORT_BINUNICODE + bytes([len(value.encode())]) + value.encode()
+
+
+def _dotted(_, mark):
+    """A module that DCP's own indexes name, and from there to another."""
+    call = _text("torch.serialization") + _text("os.system") + pickle.STACK_GLOBAL
+    return pickle.PROTO + b"\x04" + call + _text(f"touch {mark}") + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
+
+
+def _after_the_real_one(metadata, mark):
+    """The object that is returned is the real one; the planted one is dropped from the stack before."""
+    real = pickle.dumps(metadata, protocol=3)
+    return real[:2] + pickle.dumps(Command(mark), protocol=3)[2:-1] + pickle.POP + real[2:]
+
+
+KINDS = {
+    "instead of it": _instead,
+    "nested": _nested,
+    "in a tensor": _in_a_tensor,
+    "in the storage": _in_storage,
+    "GLOBAL": _old_protocol,
+    "INST": _inst,
+    "OBJ": _object,
+    "dotted name": _dotted,
+    "before the real one": _after_the_real_one,
+}
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    """A copy of a folder to plant something in."""
+    shutil.copytree(folder, target)
+    return target
