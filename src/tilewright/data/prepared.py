@@ -105,7 +105,7 @@ class PreparedData:
 
     @cached_property
     def _sizes(self) -> np.ndarray:
-        return np.load(self._corpus / TOKEN_BYTES, mmap_mode="r")
+        return np.load(self._corpus / TOKEN_BYTES, mmap_mode="r", allow_pickle=False)
 
     def _masked(self, batch: dict[str, np.ndarray], seed: int, samples: np.ndarray) -> dict[str, np.ndarray]:
         tokenizer = self.tokenizer
