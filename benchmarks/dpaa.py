@@ -60,7 +60,7 @@ def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
         "precision.bf16_grad_layers": "[]",
     }
     changes |= CONTROL if mode == "controller" else {}
-    loaded = load_recipe("default", SHAPE | changes | {"run.seed": str(seed), "train.steps": str(steps)}, environ={})
+    loaded = load_recipe("cpu_10m", SHAPE | changes | {"run.seed": str(seed), "train.steps": str(steps)}, environ={})
     parts = build(set_up(loaded), fresh=True)
     if case == "stress":
         plant_everywhere(parts.model)
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     args = parser.parse_args()
-    data = prepare_data(load_recipe("default", SHAPE, environ={}).recipe).fingerprint
+    data = prepare_data(load_recipe("cpu_10m", SHAPE, environ={}).recipe).fingerprint
     runs = known_runs(args.steps, data)
     write_result("dpaa", CLAIM, summary(runs, args.steps))
     for seed in range(args.seeds):

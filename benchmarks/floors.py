@@ -70,7 +70,7 @@ def memory() -> list[str]:
     """Layer-major steps: matmuls beside what crosses the link."""
     cases = {
         "42B, recipe slice_42b_h200": load_recipe("slice_42b_h200", {}, environ={}).recipe,
-        "8B, states on the host": load_recipe("default", EIGHT_B | SLICED, environ={}).recipe,
+        "8B, states on the host": load_recipe("cpu_10m", EIGHT_B | SLICED, environ={}).recipe,
     }
     rows = []
     for name, recipe in cases.items():
@@ -92,7 +92,7 @@ def memory() -> list[str]:
 
 def loss() -> list[str]:
     """How many steps the loss curves can have."""
-    recipe = load_recipe("default", LOSS_SHAPE, environ={}).recipe
+    recipe = load_recipe("cpu_10m", LOSS_SHAPE, environ={}).recipe
     config = decoder_config(recipe.model, recipe.data.vocab_size)
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
     seconds = tokens * count_flops(config, recipe.data.seq_len).step() / RATES["bf16_flops"]

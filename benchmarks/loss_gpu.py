@@ -41,7 +41,7 @@ BF16_SHARE = 0.5
 def start(mode: str, tiny: bool) -> Components:
     """A run before its first step."""
     settings = SHAPE | (TINY if tiny else {}) | MODES[mode]
-    return build(set_up(load_recipe("default", settings, environ={})), fresh=True)
+    return build(set_up(load_recipe("cpu_10m", settings, environ={})), fresh=True)
 
 
 def one_step(parts: Components, step: int) -> dict[str, float]:

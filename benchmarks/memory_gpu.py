@@ -170,7 +170,7 @@ Contender = tuple[Callable[[list[Batch]], float], Iterator[list[Batch]], int]
 
 def layer_major(tiny: bool) -> Contender:
     """Ours."""
-    parts = build(setup_of("default", EIGHT_B | SLICED, tiny), fresh=True)
+    parts = build(setup_of("cpu_10m", EIGHT_B | SLICED, tiny), fresh=True)
 
     def step(batch: list[Batch]) -> float:
         result: StepResult = parts.executor.step(batch, 1e-4)
@@ -182,7 +182,7 @@ def layer_major(tiny: bool) -> Contender:
 def baseline(tiny: bool) -> tuple[Decoder, Iterator[list[Batch]]]:
     """The same decoder in BF16, compiled, layers recomputed, for other tools to train."""
     settings = EIGHT_B | {"precision.mode": "bf16_mixed", "train.activation_checkpoint": "full"}
-    setup = setup_of("default", settings | {"optim.moments": "bf16", "optim.master_weights": "stochastic"}, tiny)
+    setup = setup_of("cpu_10m", settings | {"optim.moments": "bf16", "optim.master_weights": "stochastic"}, tiny)
     parts = build(setup, fresh=True)
     assert isinstance(parts.model, Decoder)
     model = parts.model.bfloat16()  # norms too: FSDP2 wants one dtype

@@ -35,13 +35,13 @@ def cases(folder: Path) -> dict[str, list[str]]:
     found = {path.stem: [path.stem] for path in sorted(RECIPES.glob("*.toml"))}
     found["fp8_tile_eager"] = ["fp8_tile", "--train.compile", "off"]
     inputs = ["--train.activation_checkpoint", "full", "--train.checkpoint_inputs", "fp8"]
-    found["default_fp8_inputs"] = ["default", *inputs]
+    found["default_fp8_inputs"] = ["cpu_10m", *inputs]
     for config, task in ((LLAMA, "causal_lm"), (BERT, "masked_lm")):
         name = f"hf_{config['model_type']}"
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
         arguments = ["--model.kind", "hf", "--model.path", str(folder / name), "--model.task", task]
-        found[name] = ["default", *arguments]
+        found[name] = ["cpu_10m", *arguments]
         if task == "causal_lm":
             found[f"{name}_fp8"] = ["fp8_tile", *arguments]
     return found

@@ -89,7 +89,7 @@ def worker(setting: dict[str, Any], tiny: bool) -> None:
     if "torch_budget" in setting:
         functorch.activation_memory_budget = setting["torch_budget"]
     given = SHAPE | (TINY if tiny else {}) | setting.get("settings", {})
-    ready = set_up(load_recipe("default", given, environ={}))
+    ready = set_up(load_recipe("cpu_10m", given, environ={}))
     parts = build(ready, fresh=True)
     if "every" in setting:
         number = int(given["model.num_layers"])

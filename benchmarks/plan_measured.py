@@ -78,11 +78,11 @@ FOUR = ("as it stands", "budget", "recomputed", "layer_major")
 FOREIGN = {"model.kind": "hf", "model.task": "causal_lm"}
 DEEP = {"model.dim": "128", "model.num_layers": "48", "model.num_heads": "2", "data.seq_len": "256"}
 MODELS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
-    "decoder": ("default", {}, tuple(PLANS)),
-    "deep": ("default", DEEP, FOUR),
+    "decoder": ("cpu_10m", {}, tuple(PLANS)),
+    "deep": ("cpu_10m", DEEP, FOUR),
     "experts": ("tiny_moe", {}, FOUR),
-    "llama": ("default", FOREIGN, (*FOUR, "selective", "fp8_tile")),
-    "qwen3": ("default", FOREIGN, FOUR),
+    "llama": ("cpu_10m", FOREIGN, (*FOUR, "selective", "fp8_tile")),
+    "qwen3": ("cpu_10m", FOREIGN, FOUR),
 }
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 128}
 SHARE = 0.85

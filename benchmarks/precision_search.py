@@ -39,7 +39,7 @@ def search(args: argparse.Namespace, folder: Path) -> dict:
     if not out.with_suffix(".json").exists():
         options = ["--budget", args.budget, "--time", args.time, "--out", str(out), "--rows", str(args.search_rows)]
         options += ["--batches", str(args.batches), "--warmup", str(args.warmup)]
-        tilewright("precision", "search", "default", *options, *args.settings, *rows_of(args))
+        tilewright("precision", "search", "cpu_10m", *options, *args.settings, *rows_of(args))
     return json.loads(out.with_suffix(".json").read_text())
 
 
@@ -59,7 +59,7 @@ def recipes(folder: Path, found: dict) -> dict[str, Path]:
     paths = {SEARCHED: folder / "policy.toml"}
     for number, (name, text) in enumerate(texts.items()):
         paths[name] = folder / f"usual-{number}.toml"
-        paths[name].write_text(f'extends = "default"\n{text}')
+        paths[name].write_text(f'extends = "cpu_10m"\n{text}')
     return paths
 
 

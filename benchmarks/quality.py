@@ -39,12 +39,12 @@ Runs = dict[tuple[str, int], float]
 
 
 def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -> tuple[float, str]:
-    """Held-out loss, token-weighted and evaluated in FP32, of the default recipe in `mode` (a name of MODES or
+    """Held-out loss, token-weighted and evaluated in FP32, of recipe cpu_10m in `mode` (a name of MODES or
     STATES) with `rows` rows per step; and the fingerprint of its data."""
     name = f"{mode}-{seed}"
     # The recipe's rate is for its 16 rows. With Adam a rate goes with the root of the batch (Malladi et al., 2022); at
     # the full rate two rows learn less and runs part by several percent (docs/log.md, 2026-11-21).
-    default = load_recipe("default", {}, environ={}).recipe
+    default = load_recipe("cpu_10m", {}, environ={}).recipe
     rate = default.optim.lr * math.sqrt(rows / default.train.global_batch_size)
     settings = {
         "run.dir": str(folder), "run.name": name, "run.seed": str(seed),
@@ -55,7 +55,9 @@ def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -
         "checkpoint.interval": "0", "log.report": "false",
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]
-    subprocess.run([sys.executable, "-m", "tilewright", "train", *options], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "tilewright", "train", "cpu_10m", *options], check=True, stdout=subprocess.DEVNULL
+    )
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     domains = [line["eval"] for line in lines if "eval" in line][-1].values()
     tokens = sum(domain["tokens"] for domain in domains)
@@ -106,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=(*MODES, *STATES), default=MODES)
     args = parser.parse_args()
-    data = prepare_data(load_recipe("default", {}, environ={}).recipe).fingerprint
+    data = prepare_data(load_recipe("cpu_10m", {}, environ={}).recipe).fingerprint
     runs = known_runs(args.steps, args.rows, data)
     for seed in range(args.seeds):
         for mode in args.modes:

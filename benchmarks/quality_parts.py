@@ -48,7 +48,7 @@ def policy_of(part: str, base: Policy) -> Policy:
 
 def run(part: str, seed: int) -> dict[str, float | str]:
     """Held-out loss (in FP32) and mean training loss of the last 50 steps, nats a token; the text's fingerprint."""
-    parts = build(set_up(load_recipe("default", {**SETTINGS, "run.seed": str(seed)}, environ={})), fresh=True)
+    parts = build(set_up(load_recipe("cpu_10m", {**SETTINGS, "run.seed": str(seed)}, environ={})), fresh=True)
     set_mode(parts.model, policy_of(part, parts.modes.policy))
     parts.modes.weights.refresh()
     losses = [parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step)).loss for step in range(STEPS)]
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--parts", nargs="+", choices=("bf16_mixed", *RULES), default=("bf16_mixed", *RULES))
     args = parser.parse_args()
-    data = prepare_data(load_recipe("default", SETTINGS, environ={}).recipe).fingerprint
+    data = prepare_data(load_recipe("cpu_10m", SETTINGS, environ={}).recipe).fingerprint
     rows = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
     rows = [row for row in rows if row["data"] == data]  # losses on other texts cannot be compared
     done = {(row["part"], row["seed"]) for row in rows}

@@ -1,6 +1,6 @@
 """What a run pays besides computing: data wait, checkpoint stall, recovery after kill -9, start of the command.
 
-Trains the default recipe, kills it hard in the middle, starts it again, and reads the run folder.
+Trains recipe cpu_10m, kills it hard in the middle, starts it again, and reads the run folder.
 
 python -m benchmarks.run_costs
 """
@@ -33,13 +33,15 @@ def rows(path: Path) -> list[dict]:
 
 
 def start(folder: Path) -> subprocess.Popen:
-    """The default recipe, shortened, with every step logged."""
+    """Recipe cpu_10m, shortened, with every step logged."""
     settings = {
         "run.dir": str(folder), "run.name": "costs", "train.steps": str(STEPS), "train.log_interval": "1",
         "train.eval_interval": "0", "train.sample_tokens": "0", "checkpoint.interval": str(SAVE_EVERY),
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]
-    return subprocess.Popen([sys.executable, "-m", "tilewright", "train", *options], stdout=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tilewright", "train", "cpu_10m", *options], stdout=subprocess.DEVNULL
+    )
 
 
 def last_step(metrics: Path) -> int:

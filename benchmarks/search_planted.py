@@ -46,7 +46,7 @@ def plant(model: Decoder) -> None:
 def planted_weights(model: Any) -> tuple[Sequence[float], Sequence[float]]:
     """Outliers, and the weights of some BF16 steps with them."""
     recipe = {"precision.mode": "bf16_mixed", "train.steps": str(WARMUP)}
-    parts = build(set_up(load_recipe("default", MODEL | recipe, environ={})), fresh=True)
+    parts = build(set_up(load_recipe("cpu_10m", MODEL | recipe, environ={})), fresh=True)
     plant(parts.model)
     losses = [parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(i)).loss for i in range(WARMUP)]
     parts.stream.close()
@@ -59,11 +59,11 @@ def searched(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The search's numbers; made where they are not there yet."""
     out = folder / "policy.toml"
     if not out.with_suffix(".json").exists():
-        loaded = load_recipe("default", MODEL, environ={})
+        loaded = load_recipe("cpu_10m", MODEL, environ={})
         budget = float(args.budget.rstrip("%")) / 100
         found = search(loaded, SearchSettings(budget, batches=args.batches, time="ideal"), planted_weights)
         weights = f"{WARMUP} BF16 steps with planted outliers"
-        out.write_text(policy_text(found, loaded, out, intro_of(found, "default", args.budget, weights)))
+        out.write_text(policy_text(found, loaded, out, intro_of(found, "cpu_10m", args.budget, weights)))
         out.with_suffix(".json").write_text(json.dumps({"budget": budget, **found.to_json()}, indent=1))
     return json.loads(out.with_suffix(".json").read_text())
 
@@ -96,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     found = searched(args, args.folder)
-    data = prepare_data(load_recipe("default", MODEL, environ={}).recipe).fingerprint
+    data = prepare_data(load_recipe("cpu_10m", MODEL, environ={}).recipe).fingerprint
     log = args.folder / "runs.jsonl"
     runs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     runs = [run for run in runs if (run["steps"], run["data"]) == (args.steps, data)]

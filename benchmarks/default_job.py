@@ -1,0 +1,173 @@
+"""The default job: what each change since recipe `cpu_10m` is worth in bits per byte at equal seconds, three seeds.
+
+Rungs are tried one on top of the other. How many steps a rung gets is its seconds, over the seconds of one of its
+steps; those are measured first, all rungs in turns (`--calibrate`). What a run reaches depends on its steps alone, so
+the runs themselves may share the machine. Each is kept in `results/default_job_runs.jsonl` as it ends, and a later
+call makes those that are missing on this text (it depends on the packages that are installed).
+
+python -m benchmarks.default_job --calibrate
+python -m benchmarks.default_job [--rungs adamw default ...] [--seeds 3]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import RESULTS, Stolen, machine_kind, spread, write_result
+from tilewright.core.config.load import load_recipe
+from tilewright.core.units import bits_per_byte
+from tilewright.training.assemble import prepare_data
+
+CLAIM = "the default job reaches 2.0 bits per byte held out in 5 minutes, mean of three seeds (aim: 1.85)"
+SECONDS = 275.0
+"""Of training, per run: five minutes less preparation of the text, evaluations and samples."""
+RUNS = RESULTS / "default_job_runs.jsonl"
+
+SMALL_STEPS = {"data.seq_len": "256", "train.micro_batch_size": "16"}
+SMALL_VOCAB = SMALL_STEPS | {"data.vocab_size": "4096"}
+SMALL_MODEL = SMALL_VOCAB | {"model.dim": "256", "model.num_heads": "4"}
+LINEAR = SMALL_MODEL | {"optim.schedule": "wsd", "optim.decay_fraction": "0.5", "optim.min_lr_ratio": "0.0"}
+ADAMW = LINEAR | {"optim.lr": "6e-3"}
+RUNGS: dict[str, tuple[str, dict[str, str]]] = {
+    "start": ("cpu_10m", {}),
+    "steps": ("cpu_10m", SMALL_STEPS),
+    "vocabulary": ("cpu_10m", SMALL_VOCAB),
+    "width": ("cpu_10m", SMALL_MODEL),
+    "schedule": ("cpu_10m", LINEAR),
+    "adamw": ("cpu_10m", ADAMW),
+    "default": ("default", {}),
+}
+WORDS = {
+    "start": "AdamW 2e-3, cosine; 6 layers of 320, vocabulary 8192, steps of 16 x 512 tokens",
+    "steps": "steps of 16 x 256 tokens: twice as many",
+    "vocabulary": "vocabulary of 4096: the head is half as wide",
+    "width": "256 wide",
+    "schedule": "constant rate, then linear to zero over the last half",
+    "adamw": "AdamW's rate tuned",
+    "default": "Muon for the matrices",
+}
+RATES = ("2e-3", "4e-3", "6e-3", "1e-2", "1.5e-2")
+"""AdamW's rates that were tried on the last rung before Muon; the best is in ADAMW."""
+
+
+def arguments(rung: str) -> list[str]:
+    """Recipe and settings of a rung, as typed. `adamw:RATE` is the last AdamW rung at another rate."""
+    name, _, rate = rung.partition(":")
+    recipe, settings = RUNGS[name]
+    settings = settings | ({"optim.lr": rate} if rate else {})
+    return [recipe, *(part for key, value in settings.items() for part in (f"--{key}", value))]
+
+
+def step_seconds(rung: str, steps: int, folder: Path) -> float:
+    """Median seconds of a step, the first five left out."""
+    rows, _ = train(rung, 0, steps, folder)
+    return statistics.median(row["step_s"] + row["wait_s"] for row in rows if row.get("step", 0) > 5 and "loss" in row)
+
+
+def train(rung: str, seed: int, steps: int, folder: Path) -> tuple[list[dict], dict]:
+    """Rows of metrics, and the data's summary, of one run through the command line."""
+    name = f"{rung.replace(':', '_')}-{seed}-{steps}"
+    settings = {
+        "run.dir": str(folder), "run.name": name, "run.seed": str(seed), "train.steps": str(steps),
+        "train.eval_interval": "0", "train.eval_batches": "16", "train.sample_tokens": "0",
+    }  # fmt: skip
+    options = [part for key, value in settings.items() for part in (f"--{key}", value)]
+    command = [sys.executable, "-m", "tilewright", "train", *arguments(rung), *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], json.loads((folder / name / "data.json").read_text())
+
+
+def calibrate(rounds: int, steps: int) -> None:
+    """Measure seconds per step of all rungs in turns, and write them."""
+    samples: dict[str, list[float]] = {rung: [] for rung in RUNGS}
+    with Stolen() as stolen, tempfile.TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            for rung in RUNGS:
+                samples[rung].append(step_seconds(rung, steps, Path(folder) / str(turn)))
+                print(f"round {turn + 1}: {rung:<12} {samples[rung][-1]:.3f} s per step", flush=True)
+    results = {rung: spread(times) for rung, times in samples.items()}
+    ratio = [muon / adamw for muon, adamw in zip(samples["default"], samples["adamw"], strict=True)]
+    write_result(
+        f"default_job_steps_{machine_kind()}",
+        "a Muon step takes at most 1.15 of AdamW's",
+        {"unit": "seconds per step", **results, "default over adamw": spread(ratio), "stolen_share": stolen.share},
+    )
+
+
+def num_steps() -> dict[str, int]:
+    """Steps of each rung in SECONDS, from the calibration; the default job's are its recipe's."""
+    path = RESULTS / f"default_job_steps_{machine_kind()}.json"
+    if not path.exists():
+        raise SystemExit(f"{path.name} is not there: python -m benchmarks.default_job --calibrate")
+    seconds = json.loads(path.read_text())["results"]
+    return {rung: round(SECONDS / seconds[rung]["median"]) for rung in RUNGS}
+
+
+def held_out(rows: list[dict]) -> float:
+    """Bits per byte over all domains."""
+    domains = [row["eval"] for row in rows if "eval" in row][-1].values()
+    nats = sum(domain["loss"] * domain["tokens"] for domain in domains)
+    return bits_per_byte(nats, sum(domain["bytes"] for domain in domains))
+
+
+def known_runs(text: str) -> list[dict]:
+    """The runs that are there, on this text."""
+    if not RUNS.exists():
+        return []
+    return [run for line in RUNS.read_text().splitlines() if (run := json.loads(line))["text"] == text]
+
+
+def text_of(summary: dict) -> str:
+    """Names the text, whatever tokenizer and rows were made of it."""
+    return f"{summary['bytes']} bytes in {summary['docs']} documents"
+
+
+def main() -> None:
+    """Calibrate, or make the runs that are missing and write the result."""
+    parser = argparse.ArgumentParser(description=CLAIM)
+    parser.add_argument("--calibrate", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=25, help="of a calibration run")
+    parser.add_argument("--rungs", nargs="+", default=list(RUNGS), help="names of rungs, or adamw:RATE")
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    if args.calibrate:
+        calibrate(args.rounds, args.steps)
+        return
+    steps = num_steps()
+    text = text_of(prepare_data(load_recipe("default", {}, environ={}).recipe).summary)
+    for seed in range(args.seeds):
+        for rung in args.rungs:
+            wanted = {"rung": rung, "seed": seed, "steps": steps[rung.partition(":")[0]], "text": text}
+            if any(wanted.items() <= run.items() for run in known_runs(text)):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                rows, data = train(rung, seed, wanted["steps"], Path(folder))
+            tokens = [row["tokens"] for row in rows if "tokens" in row][-1]
+            run = wanted | {"bits_per_byte": held_out(rows), "tokens": tokens, "text": text_of(data)}
+            with RUNS.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+            print(f"{rung:<12} seed {seed}: {run['bits_per_byte']:.3f} bits per byte", flush=True)
+    write_result(f"default_job_{machine_kind()}", CLAIM, summary(known_runs(text), steps))
+
+
+def summary(runs: list[dict], steps: dict[str, int]) -> dict:
+    """Bits per byte by rung, with all seeds."""
+    results: dict = {"unit": "bits per byte, held out", "seconds": SECONDS, "text": runs[0]["text"] if runs else ""}
+    for rung in dict.fromkeys([*RUNGS, *(run["rung"] for run in runs)]):
+        here = [run for run in runs if run["rung"] == rung and run["steps"] == steps[rung.partition(":")[0]]]
+        if here:
+            found = spread([run["bits_per_byte"] for run in sorted(here, key=lambda run: run["seed"])])
+            mean = statistics.fmean(found["samples"])
+            words = {"words": WORDS.get(rung, "AdamW at another rate")}
+            results[rung] = words | found | {"mean": mean, "steps": here[0]["steps"], "tokens": here[0]["tokens"]}
+    return results
+
+
+if __name__ == "__main__":
+    main()
