@@ -68,7 +68,7 @@ def step_seconds(rung: str, steps: int, folder: Path) -> float:
     return statistics.median(row["step_s"] + row["wait_s"] for row in rows if row.get("step", 0) > 5 and "loss" in row)
 
 
-def train(rung: str, seed: int, steps: int, folder: Path) -> tuple[list[dict], dict]:
+def train(rung: str, seed: int, steps: int, folder: Path, threads: int = 0) -> tuple[list[dict], dict]:
     """Rows of metrics, and the data's summary, of one run through the command line."""
     name = f"{rung.replace(':', '_')}-{seed}-{steps}"
     settings = {
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25, help="of a calibration run")
     parser.add_argument("--rungs", nargs="+", default=list(RUNGS), help="names of rungs, or adamw:RATE")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0, help="of each run: 1 shares a busy machine better")
     args = parser.parse_args()
     if args.calibrate:
         calibrate(args.rounds, args.steps)
@@ -147,7 +148,7 @@ def main() -> None:
             if any(wanted.items() <= run.items() for run in known_runs(text)):
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                rows, data = train(rung, seed, wanted["steps"], Path(folder))
+                rows, data = train(rung, seed, wanted["steps"], Path(folder), args.threads)
             tokens = [row["tokens"] for row in rows if "tokens" in row][-1]
             run = wanted | {"bits_per_byte": held_out(rows), "tokens": tokens, "text": text_of(data)}
             with RUNS.open("a") as file:
