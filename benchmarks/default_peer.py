@@ -4,7 +4,7 @@ The peer is what a user who has read the documentation runs: LlamaForCausalLM wi
 tokenized and cut into rows of 256 after concatenation (`run_clm`'s way), batch 16, bf16, torch_compile, fused AdamW,
 cosine schedule with warm-up, clip norm 1; its learning rate is tuned first over RATES. Seconds are those of the
 training loop alone, for both: the peer gets as many steps as fit into the default job's training seconds, measured in
-turns (`--calibrate`). Its rows of held-out text are the default job's, with a document's own positions and attention and
+turns (`--calibrate`). Its held-out rows are the default job's, with a document's own positions and attention and
 without, as it was trained; the lower of the two counts.
 
 python -m benchmarks.default_peer --calibrate

@@ -15,7 +15,7 @@ CONTROLLER = {"precision__controller__enabled": "true"}
 DIVERGING = {
     "1e4": ({"optim__lr": "1e4", "train__steps": "8"}, 4),
     "1e3, two steps": ({"optim__lr": "1e3", "train__steps": "2"}, 0),
-    "40": ({"optim__lr": "40", "train__steps": "30"}, 0),
+    "40": ({"optim__kind": "adamw", "optim__lr": "40", "train__steps": "30"}, 0),
     "fp16": ({"optim__lr": "1e3", "train__steps": "30", "precision__mode": "pure_fp16"}, 4),
     "controller": (
         {"optim__lr": "1e3", "train__steps": "8", "precision__mode": "fp8_tile", **CONTROLLER},
