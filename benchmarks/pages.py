@@ -1,6 +1,6 @@
-"""Writes docs/benchmarks.md and the tables of README.md from the committed results.
+"""Writes docs/benchmarks.md and the tables of README.md and other pages from the committed results.
 
-python -m benchmarks.pages           # write both
+python -m benchmarks.pages           # write them
 python -m benchmarks.pages --check   # fail where they are not what the results say
 """
 
@@ -19,6 +19,7 @@ from benchmarks.verdict import MISS, NO_TARGET, NOT_RUN, PASS, UNDECIDED
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+DEFAULT_JOB = ROOT / "docs" / "explanation" / "default-job.md"
 COMMAND = "python -m benchmarks.pages"
 STEPS = (
     ("fp32", "plain PyTorch loop, Hugging Face Llama, FP32"),
@@ -219,6 +220,26 @@ def headlines(found: Sequence[Group]) -> list[str]:
     return lines + [f"- {metric}" for metric in misses]
 
 
+def default_job() -> list[str]:
+    """The rungs of the default job on each machine, and the peer."""
+    lines = []
+    for result in read_all("default_job"):
+        if "steps" in result.name:
+            continue
+        rungs = {key: row for key, row in result.results.items() if isinstance(row, dict)}
+        seconds, lines = result.results["seconds"], [*lines, ""] if lines else []
+        lines += [
+            f"{_where(result)}, {seconds:.0f} seconds of training per run; mean of the seeds and their range.",
+            "",
+            "| | steps | bits per byte | seeds |",
+            "|---|---:|---:|---:|",
+        ]
+        for row in rungs.values():
+            spread = f"{row['mean']:.3f} ({row['min']:.3f} to {row['max']:.3f})"
+            lines.append(f"| {row['words']} | {row['steps']:,} | {spread} | {len(row['samples'])} |")
+    return lines
+
+
 def _where(result: Result) -> str:
     return f"{place(result.record)}, {result.record['date']}"
 
@@ -226,16 +247,17 @@ def _where(result: Result) -> str:
 def readme(text: str, found: Sequence[Group]) -> str:
     """README.md with its tables written again, each between its marks."""
     for name, lines in (("speed", speed()), ("memory", memory()), ("claims", headlines(found))):
-        start, end = f"<!-- {name}: made by `{COMMAND}` -->", f"<!-- /{name} -->"
-        written, count = re.subn(
-            f"{re.escape(start)}.*?{re.escape(end)}",
-            lambda _, lines=lines, start=start, end=end: "\n".join([start, "", *lines, "", end]),
-            text,
-            flags=re.DOTALL,
-        )
-        assert count == 1, f"README.md has no section {name}"
-        text = written
+        text = with_section(text, name, lines)
     return text
+
+
+def with_section(text: str, name: str, lines: Sequence[str]) -> str:
+    """A page with what stands between two marks written again."""
+    start, end = f"<!-- {name}: made by `{COMMAND}` -->", f"<!-- /{name} -->"
+    parts = f"{re.escape(start)}.*?{re.escape(end)}"
+    written, count = re.subn(parts, lambda _: "\n".join([start, "", *lines, "", end]), text, flags=re.DOTALL)
+    assert count == 1, f"no section {name} between its marks"
+    return written
 
 
 def main() -> None:
@@ -243,7 +265,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail where a page is not up to date")
     check = parser.parse_args().check
     found = groups()
-    wanted = {PAGE: page(found), README: readme(README.read_text(encoding="utf-8"), found)}
+    wanted = {
+        PAGE: page(found),
+        README: readme(README.read_text(encoding="utf-8"), found),
+        DEFAULT_JOB: with_section(DEFAULT_JOB.read_text(encoding="utf-8"), "ladder", default_job()),
+    }
     for path, text in wanted.items():
         if check and path.read_text(encoding="utf-8") != text:
             sys.exit(f"{path.name} is not up to date: {COMMAND}")
