@@ -20,7 +20,7 @@ from benchmarks.common import RESULTS, write_result
 from benchmarks.dpaa import SHAPE
 from benchmarks.outliers import plant_before_attention, plant_before_mlp
 from benchmarks.precision_search import recipes, summary
-from tilewright.cli.commands.precision_output import intro_of, policy_text
+from tilewright.cli.precision_output import intro_of, policy_text
 from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.training.assemble import build, prepare_data, set_up

@@ -65,6 +65,7 @@ SURFACE = {
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
     "inspect": ["--diff", "--help", "--json", "--quiet", "--schema", "--verbose", "target"],
     "report": ["--help", "--open", "--quiet", "--verbose", "run"],
+    "watch": ["--help", "--open", "--port", "--quiet", "--verbose", "runs"],
     "bench": ["--help", "--json", "--quiet", "--steps", "--verbose", "recipe", "what"],
 }
 

@@ -42,6 +42,10 @@ COMMANDS = {
         "tilewright.cli.commands.report:report",
         "Judge a run and write its report: one HTML file that opens offline.",
     ),
+    "watch": (
+        "tilewright.cli.commands.watch:watch",
+        "Show runs live in the browser: curves over each other, differing settings, load of the machine.",
+    ),
     "bench": ("tilewright.cli.commands.bench:bench", "Measure matmuls or a training step on this machine."),
 }
 

@@ -12,6 +12,7 @@ from tilewright.cli.table_layout import lay_out
 from tilewright.core import env, log
 from tilewright.core.errors import ConfigError
 from tilewright.core.json_text import to_json
+from tilewright.core.log import say
 
 _OVERRIDES = "tilewright.overrides"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -77,7 +78,15 @@ def run_argument(function: Function) -> Function:
 
 
 def _run_folder(ctx: click.Context, param: click.Parameter, value: str) -> Path:
-    """The folder meant by a path, or by a name below `runs`."""
+    return find_run(value)
+
+
+def find_run(value: str) -> Path:
+    """The folder meant by a path, or by a name below `runs`.
+
+    Raises:
+        ConfigError: neither is the folder of a run.
+    """
     for folder in (Path(value), Path("runs") / value):
         if (folder / "run.toml").is_file():
             return folder
@@ -116,6 +125,14 @@ def verbosity(function: Function) -> Function:
         callback=loud,
         help="Print decisions; twice: details.",
     )(function)
+
+
+def open_in_browser(address: str) -> None:
+    """Open a page; where there is no browser that is said, with the address, and is no error."""
+    import webbrowser  # here, so that --help stays fast
+
+    if not webbrowser.open(address):
+        say(f"note: no browser was found; open it yourself: {address}", error=True)
 
 
 def is_verbose() -> bool:

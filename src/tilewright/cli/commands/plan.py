@@ -58,7 +58,7 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     loaded = load_recipe(recipe, overrides(ctx))
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
     with gc_paused():
-        from tilewright.cli.commands.plan_output import show, to_json
+        from tilewright.cli.plan_output import show, to_json
         from tilewright.planner.advice.changes import idle_memory
         from tilewright.planner.advice.sweep import pareto
         from tilewright.training.planning.refused import refused
@@ -101,7 +101,7 @@ def _other(
     planner: "Planner", budget: "Budget", asked: "PlanRequest", compare: str, typed: list[str]
 ) -> dict[str, str]:
     """The numbers of what is compared: another recipe, planned as this one is, or a plan file."""
-    from tilewright.cli.commands.plan_output import numbers, settings_in_words
+    from tilewright.cli.plan_output import numbers, settings_in_words
     from tilewright.planner.plan_file import is_plan_file, read_plan
     from tilewright.training.planning.request import planner_for
 
@@ -146,7 +146,7 @@ def _write_files(plan: "Plan", curve: Sequence["Plan"], changes: Sequence["Chang
             write_whole(Path(out), to_toml(plan))
             say(f"wrote {out}")
         if html:
-            from tilewright.cli.commands.plan_output import layer_table
+            from tilewright.cli.plan_output import layer_table
             from tilewright.report.plan_page import render_plan
 
             write_whole(Path(html), render_plan(plan, curve, layer_table(plan), [str(change) for change in changes]))

@@ -59,7 +59,7 @@ def search(
     share = parse_budget(budget)
     files = {suffix: out.with_suffix(suffix) for suffix in (".toml", ".json", ".svg")}
     _check_files(files, loaded.path, force)
-    from tilewright.cli.commands import precision_output as output
+    from tilewright.cli import precision_output as output
     from tilewright.report.figures.tradeoff import tradeoff_svg
     from tilewright.training.precision_search import SearchSettings, search
 

@@ -1,12 +1,10 @@
 """`tilewright report`: judges a run, finished or still going, and writes its report."""
 
-import webbrowser
 from pathlib import Path
 
 import click
 
-from tilewright.cli.common import run_argument, verbosity
-from tilewright.core.errors import ConfigError
+from tilewright.cli.common import open_in_browser, run_argument, verbosity
 from tilewright.core.log import say
 
 
@@ -31,5 +29,5 @@ def report(run: Path, open_: bool) -> None:
     page = write_report(run, data, judgement).resolve()
     say(judgement.line(learned(data)))
     click.echo(page)
-    if open_ and not webbrowser.open(page.as_uri()):
-        raise ConfigError("No browser to open the report", got=str(page), need="a browser", try_="open it yourself")
+    if open_:
+        open_in_browser(page.as_uri())

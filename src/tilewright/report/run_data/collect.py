@@ -97,7 +97,7 @@ def collect(run_dir: Path) -> RunData:
         precision=_as_rows(precision),
         history=_read_history(run_dir, trouble),
         recipe=recipe,
-        settings=_settings(text),
+        settings=recorded_settings(text),
         trouble=trouble,
     )
 
@@ -181,7 +181,7 @@ def _read_recipe(path: Path, trouble: list[str]) -> tuple[str, Row]:
         return text, {}
 
 
-def _settings(text: str) -> list[RecordedSetting]:
+def recorded_settings(text: str) -> list[RecordedSetting]:
     """The recipe's lines with the comment behind each value, which names its source."""
     section, found = "", []
     for line in text.splitlines():
