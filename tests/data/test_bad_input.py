@@ -285,7 +285,11 @@ def test_saved_dataset_reads_train_only(tmp_path):
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     texts, rejects = read(tmp_path / "set", tmp_path)
     assert len(texts) == 30
-    assert rejects == {("test", "split not trained on"): 1}
+    unread = "file of a saved dataset that holds no rows to read"
+    assert rejects == {
+        ("test", "split not trained on"): 1,
+        **{(f"{name}.json", unread): 1 for name in ("dataset_dict", "train/dataset_info", "train/state")},
+    }
     texts, _ = read(tmp_path / "set", tmp_path, domains=("train", "test"))
     assert len(texts) == 35
 
@@ -306,14 +310,15 @@ def test_dataset_written_by_datasets(tmp_path):
     datasets.DatasetDict({"train": dataset.filter(lambda r: r["n"] % 2 == 0)}).save_to_disk(tmp_path / "set")
     found, rejects = read(tmp_path / "set", tmp_path)
     assert sorted(found) == sorted(t.strip("\n") for t in texts[::2])
-    assert not rejects
+    assert {reason for _, reason in rejects} == {"file of a saved dataset that holds no rows to read"}
 
 
 def test_rejects_reach_summary_and_file(folder, tmp_path):
     (folder / "x.txt").write_bytes(b"\x00" * 9)
     (folder / "y.jsonl").write_bytes(b"nope\nnope\n" + jsonl(rows(6)))
     prepared = prepare(str(folder), seq_len=16, vocab_size=300, cache_dir=str(tmp_path / "cache"))
-    assert prepared.summary["rejects"] == {"binary, not text": 1, "line is not JSON": 2}
+    refused = {reason: entry["documents"] for reason, entry in prepared.summary["refused"].items()}
+    assert refused == {"binary, not text": 1, "line is not JSON": 2}
     assert {(r["where"], r["count"]) for r in prepared.rejects()} == {("x.txt", 1), ("y.jsonl", 2)}
     assert "byte 0" in next(r["example"] for r in prepared.rejects() if r["where"] == "y.jsonl")
 

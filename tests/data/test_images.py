@@ -48,11 +48,12 @@ def test_prepare_and_stream(folder, tmp_path):
     assert prepared.classes == ("ant", "bee", "cat")
     assert prepared.vocab_size == 3
     assert prepared.summary["images"] == 31
-    assert prepared.summary["rejects"] == {
+    assert {reason: entry["files"] for reason, entry in prepared.summary["refused"].items()} == {
         "damaged image (OSError)": 1,
         "duplicate image": 1,
         "file type .txt is not an image": 1,
     }
+    assert prepared.summary["read"]["files"] == {"found": 34, "used": 31, "refused": 3}
     assert {r["where"] for r in prepared.rejects()} == {"bee/torn.png", "bee/twin.png", "bee/readme.txt"}
     stream = Stream(prepared, seed=1, batch_size=10, micro_batch_size=4, prefetch=2)
     epoch = []

@@ -169,7 +169,8 @@ def test_a_domain_too_small_is_dropped_and_said(tmp_path):
         (tmp_path / "data" / f"{i}.txt").write_text(write_text(i, 50))
     prepared = prepare(str(tmp_path / "data"), seq_len=32, vocab_size=300, cache_dir=str(tmp_path / "cache"))
     assert prepared.domains == ("text",)
-    assert prepared.summary["rejects"] == {"domain too small to hold a part out": 1}
+    refused = prepared.summary["refused"]["domain too small to hold a part out"]
+    assert (refused["files"], refused["documents"], refused["text_bytes"]) == (1, 1, 9)
 
 
 @settings(max_examples=100, deadline=None)

@@ -29,7 +29,7 @@ class PreparedData:
 
     `fingerprint` names the content: equal fingerprints mean equal rows, on any machine. `domains` are in the order of
     the mixture; `num_rows` gives each domain's training rows. `summary` is plain JSON: docs, bytes, tokens,
-    duplicates, rejects by reason, rows and utilisation, by domain too.
+    duplicates, what was read and refused by reason (`Account.summary`), rows and utilisation, by domain too.
     """
 
     def __init__(self, corpus: Path, packed: Path):
@@ -142,8 +142,8 @@ class PreparedData:
 
     def rejects(self) -> list[dict[str, Any]]:
         """Everything that was set aside: where, reason, count, example."""
-        lines = (self._corpus / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        lines = (self._corpus / "rejects.jsonl").read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines if line]
 
 
 def need_mask(tokenizer: Tokenizer) -> None:

@@ -5,7 +5,10 @@ are one domain. Needs Pillow (extra `hf`).
 """
 
 import json
+import os
+import stat
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,11 @@ from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.rows import IGNORE
 from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import ProgressBar, timed
+from tilewright.data.corpus.account import account_of_files
+from tilewright.data.sources.walk import Found, find_files
 
 DOMAIN = "images"
+_FORMAT = 2  # of the cache entry; a change makes old entries unused
 _MAX_PIXELS = 1 << 26  # three bytes each once decoded; Pillow itself refuses at 179 million
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
@@ -84,8 +90,8 @@ class PreparedImages:
 
     def rejects(self) -> list[dict[str, Any]]:
         """Everything that was set aside: where, reason, count, example."""
-        lines = (self.folder / "rejects.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        lines = (self.folder / "rejects.jsonl").read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines if line]
 
 
 def prepare_images(
@@ -104,14 +110,15 @@ def prepare_images(
         DataError: no such folder, fewer than two classes with images, or Pillow is missing.
     """
     _need_pillow()
-    files = _list_images(Path(source).expanduser())
-    digest = xxhash.xxh3_64(f"{image_size}\0{holdout}\0{seed}".encode())
-    for name, path in files:
-        status = path.stat()
-        digest.update(f"{path.resolve()}\0{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    found = list_images(Path(source).expanduser())
+    digest = xxhash.xxh3_64(f"{_FORMAT}\0{image_size}\0{holdout}\0{seed}".encode())
+    for name, path, status in found.files:
+        digest.update(os.fsencode(f"{path.resolve()}\0{name}\0{status.st_size}\0{status.st_mtime_ns}\n"))
+    for reject in found.rejects:
+        digest.update(f"{reject.where}\0{reject.reason}\n".encode())
 
     def build(folder: Path) -> None:
-        timed("preparing images", build_images, folder, source, files, image_size, holdout, seed)
+        timed("preparing images", build_images, folder, source, found, image_size, holdout, seed)
 
     return PreparedImages(cached(root, f"images-{digest.hexdigest()}", build, before))
 
@@ -128,44 +135,59 @@ def _need_pillow() -> None:
         ) from None
 
 
-def _list_images(root: Path) -> list[tuple[str, Path]]:
-    classes = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith(".")) if root.is_dir() else []
+def list_images(root: Path) -> Found:
+    """Files two levels below `root`, the first level their class; what lies elsewhere becomes rejects.
+
+    Raises:
+        DataError: no such folder, or fewer than two folders in it.
+    """
+    found = find_files(root) if root.is_dir() else Found()
+    classes = {name.split("/")[0] for name, _, _ in found.files if "/" in name}
     if len(classes) < 2:
+        what = f"with {len(classes)} sub-folders that hold files" if root.is_dir() else "which is not a folder"
         raise DataError(
             "No image classes at this path",
             where="data.source",
-            got=f"{str(root)!r}, {f'with {len(classes)} sub-folders' if root.is_dir() else 'which is not a folder'}",
+            got=f"{str(root)!r}, {what}",
             need="a folder with one sub-folder of images for each class, two at least",
         )
-    return [(f"{c.name}/{f.name}", f) for c in classes for f in sorted(c.iterdir()) if f.is_file()]
+    files, found.files = found.files, []
+    for name, path, status in files:
+        if not stat.S_ISREG(status.st_mode):
+            found.refuse(name, "not a regular file")
+        elif name.count("/") != 1:
+            found.refuse(name, "not directly in the folder of a class", size=status.st_size)
+        else:
+            found.files.append((name, path, status))
+    return found
 
 
 def build_images(
     folder: Path,
     source: str,
-    files: list[tuple[str, Path]],
+    found: Found,
     image_size: int,
     holdout: float,
     seed: int,
     *,
     progress: ProgressBar,
 ) -> None:
-    """Fill `folder` with the files of the entry. Arguments as in `prepare`; `files`: names and paths of the images.
+    """Fill `folder` with the files of the entry. Arguments as in `prepare`; `found`: the images, see `list_images`.
 
     Raises:
         DataError: fewer than two classes, or none with two images that can be read.
     """
-    progress.phase("decoding", len(files))
-    names, pixels, labels, rejects, seen = [], [], [], [], {}
-    for name, path in files:
+    progress.phase("decoding", len(found.files))
+    names, pixels, labels, seen = [], [], [], {}
+    for name, path, status in found.files:
         progress.advance(1)
         image = _decode(path, image_size)
         if isinstance(image, str):
-            rejects.append({"where": name, "reason": image, "count": 1, "example": ""})
+            found.refuse(name, image, size=status.st_size)
             continue
         digest = xxhash.xxh3_128_digest(image.tobytes())
         if digest in seen:
-            rejects.append({"where": name, "reason": "duplicate image", "count": 1, "example": seen[digest]})
+            found.refuse(name, "duplicate image", seen[digest], status.st_size)
             continue
         seen[digest] = name
         names.append(name)
@@ -177,16 +199,17 @@ def build_images(
         raise DataError(
             "Too few usable images",
             where=source,
-            got=f"{len(names)} images in {len(classes)} classes" + (f"; {rejects[0]['reason']}" if rejects else ""),
+            got=f"{len(names)} images in {len(classes)} classes"
+            + (f"; {found.rejects[-1].reason}" if found.rejects else ""),
             need="two classes, and two images in one of them at least",
         )
     np.save(folder / "pixels.npy", np.stack(pixels))
     np.save(folder / "labels.npy", np.array([classes.index(label) for label in labels], np.int64))
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects)
+        file.writelines(json.dumps(asdict(reject), ensure_ascii=False) + "\n" for reject in found.rejects)
     content = file_digest(folder / "pixels.npy") + file_digest(folder / "labels.npy") + json.dumps(split)
     meta = {"fingerprint": xxhash.xxh3_128_hexdigest(content.encode()), "classes": classes, "names": names, **split}
-    meta["summary"] = _summary(source, names, classes, rejects, split)
+    meta["summary"] = _summary(source, names, classes, found, split)
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
@@ -218,15 +241,14 @@ def _split(names: list[str], labels: list[str], holdout: float, seed: int) -> di
     return split
 
 
-def _summary(source: str, names: list[str], classes: list[str], rejects: list[dict], split: dict) -> dict[str, Any]:
-    by_reason: dict[str, int] = {}
-    for reject in rejects:
-        by_reason[reject["reason"]] = by_reason.get(reject["reason"], 0) + 1
+def _summary(source: str, names: list[str], classes: list[str], found: Found, split: dict) -> dict[str, Any]:
+    used = set(names)
+    account = account_of_files(found.sizes, used, found.rejects)
     return {
         "source": source,
         "images": len(names),
         "classes": len(classes),
-        "duplicates": by_reason.get("duplicate image", 0),
-        "rejects": by_reason,
+        "duplicates": account["refused"].get("duplicate image", {"files": 0})["files"],
+        **account,
         "domains": {DOMAIN: {"rows": len(split["train"]), "holdout_rows": len(split["holdout"])}},
     }

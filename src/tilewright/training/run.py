@@ -16,6 +16,7 @@ import psutil
 
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
+from tilewright.data.corpus.account import account_line
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.precision.float8 import audit_table
@@ -103,6 +104,8 @@ class Run:
             f"{recipe.train.steps} steps of {recipe.train.global_batch_size} rows, in {self.folder.path}"
         )
         self.recorder.event(0, "start", text, parameters=num_params)
+        data = setup.prepared.summary
+        self.recorder.event(0, "data", account_line(data), shown=False, read=data["read"], refused=data["refused"])
 
     def train(self, stop: StopRequest) -> RunResult:
         """Run to the last step, or until a stop is asked for; the state is saved and recorded either way.

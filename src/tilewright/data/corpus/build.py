@@ -22,9 +22,10 @@ from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_to
 from tilewright.data.corpus.compressors import compressor_bits
 from tilewright.data.corpus.encode import Text, encode_stream
 from tilewright.data.corpus.holdout import Split, choose_holdout
+from tilewright.data.corpus.long_words import short_words
 from tilewright.data.corpus.near_dup import near_copy_clusters
 from tilewright.data.corpus.read import Spool, collect
-from tilewright.data.sources.documents import Reject, Source
+from tilewright.data.sources.documents import Source
 
 SPLITS = ("train", "holdout")
 TOKEN_BYTES = "holdout.bytes.npy"
@@ -68,7 +69,7 @@ def build_corpus(
 
     if given is None:
         progress.phase("training the tokenizer")
-        given = train_tokenizer(map(read, _tokenizer_sample(texts["train"], seed)), vocab_size)
+        given = train_tokenizer(short_words(map(read, _tokenizer_sample(texts["train"], seed))), vocab_size)
     given.save(folder / "tokenizer")
     progress.phase("encoding", len(data))
     tables = []
@@ -81,10 +82,10 @@ def build_corpus(
     spool_path.unlink()
     table = pa.concat_tables(tables)
     pq.write_table(table, folder / "documents.parquet")
-    rejects = spool.rejects + [Reject(spool.domains[d], "domain too small to hold a part out") for d in split.dropped]
+    spool.account.drop({spool.domains[d] for d in split.dropped})
     with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rejects)
-    summary = _summary(source, spool, split, rejects, cluster_of, table, given)
+        file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in spool.rejects)
+    summary = _summary(source, spool, split, cluster_of, table, given)
     for domain, bits in compressed.items():
         summary["domains"][domain]["compressors"] = bits
     (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -149,7 +150,6 @@ def _summary(
     source: Source,
     spool: Spool,
     split: Split,
-    rejects: list[Reject],
     cluster_of: np.ndarray,
     table: pa.Table,
     tokenizer: Tokenizer,
@@ -168,9 +168,6 @@ def _summary(
             "holdout_docs": int(held.sum()),
             "holdout_tokens": int(tokens[held].sum()),
         }
-    by_reason: dict[str, int] = {}
-    for reject in rejects:
-        by_reason[reject.reason] = by_reason.get(reject.reason, 0) + reject.count
     total_bytes, total_tokens = int(columns["bytes"].sum()), int(tokens.sum())
     return {
         "source": source.label,
@@ -182,7 +179,7 @@ def _summary(
         "vocab_size": tokenizer.vocab_size,
         "duplicates": spool.num_duplicates,
         "near_duplicates": int(len(cluster_of) - len(np.unique(cluster_of))),
-        "rejects": by_reason,
+        **spool.account.summary(),
         "notes": split.notes,
         "domains": by_domain,
     }

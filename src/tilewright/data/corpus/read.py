@@ -5,7 +5,6 @@ are read in the order of a seeded hash of their names: a sample of the whole, no
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,10 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.corpus.account import DUPLICATE, LIMIT, NO_DOMAIN, Account, PartRecord
 from tilewright.data.sources.documents import Document, Part, Reject, Source, cut
 
+_DRAINED_BYTES = 4 << 20  # text that is read on where a limit ended the reading inside a part, to say how much it was
 _SLACK = 0.003  # share of the limit that may stay unused: no further round of sharing for less
 
 
@@ -34,9 +35,14 @@ class Spool:
     domain_of: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     offsets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    rejects: list[Reject] = field(default_factory=list)
-    num_duplicates: int = 0
     available_bytes: int = 0
+    account: Account = field(default_factory=lambda: Account(Source("", "", ())))
+    num_duplicates: int = 0
+
+    @property
+    def rejects(self) -> list[Reject]:
+        """Everything that was refused, summed by place and reason."""
+        return self.account.rows()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -60,22 +66,24 @@ def collect(
         DataError: an unknown domain, or nothing usable at all.
     """
     parts = _by_domain(source, domains)
-    spool = Spool(path, domains=tuple(sorted(parts)), available_bytes=sum(p.size for ps in parts.values() for p in ps))
-    rejects = _Rejects()
-    for reject in source.rejects:
-        rejects.add(reject)
-    progress.phase("reading", min(max_bytes or spool.available_bytes, spool.available_bytes))
+    available = sum(p.size for ps in parts.values() for p in ps)
+    spool = Spool(path, domains=tuple(sorted(parts)), available_bytes=available, account=Account(source))
+    progress.phase("reading", min(max_bytes or available, available))
     with path.open("wb") as file:
-        sink = _Sink(file, spool, rejects, progress)
+        sink = _Sink(file, spool, progress)
         readers = [_Reader(i, _ordered(parts[name], name, seed), sink) for i, name in enumerate(spool.domains)]
         _share(readers, max_bytes or math.inf)
+        for reader in readers:
+            reader.drain()
         sink.close()
-    spool.rejects = rejects.rows()
+    for record in spool.account.records.values():
+        if not record.opened:
+            record.reason = LIMIT if record.domain in parts else NO_DOMAIN
     if not len(spool):
         raise _nothing_usable(source, spool.rejects, max_bytes)
     for reader, name in zip(readers, spool.domains, strict=True):
         if not reader.used:
-            spool.rejects.append(Reject(name, "domain without a usable document in its share of max_bytes"))
+            spool.account.add(Reject(name, "domain without a usable document in its share of max_bytes"))
     return spool
 
 
@@ -119,7 +127,8 @@ class _Reader:
     def __init__(self, domain: int, parts: list[Part], sink: "_Sink"):
         self.domain, self.used, self.exhausted, self._sink = domain, 0, False, sink
         self._items = self._documents(parts)
-        self._pending: tuple[str, bytes] | None = None
+        self._stop = False  # no further part is opened
+        self._pending: tuple[PartRecord, str, bytes] | None = None
 
     def read(self, allowance: float) -> None:
         until = self.used + allowance
@@ -128,62 +137,88 @@ class _Reader:
             if item is None:
                 self.exhausted = True
                 return
-            if self.used + len(item[1]) > until:
+            record, name, data = item
+            if self.used + len(data) > until:
                 self._pending = item
                 return
             self._pending = None
-            self._sink.write(self.domain, *item)
-            self.used += len(item[1])
+            self._sink.write(self.domain, record, name, data)
+            self.used += len(data)
 
-    def _documents(self, parts: list[Part]) -> Iterator[tuple[str, bytes]]:
+    def drain(self) -> None:
+        """Count what the limit left of the part that is being read: all of it, or its next few MiB and one rest."""
+        self._stop = True
+        left = _DRAINED_BYTES
+        item = self._pending
+        while item is not None:
+            record, _, data = item
+            self._sink.account.count(record, LIMIT, 1, len(data))
+            left -= len(data)
+            if left < 0:
+                self._sink.account.count(record, LIMIT + ", the rest of the file is not read", 1, 0)
+                return
+            item = next(self._items, None)
+
+    def _documents(self, parts: list[Part]) -> Iterator[tuple[PartRecord, str, bytes]]:
         for part in parts:
+            if self._stop:
+                return
+            record = self._sink.account.open(part)
             for item in _readable(part):
                 if isinstance(item, Reject):
-                    self._sink.rejects.add(item)
+                    self._sink.account.refuse(record, item)
                     continue
                 for piece in cut(item):
-                    cleaned = self._sink.clean(part, piece)
+                    cleaned = self._sink.clean(record, piece)
                     if cleaned:
-                        yield piece.name, cleaned
+                        yield record, piece.name, cleaned
 
 
 def _readable(part: Part) -> Iterator[Document | Reject]:
     try:
         yield from part.read()
     except OSError as error:
-        yield Reject(_file_of(part), "cannot be read", example=str(error.strerror or error))
+        yield Reject(part.file or part.name, "cannot be read", example=str(error.strerror or error))
 
 
 class _Sink:
     """Appends documents to the spool; knows which texts it has seen."""
 
-    def __init__(self, file: BinaryIO, spool: Spool, rejects: "_Rejects", progress: ProgressBar):
-        self.rejects = rejects
+    def __init__(self, file: BinaryIO, spool: Spool, progress: ProgressBar):
+        self.account = spool.account
         self._file, self._spool, self._progress = file, spool, progress
         self._seen: set[bytes] = set()
         self._domains: list[int] = []
         self._lengths: list[int] = []
 
-    def clean(self, part: Part, document: Document) -> bytes | None:
-        """UTF-8 with Unix line ends and no blank edges; None for a blank text, a duplicate or broken Unicode."""
+    def clean(self, record: PartRecord, document: Document) -> bytes | None:
+        """UTF-8 with Unix line ends, no blank edges, no NUL; None for a blank text, a duplicate or broken Unicode."""
         text = document.text.replace("\r\n", "\n").strip("\n")
+        if "\0" in text:
+            text = text.replace("\0", "").strip("\n")
+            self.account.note("NUL characters removed")
+        size = len(document.text.encode("utf-8", "surrogatepass"))
         if not text.strip():
-            self.rejects.add(Reject(_file_of(part), "blank document"))
+            self.account.refuse(record, Reject(record.file, "blank document", num_bytes=size))
             return None
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
-            self.rejects.add(Reject(_file_of(part), "half a Unicode surrogate pair", example=error.reason))
+            reject = Reject(record.file, "half a Unicode surrogate pair", example=error.reason, num_bytes=size)
+            self.account.refuse(record, reject)
             return None
         digest = xxhash.xxh3_128_digest(data)
         if digest in self._seen:
             self._spool.num_duplicates += 1
+            self.account.count(record, DUPLICATE, 1, len(data))
             return None
         self._seen.add(digest)
         return data
 
-    def write(self, domain: int, name: str, data: bytes) -> None:
+    def write(self, domain: int, record: PartRecord, name: str, data: bytes) -> None:
         self._file.write(data)
+        record.documents += 1
+        record.text_bytes += len(data)
         self._spool.names.append(name)
         self._domains.append(domain)
         self._lengths.append(len(data))
@@ -196,25 +231,6 @@ class _Sink:
         self._spool.domain_of = np.array(self._domains, np.int32)
 
 
-class _Rejects:
-    """Rejects summed by place and reason, so that a million bad rows stay one line with a count."""
-
-    def __init__(self):
-        self._counts: dict[tuple[str, str], list] = {}
-
-    def add(self, reject: Reject) -> None:
-        entry = self._counts.setdefault((reject.where, reject.reason), [0, reject.example])
-        entry[0] += reject.count
-
-    def rows(self) -> list[Reject]:
-        return [Reject(where, reason, count, example) for (where, reason), (count, example) in self._counts.items()]
-
-
-def _file_of(part: Part) -> str:
-    """The file that a part is of: its name without the place in the file."""
-    return re.sub(r"@\d+\Z", "", part.name)
-
-
 def _nothing_usable(source: Source, rejects: list[Reject], max_bytes: int) -> DataError:
     worst = sorted(rejects, key=lambda r: -r.count)[:5]
     got = [f"{r.where}: {r.reason} ({r.count}x){'; ' + r.example if r.example else ''}" for r in worst]
@@ -224,7 +240,7 @@ def _nothing_usable(source: Source, rejects: list[Reject], max_bytes: int) -> Da
         "No usable text in the training data",
         where=source.label,
         got="\n".join(got) or "no files",
-        need="UTF-8 text files, .jsonl(.gz/.zst), .parquet or a Hugging Face dataset on disk",
+        need="UTF-8 text files, .jsonl, .json, .csv, .tsv, .parquet or a Hugging Face dataset on disk",
         try_=_hint(worst) or "data.source = 'installed'   to see a run work first",
     )
 

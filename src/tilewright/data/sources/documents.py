@@ -5,15 +5,20 @@ Nothing here guesses an encoding: text is UTF-8, or says otherwise with a byte-o
 """
 
 import codecs
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 MAX_DOCUMENT_CHARS = 65_536
 """Longer texts are cut into documents of at most this many characters, at a blank line where there is one."""
 
 _BAD_LINE_SHARE = 0.1
 _CONTROL = bytes(set(range(32)) - {8, 9, 10, 11, 12, 13, 27})
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_MARKS = {  # in this order: UTF-32's little-endian mark begins with that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 
 
 @dataclass(frozen=True)
@@ -26,35 +31,79 @@ class Document:
 
 @dataclass(frozen=True)
 class Reject:
-    """Something set aside: `count` lines, rows or files of `where` that share one `reason`."""
+    """Something refused: `count` lines, rows or files of `where` that share one `reason`, `num_bytes` together.
+
+    `num_bytes` is 0 where nobody knows, as for the rest of a damaged file.
+    """
 
     where: str
     reason: str
     count: int = 1
     example: str = ""
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source that is read, or left unread, as a whole. `size` is its text in bytes, about."""
+    """A piece of a source that is read, or left unread, as a whole. `size` is its text in bytes, about.
+
+    `file` is the key of `Source.files` for the file that it is of, "" where that is the part's own name.
+    """
 
     domain: str
     name: str
     size: int
     read: Callable[[], Iterator[Document | Reject]]
+    file: str = ""
 
 
 @dataclass(frozen=True)
 class Source:
     """All parts of a source, found without reading their text.
 
-    `key` changes whenever the content may have changed. `rejects` are what was set aside while looking.
+    `key` changes whenever the content may have changed. `rejects` are what was refused while looking. `files` has the
+    size in bytes of everything that was found: each is in a part, in a reject, or both.
     """
 
     label: str
     key: str
     parts: tuple[Part, ...]
     rejects: tuple[Reject, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+
+
+def wide_encoding(data: bytes) -> str:
+    """The encoding that a byte-order mark at the start of `data` says, "" for UTF-8 and where there is none.
+
+    Example:
+        >>> wide_encoding("a".encode("utf-16")), wide_encoding("a".encode("utf-32")), wide_encoding(b"a")
+        ('utf-16', 'utf-32', '')
+    """
+    return next((name for mark, name in _MARKS.items() if data.startswith(mark)), "")
+
+
+def printable(text: str) -> str:
+    """`text` as UTF-8 can hold it and a terminal show it: other bytes, control characters and backslashes escaped.
+
+    Two different texts stay different.
+
+    Example:
+        >>> printable("caf\\udce9\\n.txt"), printable("café.txt")
+        ('caf\\\\xe9\\\\n.txt', 'café.txt')
+    """
+    if text.isprintable() and "\\" not in text:
+        return text
+    return "".join(_escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name that is not UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    if character.isprintable() and character != "\\":
+        return character
+    if "\x80" <= character <= "\xff":  # not to be taken for such a byte
+        return f"\\u{ord(character):04x}"
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def decode(name: str, data: bytes) -> Iterator[Document | Reject]:
@@ -68,15 +117,18 @@ def decode(name: str, data: bytes) -> Iterator[Document | Reject]:
         >>> [r.reason for r in decode("b.bin", b"\\x00\\x01")]
         ['binary, not text']
     """
-    if data.startswith(UTF16_MARKS):
+    if not data:
+        return
+    wide = wide_encoding(data)
+    if wide:
         try:
-            yield Document(name, data.decode("utf-16"))
+            yield Document(name, data.decode(wide))
         except UnicodeDecodeError as error:
-            yield Reject(name, "not the UTF-16 that its byte-order mark says", example=error.reason)
+            yield not_as_marked(name, wide, error.reason, len(data))
         return
     data = data.removeprefix(codecs.BOM_UTF8)
     if looks_binary(data):
-        yield Reject(name, "binary, not text")
+        yield Reject(name, "binary, not text", num_bytes=len(data))
         return
     try:
         yield Document(name, data.decode("utf-8"))
@@ -84,19 +136,26 @@ def decode(name: str, data: bytes) -> Iterator[Document | Reject]:
         yield from _keep_good_lines(name, data)
 
 
+def not_as_marked(name: str, encoding: str, why: str, num_bytes: int = 0) -> Reject:
+    """The reject of a text that is not in the encoding that its byte-order mark says."""
+    mark = encoding.upper()
+    return Reject(name, f"not the {mark} that its byte-order mark says", example=why, num_bytes=num_bytes)
+
+
 def _keep_good_lines(name: str, data: bytes) -> Iterator[Document | Reject]:
-    good, bad, example = [], 0, ""
+    good, bad, lost, example = [], 0, 0, ""
     lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             good.append(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             bad += 1
+            lost += len(line) + 1
             example = example or f"line {number}: byte 0x{line[error.start]:02x}"
     if bad > _BAD_LINE_SHARE * len(lines):
-        yield Reject(name, "not UTF-8", example=example)
+        yield Reject(name, "not UTF-8", example=example, num_bytes=len(data))
         return
-    yield Reject(name, "line is not UTF-8", bad, example)
+    yield Reject(name, "line is not UTF-8", bad, example, lost)
     yield Document(name, "\n".join(good))
 
 

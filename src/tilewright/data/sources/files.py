@@ -1,23 +1,28 @@
 """The user's own data: a folder, one file, or a Hugging Face dataset on disk, as parts that can be sampled.
 
-Text files (the suffixes below), .jsonl, both also .gz or .zst, .parquet and .arrow. The first sub-folder names the
-domain; files at the top are domain `text`. Large plain files become several parts, so that a byte limit samples the
-whole file and not its beginning. Compressed files cannot be entered in the middle and are read from the start.
+Text files (the suffixes below), .jsonl, .json, .csv and .tsv, all of these also compressed, .parquet and .arrow. The
+first sub-folder names the domain; files at the top are domain `text`. Large plain files become several parts, so that a
+byte limit samples the whole file and not its beginning. Compressed files, .json and tables of text cannot be entered in
+the middle and are read from the start.
 """
 
-import json
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from tilewright.core.errors import DataError
-from tilewright.data.sources.documents import UTF16_MARKS, Document, Part, Reject, Source, decode
-from tilewright.data.sources.lines import compressed_lines, segment_lines
+from tilewright.data.sources.csv_rows import read_csv
+from tilewright.data.sources.decompress import COMPRESSED
+from tilewright.data.sources.documents import Document, Part, Reject, Source, decode, printable, wide_encoding
+from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
+from tilewright.data.sources.lines import LONGEST_LINE, segment_lines, streamed_lines, too_long
 from tilewright.data.sources.tables import arrow_parts, is_saved_dataset, parquet_parts, saved_dataset_parts
+from tilewright.data.sources.walk import Found, find_files
 
 SEGMENT_BYTES = 1 << 20
 """Plain files above this are split into parts of this size."""
@@ -27,8 +32,10 @@ _TEXT_SUFFIXES = """
     .jsx .ts .tsx .css .rb .php .pl .lua .sh .bash .zsh .ps1 .sql .r .jl .m .swift .hs .ml .clj .ex .erl .lisp .el .vim
     .zig .nim .f90 .toml .yaml .yml .ini .cfg .cmake .proto .srt
 """
-_COMPRESSED = (".gz", ".zst")
-_EXPANSION = 4  # text bytes a compressed byte, for size estimates only
+_EXPANSION = 4  # text bytes per compressed byte, for size estimates only
+_SHORT_SUFFIX = re.compile(r"\.[a-z0-9_+-]{1,10}\Z")
+
+_Read = Callable[[], Iterator[Document | Reject]]
 
 
 def user_source(source: str, text_field: str = "text", domains: tuple[str, ...] = ()) -> Source:
@@ -38,54 +45,74 @@ def user_source(source: str, text_field: str = "text", domains: tuple[str, ...] 
         DataError: the path does not exist. (One that holds nothing usable is found out when it is read.)
     """
     root = Path(source).expanduser()
-    if not root.exists():
+    found = find_files(_existing(root, source))
+    digest = xxhash.xxh3_128(os.fsencode(f"{root.resolve()}\0{text_field}\0{','.join(domains)}"))
+    saved = root.is_dir() and is_saved_dataset(root)
+    items: list[Part | Reject] = list(found.rejects)
+    for name, path, status in found.files:
+        digest.update(os.fsencode(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n"))
+        if not saved:
+            try:
+                items += [_watched(item, path, status) for item in _parts_of(root, name, path, status, text_field)]
+            except OSError as error:
+                items.append(Reject(name, "cannot be read", example=str(error.strerror), num_bytes=status.st_size))
+    if saved:
+        items += _dataset_items(root, found, text_field, domains)
+    parts = tuple(item for item in items if isinstance(item, Part))
+    rejects = tuple(item for item in items if isinstance(item, Reject))
+    return Source(printable(str(root)), digest.hexdigest(), parts, rejects, found.sizes)
+
+
+def _existing(root: Path, source: str) -> Path:
+    """`root`, which is there.
+
+    Raises:
+        DataError: it is not.
+    """
+    try:
+        root.stat()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+        why = "which does not exist" if absent else f"which cannot be read: {getattr(error, 'strerror', error)}"
         raise DataError(
             "No training data at this path",
             where="data.source",
-            got=f"{source!r}, which does not exist",
+            got=f"{source[:200]!r}, {why}",
             need="a folder, a file, or 'installed'",
             try_='data.source = "installed"   (the text that this installation carries)',
-        )
-    digest = xxhash.xxh3_128(f"{root.resolve()}\0{text_field}\0{','.join(domains)}".encode())
-    found: list[Part | Reject] = []
-    saved = root.is_dir() and is_saved_dataset(root)
-    for path in _walk(root, found):
-        try:
-            status = path.stat()
-            digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-            if not saved:
-                found += _parts_of(root, path, status, text_field)
-        except OSError as error:
-            found.append(Reject(path.name, "cannot be read", example=str(error.strerror)))
-    if saved:
-        found += saved_dataset_parts(root, text_field, domains)
-    parts = tuple(item for item in found if isinstance(item, Part))
-    return Source(str(root), digest.hexdigest(), parts, tuple(item for item in found if isinstance(item, Reject)))
+        ) from None
+    return root
 
 
-def _walk(root: Path, found: list[Part | Reject]) -> Iterator[Path]:
-    """Files below `root` in a fixed order; hidden ones and folders that cannot be entered become rejects."""
-    if root.is_file():
-        yield root
-        return
-
-    def closed(error: OSError) -> None:
-        found.append(Reject(str(error.filename), "cannot be read", example=str(error.strerror)))
-
-    for folder, folders, files in os.walk(root, onerror=closed):
-        here = Path(folder)
-        for name in sorted(folders + files):
-            if name.startswith("."):
-                found.append(Reject((here / name).relative_to(root).as_posix(), "hidden file or folder"))
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        yield from (here / f for f in sorted(files) if not f.startswith("."))
+def _dataset_items(root: Path, found: Found, field: str, domains: tuple[str, ...]) -> list[Part | Reject]:
+    """What a saved dataset holds; its files without rows are refused one by one."""
+    items = saved_dataset_parts(root, field, domains)
+    named = {item.file if isinstance(item, Part) else item.where for item in items}
+    for name, path, status in found.files:
+        if name not in named and name.split("/")[0] not in named:
+            reason = "file of a saved dataset that holds no rows to read"
+            items.append(Reject(name, reason, example=path.suffix, num_bytes=status.st_size))
+    return items
 
 
-def _parts_of(root: Path, path: Path, status: os.stat_result, field: str) -> list[Part | Reject]:
-    single = path == root
-    name = path.name if single else path.relative_to(root).as_posix()
+def _watched(item: Part | Reject, path: Path, status: os.stat_result) -> Part | Reject:
+    """`item`, where it is a part with a reject at its end if the file has changed since `status`."""
+    if isinstance(item, Reject):
+        return item
+
+    def read() -> Iterator[Document | Reject]:
+        yield from item.read()
+        now = path.stat()
+        if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+            example = f"{now.st_size} bytes now, {status.st_size} when it was found"
+            yield Reject(item.file, "file changed while it was read", example=example)
+
+    return Part(item.domain, item.name, item.size, read, item.file)
+
+
+def _parts_of(root: Path, name: str, path: Path, status: os.stat_result, field: str) -> list[Part | Reject]:
     domain = name.split("/")[0] if "/" in name else "text"
-    compressed = path.suffix in _COMPRESSED
+    compressed = path.suffix in COMPRESSED
     kind = Path(path.stem).suffix.lower() if compressed else path.suffix.lower()
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
@@ -96,44 +123,75 @@ def _parts_of(root: Path, path: Path, status: os.stat_result, field: str) -> lis
         return parquet_parts(domain, name, path, field)
     if kind == ".arrow" and not compressed:
         return arrow_parts(domain, name, path, field)
-    if kind == ".jsonl" and compressed:
-        return [Part(domain, name, size * _EXPANSION, partial(_read_compressed_jsonl, name, path, field))]
-    if kind == ".jsonl":
-        return _segments(domain, name, size, partial(_read_jsonl, name, path, field))
-    if kind not in _TEXT_SUFFIXES.split() and not single:
-        return [Reject(name, f"file type {kind or 'without a suffix'} is not read")]
-    if compressed:
-        return [Part(domain, name, size * _EXPANSION, partial(_read_compressed_text, name, path))]
-    if size > SEGMENT_BYTES and not _is_utf16(path):
+    streamed = compressed or _is_wide(path)
+    if kind == ".jsonl" or (kind == ".json" and not streamed and holds_lines(path)):
+        if not streamed:
+            return _segments(domain, name, size, partial(_read_jsonl, name, path, field))
+        read: _Read = partial(streamed_rows, name, path, field)
+    elif kind == ".json":
+        read = partial(read_json, name, path, field)
+    elif kind in (".csv", ".tsv"):
+        read = partial(read_csv, name, path, "," if kind == ".csv" else "\t", field)
+    elif kind not in _TEXT_SUFFIXES.split() and path != root:
+        return [Reject(name, f"file type {_suffix(kind)} is not read", num_bytes=size)]
+    elif size <= SEGMENT_BYTES and not compressed:
+        read = partial(_read_text, name, path)
+    elif streamed or not _has_lines(path):
+        read = partial(_read_streamed_text, name, path)
+    else:
         return _segments(domain, name, size, partial(_read_text_segment, name, path))
-    return [Part(domain, name, size, partial(_read_text, name, path))]
+    return [Part(domain, name, size * (_EXPANSION if compressed else 1), read, name)]
 
 
-def _is_utf16(path: Path) -> bool:
+def _suffix(kind: str) -> str:
+    if not kind:
+        return "without a suffix"
+    return kind if _SHORT_SUFFIX.match(kind) else "of an odd name"
+
+
+def _is_wide(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(2).startswith(UTF16_MARKS)
+        return bool(wide_encoding(file.read(4)))
+
+
+def _has_lines(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\n" in file.read(1 << 16)
 
 
 def _segments(domain: str, name: str, size: int, read) -> list[Part | Reject]:
     starts = range(0, size, SEGMENT_BYTES)
     return [
-        Part(domain, f"{name}@{start}", min(SEGMENT_BYTES, size - start), partial(read, start, start + SEGMENT_BYTES))
+        Part(
+            domain,
+            f"{name}@{start}",
+            min(SEGMENT_BYTES, size - start),
+            partial(read, start, start + SEGMENT_BYTES),
+            name,
+        )
         for start in starts
     ]
 
 
 def _read_text(name: str, path: Path) -> Iterator[Document | Reject]:
-    yield from decode(name, path.read_bytes())
+    with path.open("rb") as file:
+        yield from decode(name, file.read(2 * SEGMENT_BYTES))  # a file that grows meanwhile is read no further
 
 
 def _read_text_segment(name: str, path: Path, start: int, end: int) -> Iterator[Document | Reject]:
-    yield from decode(f"{name}@{start}", b"".join(line for _, line in segment_lines(path, start, end)))
+    lines = []
+    for _, line in segment_lines(path, start, end, LONGEST_LINE):
+        if len(line) > LONGEST_LINE:
+            yield too_long(name, LONGEST_LINE, len(line))
+        else:
+            lines.append(line)
+    yield from decode(f"{name}@{start}", b"".join(lines))
 
 
-def _read_compressed_text(name: str, path: Path) -> Iterator[Document | Reject]:
+def _read_streamed_text(name: str, path: Path) -> Iterator[Document | Reject]:
     """The text in documents of about a segment, cut at line ends if there are any: never in memory whole."""
     block, held, number = [], 0, 0
-    for line in compressed_lines(name, path, SEGMENT_BYTES, cut=True):
+    for line in streamed_lines(name, path, SEGMENT_BYTES, cut=True):
         if isinstance(line, Reject):
             yield line
             continue
@@ -147,36 +205,8 @@ def _read_compressed_text(name: str, path: Path) -> Iterator[Document | Reject]:
 
 
 def _read_jsonl(name: str, path: Path, field: str, start: int, end: int) -> Iterator[Document | Reject]:
-    for offset, line in segment_lines(path, start, end):
-        yield from _row(name, f"byte {offset}", line, field)
-
-
-def _read_compressed_jsonl(name: str, path: Path, field: str) -> Iterator[Document | Reject]:
-    for number, line in enumerate(compressed_lines(name, path), 1):
-        if isinstance(line, Reject):
-            yield line
+    for offset, line in segment_lines(path, start, end, LONGEST_LINE):
+        if len(line) > LONGEST_LINE:
+            yield too_long(name, LONGEST_LINE, len(line))
         else:
-            yield from _row(name, f"line {number}", line, field)
-
-
-def _row(name: str, at: str, line: bytes, field: str) -> Iterator[Document | Reject]:
-    """The text of one JSON row, or why there is none."""
-    if not line.strip():
-        return
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        yield Reject(name, "line is not UTF-8", example=f"{at}: byte 0x{line[error.start]:02x}")
-        return
-    except ValueError as error:
-        half = not line.endswith(b"\n")
-        yield Reject(name, "half-written last line" if half else "line is not JSON", example=f"{at}: {error}")
-        return
-    if not isinstance(row, dict):
-        yield Reject(name, "row is not an object", example=f"{at}: {type(row).__name__}")
-    elif field not in row:
-        yield Reject(name, f"no field {field!r}", example=f"{at}: fields {', '.join(map(str, list(row)[:8]))}")
-    elif not isinstance(row[field], str):
-        yield Reject(name, f"field {field!r} is not text", example=f"{at}: {type(row[field]).__name__}")
-    else:
-        yield Document(f"{name}:{at.split()[1]}", row[field])
+            yield from row(name, f"byte {offset}", line, field)

@@ -14,6 +14,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -22,13 +23,15 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.sources.docstrings import split_docstrings
-from tilewright.data.sources.documents import Document, Part, Reject, Source, decode
+from tilewright.data.sources.documents import Document, Part, Reject, Source, decode, printable
 
 _MIN_CHARS = {"code": 64, "cpp": 64, "docs": 200, "notes": 64, "tests": 64}
 _DOCSTRING_SHARE = 0.12  # of a source file, measured over torch and transformers; only for size estimates
 _HEADERS = {".h", ".hpp", ".hh", ".hxx", ".cuh", ".inl"}
 _TEST_FOLDERS = {"test", "tests", "testing", "idle_test"}
 _NOTE_NAMES = re.compile(r"(licen[sc]e|copying|notice|readme|authors|changelog|news|thanks)", re.IGNORECASE)
+_SHORT_SUFFIX = re.compile(r"\.[a-z][a-z_+-]{0,9}\Z")
+_NO_STDLIB = "folder without text of the standard library"
 _SKIP_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 
 
@@ -46,23 +49,28 @@ def installed_source(project: str = "tilewright") -> Source:
             try_="pip install -e .   or name your own data: --data.source FOLDER",
         )
     digest = xxhash.xxh3_128(sys.version.encode())
-    parts: list[Part] = []
-    rejects: list[Reject] = []
-    for name, size, path in _stdlib_files():
-        digest.update(f"{name}\0{size}\n".encode())
-        parts += _parts_of(name, size, path)
-    parts += _topics_part()
+    found: list[Part | Reject] = []
+    files: dict[str, int] = {}
+    for name, size, path in _stdlib_files(found):
+        digest.update(os.fsencode(f"{name}\0{size}\n"))
+        files[name] = size
+        found += _parts_of(name, size, path)
+    found += _topics_part()
     for distribution in dependency_closure(project):
         label = f"{distribution.name}-{distribution.version}"
         record = distribution.read_text("RECORD")
         if record is None:
-            rejects.append(Reject(label, "distribution without a RECORD of its files"))
+            found.append(Reject(label, "distribution without a RECORD of its files"))
             continue
         digest.update(label.encode())
         for name, size, checksum, path in _record_files(distribution, record):
             digest.update(f"{name}\0{size}\0{checksum}\n".encode())
-            parts += _parts_of(name, size, path)
-    return Source("installed", digest.hexdigest(), tuple(parts), tuple(rejects))
+            files[name] = size
+            found += _parts_of(name, size, path)
+    parts = tuple(item for item in found if isinstance(item, Part))
+    return Source(
+        "installed", digest.hexdigest(), parts, tuple(item for item in found if isinstance(item, Reject)), files
+    )
 
 
 def dependency_closure(project: str) -> list[metadata.Distribution]:
@@ -96,13 +104,16 @@ def _find(name: str) -> metadata.Distribution | None:
     return next(iter(metadata.distributions(name=name, path=list(dict.fromkeys(folders)))), None)
 
 
-def _stdlib_files() -> Iterator[tuple[str, int, Path]]:
+def _stdlib_files(found: list[Part | Reject]) -> Iterator[tuple[str, int, Path]]:
+    """Files of the standard library; folders that are not of it, or hold no text, are added to `found`."""
     root = Path(sysconfig.get_path("stdlib"))
     for folder, folders, files in os.walk(root):
+        skipped = [f for f in folders if f in _SKIP_FOLDERS or f.startswith("config-")]
+        found += [Reject(f"stdlib/{Path(folder, f).relative_to(root).as_posix()}", _NO_STDLIB) for f in skipped]
         folders[:] = sorted(f for f in folders if f not in _SKIP_FOLDERS and not f.startswith("config-"))
         for file in sorted(files):
             path = Path(folder, file)
-            yield f"stdlib/{path.relative_to(root).as_posix()}", path.stat().st_size, path
+            yield printable(f"stdlib/{path.relative_to(root).as_posix()}"), path.stat().st_size, path
 
 
 def _record_files(distribution: metadata.Distribution, record: str) -> Iterator[tuple[str, int, str, Path]]:
@@ -112,8 +123,8 @@ def _record_files(distribution: metadata.Distribution, record: str) -> Iterator[
             yield name, int(size), checksum, Path(str(distribution.locate_file(name)))
 
 
-def _parts_of(name: str, size: int, path: Path) -> list[Part]:
-    """The parts that one file gives: a Python file gives code and docs, most others nothing."""
+def _parts_of(name: str, size: int, path: Path) -> list[Part | Reject]:
+    """The parts that one file gives: a Python file gives code and docs, most others a reject."""
     pure = PurePosixPath(name)
     suffix = pure.suffix.lower()
     if suffix == ".py":
@@ -132,7 +143,8 @@ def _parts_of(name: str, size: int, path: Path) -> list[Part]:
         return [Part("notes", name, size, partial(_read_plain, name, path, "notes"))]
     if suffix in {".md", ".rst"}:
         return [Part("docs", name, size, partial(_read_plain, name, path, "docs"))]
-    return []
+    kind = suffix if _SHORT_SUFFIX.match(suffix) else "without a usual suffix"
+    return [Reject(name, f"file type {kind} is not read", num_bytes=size)]
 
 
 def _is_test(path: PurePosixPath) -> bool:
@@ -168,20 +180,26 @@ def _read_file(name: str, path: Path) -> Iterator[Document | Reject]:
     yield from decode(name, data)
 
 
+def _long_enough(text: Document, domain: str) -> Document | Reject:
+    """The text, or a reject where it is too short to learn from."""
+    least = _MIN_CHARS[domain]
+    if len(text.text) >= least:
+        return text
+    size = len(text.text.encode("utf-8", "surrogatepass"))
+    return Reject(text.name, f"{domain}: shorter than {least} characters", num_bytes=size)
+
+
 def _read_plain(name: str, path: Path, domain: str) -> Iterator[Document | Reject]:
     for item in _read_file(name, path):
-        if isinstance(item, Reject) or len(item.text) >= _MIN_CHARS[domain]:
-            yield item
+        yield item if isinstance(item, Reject) else _long_enough(item, domain)
 
 
 def _read_code(name: str, path: Path) -> Iterator[Document | Reject]:
     for item in _read_file(name, path):
         if isinstance(item, Reject):
             yield item
-            continue
-        code, _ = split_docstrings(item.text)
-        if len(code) >= _MIN_CHARS["code"]:
-            yield Document(name, code)
+        else:
+            yield _long_enough(Document(name, split_docstrings(item.text)[0]), "code")
 
 
 def _read_docstrings(name: str, path: Path) -> Iterator[Document | Reject]:
@@ -189,15 +207,13 @@ def _read_docstrings(name: str, path: Path) -> Iterator[Document | Reject]:
         if isinstance(item, Reject):
             continue  # counted where the file is read for its code
         for line, text in split_docstrings(item.text)[1]:
-            if len(text) >= _MIN_CHARS["docs"]:
-                yield Document(f"{name}:{line}", text)
+            found = _long_enough(Document(f"{name}:{line}", text), "docs")
+            yield found if isinstance(found, Document) else replace(found, where=name)
 
 
 def _read_description(name: str, path: Path) -> Iterator[Document | Reject]:
     for item in _read_file(name, path):
         if isinstance(item, Reject):
             yield item
-            continue
-        _, _, description = item.text.partition("\n\n")
-        if len(description) >= _MIN_CHARS["notes"]:
-            yield Document(name, description)
+        else:
+            yield _long_enough(Document(name, item.text.partition("\n\n")[2]), "notes")

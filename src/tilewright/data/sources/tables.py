@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tilewright.data.sources.documents import Document, Part, Reject
-from tilewright.data.sources.lines import FREE_EXPANSION, MAX_EXPANSION, expands_too_much
+from tilewright.data.sources.decompress import FREE_EXPANSION, MAX_EXPANSION, expands_too_much
+from tilewright.data.sources.documents import Document, Part, Reject, printable
 
 _ARROW_ROWS = 4096  # rows in one part of an Arrow file
 _BATCH_ROWS = 16  # a batch is in memory whole, also where all of its rows are one long value of a dictionary
@@ -28,14 +28,15 @@ def parquet_parts(domain: str, name: str, path: Path, field: str) -> list[Part |
             sizes = [_column_bytes(file.metadata.row_group(i), field) for i in range(file.num_row_groups)]
             rows = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     except _DAMAGE as error:
-        return [Reject(name, "damaged parquet file", example=_first_line(error))]
+        return [Reject(name, "damaged parquet file", example=first_line(error))]
     parts: list[Part | Reject] = []
     for group, (size, compressed) in enumerate(sizes):
         if size > FREE_EXPANSION + MAX_EXPANSION * compressed:
             parts.append(replace(expands_too_much(name, size, compressed), count=rows[group]))
         else:
-            parts.append(Part(domain, f"{name}@{group}", size, partial(_read_row_group, name, path, group, field)))
-    return parts
+            read = partial(_read_row_group, name, path, group, field)
+            parts.append(Part(domain, f"{name}@{group}", size, read, name))
+    return parts or [Reject(name, "no rows")]
 
 
 def _column_bytes(row_group: pq.RowGroupMetaData, field: str) -> tuple[int, int]:
@@ -53,7 +54,7 @@ def _read_row_group(name: str, path: Path, group: int, field: str) -> Iterator[D
                 yield from _documents(name, f"{name}@{group}", row, batch.column(0))
                 row += batch.num_rows
     except _DAMAGE as error:
-        yield Reject(name, "damaged parquet file, the rest of the row group is lost", example=_first_line(error))
+        yield Reject(name, "damaged parquet file, the rest of the row group is lost", example=first_line(error))
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -64,25 +65,25 @@ def is_saved_dataset(folder: Path) -> bool:
 def saved_dataset_parts(folder: Path, field: str, domains: tuple[str, ...]) -> list[Part | Reject]:
     """Parts of a saved dataset. Of several splits only `train` is read, unless `domains` names others."""
     if not (folder / "dataset_dict.json").is_file():
-        return _split_parts("text", folder, folder.name, field)
+        return _split_parts("text", folder, "", field)
     splits = sorted(f.name for f in folder.iterdir() if f.is_dir() and is_saved_dataset(f))
     wanted = domains or (("train",) if "train" in splits else tuple(splits))
     found: list[Part | Reject] = []
     for split in splits:
         if split in wanted:
-            found += _split_parts(split, folder / split, split, field)
+            found += _split_parts(split, folder / split, f"{split}/", field)
         else:
             found.append(Reject(split, "split not trained on", example="name it in data.domains"))
     return found
 
 
-def _split_parts(domain: str, folder: Path, name: str, field: str) -> list[Part | Reject]:
+def _split_parts(domain: str, folder: Path, prefix: str, field: str) -> list[Part | Reject]:
     try:
         state = json.loads((folder / "state.json").read_bytes())
-        files = [folder / entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [Reject(f"{name}/state.json", "damaged dataset", example=_first_line(error))]
-    return [part for file in files for part in arrow_parts(domain, f"{name}/{file.name}", file, field)]
+        files = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return [Reject(f"{prefix}state.json", "damaged dataset", example=first_line(error))]
+    return [part for file in files for part in arrow_parts(domain, f"{prefix}{printable(file)}", folder / file, field)]
 
 
 def arrow_parts(domain: str, name: str, path: Path, field: str) -> list[Part | Reject]:
@@ -94,10 +95,13 @@ def arrow_parts(domain: str, name: str, path: Path, field: str) -> list[Part | R
             return [Reject(name, problem[0], table.num_rows, problem[1])]
         size = table.column(field).nbytes
     except _DAMAGE as error:
-        return [Reject(name, "damaged Arrow file", example=_first_line(error))]
+        return [Reject(name, "damaged Arrow file", example=first_line(error))]
     starts = range(0, table.num_rows, _ARROW_ROWS)
     share = size // max(1, len(starts))
-    return [Part(domain, f"{name}@{i}", share, partial(_read_arrow, name, path, i, field)) for i in starts]
+    found: list[Part | Reject] = [
+        Part(domain, f"{name}@{i}", share, partial(_read_arrow, name, path, i, field), name) for i in starts
+    ]
+    return found or [Reject(name, "no rows")]
 
 
 def _open_arrow(path: Path) -> pa.Table:
@@ -112,9 +116,10 @@ def _open_arrow(path: Path) -> pa.Table:
 def _read_arrow(name: str, path: Path, start: int, field: str) -> Iterator[Document | Reject]:
     try:
         rows = _open_arrow(path).column(field).slice(start, _ARROW_ROWS)
+        rows.validate(full=True)  # offsets of a damaged file may lie outside of it
         yield from _documents(name, name, start, rows)
     except _DAMAGE as error:
-        yield Reject(name, "damaged Arrow file", example=_first_line(error))
+        yield Reject(name, "damaged Arrow file", example=first_line(error))
 
 
 def _documents(file: str, name: str, first_row: int, column: pa.Array) -> Iterator[Document | Reject]:
@@ -122,7 +127,7 @@ def _documents(file: str, name: str, first_row: int, column: pa.Array) -> Iterat
         if isinstance(value, str):
             yield Document(f"{name}:{row}", value)
         else:
-            yield Reject(file, "row without text", example=f"row {row}: {value!r}")
+            yield Reject(file, "row without text", example=f"row {row}: {str(value)[:40]!r}")
 
 
 def _field_problem(schema: pa.Schema, field: str) -> tuple[str, str] | None:
@@ -136,5 +141,6 @@ def _field_problem(schema: pa.Schema, field: str) -> tuple[str, str] | None:
     return None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error of Arrow says, in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -3,8 +3,10 @@
 import torch
 
 from tilewright.core.config.recipe import DataSection, ModelSection, Recipe
+from tilewright.core.log import say
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
+from tilewright.data.corpus.account import account_line
 from tilewright.data.prepare import prepare
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_images import PreparedImages
@@ -12,7 +14,7 @@ from tilewright.models.build import check_data
 
 
 def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
-    """The data of a recipe, prepared or found prepared; see `data.prepare`.
+    """The data of a recipe, prepared or found prepared; see `data.prepare`. Says in one line what was used and refused.
 
     Raises:
         ConfigError: rows of this data would not fit the model; found before anything is prepared.
@@ -20,7 +22,7 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
     """
     check_rows(recipe)
     data = recipe.data
-    return prepare(
+    prepared = prepare(
         data.source,
         task=recipe.model.task,
         domains=data.domains,
@@ -34,6 +36,8 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
         cache_dir=data.cache_dir,
         own_process=True,
     )
+    say(f"data: {account_line(prepared.summary)}")
+    return prepared
 
 
 def held_out_batches(

@@ -1,0 +1,189 @@
+"""Rows of text out of JSON: one row per line (.jsonl), or a .json file with rows in it.
+
+A .json file holds an array of rows, one object with a list of rows in it, one object that is a row, or one row per
+line. Arrays are read in bounded memory: a row has a greatest length. A row is an object with the text in a field, or,
+in an array, the text itself.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tilewright.data.sources.decompress import utf8_pieces
+from tilewright.data.sources.documents import Document, Reject
+from tilewright.data.sources.lines import LONGEST_LINE, streamed_lines, too_long
+
+_MARK = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\Z))|[\[\]{},]', re.DOTALL)
+
+
+def row(name: str, at: str, line: bytes, field: str, *, bare: bool = False) -> Iterator[Document | Reject]:
+    """The text of one JSON row, or why there is none.
+
+    Args:
+        name: of the file.
+        at: place in it, as "line 3".
+        line: the row as UTF-8.
+        field: of the object that holds the text.
+        bare: a row may also be the text itself.
+    """
+    if not line.strip():
+        return
+
+    def reject(reason: str, example: str) -> Reject:
+        return Reject(name, reason, example=f"{at}: {example}", num_bytes=len(line))
+
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        yield reject("line is not UTF-8", f"byte 0x{line[error.start]:02x}")
+        return
+    except RecursionError:
+        yield reject("JSON nested too deep", "brackets in brackets")
+        return
+    except ValueError as error:
+        half = at.startswith("byte") and not line.endswith(b"\n")
+        yield reject("half-written last line" if half else "line is not JSON", str(error))
+        return
+    yield from _text(name, at, value, field, reject, bare)
+
+
+def _text(name: str, at: str, value: object, field: str, reject, bare: bool) -> Iterator[Document | Reject]:
+    if bare and isinstance(value, str):
+        value = {field: value}
+    if not isinstance(value, dict):
+        yield reject("row is not an object", type(value).__name__)
+    elif field not in value:
+        yield reject(f"no field {field!r}", f"fields {', '.join(str(k)[:40] for k in list(value)[:8])}")
+    elif not isinstance(value[field], str):
+        yield reject(f"field {field!r} is not text", type(value[field]).__name__)
+    else:
+        yield Document(f"{name}:{at.split()[1]}", value[field])
+
+
+def streamed_rows(name: str, path: Path, field: str) -> Iterator[Document | Reject]:
+    """Rows of a file with one per line, from its first line on."""
+    for number, line in enumerate(streamed_lines(name, path), 1):
+        if isinstance(line, Reject):
+            yield line
+        else:
+            yield from row(name, f"line {number}", line, field)
+
+
+def holds_lines(path: Path) -> bool:
+    """Whether the .json file at `path` has a whole object in its first line and something after it."""
+    with path.open("rb") as file:
+        head = file.readline(1 << 20).removeprefix(codecs.BOM_UTF8)
+        if not head.endswith(b"\n") or not head.strip().startswith(b"{") or not file.read(1):
+            return False
+    try:
+        return isinstance(json.loads(head), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def read_json(name: str, path: Path, field: str) -> Iterator[Document | Reject]:
+    """Rows of a .json file; see the top of this file for what it may hold."""
+    lost: list[Reject] = []
+    pieces = _decoded(name, path, lost)
+    head = ""
+    for piece in pieces:
+        head += piece
+        if head.lstrip():
+            break
+    kind = head.lstrip()[:1]
+    if kind == "{":
+        for piece in pieces:
+            head += piece
+            if len(head) > LONGEST_LINE:
+                break
+        else:
+            yield from _whole(name, head, field, lost)
+            return
+    if kind in ("{", "["):
+        yield from _rows_in_list(name, head, pieces, field, depth=1 + (kind == "{"))
+    elif head.strip():
+        yield Reject(name, "JSON without rows", example=f"begins with {head.lstrip()[:20]!r}")
+    yield from lost
+
+
+def _decoded(name: str, path: Path, lost: list[Reject]) -> Iterator[str]:
+    """Text of a file; bytes that are not UTF-8 become surrogates, so that their row alone is refused."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    for piece in utf8_pieces(name, path):
+        if isinstance(piece, Reject):
+            lost.append(piece)
+            return
+        yield decoder.decode(piece)
+    yield decoder.decode(b"", True)
+
+
+def _whole(name: str, text: str, field: str, lost: list[Reject]) -> Iterator[Document | Reject]:
+    """The rows of an object that is in memory."""
+    data = text.encode("utf-8", "surrogateescape")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = {field: None}  # what is wrong, `row` says
+    lists = [item for item in value.values() if isinstance(item, list)] if isinstance(value, dict) else []
+    if lost:
+        yield from lost
+    elif lists and not isinstance(value.get(field), str):
+        yield from _rows_in_list(name, text, iter(()), field, depth=2)
+    else:
+        yield from row(name, "line 1", data, field)
+
+
+def _rows_in_list(name: str, head: str, pieces: Iterator[str], field: str, depth: int) -> Iterator[Document | Reject]:
+    """The items of every list that opens at `depth`: 1 for the outermost value, 2 for those in it."""
+    for number, item in enumerate(_items(head, pieces, depth), 1):
+        if isinstance(item, str):
+            yield from row(name, f"row {number}", item.encode("utf-8", "surrogateescape"), field, bare=True)
+        elif item < 0:
+            yield Reject(name, "truncated JSON, the rest is lost", num_bytes=-item)
+        else:
+            yield too_long(name, LONGEST_LINE, item)
+
+
+def _items(text: str, pieces: Iterator[str], depth: int) -> Iterator[str | int]:
+    """Texts between the commas of the lists at `depth`. For one that is too long its length, for one that the file
+    breaks off in, its length as a negative number."""
+    level, at, start, dropped, inside = 0, 0, 0, 0, False
+    while True:
+        for match in _MARK.finditer(text, at):
+            mark = match[0]
+            if match["open"] is not None:  # a string that goes on in the next piece
+                at = match.start()
+                break
+            at = match.end()
+            if mark in ("[", "{"):
+                level += 1
+                if level == depth and mark == "[":
+                    inside, start, dropped = True, at, 0
+            elif mark in ("]", "}", ","):
+                closes = mark != ","
+                if inside and level == depth:
+                    item = text[start : match.start()]
+                    if dropped:
+                        yield dropped + len(item)
+                    elif item.strip():
+                        yield item
+                    inside, start, dropped = not closes, at, 0
+                level -= closes
+        else:
+            at = max(at, len(text)) if '"' not in text[at:] else at
+        keep = start if inside else at
+        if at - keep > LONGEST_LINE or len(text) - keep > 2 * LONGEST_LINE:
+            dropped += at - keep
+            keep = at
+            if len(text) - at > 2 * LONGEST_LINE:  # one string that does not end
+                yield dropped + len(text) - at
+                return
+        text, at, start = text[keep:], at - keep, 0
+        more = next(pieces, None)
+        if more is None:
+            if inside or level > 0:
+                yield -max(1, len(text) + dropped)
+            return
+        text += more

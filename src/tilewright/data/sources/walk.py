@@ -1,0 +1,96 @@
+"""The files below a folder, each once: links are followed once, loops and what cannot be read come out as rejects."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tilewright.data.sources.documents import Reject, printable
+
+
+@dataclass
+class Found:
+    """What is below a path: files to read as (name, path, status), rejects, and the size of each of both by name.
+
+    A name is relative to the root, printable, and different for each entry.
+    """
+
+    files: list[tuple[str, Path, os.stat_result]] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def refuse(self, name: str, reason: str, example: str = "", size: int = 0) -> None:
+        self.sizes[name] = size
+        self.rejects.append(Reject(name, reason, example=example, num_bytes=size))
+
+
+def find_files(root: Path) -> Found:
+    """All files at or below `root` in a fixed order. Real files and folders come before links to them."""
+    found = Found()
+    if not root.is_dir():
+        _add(found, printable(root.name), root, set())
+        return found
+    seen: set[str] = {os.path.realpath(root)}
+    files: set[str] = set()
+    links: list[tuple[str, Path]] = []
+    todo = [("", root)]
+    while todo or links:
+        if not todo:
+            prefix, path = links.pop(0)
+            _follow(found, prefix, path, seen, files, todo)
+            continue
+        prefix, folder = todo.pop()
+        todo += reversed(_list(found, prefix, folder, seen, files, links))
+    return found
+
+
+def _list(
+    found: Found, prefix: str, folder: Path, seen: set[str], files: set[str], links: list[tuple[str, Path]]
+) -> list[tuple[str, Path]]:
+    """Add the files of `folder`; returns its sub-folders. Links are put off until everything real is known."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted((e for e in entries), key=lambda e: os.fsencode(e.name))
+    except OSError as error:
+        found.refuse(prefix.rstrip("/") or ".", "cannot be read", str(error.strerror))
+        return []
+    folders = []
+    for entry in names:
+        name, path = prefix + printable(entry.name), Path(entry.path)
+        if entry.name.startswith("."):
+            found.refuse(name, "hidden file or folder")
+        elif entry.is_symlink():
+            links.append((name, path))
+        elif entry.is_dir(follow_symlinks=False):
+            seen.add(os.path.realpath(path))
+            folders.append((name + "/", path))
+        else:
+            _add(found, name, path, files)
+    return folders
+
+
+def _follow(found: Found, name: str, link: Path, seen: set[str], files: set[str], todo: list[tuple[str, Path]]) -> None:
+    real = os.path.realpath(link)
+    if not os.path.isdir(real):
+        _add(found, name, link, files)
+    elif real in seen:
+        found.refuse(name, "link to a folder that is read already", printable(real))
+    elif Path(os.path.realpath(link.parent)).is_relative_to(real):
+        found.refuse(name, "link to a folder that it is in", printable(real))
+    else:
+        seen.add(real)
+        todo.append((name + "/", link))
+
+
+def _add(found: Found, name: str, path: Path, files: set[str]) -> None:
+    real = os.path.realpath(path)
+    try:
+        status = path.stat()
+    except OSError as error:
+        found.refuse(name, "cannot be read", str(error.strerror))
+        return
+    if real in files:
+        found.refuse(name, "link to a file that is read already", printable(real))
+        return
+    files.add(real)
+    found.sizes[name] = status.st_size
+    found.files.append((name, path, status))
