@@ -24,7 +24,7 @@ from tilewright.data.prepared_images import PreparedImages, prepare_images
 from tilewright.data.sources.files import user_source
 from tilewright.data.sources.installed import installed_source
 
-_FORMAT = 2  # of the cache entries; a change makes old entries unused
+_FORMAT = 3  # of the cache entries; a change makes old entries unused
 
 
 def prepare(
