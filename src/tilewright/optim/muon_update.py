@@ -4,13 +4,14 @@ In FP32, with decoupled decay, in torch.optim.Muon's order of operations:
     m <- m + (1 - momentum) * (g - m);   u <- g + momentum * (m - g) (Nesterov), else m
     p <- p * (1 - lr * weight_decay) - lr * adjustment * newton_schulz(u)
 Storage in 16, 24 and 8 bits is that of `ops.adam` and `ops.low_bit_adam`, rounded stochastically with bits of the same
-hash, so a resumed run draws the same, and so does one that updates the matrices in another order.
+hash, so a resumed run draws the same, and so does one that updates the matrices in another order. It is read and
+written `CHUNK` elements at a time, so that what rounding takes does not grow with the matrix.
 
-Legend: N elements of the matrix, in its logical order.
+Legend: N elements of the matrix, in its logical order  B blocks of 128 of them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,11 +21,13 @@ from torch import Tensor
 from tilewright.formats import quadratic_map
 from tilewright.formats.rounding import join24, round_bf16, split24
 from tilewright.ops.backends.native.newton_schulz import newton_schulz
-from tilewright.ops.backends.ref.adam import AdamHyper, hash32
+from tilewright.ops.backends.ref.adam import AdamHyper, hash_of
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 Writes = list[tuple[Tensor, Tensor]]
 """Targets, and what is to be copied into them."""
+CHUNK = 2**18
+"""Elements that are rounded at a time: whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,14 @@ def update_matrix(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], numb
     momentum, writes = _next_momentum(state, grad, number, hyper)
     if hyper.nesterov:
         torch.lerp(grad, momentum, hyper.momentum, out=momentum)
-    narrow = momentum.to(torch.bfloat16)
-    del momentum  # the most memory is taken below
-    direction = newton_schulz(narrow, hyper.num_steps).to(wide)
-    del narrow
+    narrow = [momentum.to(torch.bfloat16)]
+    del momentum
+    direction = newton_schulz(narrow.pop(), hyper.num_steps).to(wide)
     decay, rate = 1 - hyper.lr * hyper.weight_decay, hyper.lr * lr_factor(param.shape, hyper.adjust_lr)
     if target.dtype == wide:  # from here on nothing takes memory
         target.mul_(decay).add_(direction, alpha=-rate)
     else:
-        value = _value(target, state).mul_(decay).add_(direction, alpha=-rate)
-        writes += _value_writes(target, value, state, number, hyper)
+        writes += _rounded_weights(target, direction.mul_(-rate), decay, state, number, hyper)
     if state["exp_avg"].dtype == wide:
         state["exp_avg"].lerp_(grad, 1 - hyper.momentum)
     for stored, new in writes:
@@ -91,35 +92,53 @@ def update_matrix(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], numb
         param.copy_(state["master"])
 
 
-def _next_momentum(state: Mapping[str, Tensor], grad: Tensor, number: int, hyper: MuonHyper) -> tuple[Tensor, Writes]:
+def _next_momentum(
+    state: Mapping[str, Tensor], grad: Tensor, number: int, hyper: MuonHyper
+) -> tuple[Tensor, Writes]:
     """The momentum after this gradient, not rounded, and what is stored of it where it is in 16 or 8 bits."""
     exp_avg, rate = state["exp_avg"], 1 - hyper.momentum
     if exp_avg.dtype == grad.dtype:
         return exp_avg.lerp(grad, rate), []
-    if "exp_avg_scale" not in state:
-        value = exp_avg.to(grad.dtype).lerp_(grad, rate)
-        value_N = value.reshape(-1)
-        noise_N = _bits(value_N, number, hyper, 1) & 0xFFFF
-        return value, [(exp_avg, round_bf16(value_N.float(), noise_N).view(value.shape))]
-    value = quadratic_map.decode(exp_avg.reshape(-1), state["exp_avg_scale"]).view(exp_avg.shape).lerp_(grad, rate)
-    value_N = value.reshape(-1)
-    qdata_N, scale_B = quadratic_map.encode(value_N, _bits(value_N, number, hyper) >> 16 & 0xFF, signed=True)
-    return value, [(exp_avg, qdata_N.view(value.shape)), (state["exp_avg_scale"], scale_B)]
+    old_N, grad_N = exp_avg.reshape(-1), grad.reshape(-1)
+    new_N, stored_N = torch.empty_like(grad_N), torch.empty_like(old_N)
+    writes = [(exp_avg, stored_N.view(exp_avg.shape))]
+    if exp_avg.dtype == torch.bfloat16:
+        for part, bits in _chunks(new_N, number, hyper, stream=1):
+            torch.lerp(old_N[part].to(grad.dtype), grad_N[part], rate, out=new_N[part])
+            stored_N[part] = round_bf16(new_N[part].float(), bits & 0xFFFF)
+        return new_N.view(grad.shape), writes
+    scale_B, new_scale_B = state["exp_avg_scale"], torch.empty_like(state["exp_avg_scale"])
+    for part, bits in _chunks(new_N, number, hyper):
+        blocks = slice(part.start // quadratic_map.BLOCK, quadratic_map.num_blocks(part.stop))
+        torch.lerp(quadratic_map.decode(old_N[part], scale_B[blocks]), grad_N[part], rate, out=new_N[part])
+        noise = bits >> 16 & 0xFF
+        stored_N[part], new_scale_B[blocks] = quadratic_map.encode(new_N[part], noise, signed=True)
+    return new_N.view(grad.shape), [*writes, (scale_B, new_scale_B)]
 
 
-def _value(target: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """FP32 weights of a BF16 target."""
-    return join24(target, state["low"]) if "low" in state else target.to(torch.float32)
+def _rounded_weights(
+    target: Tensor, change: Tensor, decay: float, state: Mapping[str, Tensor], number: int, hyper: MuonHyper
+) -> Writes:
+    """What is stored of BF16 weights, alone or with 8 bits more, times `decay` plus `change`."""
+    target_N, change_N = target.reshape(-1), change.reshape(-1)
+    weight_N = torch.empty_like(target_N)
+    writes = [(target, weight_N.view(target.shape))]
+    if "low" not in state:
+        for part, bits in _chunks(target_N, number, hyper):
+            value = target_N[part].to(torch.float32).mul_(decay).add_(change_N[part])
+            weight_N[part] = round_bf16(value, bits & 0xFFFF)
+        return writes
+    low_N = state["low"].reshape(-1)
+    new_low_N = torch.empty_like(low_N)
+    for part, bits in _chunks(target_N, number, hyper):
+        value = join24(target_N[part], low_N[part]).mul_(decay).add_(change_N[part])
+        weight_N[part], new_low_N[part] = split24(value, bits & 0xFF)
+    return [*writes, (state["low"], new_low_N.view(target.shape))]
 
 
-def _value_writes(target: Tensor, value: Tensor, state: Mapping[str, Tensor], number: int, hyper: MuonHyper) -> Writes:
-    value_N = value.reshape(-1)
-    if "low" in state:
-        weight_N, low_N = split24(value_N, _bits(value_N, number, hyper) & 0xFF)
-        return [(target, weight_N.view(value.shape)), (state["low"], low_N.view(value.shape))]
-    return [(target, round_bf16(value_N, _bits(value_N, number, hyper) & 0xFFFF).view(value.shape))]
-
-
-def _bits(value_N: Tensor, number: int, hyper: MuonHyper, stream: int = 0) -> Tensor:
-    """32 random bits for each element."""
-    return hash32(value_N.numel(), hyper.rounding.stream(number, stream), value_N.device)
+def _chunks(x_N: Tensor, number: int, hyper: MuonHyper, stream: int = 0) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of a flat tensor, each with 32 random bits for each of its elements."""
+    seed = hyper.rounding.stream(number, stream)
+    for start in range(0, x_N.numel(), CHUNK):
+        stop = min(start + CHUNK, x_N.numel())
+        yield slice(start, stop), hash_of(torch.arange(start, stop, dtype=torch.int32, device=x_N.device), seed)

@@ -34,6 +34,7 @@ def newton_schulz(x_RC: Tensor, num_steps: int = 5) -> Tensor:
     if not x.numel():
         return x
     norm = x.norm() if x.ndim == 2 else torch.stack([matrix.norm() for matrix in x])[:, None, None]
+    del x_RC  # a caller may have nothing else to do with it
     x = x / norm.clamp(min=EPS)
     tall = x.shape[-2] > x.shape[-1]
     x = _iterate(x.mT if tall else x, num_steps)

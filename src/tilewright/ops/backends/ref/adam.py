@@ -41,8 +41,13 @@ Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def hash32(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
-    """32 random bits per element, a pure function of (element, stream): a 32-bit integer finaliser."""
-    x = torch.arange(count, dtype=torch.int32, device=device) * -1640531527 + stream
+    """32 random bits per element, a pure function of (element, stream)."""
+    return hash_of(torch.arange(count, dtype=torch.int32, device=device), stream)
+
+
+def hash_of(element: Tensor, stream: Tensor | int) -> Tensor:
+    """The same for these elements (int32): a 32-bit integer finaliser."""
+    x = element * -1640531527 + stream
     x = (x ^ ((x >> 16) & 0xFFFF)) * 569420461
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 1935289751
     return x ^ ((x >> 15) & 0x1FFFF)
