@@ -78,7 +78,7 @@ def update_matrix(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], numb
         torch.lerp(grad, momentum, hyper.momentum, out=momentum)
     narrow = [momentum.to(torch.bfloat16)]
     del momentum
-    direction = newton_schulz(narrow.pop(), hyper.num_steps).to(wide)
+    direction = newton_schulz(narrow.pop(), hyper.num_steps).to(wide, memory_format=torch.contiguous_format)
     decay, rate = 1 - hyper.lr * hyper.weight_decay, hyper.lr * lr_factor(param.shape, hyper.adjust_lr)
     if target.dtype == wide:  # from here on nothing takes memory
         target.mul_(decay).add_(direction, alpha=-rate)
@@ -92,9 +92,7 @@ def update_matrix(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], numb
         param.copy_(state["master"])
 
 
-def _next_momentum(
-    state: Mapping[str, Tensor], grad: Tensor, number: int, hyper: MuonHyper
-) -> tuple[Tensor, Writes]:
+def _next_momentum(state: Mapping[str, Tensor], grad: Tensor, number: int, hyper: MuonHyper) -> tuple[Tensor, Writes]:
     """The momentum after this gradient, not rounded, and what is stored of it where it is in 16 or 8 bits."""
     exp_avg, rate = state["exp_avg"], 1 - hyper.momentum
     if exp_avg.dtype == grad.dtype:

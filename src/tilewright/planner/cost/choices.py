@@ -55,6 +55,7 @@ class GlobalConfig:
     prefetch: int = 1
     group: int = 1
     """Layers that the layer-major executor treats as one."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     @classmethod
     def of(cls, recipe: Recipe) -> "GlobalConfig":
@@ -74,6 +75,7 @@ class GlobalConfig:
             passes=backward_passes(recipe),
             prefetch=recipe.memory.prefetch,
             group=recipe.memory.layers_per_group,
+            optimizer=optim.kind,
         )
 
 
@@ -112,10 +114,18 @@ def executors(recipe: Recipe) -> tuple[Literal["standard", "layer_major"], ...]:
 
 
 def state_bytes(weights: Weights, setting: GlobalConfig) -> float:
-    """Optimizer states of some parameters: two moments, and what those have beside them that are stored in 16 bits."""
-    scales = 4 * weights.blocks if setting.moments == "8bit" else 0
-    moments = 2 * (MOMENT_BYTES[setting.moments] * weights.trained + scales)
+    """Optimizer states of some parameters: two moments, of Muon's matrices one, and what those have beside them that
+    are stored in 16 bits."""
+    numbers, blocks = 2 * weights.trained, 2 * weights.blocks
+    if setting.optimizer == "muon":
+        numbers, blocks = numbers - weights.matrices.elements, blocks - weights.matrices.blocks
+    moments = MOMENT_BYTES[setting.moments] * numbers + (4 * blocks if setting.moments == "8bit" else 0)
     return moments + MASTER_BYTES[setting.master] * weights.narrow_trained
+
+
+def update_bytes(weights: Weights, setting: GlobalConfig) -> float:
+    """Bytes that the update of some parameters takes for itself: none with AdamW."""
+    return weights.matrices.update_bytes(setting.moments, setting.master) if setting.optimizer == "muon" else 0.0
 
 
 def opaque(found: LayerClass, shape: ModelShape) -> bool:

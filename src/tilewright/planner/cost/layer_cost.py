@@ -12,7 +12,7 @@ from typing import Literal
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.decoder.activation_bytes import FP32, TILE
-from tilewright.planner.cost.choices import GlobalConfig, Links, opaque, state_bytes
+from tilewright.planner.cost.choices import GlobalConfig, Links, opaque, state_bytes, update_bytes
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.constraints import SELECTED
@@ -36,6 +36,9 @@ HIDDEN_SHARE = 0.02
 """Of the time of a transfer that is hidden behind computation, what it costs all the same (guess): of plans that are
 equally fast on paper, the one that moves less."""
 
+MUON_BYTES = {"fp32": 70, "bf16": 700, "8bit": 2000}
+"""Read and written per weight of a matrix by what an update of Muon does beside Newton-Schulz: counted in FP32; where
+the momentum is rounded, its time on a CPU times the bandwidth (measured there; a guess for GPUs)."""
 
 Pass = Literal["fprop", "dgrad", "wgrad"]
 
@@ -159,6 +162,7 @@ class _Layer:
         states = copies * self.states if choice.states != "device" else 0.0
         gradients = group * (4.0 * found.weights.trained + self.shape.matmul_bytes * found.weights.count)
         need = group * (found.work(self.rows) if choice.activations == "keep" else self.rebuilt())
+        need = max(need, update_bytes(found.weights, self.setting))  # the update comes when that is freed
         at = {"device": 0.0, "host": 0.0, "disk": 0.0}
         at[choice.parameters] += self.parameters
         at["device"] += found.buffers if choice.parameters == "device" else 0.0
@@ -306,9 +310,15 @@ class _Layer:
 
     def update_s(self) -> float:
         """Norm, clipping and update, and the codes that are made of weights once per step."""
-        trained = self.found.weights.trained
+        trained, matrices = self.found.weights.trained, self.found.weights.matrices
+        of_adam, of_muon = trained, 0.0
+        if self.setting.optimizer == "muon" and matrices.elements:
+            of_adam -= matrices.elements
+            of_muon = matrices.newton_schulz_s(lambda width, flops: self.rates.matmul_s("bf16", width, flops))
+            of_muon += MUON_BYTES[self.setting.moments] * matrices.elements / self.rates.bandwidth
         return (
-            trained / self.rates.adam[self.setting.moments]
+            of_adam / self.rates.adam[self.setting.moments]
+            + of_muon
             + CLIP_BYTES * trained / self.rates.bandwidth
             + self.qdata_s()
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native.loss import chunk_rows
-from tilewright.planner.cost.choices import GlobalConfig, state_bytes
+from tilewright.planner.cost.choices import GlobalConfig, state_bytes, update_bytes
 from tilewright.planner.cost.solve import Phase, Transient
 from tilewright.planner.machine.overhead import CUDA_RESERVE_BYTES, evaluated_loss_bytes, loss_chunks
 from tilewright.planner.model.shape import LayerClass, ModelShape
@@ -208,6 +208,9 @@ def _standard(
             below = frozenset(name for stage in order[i + 1 :] for name in stage)
             above = frozenset(name for stage in order[: i + 1] for name in stage) | ends
             found.append(Phase(f"backward, {' and '.join(names)} done", always | stream, below, above, "backward"))
+    takes = update_bytes(shape.weights, setting)
+    if takes:  # on a CPU in the pages that others left, if they are so many
+        found.append(Phase("update, largest matrix", always | {"work": takes}, gradients=everything))
     wide = {"parameters": 2.0 * shape.weights.narrow if recipe.precision.eval_fp32 else 0.0}
     evaluated = wide | {"loss": base.evaluated_loss}
     if cpu and shape.spread:  # all pages of the busiest phase stay: an update finds room in them

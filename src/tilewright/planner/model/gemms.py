@@ -3,14 +3,15 @@
 Found on the meta device; `planner.model.decoder_shape` and `planner.model.hf_shape` make layer classes of them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.core.hardware import Machine
 from tilewright.formats.quadratic_map import num_blocks
+from tilewright.planner.model.matrices import Matrices
 from tilewright.precision.convert import explain
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.gemm.gemm_ops import SWITCH_BYTES
@@ -64,6 +65,8 @@ class Weights:
     blocks: int = 0
     """Scales of one moment in 8 bits."""
     stored: float = 0.0
+    matrices: Matrices = field(default_factory=Matrices)
+    """Trained ones of hidden layers, which Muon would update."""
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -73,13 +76,20 @@ class Weights:
         return Weights(*(number * getattr(self, f.name) for f in fields(self)))
 
     @classmethod
-    def of(cls, modules: Iterable[tuple[str, nn.Module]], storage: Mapping[str, str], seen: set[int]) -> "Weights":
+    def of(
+        cls,
+        modules: Iterable[tuple[str, nn.Module]],
+        storage: Mapping[str, str],
+        seen: set[int],
+        matrices: Collection[Tensor] = (),
+    ) -> "Weights":
         """The weights of some modules by name, each counted once.
 
         Args:
             modules: pairs of name and module, every level of the tree among them.
             storage: format by module name, from `convert.explain`; FP32 for all others.
             seen: identities of tensors that were counted already; grows.
+            matrices: of the model's hidden layers.
         """
         total = cls()
         for fqn, module in modules:
@@ -98,6 +108,7 @@ class Weights:
                     narrow_trained=number * (narrow and trained),
                     blocks=num_blocks(number) * trained,
                     stored=number * each + scales,
+                    matrices=Matrices.of(tensor) if trained and tensor in matrices else Matrices(),
                 )
         return total
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from tilewright.core.config.recipe import LoraSection, ModelSection, Recipe
+from tilewright.models.base.hidden_matrices import hidden_matrices
 from tilewright.models.base.meta import shapes_only
 from tilewright.models.build import build_model, decoder_config
 from tilewright.models.decoder.config import DecoderConfig
@@ -49,13 +50,14 @@ class Skeleton:
         """Of what is before the layers, of each of the layers, and of what stands behind them; tied ones count
         where they come first."""
         storage, seen = storage_of(self.model, policy), set[int]()
+        matrices = set(hidden_matrices(self.model))
         named = self.model.get_submodule(self.embedding).named_modules(prefix=self.embedding) if self.embedding else ()
-        before = Weights.of(named, storage, seen)
+        before = Weights.of(named, storage, seen, matrices)
         layers = [
-            Weights.of(layer.named_modules(prefix=name), storage, seen)
+            Weights.of(layer.named_modules(prefix=name), storage, seen, matrices)
             for name, layer in zip(self.names, self.layers, strict=True)
         ]
-        return before, layers, Weights.of(self.outside(), storage, seen)
+        return before, layers, Weights.of(self.outside(), storage, seen, matrices)
 
 
 def skeleton_of(recipe: Recipe, vocab_size: int) -> Skeleton:

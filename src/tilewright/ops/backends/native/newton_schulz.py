@@ -37,16 +37,11 @@ def newton_schulz(x_RC: Tensor, num_steps: int = 5) -> Tensor:
     del x_RC  # a caller may have nothing else to do with it
     x = x / norm.clamp(min=EPS)
     tall = x.shape[-2] > x.shape[-1]
-    x = _iterate(x.mT if tall else x, num_steps)
-    return x.mT if tall else x
-
-
-def _iterate(x: Tensor, num_steps: int) -> Tensor:
-    """x is wide, so that the products of x with itself are on its smaller side."""
+    x = x.mT if tall else x  # so that its products with itself are on its smaller side
     a, b, c = COEFFICIENTS
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(num_steps):
         gram_SS = x @ x.mT
         update_SS = add(gram_SS, gram_SS, gram_SS, beta=b, alpha=c)
         x = add(x, update_SS, x, beta=a)
-    return x
+    return x.mT if tall else x
