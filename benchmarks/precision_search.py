@@ -74,7 +74,7 @@ def held_out_loss(recipe: Path, seed: int, args: argparse.Namespace) -> float:
             "train.eval_interval": "0",
             "train.eval_batches": "8",
             "train.sample_tokens": "0",
-            "checkpoint.interval": "0",
+            "checkpoint.interval_minutes": "0",
             "log.report": "false",
         }
         options = [part for key, value in settings.items() for part in (f"--{key}", value)]

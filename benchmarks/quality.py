@@ -52,7 +52,7 @@ def final_eval_loss(mode: str, seed: int, steps: int, folder: Path, rows: int) -
         "train.steps": str(steps), "train.global_batch_size": str(rows),
         "train.micro_batch_size": str(min(rows, 8)), "optim.lr": str(rate),
         "train.eval_interval": "0", "train.eval_batches": "8", "train.sample_tokens": "0",
-        "checkpoint.interval": "0", "log.report": "false",
+        "checkpoint.interval_minutes": "0", "log.report": "false",
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]
     subprocess.run(

@@ -37,6 +37,7 @@ def start(folder: Path) -> subprocess.Popen:
     settings = {
         "run.dir": str(folder), "run.name": "costs", "train.steps": str(STEPS), "train.log_interval": "1",
         "train.eval_interval": "0", "train.sample_tokens": "0", "checkpoint.interval": str(SAVE_EVERY),
+        "checkpoint.interval_minutes": "0",
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]
     return subprocess.Popen(
@@ -91,7 +92,7 @@ def main() -> None:
     steady = [row for row in steps if row["step"] > saved + 3]
     step_s = statistics.median(row["step_s"] for row in steady)
     wait = 100 * sum(row["wait_s"] for row in steady) / sum(row["step_s"] for row in steady)
-    # The default interval is 1000 steps; the stall does not depend on it, the share does.
+    # The stall does not depend on the interval; the share does, and is given for two.
     stalls = [100 * row["stall_s"] / (1000 * step_s) for row in saves]
     results = {
         "data_wait_percent": wait,

@@ -186,6 +186,7 @@ PROOFS: dict[str, Probe | str] = {
     "memory.offload_dir": "tests/training/test_layer_major_tiers.py::test_folder_of_the_disk_tier",
     "memory.prefetch": "tests/training/test_layer_major_tiers.py::test_prefetch_takes_buffers",
     "memory.rollback": "tests/training/test_layer_major_run.py::test_undo_by_checkpoint",
+    "checkpoint.interval_minutes": Probe("1e-6", "checkpoints"),
     "checkpoint.interval": Probe("1", "checkpoints"),
     "checkpoint.save_last": Probe("false", "checkpoints", {"checkpoint.interval": "1"}),
     "checkpoint.keep_latest_k": Probe("1", "checkpoints", {"checkpoint.interval": "1"}),

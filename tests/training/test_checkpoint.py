@@ -1,5 +1,7 @@
 """Checkpoints are whole or not there, survive a bad disk, and the newest sound one is found."""
 
+import errno
+import os
 import resource
 import shutil
 
@@ -159,6 +161,75 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, background):
     assert check_manifest(store.path_of(1)) is None
     _save(store, 3)  # and the store continues when there is room again
     assert store.newest_sound()[0] == store.path_of(3)
+
+
+def _disk(monkeypatch, folder, num_bytes: int) -> None:
+    """No more than so many bytes in the folder: the last write of a checkpoint fails as on a full disk."""
+    write = checkpoint.write_manifest
+
+    def write_manifest(path):
+        size = write(path)
+        if sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) > num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path / "manifest.json"))
+        return size
+
+    monkeypatch.setattr(checkpoint, "write_manifest", write_manifest)
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("room", [2, 3])
+def test_a_full_disk_drops_the_oldest_and_tries_again(tmp_path, monkeypatch, room, background):
+    """There is room for `room` checkpoints, and five are wanted: the newest ones stay, each save succeeds."""
+    store = CheckpointStore(tmp_path, keep=5, background=background)
+    _save(store, 1)
+    (first,) = store.finished()
+    _disk(monkeypatch, tmp_path, int((room + 0.5) * first.bytes * 1.1))
+    dropped = []
+    for step in range(2, 8):
+        _save(store, step)
+        (record,) = store.finished()
+        assert record.error is None, record.error
+        dropped += record.dropped
+        assert len(store.paths()) <= room
+        assert store.newest_step == step
+        assert store.newest_sound() == (store.path_of(step), [])
+    assert dropped == [store.path_of(step).name for step in range(1, 8 - room)]
+
+
+def test_the_only_checkpoint_stays_on_a_full_disk(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=3)
+    _save(store, 1)
+    store.finished()
+    _disk(monkeypatch, tmp_path, 0)
+    for step in (2, 3):
+        _save(store, step)
+        (record,) = store.finished()
+        assert "No space left" in record.error
+        assert record.dropped == ()
+        assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert store.newest_sound() == (store.path_of(1), [])
+
+
+def test_no_checkpoint_is_dropped_for_one_that_is_damaged(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep=3)
+    _save(store, 1)
+    _save(store, 2)
+    store.finished()
+    next(store.path_of(2).glob("*.distcp")).write_bytes(b"")
+    _disk(monkeypatch, tmp_path, 0)
+    _save(store, 3)
+    (record,) = store.finished()
+    assert "No space left" in record.error
+    assert store.newest_sound()[0] == store.path_of(1)
+
+
+def test_a_save_gives_the_run_folder_no_second_life(tmp_path):
+    """A run folder that was deleted is not made again by a checkpoint."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    _save(store, 1)
+    (record,) = store.finished()
+    assert "FileNotFoundError" in record.error
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unwritable_folder_is_reported(tmp_path):

@@ -23,9 +23,9 @@ def straight(data, tmp_path_factory):
     return runs / "tiny"
 
 
-def _start(data, runs) -> subprocess.Popen:
+def _start(data, runs, **changes) -> subprocess.Popen:
     """`tilewright train` in a process of its own."""
-    wanted = settings(data, runs, **CHANGES, log__report="false")
+    wanted = settings(data, runs, **CHANGES | {"log__report": "false"} | changes)
     options = [f"--{name}={value}" for name, value in wanted.items()]
     recipe = data / "empty.toml"
     recipe.write_text("")  # the schema's defaults, as in `tiny`
@@ -48,8 +48,8 @@ def _wait_for_step(process: subprocess.Popen, runs, step: int) -> None:
         time.sleep(0.01)  # a step takes as long; looking more often takes the processor from it
 
 
-def _kill(data, runs, step: int, after_s: float, number: int = signal.SIGKILL) -> tuple[int, str]:
-    process = _start(data, runs)
+def _kill(data, runs, step: int, after_s: float, number: int = signal.SIGKILL, **changes) -> tuple[int, str]:
+    process = _start(data, runs, **changes)
     _wait_for_step(process, runs, step)
     time.sleep(after_s)
     process.send_signal(number)
@@ -57,15 +57,15 @@ def _kill(data, runs, step: int, after_s: float, number: int = signal.SIGKILL) -
     return process.returncode, said
 
 
-def _kill_and_compare(data, runs, straight, kills: int, seed: int) -> None:
+def _kill_and_compare(data, runs, straight, kills: int, seed: int, **changes) -> None:
     print(f"{seed = }")
     draw = random.Random(seed)
     step = 0
     for _ in range(kills):
         step += draw.randint(1, 2 * STEPS // (kills + 1) - 1)
-        code, said = _kill(data, runs, min(step, STEPS - 2), draw.uniform(0, 0.03))
+        code, said = _kill(data, runs, min(step, STEPS - 2), draw.uniform(0, 0.03), **changes)
         assert code in (-signal.SIGKILL, 0), said
-    train(tiny(data, runs, **CHANGES))
+    train(tiny(data, runs, **CHANGES | changes))
     assert_same_run(runs / "tiny", straight)
     events = rows(runs / "tiny" / "events.jsonl")
     recovered = [row["recovery_s"] for row in events if row["kind"] == "recovered"]
@@ -74,6 +74,13 @@ def _kill_and_compare(data, runs, straight, kills: int, seed: int) -> None:
 
 def test_killed_twice_at_random_moments(data, tmp_path, straight):
     _kill_and_compare(data, tmp_path, straight, kills=2, seed=int.from_bytes(os.urandom(4)))
+
+
+def test_killed_three_times_with_checkpoints_by_time(data, tmp_path, straight):
+    """The moments of the checkpoints differ from run to run; the weights do not."""
+    seed = int.from_bytes(os.urandom(4))
+    minutes = {"checkpoint__interval": 0, "checkpoint__interval_minutes": 0.001}
+    _kill_and_compare(data, tmp_path, straight, kills=3, seed=seed, **minutes)
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ SETTINGS = {
     "model.path": "model", "data.seq_len": "32", "data.image_size": str(IMAGE),
     "data.prefetch": "0", "train.steps": "2", "train.global_batch_size": "4", "train.micro_batch_size": "2",
     "train.compile": "off", "train.eval_interval": "0", "train.eval_batches": "1", "train.sample_tokens": "0",
-    "optim.warmup_steps": "0", "checkpoint.interval": "0", "checkpoint.export_hf": "true", "log.report": "false",
+    "optim.warmup_steps": "0", "checkpoint.interval_minutes": "0", "checkpoint.export_hf": "true",
+    "log.report": "false",
     "ops.cross_entropy": "ref", "ops.adam": "ref",
 }  # fmt: skip
 

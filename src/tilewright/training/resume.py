@@ -32,6 +32,8 @@ class ResumePoint:
     changes: tuple[SettingChange, ...]
     verify_s: float
     """Seconds that finding and hashing took."""
+    had_run: bool
+    """A run has written here before."""
 
 
 def open_folder(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
@@ -75,6 +77,7 @@ def find(folder: RunFolder, store: CheckpointStore, recipe: Recipe) -> ResumePoi
         tuple(unfinished),
         tuple(_changes(folder, recipe) if checkpoint is not None else ()),
         time.perf_counter() - started,
+        folder.has_run(),
     )
 
 
@@ -91,6 +94,8 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
         text = f"{rejection.path.name} cannot be used: {rejection.reason}; set aside, the one before is used"
         recorder.event(found.step, "checkpoint_rejected", text)
     if found.checkpoint is None:
+        if found.had_run:
+            recorder.event(0, "restart", "no checkpoint: starting at step 1")
         return
     for change in found.changes:
         recorder.event(found.step, "recipe_change", str(change))

@@ -21,6 +21,7 @@ from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
+from tilewright.training.checkpoint.clock import CheckpointClock
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
 from tilewright.training.components.export import export
@@ -83,6 +84,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.recipe = self.setup.recipe
+        self._clock = CheckpointClock(self.recipe.checkpoint.interval, self.recipe.checkpoint.interval_minutes)
 
     @property
     def step(self) -> int:
@@ -96,6 +98,7 @@ class Run:
         self._elapsed_before_s = self.recorder.log.elapsed_s
         recipe, setup = self.recipe, self.setup
         self._saved_step = self.step  # there is nothing to save before the first step
+        self._clock.restart()
         if self.resumed:
             return
         num_params = sum(param.numel() for param in self.parts.model.parameters())
@@ -179,6 +182,7 @@ class Run:
             control = parts.control
             self._retried(lambda: control.after(self.step - 1, microbatches, self.recorder))
         if due:
+            self._check_folder()
             self._give_back()  # else free blocks pile up over hundreds of steps
 
     def _compute(self, number: int, microbatches: Sequence[Batch], lr: float, due: bool) -> StepResult:
@@ -214,12 +218,10 @@ class Run:
         self._tell_notes()
         if self.recipe.train.eval_interval and self.step % self.recipe.train.eval_interval == 0:
             self._evaluate()
-        if (
-            self.recipe.checkpoint.interval
-            and self.step % self.recipe.checkpoint.interval == 0
-            and self.step < self.recipe.train.steps
-        ):
+        if self._clock.is_due(self.step) and self.step < self.recipe.train.steps:
+            self._check_folder()
             self._stall_s += self._save()
+            self._clock.restart()
         if self._saving:
             self._tell_saves()
 
@@ -265,6 +267,17 @@ class Run:
             trim_malloc()
 
     # ---- checkpoints ----
+
+    def _check_folder(self) -> None:
+        """See that what is written still goes into the run's folder.
+
+        Raises:
+            ConfigError: the folder was deleted or moved.
+        """
+        self.folder.check()
+        for name in self.recorder.log.reopen_deleted():
+            text = f"{name} was deleted while the run was under way; its next row is that of step {self.step + 1}"
+            self.recorder.event(self.step, "file_deleted", text)
 
     def _check_no_fallbacks(self) -> None:
         """Stop a strict run whose matmuls ran in another way than its recipe says; the record tells which.
@@ -312,6 +325,9 @@ class Run:
         failed = None
         for save in self.store.finished():
             self._saving -= 1
+            for name in save.dropped:
+                text = f"{name} was deleted: the disk is full, and a newer checkpoint is valid"
+                self.recorder.event(save.step, "checkpoint_dropped", text)
             numbers = {"stall_s": save.stall_s, "write_s": save.write_s, "bytes": save.bytes}
             if save.error is None:
                 text = f"step {save.step}: {format_bytes(save.bytes)} written in {format_seconds(save.write_s)}"
@@ -320,7 +336,10 @@ class Run:
                 self.recorder.event(save.step, "save", text, background=save.background, **numbers)
             else:
                 failed = save
-                text = f"the checkpoint of step {save.step} could not be written: {save.error}; the one before stays"
+                newest = self.store.newest_step
+                text = f"the checkpoint of step {save.step} could not be written: {save.error}; " + (
+                    f"the newest one is of step {newest}" if newest is not None else "there is none yet"
+                )
                 self.recorder.event(save.step, "save_failed", text, **numbers)
         return failed
 

@@ -263,8 +263,11 @@ class MemorySection(Section):
 
 
 class CheckpointSection(Section):
-    interval: int = Field(default=1000, ge=0)
-    """Steps between checkpoints. 0: only at the end and on a signal (SIGTERM, Ctrl-C)."""
+    interval_minutes: float = Field(default=5.0, ge=0, allow_inf_nan=False)
+    """Minutes of training between checkpoints, the work that a power cut can cost: one is written after the step in
+    which they have passed since the last. One more is written at the end and on a signal (SIGTERM, Ctrl-C). 0: off."""
+    interval: int = Field(default=0, ge=0)
+    """Steps between checkpoints, in addition. 0: off."""
     save_last: bool = True
     """Write a checkpoint after the last step. False is for models whose checkpoint fits on no disk of this machine: the
     trained weights are gone at the end, unless `export_hf` keeps them."""

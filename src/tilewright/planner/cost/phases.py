@@ -83,7 +83,8 @@ class FixedBytes:
 def written_beside(recipe: Recipe) -> bool:
     """Whether checkpoints are written from a copy while training continues. The last one never is: nothing follows
     it."""
-    return recipe.checkpoint.async_save and 0 < recipe.checkpoint.interval < recipe.train.steps
+    section = recipe.checkpoint
+    return section.async_save and (section.interval_minutes > 0 or 0 < section.interval < recipe.train.steps)
 
 
 def stages(classes: Sequence[LayerClass]) -> list[list[str]]:

@@ -7,11 +7,12 @@ What goes into a checkpoint is `state`'s matter; this file moves names, tensors 
 nothing in it (`index`).
 """
 
+import errno
 import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,8 @@ class SaveRecord:
     bytes: int
     background: bool
     error: str | None
+    dropped: tuple[str, ...] = ()
+    """Names of older checkpoints that were deleted because the disk was full."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class CheckpointStore:
     """Saves and finds the checkpoints of one run folder. One process, one store a folder.
 
     Args:
-        folder: holds the checkpoints; made where it is missing, at the first save.
-        keep: newest checkpoints kept; older ones are deleted only after a newer one is in place.
+        folder: holds the checkpoints; made where it is missing, at the first save, in a folder that is there.
+        keep: newest checkpoints kept; older ones are deleted only after a newer one is in place. On a full disk fewer
+            are kept: the oldest is deleted while a newer one is valid, and the save tried again.
         background: copy the state into host buffers and write it in a thread while training continues.
     """
 
@@ -136,20 +140,41 @@ class CheckpointStore:
     ) -> SaveRecord:
         final = self.path_of(step)
         begun = time.perf_counter()
-        size, error = 0, None
-        try:
-            size = self._write_folder(final, tensors, meta, live)
-            self._saved_step = step
-            self._prune()
-        except (OSError, CheckpointException, RuntimeError) as problem:
-            # RuntimeError: torch's zip writer reports a failed write that way, not as OSError.
-            error = _short_reason(problem)
-            shutil.rmtree(_partial(final), ignore_errors=True)
-        return SaveRecord(step, final, stall_s, time.perf_counter() - begun, size, background=True, error=error)
+        size, error, dropped = 0, None, []
+        while True:
+            try:
+                size = self._write_folder(final, tensors, meta, live)
+                self._saved_step, error = step, None
+                self._prune()
+            except (OSError, CheckpointException, RuntimeError) as problem:
+                # RuntimeError: torch's zip writer reports a failed write that way, not as OSError.
+                error = _short_reason(problem)
+                shutil.rmtree(_partial(final), ignore_errors=True)
+                oldest = self._make_room() if _is_full(problem) else None
+                if oldest is not None:
+                    dropped.append(oldest.name)
+                    if live is None:  # it gives each tensor once: the next save has the room
+                        continue
+            write_s = time.perf_counter() - begun
+            return SaveRecord(step, final, stall_s, write_s, size, True, error, tuple(dropped))
+
+    def _make_room(self) -> Path | None:
+        """Delete the oldest checkpoint where the newest is another one and valid; its path, None where it is not."""
+        paths = self.paths()
+        if len(paths) < 2 or check_manifest(paths[-1]) is not None:
+            return None
+        shutil.rmtree(paths[0])
+        return paths[0]
+
+    @property
+    def newest_step(self) -> int | None:
+        """Step of the newest checkpoint, unverified; None where there is none."""
+        paths = self.paths()
+        return int(paths[-1].name.removeprefix(_PREFIX)) if paths else None
 
     def _write_folder(self, final: Path, tensors: Mapping[str, Tensor], meta: str, live: Live | None) -> int:
         partial = _partial(final)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # no parents: a run folder that was deleted does not come back
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
@@ -300,13 +325,25 @@ def _short_reason(error: BaseException) -> str:
     """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError):
-            error = link
-        link = link.__cause__ or link.__context__
+    error = next(iter([link for link in _chain(error) if isinstance(link, OSError)][::-1]), error)
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, what is inside DCP's wrapper, and what was being handled when each was raised."""
+    if isinstance(error, CheckpointException):
+        for inner, _ in error.failures.values():
+            yield from _chain(inner)
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _is_full(error: BaseException) -> bool:
+    """No room on the disk or in the user's quota."""
+    return any(isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT) for link in _chain(error))
 
 
 def _quiet_dcp() -> None:

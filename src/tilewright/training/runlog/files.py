@@ -7,6 +7,7 @@ Events of the process (start, stop, a rejected checkpoint) stay. Numbers that ar
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.json_text import to_json
 from tilewright.training.executor.standard import StepResult
+from tilewright.training.runlog.run_folder import cannot_write
 
 # Events that a resumed run brings about again; the others tell of the process and stay.
 REPLAYED_EVENTS = frozenset(
@@ -87,7 +89,22 @@ class JsonLines:
             text = json.dumps(row, default=float, allow_nan=False)
         except ValueError:  # a number that is not finite, which is rare
             text = to_json(row, default=float)
-        self._file.write(text + "\n")
+        try:
+            self._file.write(text + "\n")
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def reopen_deleted(self) -> bool:
+        """Begin the file again where it is not at its path any more; whether that was so."""
+        try:
+            there, held = os.stat(self.path), os.fstat(self._file.fileno())
+            if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
+                return False
+        except FileNotFoundError:
+            pass
+        self._file.close()
+        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (held until close)
+        return True
 
     def close(self) -> None:
         """Close the file."""
@@ -201,6 +218,11 @@ class RunLog:
         them)."""
         self._precision = self._precision or JsonLines(self._precision_path)
         self._precision.append({"step": step, **values})
+
+    def reopen_deleted(self) -> list[str]:
+        """Begin files again that were deleted under the run; their names."""
+        files = (self._metrics, self._events, self._samples, self._precision)
+        return [file.path.name for file in files if file is not None and file.reopen_deleted()]
 
     def close(self) -> None:
         """Close the files."""

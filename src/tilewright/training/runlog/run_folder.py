@@ -54,13 +54,38 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def check(self) -> None:
+        """See that the folder is still the one that was opened.
+
+        Raises:
+            ConfigError: it was deleted, moved or replaced.
+        """
+        try:
+            held, there = os.fstat(self._lock.fileno()), os.stat(self.path / ".lock")
+            if (held.st_dev, held.st_ino) == (there.st_dev, there.st_ino):
+                return
+            got = "another folder in its place"
+        except FileNotFoundError:
+            got = "no such folder any more" if not self.path.is_dir() else "the folder without its .lock"
+        raise ConfigError(
+            "Run folder was deleted or moved while the run was under way",
+            got=got,
+            need="the folder for as long as the run takes",
+            try_="move it back and run the same command: it continues from the newest checkpoint",
+            where=str(self.path),
+        )
+
     def has_run(self) -> bool:
         """True where a run has written here before."""
         return self.recipe.exists() or self.checkpoints.exists()
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a JSON file of the folder, whole or not at all; numbers that are not finite are null."""
-        write_whole(self.path / name, to_json(value, indent=1, default=str) + "\n")
+        try:
+            write_whole(self.path / name, to_json(value, indent=1, default=str) + "\n")
+        except OSError as error:
+            self.check()
+            raise cannot_write(self.path / name, error) from error
 
     def link_latest(self) -> None:
         """Point `latest`, beside the folder, at it."""
@@ -71,6 +96,17 @@ class RunFolder:
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(self.path.name)
         os.replace(fresh, link)
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    """The error of a file of a run folder."""
+    return ConfigError(
+        "File of the run folder cannot be written",
+        got=str(error),
+        need="room on the disk, and the right to write in the folder",
+        try_="make room and run the same command: it continues from the newest checkpoint",
+        where=str(path),
+    )
 
 
 def move_away(path: Path) -> Path | None:
