@@ -1,9 +1,9 @@
 """The default job: what each change since recipe `cpu_10m` is worth in bits per byte at equal seconds, three seeds.
 
-Rungs are tried one on top of the other. How many steps a rung gets is its seconds, over the seconds of one of its
-steps; those are measured first, all rungs in turns (`--calibrate`). What a run reaches depends on its steps alone, so
-the runs themselves may share the machine. Each is kept in `results/default_job_runs.jsonl` as it ends, and a later
-call makes those that are missing on this text (it depends on the packages that are installed).
+Rungs are tried one on top of the other. How many steps a rung gets is fixed in STEPS, so that all take about as many
+seconds; how many they take is measured in turns (`--calibrate`) and stands in the result. What a run reaches depends on
+its steps alone, so the runs themselves may share the machine. Each is kept in `results/default_job_runs.jsonl` as it
+ends, and a later call makes those that are missing on this text (it depends on the packages that are installed).
 
 python -m benchmarks.default_job --calibrate
 python -m benchmarks.default_job [--rungs adamw default ...] [--seeds 3]
@@ -23,8 +23,6 @@ from tilewright.core.units import bits_per_byte
 from tilewright.training.assemble import prepare_data
 
 CLAIM = "the default job reaches 2.0 bits per byte held out in 5 minutes, mean of three seeds (aim: 1.85)"
-SECONDS = 275.0
-"""Of training, per run: five minutes less preparation of the text, evaluations and samples."""
 RUNS = RESULTS / "default_job_runs.jsonl"
 
 SMALL_STEPS = {"data.seq_len": "256", "train.micro_batch_size": "16"}
@@ -50,8 +48,10 @@ WORDS = {
     "adamw": "AdamW's rate tuned",
     "default": "Muon for the matrices",
 }
-RATES = ("2e-3", "4e-3", "6e-3", "1e-2", "1.5e-2")
-"""AdamW's rates that were tried on the last rung before Muon; the best is in ADAMW."""
+STEPS = {
+    "start": 260, "steps": 520, "vocabulary": 580, "width": 680, "schedule": 680, "adamw": 680, "default": 600,
+}  # fmt: skip
+"""Of a run: as many seconds for all, by their seconds per step."""
 
 
 def arguments(rung: str) -> list[str]:
@@ -99,13 +99,13 @@ def calibrate(rounds: int, steps: int) -> None:
     )
 
 
-def num_steps() -> dict[str, int]:
-    """Steps of each rung in SECONDS, from the calibration; the default job's are its recipe's."""
+def run_seconds() -> dict[str, float]:
+    """Seconds of training per run of each rung, from the calibration of this kind of machine; empty without one."""
     path = RESULTS / f"default_job_steps_{machine_kind()}.json"
     if not path.exists():
-        raise SystemExit(f"{path.name} is not there: python -m benchmarks.default_job --calibrate")
+        return {}
     seconds = json.loads(path.read_text())["results"]
-    return {rung: round(SECONDS / seconds[rung]["median"]) for rung in RUNGS}
+    return {rung: STEPS[rung] * seconds[rung]["median"] for rung in RUNGS}
 
 
 def held_out(rows: list[dict]) -> float:
@@ -140,11 +140,10 @@ def main() -> None:
     if args.calibrate:
         calibrate(args.rounds, args.steps)
         return
-    steps = num_steps()
     text = text_of(prepare_data(load_recipe("default", {}, environ={}).recipe).summary)
     for seed in range(args.seeds):
         for rung in args.rungs:
-            wanted = {"rung": rung, "seed": seed, "steps": steps[rung.partition(":")[0]], "text": text}
+            wanted = {"rung": rung, "seed": seed, "steps": STEPS[rung.partition(":")[0]], "text": text}
             if any(wanted.items() <= run.items() for run in known_runs(text)):
                 continue
             with tempfile.TemporaryDirectory() as folder:
@@ -154,18 +153,20 @@ def main() -> None:
             with RUNS.open("a") as file:
                 file.write(json.dumps(run) + "\n")
             print(f"{rung:<12} seed {seed}: {run['bits_per_byte']:.3f} bits per byte", flush=True)
-    write_result(f"default_job_{machine_kind()}", CLAIM, summary(known_runs(text), steps))
+    write_result(f"default_job_{machine_kind()}", CLAIM, summary(known_runs(text)))
 
 
-def summary(runs: list[dict], steps: dict[str, int]) -> dict:
+def summary(runs: list[dict]) -> dict:
     """Bits per byte by rung, with all seeds."""
-    results: dict = {"unit": "bits per byte, held out", "seconds": SECONDS, "text": runs[0]["text"] if runs else ""}
+    results: dict = {"unit": "bits per byte, held out", "text": runs[0]["text"] if runs else ""}
+    seconds = run_seconds()
     for rung in dict.fromkeys([*RUNGS, *(run["rung"] for run in runs)]):
-        here = [run for run in runs if run["rung"] == rung and run["steps"] == steps[rung.partition(":")[0]]]
+        here = [run for run in runs if run["rung"] == rung and run["steps"] == STEPS[rung.partition(":")[0]]]
         if here:
             found = spread([run["bits_per_byte"] for run in sorted(here, key=lambda run: run["seed"])])
             mean = statistics.fmean(found["samples"])
-            words = {"words": WORDS.get(rung, "AdamW at another rate")}
+            name, _, rate = rung.partition(":")
+            words = {"words": WORDS[name] + (f": at {rate}" if rate else ""), "seconds": seconds.get(name)}
             results[rung] = words | found | {"mean": mean, "steps": here[0]["steps"], "tokens": here[0]["tokens"]}
     return results
 

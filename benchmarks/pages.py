@@ -227,16 +227,17 @@ def default_job() -> list[str]:
         if "steps" in result.name:
             continue
         rungs = {key: row for key, row in result.results.items() if isinstance(row, dict)}
-        seconds, lines = result.results["seconds"], [*lines, ""] if lines else []
+        lines = [*lines, ""] if lines else []
         lines += [
-            f"{_where(result)}, {seconds:.0f} seconds of training per run; mean of the seeds and their range.",
+            f"{_where(result)}; mean of the seeds and their range.",
             "",
-            "| | steps | bits per byte | seeds |",
-            "|---|---:|---:|---:|",
+            "| | steps | seconds of training | bits per byte | seeds |",
+            "|---|---:|---:|---:|---:|",
         ]
         for row in rungs.values():
             spread = f"{row['mean']:.3f} ({row['min']:.3f} to {row['max']:.3f})"
-            lines.append(f"| {row['words']} | {row['steps']:,} | {spread} | {len(row['samples'])} |")
+            taken = f"{row['seconds']:.0f}" if row["seconds"] else ""
+            lines.append(f"| {row['words']} | {row['steps']:,} | {taken} | {spread} | {len(row['samples'])} |")
     return lines
 
 
