@@ -3,8 +3,7 @@
 The peer is what a user who has read the documentation runs: LlamaForCausalLM with the default job's shape, the text
 tokenized and cut into rows of 256 after concatenation (`run_clm`'s way), batch 16, bf16, torch_compile, fused AdamW,
 cosine schedule with warm-up, clip norm 1; its learning rate is tuned first over RATES. Seconds are those of the
-training loop alone, for both: the peer gets as many steps as fit into the default job's training seconds, measured in
-turns (`--calibrate`). Its held-out rows are the default job's, with a document's own positions and attention and
+training loop alone, for both: the peer gets STEPS steps, and `--calibrate` measures in turns what they take. Its held-out rows are the default job's, with a document's own positions and attention and
 without, as it was trained; the lower of the two counts.
 
 python -m benchmarks.default_peer --calibrate
@@ -33,6 +32,8 @@ from tilewright.training.assemble import prepare_data
 
 CLAIM = "the default job is at least 0.15 bits per byte ahead of Hugging Face's Trainer at equal seconds, AdamW tuned"
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+STEPS = 540
+"""Of the peer: at least as many seconds of training as the default job's 600 take (`--calibrate`)."""
 RUNS = RESULTS / "default_peer_runs.jsonl"
 SEQ, ROWS, IGNORE = 256, 16, -100
 
@@ -144,11 +145,13 @@ def calibrate(data: PreparedData, recipe: Recipe, rounds: int) -> None:
             print(f"round {turn + 1}: " + ", ".join(f"{name} {found[-1]:.3f} s" for name, found in samples.items()))
     results = {name: spread(found) for name, found in samples.items()}
     ratio = spread([ours / theirs for ours, theirs in zip(samples["default"], samples["trainer"], strict=True)])
-    steps = round(recipe.train.steps * ratio["median"])
+    seconds = {
+        "default": recipe.train.steps * results["default"]["median"], "trainer": STEPS * results["trainer"]["median"],
+    }  # fmt: skip
     write_result(
         steps_path().stem,
-        "the peer gets as many seconds as the default job trains",
-        {"unit": "seconds per step", **results, "ratio": ratio, "steps": steps, "stolen_share": stolen.share},
+        "the peer gets at least as many seconds as the default job trains",
+        {"unit": "seconds per step", **results, "ratio": ratio, "run_seconds": seconds, "stolen_share": stolen.share},
     )
 
 
@@ -170,14 +173,13 @@ def main() -> None:
     if args.calibrate:
         calibrate(data, recipe, args.rounds)
         return
-    steps = json.loads(steps_path().read_text())["results"]["steps"]
 
     def run(rate: float, seed: int) -> float:
-        wanted = {"rate": rate, "seed": seed, "steps": steps, "data": data.fingerprint}
+        wanted = {"rate": rate, "seed": seed, "steps": STEPS, "data": data.fingerprint}
         for found in known():
             if wanted.items() <= found.items():
                 return min(found["bits_per_byte"].values())
-        model, _ = train_peer(data, recipe, rate, seed, steps)
+        model, _ = train_peer(data, recipe, rate, seed, STEPS)
         found = held_out(model, data, recipe)
         with RUNS.open("a") as file:
             file.write(json.dumps(wanted | {"bits_per_byte": found}) + "\n")
@@ -190,8 +192,9 @@ def main() -> None:
     ours = json.loads((RESULTS / f"default_job_{machine_kind()}.json").read_text())["results"]["default"]
     gaps = [theirs - mine for theirs, mine in zip(losses, ours["samples"], strict=False)]
     assert all(math.isfinite(gap) for gap in gaps)
+    seconds = json.loads(steps_path().read_text())["results"]["run_seconds"] if steps_path().exists() else None
     results = {
-        "unit": "bits per byte, held out", "rate": best, "steps": steps, "by_rate": by_rate,
+        "unit": "bits per byte, held out", "rate": best, "steps": STEPS, "run_seconds": seconds, "by_rate": by_rate,
         "trainer": spread(losses) | {"mean": statistics.fmean(losses)}, "default": ours, "ahead": spread(gaps),
     }  # fmt: skip
     write_result(f"default_peer_{machine_kind()}", CLAIM, results)
