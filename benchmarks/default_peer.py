@@ -3,8 +3,9 @@
 The peer is what a user who has read the documentation runs: LlamaForCausalLM with the default job's shape, the text
 tokenized and cut into rows of 256 after concatenation (`run_clm`'s way), batch 16, bf16, torch_compile, fused AdamW,
 cosine schedule with warm-up, clip norm 1; its learning rate is tuned first over RATES. Seconds are those of the
-training loop alone, for both: the peer gets STEPS steps, and `--calibrate` measures in turns what they take. Its held-out rows are the default job's, with a document's own positions and attention and
-without, as it was trained; the lower of the two counts.
+training loop alone, for both: the peer gets STEPS steps, and `--calibrate` measures in turns what they take. Its
+held-out rows are the default job's, with a document's own positions and attention and without, as it was trained; the
+lower of the two counts.
 
 python -m benchmarks.default_peer --calibrate
 python -m benchmarks.default_peer [--seeds 3]

@@ -13,7 +13,7 @@ from tilewright.training.executor.standard import Batch
 PROMPT_TOKENS = 24
 MAX_SAMPLES = 4
 """Domains that a sample is written for, the first ones of the run."""
-_TEMPERATURE = 0.7
+_TEMPERATURE = 0.6
 _TOP_K = 40
 
 
@@ -29,6 +29,7 @@ class TextSample:
 class Decodes(Protocol):
     """The part of a tokenizer needed here."""
 
+    bos_id: int
     eos_id: int
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -42,14 +43,13 @@ def write_samples(
     Args:
         model: a causal language model.
         tokenizer: its tokenizer.
-        batches: held-out batches by domain; the prompt is the first tokens of a domain's first row.
+        batches: held-out batches by domain; a prompt is the beginning of a document.
         num_tokens: most tokens to draw per sample.
         seed: of the draw; torch's own generators are left alone.
     """
     device = next(iter(model.parameters())).device
     for domain in [name for name, rows in batches.items() if rows][:MAX_SAMPLES]:
-        batch = batches[domain][0]
-        prompt = _beginning(batch)
+        prompt = _beginning(batches[domain], tokenizer.bos_id)
         ids = generate(
             model,
             prompt[None].to(device),
@@ -62,8 +62,14 @@ def write_samples(
         yield TextSample(domain, tokenizer.decode(prompt.tolist()), tokenizer.decode(ids[0, len(prompt) :].tolist()))
 
 
-def _beginning(batch: Batch) -> torch.Tensor:
-    """The first tokens of the first row; only those of its first document."""
-    row = batch["input_ids"][0][:PROMPT_TOKENS]
-    segments = batch.get("segments")
-    return row if segments is None else row[: int((segments[0][:PROMPT_TOKENS] == segments[0][0]).sum())]
+def _beginning(batches: Sequence[Batch], bos_id: int) -> torch.Tensor:
+    """The first tokens of the first row that begins with a document, where there is one; of its first document."""
+    rows = [(ids, segments) for batch in batches for ids, segments in zip(*_columns(batch), strict=True)]
+    ids, segments = next((row for row in rows if row[0][0] == bos_id), rows[0])
+    return ids[:PROMPT_TOKENS][segments[:PROMPT_TOKENS] == segments[0]]
+
+
+def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, and the number of the document that each belongs to; one per row where that is not known."""
+    ids = batch["input_ids"]
+    return ids, batch.get("segments", torch.zeros_like(ids))
