@@ -32,8 +32,8 @@ TRAINED = {
 """Name of a run -> what is different in it."""
 COMMON = {
     "model.dim": "80", "model.ffn_dim": "128", "model.num_layers": "2", "data.vocab_size": "512", "data.seq_len": "64",
-    "train.steps": "60", "train.global_batch_size": "8", "train.micro_batch_size": "8", "train.compile": "off",
-    "train.log_interval": "5", "train.eval_interval": "20", "optim.warmup_steps": "5", "log.report": "false",
+    "train.steps": "200", "train.global_batch_size": "8", "train.micro_batch_size": "8", "train.compile": "off",
+    "train.log_interval": "10", "train.eval_interval": "40", "optim.warmup_steps": "20", "log.report": "false",
 }  # fmt: skip
 
 
