@@ -40,5 +40,5 @@ def test_a_changed_entry_is_made_again(tmp_path, monkeypatch):
     np.save(path, np.array([Command()], object))
     after = prepare(source, **options)
     assert after.fingerprint == before.fingerprint
-    assert after.summary["rejects"] == before.summary["rejects"]
+    assert after.summary["refused"] == before.summary["refused"]
     assert not (tmp_path / "mark").exists()

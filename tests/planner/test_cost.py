@@ -266,7 +266,7 @@ def test_start_mode_counts_for_bytes():
 
 
 def test_staging_copy_counts_where_training_goes_on():
-    quiet = plan_of(make_recipe(checkpoint={"interval": 0}))
+    quiet = plan_of(make_recipe(checkpoint={"interval": 0, "interval_minutes": 0}))
     busy = plan_of(make_recipe(checkpoint={"interval": 100}, train={"steps": 400}))
     copy = busy.phases["update"]["parameters"] + busy.phases["update"]["optimizer"]
     assert busy.phase_bytes("checkpoint") == max(busy.phase_bytes(p) for p in (*STEP_PHASES, "evaluate")) + copy

@@ -307,7 +307,7 @@ def test_the_host_running_out_of_memory_is_told_like_the_device(data, tmp_path, 
 
 
 def test_a_model_that_finds_no_memory_says_so(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("tilewright.training.assemble._optimizer", lambda *_: torch.empty(2**60))
+    monkeypatch.setattr("tilewright.training.assemble.make_optimizer", lambda *_: torch.empty(2**60))
     with pytest.raises(FitError, match="Out of memory while the model was made"):
         train(tiny(data, tmp_path))
 

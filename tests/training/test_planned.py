@@ -275,7 +275,7 @@ def test_plan_files_that_are_none(data, tmp_path, plan_file, capsys):
 
 
 def fixed_at_each_stage(explicit=(), *, fused=False, same_numbers=False, **recipe):
-    loaded = load_recipe(None, recipe, environ={})
+    loaded = load_recipe(None, {"checkpoint.interval_minutes": "0"} | recipe, environ={})
     return list(stages(loaded.recipe, frozenset(explicit), fused=fused, same_numbers=same_numbers))
 
 

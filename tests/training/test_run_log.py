@@ -30,7 +30,7 @@ def test_rows_are_there_at_once_and_not_finite_is_null(tmp_path):
     assert written["loss"] is None
     assert written["memory"] == {"other": None, "parameters": 5}
     log.event(1, "overflow", "scale halved", loss_scale=2.0)
-    log.sample(1, "a", "b\nc")
+    log.sample(1, "code", "a", "b\nc")
     log.close()
     assert _rows(tmp_path / "events.jsonl")[0]["loss_scale"] == 2.0
     assert _rows(tmp_path / "samples.jsonl")[0]["text"] == "b\nc"

@@ -6,13 +6,10 @@ import signal
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.training.test_kill import _start, _wait_for_step
 from tests.training.tiny import assert_same_run, rows, tiny
 from tilewright.core.config.load import load_recipe
-from tilewright.training.checkpoint.clock import CheckpointClock
 from tilewright.training.loop import train
 
 LONG = {"train__steps": 100_000, "checkpoint__interval": 0, "checkpoint__interval_minutes": 0}
@@ -23,27 +20,6 @@ def kinds(run) -> list[str]:
 
 
 # ---- when a checkpoint is written ----
-
-
-@given(
-    minutes=st.sampled_from([0.0, 0.01, 1.0, 5.0]),
-    interval=st.integers(0, 7),
-    seconds=st.lists(st.floats(0, 400), min_size=1, max_size=60),
-)
-def test_no_more_work_than_the_interval_and_a_step_is_at_risk(minutes, interval, seconds):
-    now, last, saved = 0.0, 0.0, []
-    clock = CheckpointClock(interval, minutes, clock=lambda: now)
-    for step, length in enumerate(seconds, start=1):
-        now += length
-        if clock.is_due(step):
-            saved.append(step)
-            clock.restart()
-            last = now
-        if minutes:
-            assert now - last < 60 * minutes
-        assert not interval or step % interval or saved[-1] == step
-    if not minutes and not interval:
-        assert saved == []
 
 
 def test_by_default_a_run_is_saved_every_five_minutes():

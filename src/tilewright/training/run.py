@@ -21,7 +21,6 @@ from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
-from tilewright.training.checkpoint.clock import CheckpointClock
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
 from tilewright.training.components.export import export
@@ -79,12 +78,12 @@ class Run:
     _drawn: dict[str, Any] | None = None
     """The stream's state before the batches of a step that has not changed anything yet."""
     _saved_step: int = -1
+    _saved_at: float = 0.0
     _saving: int = 0
     """Saves whose end has not been reported."""
 
     def __post_init__(self) -> None:
         self.recipe = self.setup.recipe
-        self._clock = CheckpointClock(self.recipe.checkpoint.interval, self.recipe.checkpoint.interval_minutes)
 
     @property
     def step(self) -> int:
@@ -93,12 +92,11 @@ class Run:
 
     def begin(self, began: float) -> None:
         """Record the start; `began` is the `perf_counter` at which the work on this run began."""
-        self._began = began
-        self._ready_s = time.perf_counter() - began
+        self._began, self._ready_s = began, time.perf_counter() - began
         self._elapsed_before_s = self.recorder.log.elapsed_s
         recipe, setup = self.recipe, self.setup
         self._saved_step = self.step  # there is nothing to save before the first step
-        self._clock.restart()
+        self._saved_at = time.monotonic()
         if self.resumed:
             return
         num_params = sum(param.numel() for param in self.parts.model.parameters())
@@ -108,7 +106,7 @@ class Run:
         )
         self.recorder.event(0, "start", text, parameters=num_params)
         data = setup.prepared.summary
-        self.recorder.event(0, "data", account_line(data), shown=False, read=data["read"], refused=data["refused"])
+        self.recorder.event(0, "data", account_line(data), read=data["read"], refused=data["refused"])
 
     def train(self, stop: StopRequest) -> RunResult:
         """Run to the last step, or until a stop is asked for; the state is saved and recorded either way.
@@ -218,10 +216,10 @@ class Run:
         self._tell_notes()
         if self.recipe.train.eval_interval and self.step % self.recipe.train.eval_interval == 0:
             self._evaluate()
-        if self._clock.is_due(self.step) and self.step < self.recipe.train.steps:
+        if self._is_save_due() and self.step < self.recipe.train.steps:
             self._check_folder()
             self._stall_s += self._save()
-            self._clock.restart()
+            self._saved_at = time.monotonic()
         if self._saving:
             self._tell_saves()
 
@@ -247,16 +245,10 @@ class Run:
         if self._evaluated_step == self.step:
             return
         started = time.perf_counter()
-        fp32 = self.recipe.precision.eval_fp32
+        parts, how = self.parts, {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32}
         self._give_back()
-        with self.parts.passing():
-            self.evals = evaluate(
-                self.parts.model,
-                self.parts.eval_batches,
-                num_bytes=self.parts.eval_bytes,
-                device=self.setup.device,
-                fp32=fp32,
-            )
+        with parts.passing():
+            self.evals = evaluate(parts.model, parts.eval_batches, num_bytes=parts.eval_bytes, **how)
         self._give_back()
         self._evaluated_step = self.step
         self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started)
@@ -278,6 +270,13 @@ class Run:
         for name in self.recorder.log.reopen_deleted():
             text = f"{name} was deleted while the run was under way; its next row is that of step {self.step + 1}"
             self.recorder.event(self.step, "file_deleted", text)
+
+    def _is_save_due(self) -> bool:
+        """By steps or by minutes. Of several ranks, whose clocks differ, one would have to decide."""
+        when = self.recipe.checkpoint
+        if when.interval and self.step % when.interval == 0:
+            return True
+        return 0 < 60 * when.interval_minutes <= time.monotonic() - self._saved_at
 
     def _check_no_fallbacks(self) -> None:
         """Stop a strict run whose matmuls ran in another way than its recipe says; the record tells which.
@@ -379,13 +378,11 @@ class Run:
     # ---- the end ----
 
     def _finish(self) -> None:
-        recipe, tokenizer = self.recipe, self.setup.tokenizer
+        recipe, tokenizer, parts = self.recipe, self.setup.tokenizer, self.parts
         if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and tokenizer is not None:
-            num_tokens, seed = recipe.train.sample_tokens, recipe.run.seed
-            with self.parts.passing():
-                for sample in write_samples(
-                    self.parts.model, tokenizer, self.parts.eval_batches, num_tokens=num_tokens, seed=seed
-                ):
+            how = {"num_tokens": recipe.train.sample_tokens, "seed": recipe.run.seed}
+            with parts.passing():
+                for sample in write_samples(parts.model, tokenizer, parts.eval_batches, **how):
                     self.recorder.sample(self.step, sample)
         if recipe.checkpoint.export_hf:
             self._export()

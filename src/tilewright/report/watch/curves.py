@@ -198,7 +198,7 @@ def stretch_for(count: int, points: int) -> int:
         >>> [stretch_for(count, 400) for count in (0, 400, 401, 10_000)]
         [1, 1, 2, 32]
     """
-    return 1 << max(0, (-(-count // points) - 1).bit_length())
+    return 1 << (max(1, -(-count // points)) - 1).bit_length()
 
 
 def downsample(x_N: np.ndarray, y_N: np.ndarray, stretch: int) -> DrawnCurve:

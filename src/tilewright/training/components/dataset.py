@@ -3,10 +3,8 @@
 import torch
 
 from tilewright.core.config.recipe import DataSection, ModelSection, Recipe
-from tilewright.core.log import say
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
-from tilewright.data.corpus.account import account_line
 from tilewright.data.prepare import prepare
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_images import PreparedImages
@@ -22,7 +20,7 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
     """
     check_rows(recipe)
     data = recipe.data
-    prepared = prepare(
+    return prepare(
         data.source,
         task=recipe.model.task,
         domains=data.domains,
@@ -36,8 +34,6 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
         cache_dir=data.cache_dir,
         own_process=True,
     )
-    say(f"data: {account_line(prepared.summary)}")
-    return prepared
 
 
 def held_out_batches(
