@@ -8,6 +8,10 @@ Bugs of ours stay ordinary exceptions (`AssertionError`, `TypeError`) and keep t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_LINES = 60
+"""Lines of an error, which fits a screen; further problems are counted."""
+MAX_LINE = 800
+"""Characters of a line of it."""
 EXIT_INPUT = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_NUMERICS = 4
@@ -26,13 +30,27 @@ class Problem:
     where: str = ""
 
     def lines(self) -> list[str]:
-        """The problem as aligned text lines, the empty parts left out."""
+        """The problem as aligned text lines, the empty parts left out; long ones cut, control characters escaped."""
         parts = [("where", self.where), ("got", self.got), ("need", self.need), ("try", self.try_)]
         body = []
         for label, text in parts:
-            for i, line in enumerate(text.splitlines()):
+            for i, line in enumerate(_screen_lines(text)):
                 body.append(f"  {label if i == 0 else '':<6} {line}")
-        return [self.what, *body]
+        return [*_screen_lines(self.what), *body]
+
+
+def _screen_lines(text: str) -> list[str]:
+    lines = text.split("\n") if len(text) <= MAX_LINE * MAX_LINES else text[: MAX_LINE * MAX_LINES].split("\n")
+    if len(lines) > MAX_LINES // 2:
+        lines = [*lines[: MAX_LINES // 2], "..."]
+    return [_screen_line(line.rstrip("\r")) for line in lines if line or len(lines) > 1]
+
+
+def _screen_line(line: str) -> str:
+    cut = line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 8 :]}"
+    if not cut.isprintable():  # a value may hold what moves the cursor, or what is no UTF-8
+        cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in cut)
+    return cut
 
 
 class TilewrightError(Exception):
@@ -64,7 +82,13 @@ class TilewrightError(Exception):
         return error
 
     def __str__(self) -> str:
-        return "\n".join("\n".join(problem.lines()) for problem in self.problems)
+        lines: list[str] = []
+        for number, problem in enumerate(self.problems):
+            more = problem.lines()
+            if lines and len(lines) + len(more) >= MAX_LINES:
+                return "\n".join([*lines, f"... and {len(self.problems) - number} more problems"])
+            lines += more
+        return "\n".join(lines)
 
 
 class ConfigError(TilewrightError):

@@ -18,14 +18,15 @@ from tomlkit.items import Table
 from tilewright.core import env
 from tilewright.core.config import renamed, schema
 from tilewright.core.config.conflicts import conflicts
-from tilewright.core.config.messages import by_line, not_a_section, schema_problems, unknown_setting
+from tilewright.core.config.messages import broken_text, by_line, not_a_section, schema_problems, unknown_setting
 from tilewright.core.config.recipe import Recipe, TrainSection
-from tilewright.core.config.toml import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml
+from tilewright.core.config.toml import NONE, RECIPES, TomlFile, find_recipe, inline, read_toml, toml_text
 from tilewright.core.config.unused import without_effect
 from tilewright.core.errors import ConfigError, Problem
 
 CLI = "cli"
 DEFAULT = "default"
+_LARGEST_BITS = 1000
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _chain(file: Path) -> list[TomlFile]:
         where = child.place(schema.EXTENDS)
         if not isinstance(name, str):
             raise ConfigError(
-                "`extends` is not the name of one recipe", got=repr(name), need="a text in quotes", where=where
+                "`extends` is not the name of one recipe", got=toml_text(name), need="a text in quotes", where=where
             )
         parent = find_recipe(name, folder=child.path.parent, where=where)
         if parent.resolve() in [toml.path.resolve() for toml in chain]:
@@ -213,7 +214,7 @@ def _typed(item: schema.Field, text: str) -> object:
         return text.lower() == "true"
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, a number of thousands of digits, or brackets nested too deep
         return text
     return text if item.is_text and not isinstance(value, str) else value
 
@@ -258,6 +259,9 @@ def _validated(merged: _Values) -> Recipe:
         if schema.find(path) is None:
             merged.problems.append(unknown_setting(path, value, merged.places[path]))
             bad.add(path)
+        elif _is_broken(value):
+            merged.problems.append(broken_text(path, value, merged.places[path]))
+            bad.add(path)
         else:
             known[path] = value
     try:
@@ -277,7 +281,25 @@ def _validated(merged: _Values) -> Recipe:
     return recipe
 
 
+def _is_broken(value: object) -> bool:
+    """Whether a text in a value is no UTF-8 (as bytes of a command line may be), or holds a NUL, which no path may."""
+    if isinstance(value, str):
+        return "\0" in value or any("\ud800" <= c <= "\udfff" for c in value)
+    if isinstance(value, dict):
+        return any(_is_broken(key) or _is_broken(inner) for key, inner in value.items())
+    return isinstance(value, list) and any(map(_is_broken, value))
+
+
 def _strict(values: Mapping[str, object]) -> Recipe:
     # Through JSON because there strict means what we want: lists for tuples, but no "7" for 7 and no 1 for true.
     # Dates are the only TOML values without a JSON form; as text they are refused where no text is wanted.
-    return Recipe.model_validate_json(json.dumps(schema.nested(values), default=str), strict=True)
+    return Recipe.model_validate_json(json.dumps(_capped(schema.nested(values)), default=str), strict=True)
+
+
+def _capped(value: object) -> object:
+    """A value with integers far beyond any limit as smaller ones, that can be written in decimal digits."""
+    if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
+        return 2**_LARGEST_BITS if value > 0 else -(2**_LARGEST_BITS)
+    if isinstance(value, dict):
+        return {key: _capped(inner) for key, inner in value.items()}
+    return [_capped(inner) for inner in value] if isinstance(value, list | tuple) else value

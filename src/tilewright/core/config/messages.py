@@ -10,6 +10,8 @@ from tilewright.core.config import renamed, schema
 from tilewright.core.config.toml import toml_text
 from tilewright.core.errors import Problem
 
+_COMPARED, _LONGEST = 60, 200  # characters of a value: to compare it, to show it
+
 
 def schema_problems(
     error: ValidationError, values: Mapping[str, object], places: Mapping[str, str]
@@ -37,11 +39,28 @@ def schema_problems(
         elif detail["type"] == "missing":
             what = f"{path} lacks {inner[-1]!r}"
         words = [word for word in get_args(item.info.annotation) if isinstance(word, str)]
-        near = difflib.get_close_matches(str(values[path]), words, n=1)
+        near = difflib.get_close_matches(_start(values[path]), words, n=1)
         likely = renamed.value(path, values[path]) or (near[0] if near else item.info.default)
         try_ = "" if likely in ((), {}, "") else f"{path.rpartition('.')[2]} = {toml_text(likely)}"
         found[path] = Problem(what, toml_text(values[path]), item.wants, try_, places[path])
     return list(found.items())
+
+
+def _start(value: object) -> str:
+    """What there is to compare of a value with a word: its beginning. Comparing takes the square of the length."""
+    return value[:_COMPARED] if isinstance(value, str) else ""
+
+
+def broken_text(path: str, value: object, place: str) -> Problem:
+    """A text that no file can hold and no path be."""
+    got = ascii(value)
+    return Problem(
+        f"{path} is not UTF-8 text, or holds a NUL",
+        got=got if len(got) <= _LONGEST else f"{got[:_LONGEST]}...",
+        need="text in UTF-8",
+        try_="a link of another name to it, where it is a path",
+        where=place,
+    )
 
 
 def unknown_setting(path: str, value: object, place: str) -> Problem:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tilewright.core.config.section import Section
+from tilewright.core.config.section import Count, Section
 
 Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid", "fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
 ComputeFormat = Literal["", "fp32", "tf32", "bf16", "fp16", "fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
@@ -36,13 +36,13 @@ class ControllerSection(Section):
     budget: float = Field(default=0.5, ge=0, le=1)
     """Largest share of the linear layers' FLOPs above 8 bits, including what `rules` and `bf16_grad_layers` keep there.
     A budget that these exceed ends the start with exit code 3."""
-    interval: int = Field(default=100, ge=1)
+    interval: Count = Field(default=100, ge=1)
     """Steps between samples of evidence. A sample is a pass over one row, with its matmuls in both formats."""
-    cooldown: int = Field(default=200, ge=1)
+    cooldown: Count = Field(default=200, ge=1)
     """Steps between two moves of one matmul."""
-    patience: int = Field(default=3, ge=1)
+    patience: Count = Field(default=3, ge=1)
     """Good samples in a row before a matmul moves back to fewer bits."""
-    recalibrate_interval: int = Field(default=1000, ge=1)
+    recalibrate_interval: Count = Field(default=1000, ge=1)
     """Steps between larger samples (all rows of the step), after which a good matmul moves back without waiting."""
     retry_steps: bool = True
     """Compute a step again in BF16 where its loss or gradient is not finite or is an outlier; skip it if that does not
@@ -69,7 +69,7 @@ class PrecisionSection(Section):
     """Operations kept in FP32 in addition to those of the mode: layer_norm, softmax, ... (`DEEPSEEK_FP32_OPS`)."""
     loss_scale: Literal["auto", "off"] | float = "auto"
     """`auto`: dynamic where gradients are FP16, first value from the parameter count. A number: dynamic from there."""
-    loss_scale_window: int = Field(default=2000, ge=1)
+    loss_scale_window: Count = Field(default=2000, ge=1)
     """Clean steps before the scale doubles (`DEEPSEEK_LOSS_SCALE_WINDOW`)."""
     loss_scale_min: float = Field(default=1.0, gt=0)
     """The run stops (exit 4) when an overflow would push the scale below this."""

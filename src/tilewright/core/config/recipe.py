@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from tilewright.core.config.precision import PrecisionSection
-from tilewright.core.config.section import Section
+from tilewright.core.config.section import Count, Section
 from tilewright.core.units import parse_bytes
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(le=2**63 - 1)]
 ActivationCheckpoint = Literal["none", "selective", "matmuls", "attention", "full"]
 CheckpointInputs = Literal["exact", "fp8"]
 """none: keep all activations; selective: keep outputs of matmuls and attention; matmuls, attention: of one of them;
@@ -35,11 +35,11 @@ class RunSection(Section):
     """Name of the run folder inside `dir`. Empty: the recipe's file name."""
     dir: str = "runs"
     """Folder that holds the run folders."""
-    seed: int = Field(default=1234, ge=0)
+    seed: int = Field(default=1234, ge=0, le=2**63 - 1)
     """Seeds initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train. `auto` takes a CUDA GPU where there is one."""
-    threads: int = Field(default=0, ge=0)
+    threads: Count = Field(default=0, ge=0)
     """CPU threads for torch. 0: one a physical core."""
 
 
@@ -53,17 +53,17 @@ class ModelSection(Section):
     """Start from random weights, or load those in `path`."""
     task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"
     """What is learned. `decoder` does `causal_lm` only."""
-    dim: int = Field(default=256, ge=8)
+    dim: Count = Field(default=256, ge=8)
     """Width of the residual stream."""
-    num_layers: int = Field(default=6, ge=1)
+    num_layers: Count = Field(default=6, ge=1)
     """Decoder layers."""
-    num_heads: int = Field(default=4, ge=1)
+    num_heads: Count = Field(default=4, ge=1)
     """Query heads. `dim` must be a multiple of it unless `head_dim` is given."""
-    num_kv_heads: int = Field(default=0, ge=0)
+    num_kv_heads: Count = Field(default=0, ge=0)
     """Key and value heads of grouped-query attention. 0: as many as `num_heads`."""
-    head_dim: int = Field(default=0, ge=0)
+    head_dim: Count = Field(default=0, ge=0)
     """Width of a head. 0: `dim / num_heads`."""
-    ffn_dim: int = Field(default=0, ge=0)
+    ffn_dim: Count = Field(default=0, ge=0)
     """Width of the SwiGLU hidden layer. 0: 8/3 of `dim`, rounded up to a multiple of 64."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary position frequencies."""
@@ -75,29 +75,29 @@ class ModelSection(Section):
     """Standard deviation of the initial weights."""
     attention: Literal["gqa", "mla"] = "gqa"
     """Grouped-query, or multi-head latent attention as in DeepSeek-V3."""
-    q_lora_rank: int = Field(default=0, ge=0)
+    q_lora_rank: Count = Field(default=0, ge=0)
     """MLA: rank of the query compression. 0: none."""
-    kv_lora_rank: int = Field(default=64, ge=1)
+    kv_lora_rank: Count = Field(default=64, ge=1)
     """MLA: rank of the key/value compression."""
-    qk_nope_head_dim: int = Field(default=32, ge=1)
+    qk_nope_head_dim: Count = Field(default=32, ge=1)
     """MLA: query/key width a head without position."""
-    qk_rope_head_dim: int = Field(default=16, ge=2)
+    qk_rope_head_dim: Count = Field(default=16, ge=2)
     """MLA: query/key width a head that carries the rotary position."""
-    v_head_dim: int = Field(default=32, ge=1)
+    v_head_dim: Count = Field(default=32, ge=1)
     """MLA: value width a head."""
-    num_experts: int = Field(default=0, ge=0)
+    num_experts: Count = Field(default=0, ge=0)
     """Routed experts. 0: dense."""
-    num_experts_per_token: int = Field(default=2, ge=1)
+    num_experts_per_token: Count = Field(default=2, ge=1)
     """Routed experts that each token uses."""
-    num_shared_experts: int = Field(default=1, ge=0)
+    num_shared_experts: Count = Field(default=1, ge=0)
     """Experts that every token uses too."""
-    expert_dim: int = Field(default=0, ge=0)
+    expert_dim: Count = Field(default=0, ge=0)
     """Hidden width of an expert. 0: `ffn_dim / num_experts_per_token`."""
-    num_dense_layers: int = Field(default=1, ge=0)
+    num_dense_layers: Count = Field(default=1, ge=0)
     """MoE: first layers that stay dense."""
-    num_expert_groups: int = Field(default=1, ge=1)
+    num_expert_groups: Count = Field(default=1, ge=1)
     """MoE: groups for group-limited routing."""
-    num_limited_groups: int = Field(default=1, ge=1)
+    num_limited_groups: Count = Field(default=1, ge=1)
     """MoE: groups that a token may route to."""
     routed_scaling: float = Field(default=1.0, gt=0)
     """MoE: factor on the routed experts' output."""
@@ -117,20 +117,20 @@ class DataSection(Section):
     """Use at most this much text, shared over the domains. 0: no limit."""
     holdout: float = Field(default=0.02, gt=0, lt=0.5)
     """Share held out for evaluation, by clusters of near-copies."""
-    seq_len: int = Field(default=512, ge=8)
+    seq_len: Count = Field(default=512, ge=8)
     """Tokens in one packed row."""
-    vocab_size: int = Field(default=8192, ge=300)
+    vocab_size: Count = Field(default=8192, ge=300)
     """Size of the BPE tokenizer trained on the data. Read where `tokenizer` is empty and no weights are loaded."""
     tokenizer: str = ""
     """A tokenizer.json, or a folder that holds one. Empty: the one in `model.path` where weights are loaded from there;
     else one is trained on the data and cached."""
     text_field: str = "text"
     """Field of .jsonl, .parquet and dataset rows that holds the text."""
-    image_size: int = Field(default=64, ge=8)
+    image_size: Count = Field(default=64, ge=8)
     """image_classification: side in pixels that images are resized to."""
     cache_dir: str = ""
     """Where prepared data is kept. Empty: the user's cache folder."""
-    prefetch: int = Field(default=2, ge=0)
+    prefetch: Count = Field(default=2, ge=0)
     """Batches prepared ahead in a background thread. 0: none."""
 
 
@@ -157,7 +157,7 @@ class OptimSection(Section):
     8 bits more that only the optimizer reads (`split24`, with 8-bit moments)."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Learning rate over the steps. `wsd`: warm-up, stable, then decay over the last `decay_fraction`."""
-    warmup_steps: int = Field(default=20, ge=0)
+    warmup_steps: Count = Field(default=20, ge=0)
     """Steps in which the rate rises linearly to `lr`."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """wsd: share of the steps at the end in which the rate falls."""
@@ -180,7 +180,7 @@ class OptimSection(Section):
 class LoraSection(Section):
     """Adapters on frozen linear layers, instead of training the whole model. See `tilewright.precision.lora.lora`."""
 
-    rank: int = Field(default=0, ge=0)
+    rank: Count = Field(default=0, ge=0)
     """Width of the adapters. 0: none, the whole model is trained."""
     alpha: float = Field(default=32.0, gt=0)
     """Adapters count `alpha / rank`."""
@@ -192,11 +192,11 @@ class LoraSection(Section):
 
 
 class TrainSection(Section):
-    steps: int = Field(default=400, ge=1)
+    steps: Count = Field(default=400, ge=1)
     """Optimizer steps."""
-    global_batch_size: int = Field(default=16, ge=1)
+    global_batch_size: Count = Field(default=16, ge=1)
     """Rows (sequences or images) in one optimizer step, over all ranks."""
-    micro_batch_size: int = Field(default=8, ge=1)
+    micro_batch_size: Count = Field(default=8, ge=1)
     """Rows per forward pass; the rest is gradient accumulation."""
     activation_checkpoint: ActivationCheckpoint = "none"
     """What a layer keeps for backward: all activations; results of matmuls and of attention, so that only the cheap
@@ -207,13 +207,13 @@ class TrainSection(Section):
     are approximate (about 3 % noise)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the layers. `auto`: where a compiler is found and the model is tilewright's own."""
-    log_interval: int = Field(default=10, ge=1)
+    log_interval: Count = Field(default=10, ge=1)
     """Steps between progress lines."""
-    eval_interval: int = Field(default=100, ge=0)
+    eval_interval: Count = Field(default=100, ge=0)
     """Steps between evaluations. 0: only at the end."""
-    eval_batches: int = Field(default=4, ge=1)
+    eval_batches: Count = Field(default=4, ge=1)
     """Micro-batches evaluated a domain."""
-    sample_tokens: int = Field(default=64, ge=0)
+    sample_tokens: Count = Field(default=64, ge=0)
     """Length of the text sample in the report. 0: none."""
 
 
@@ -227,7 +227,7 @@ class MemorySection(Section):
     executor: Literal["standard", "layer_major"] = "standard"
     """`standard`: one micro-batch after the other through the whole model. `layer_major`: all micro-batches through one
     layer group, then the next; backward recomputes a group, updates its parameters at once, and frees it."""
-    layers_per_group: int = Field(default=1, ge=1)
+    layers_per_group: Count = Field(default=1, ge=1)
     """layer_major: layers that are fetched, computed and updated together."""
     offload_params: Offload = "none"
     """layer_major: where parameters are kept while their layers are not computed. A layer group is copied to the device
@@ -240,19 +240,19 @@ class MemorySection(Section):
     format."""
     offload_dir: str = ""
     """Folder of the files that `disk` uses. They have no names and are gone with the process. Empty: the run folder."""
-    prefetch: int = Field(default=1, ge=0)
+    prefetch: Count = Field(default=1, ge=0)
     """layer_major: layer groups that are fetched, or written back, while another one is computed. Each takes a buffer
     of the size of the largest group."""
     rollback: Literal["buffer", "checkpoint"] = "buffer"
     """layer_major with `optim.clip = "delayed"`: how a step is undone whose gradient turns out not to be finite after
     some groups were updated. From a copy of their bytes before the step, or from the newest checkpoint."""
-    mlp_chunks: int = Field(default=1, ge=1)
+    mlp_chunks: Count = Field(default=1, ge=1)
     """Chunks into which an MLP's tokens are cut, forward and backward, so that the wide hidden values of one chunk are
     in memory. Costs one more forward pass of the MLPs. Not for mixtures of experts."""
     loss_chunk_bytes: Bytes = Field(default=64 * 2**20, ge=1)
     """Bytes of logits alive at once in the loss of an output head, forward and backward; one row at least. Not for
     Hugging Face models whose head is more than one matmul: their logits are whole."""
-    attention_block: int = Field(default=0, ge=0)
+    attention_block: Count = Field(default=0, ge=0)
     """Query rows at a time in attention, so that packed documents need no mask of `seq_len` x `seq_len`. 0: all at
     once. Compiled, and on a GPU, the scores of a block are in memory. tilewright's own decoder only."""
 
@@ -266,12 +266,12 @@ class CheckpointSection(Section):
     interval_minutes: float = Field(default=5.0, ge=0, allow_inf_nan=False)
     """Minutes of training between checkpoints, the work that a power cut can cost: one is written after the step in
     which they have passed since the last. One more is written at the end and on a signal (SIGTERM, Ctrl-C). 0: off."""
-    interval: int = Field(default=0, ge=0)
+    interval: Count = Field(default=0, ge=0)
     """Steps between checkpoints, in addition. 0: off."""
     save_last: bool = True
     """Write a checkpoint after the last step. False is for models whose checkpoint fits on no disk of this machine: the
     trained weights are gone at the end, unless `export_hf` keeps them."""
-    keep_latest_k: int = Field(default=3, ge=1)
+    keep_latest_k: Count = Field(default=3, ge=1)
     """Newest checkpoints kept."""
     async_save: bool = True
     """Write in a background thread while training continues."""

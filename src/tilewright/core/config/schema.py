@@ -17,6 +17,7 @@ from tilewright.core.config.toml import NONE
 from tilewright.core.units import parse_bytes
 
 EXTENDS = "extends"
+_COMPARED = 80  # characters of a name that is compared with ours, which takes the square of the length
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def suggest(path: str) -> str:
         >>> suggest("train.stesp"), suggest("train.lr"), suggest("steps"), suggest("train.lrr"), suggest("xyz.abc")
         ('train.steps', 'optim.lr', 'train.steps', 'optim.lr', '')
     """
+    path = path[:_COMPARED]
     known = [field.path for field in fields()]
     section, _, name = path.rpartition(".")
     same_name = [other for other in known if other.rpartition(".")[2] == name]
@@ -207,5 +209,10 @@ def _describe(annotation: object) -> str:
 
 def _bounds(metadata: Iterable[object]) -> str:
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    found = [f"{text} {getattr(item, key):g}" for item in metadata for key, text in words.items() if hasattr(item, key)]
+    present = [(text, getattr(item, key)) for item in metadata for key, text in words.items() if hasattr(item, key)]
+    found = [f"{text} {_number(value)}" for text, value in present]
     return "".join(f", {text}" for text in found)
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

@@ -1,6 +1,11 @@
 """What all sections of a recipe have in common."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(le=2**31 - 1)]
+"""A number of things. More than fits 31 bits is a slip, found before anything is multiplied or allocated."""
 
 
 class Section(BaseModel):

@@ -5,6 +5,7 @@ serves messages only, and a place it cannot find is the file's name alone.
 """
 
 import difflib
+import os
 import re
 import tomllib
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 NONE = "none"
 """How a recipe writes 'no value' for a setting that may have none; TOML has no null."""
 
+_LONGEST_NAME, _LONGEST_PATH = 255, 4096  # of Linux
+_SHORT_TEXT, _SHORT_LIST = 400, 20  # characters and entries of a value in a message
 _HEADER = re.compile(r"\s*\[\[?\s*([A-Za-z0-9_.\"'-]+)\s*\]\]?\s*(#.*)?\Z")
 _KEY = re.compile(r"\s*([A-Za-z0-9_.\"'-]+)\s*=")
 
@@ -54,6 +57,7 @@ def find_recipe(name: str | Path, *, folder: Path | None = None, where: str = ""
     """
     path = Path(name) if folder is None else folder / name
     shipped = RECIPES / f"{str(name).removesuffix('.toml')}.toml"
+    _check_name(name, where)
     if path.is_file():
         return path
     if Path(name).name == str(name) and shipped.is_file():
@@ -68,6 +72,19 @@ def find_recipe(name: str | Path, *, folder: Path | None = None, where: str = ""
         try_=f"did you mean {near[0]}?" if near else "tilewright init, which writes a recipe here",
         where=where,
     )
+
+
+def _check_name(name: str | Path, where: str) -> None:
+    """Raises ConfigError where no file can have this name."""
+    longest = max(map(len, os.fsencode(name).split(b"/")))
+    if "\0" in str(name) or longest > _LONGEST_NAME or len(os.fsencode(name)) > _LONGEST_PATH:
+        raise ConfigError(
+            "No such recipe",
+            got=str(name)[:80],
+            need=f"a path without NUL, of at most {_LONGEST_PATH} bytes, names in it of at most {_LONGEST_NAME}",
+            try_="tilewright init, which writes a recipe here",
+            where=where,
+        )
 
 
 def read_toml(path: Path) -> TomlFile:
@@ -94,6 +111,14 @@ def read_toml(path: Path) -> TomlFile:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(path, text, error) from error
+    except (RecursionError, ValueError) as error:
+        deep = isinstance(error, RecursionError)
+        raise ConfigError(
+            "Recipe is not valid TOML",
+            got="brackets nested too deep" if deep else "a number of thousands of digits",
+            need="lists of texts and tables of numbers" if deep else "numbers of at most 4300 digits",
+            where=str(path),
+        ) from None
     return TomlFile(path, data, _find_lines(text))
 
 
@@ -141,7 +166,24 @@ def toml_text(value: object) -> str:
     """
     if value is None:
         return f'"{NONE}"'
-    return tomlkit.item(inline(list(value) if isinstance(value, tuple) else value)).as_string()
+    return tomlkit.item(inline(_short(list(value) if isinstance(value, tuple) else value))).as_string()
+
+
+def _short(value: object, depth: int = 0) -> object:
+    """A value that fits a line of a message: long lists, tables and texts are cut."""
+    if depth > 3:
+        return "..."
+    if isinstance(value, str) and len(value) > _SHORT_TEXT:
+        return f"{value[: _SHORT_TEXT // 2]} ... {value[-_SHORT_TEXT // 8 :]}"
+    if isinstance(value, int) and value.bit_length() > _SHORT_TEXT:
+        return f"an integer of about {value.bit_length() * 3 // 10} digits"
+    if isinstance(value, dict):
+        short = {_short(key): _short(inner, depth + 1) for key, inner in list(value.items())[:_SHORT_LIST]}
+        return short if len(short) == len(value) else short | {"...": f"{len(value)} entries"}
+    if isinstance(value, list):
+        short = [_short(inner, depth + 1) for inner in value[:_SHORT_LIST]]
+        return short if len(short) == len(value) else [*short, f"... {len(value)} entries"]
+    return value
 
 
 def inline(value: object) -> object:
