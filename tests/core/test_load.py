@@ -273,7 +273,7 @@ def test_every_value_of_run_toml_names_its_source(tmp_path):
     assert "steps = 3 # cli\n" in text
     assert 'mode = "fp32" # env DEEPSEEK_PRECISION_MODE\n' in text
     assert "dim = 512 # file cpu_50m.toml\n" in text
-    assert "clip_norm = 1.0 # extends default.toml\n" in text
+    assert "clip_norm = 5.0 # extends default.toml\n" in text
     assert 'start_mode = "none" # default\n' in text
     written = tomllib.loads(text)
     assert written["precision"]["controller"]["interval"] == 100
