@@ -288,6 +288,8 @@ def _run(first: int, count: int) -> None:
     """Cases in this process, a line each on stdout."""
     import traceback
 
+    import tilewright.data.prepare  # noqa: F401  its seconds are not those of a case
+
     signal.signal(signal.SIGALRM, _alarm)
     for seed in range(first, first + count):
         with tempfile.TemporaryDirectory() as folder:

@@ -141,7 +141,7 @@ def test_five_mistakes_are_reported_at_once_with_their_lines(tmp_path):
         "optim.betas is not right",
     ]
     assert found[0].got == '"7"'
-    assert found[0].need == "an integer, at least 1"
+    assert found[0].need == "an integer, at least 1, at most 2147483647"
     assert found[1].try_ == "did you mean optim.lr?"
     assert found[2].try_ == "did you mean [precision]?"
     assert found[3].need.startswith('one of "fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid", "fp8_tile"')
@@ -280,8 +280,8 @@ def test_every_value_of_run_toml_names_its_source(tmp_path):
     assert len(schema.flat(written)) == len(list(schema.fields()))
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
-names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\\"), max_size=12).filter(
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=6)
+names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\\\0"), max_size=12).filter(
     lambda name: name not in (".", "..")
 )
 
