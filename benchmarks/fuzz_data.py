@@ -30,8 +30,8 @@ from benchmarks.common import write_result
 CLAIM = (
     "generated data files, whole and damaged, are used or refused with a reason: no traceback, no hang, none uncounted"
 )
-LIMIT_S = 20
-"""Seconds that one case may take."""
+LIMIT_S = 60
+"""Seconds that one case may take, on a machine that others use too."""
 _WORDS = ["tile", "naïve", "漢字", "🦊", "a", "the", "\u2028", "ﬁ", "x" * 50, "\t", "=", '"', ",", "\\", "{", "[", "]"]
 
 _STEMS = [
