@@ -49,7 +49,7 @@ WORDS = {
     "default": "Muon for the matrices",
 }
 STEPS = {
-    "start": 260, "steps": 520, "vocabulary": 580, "width": 680, "schedule": 680, "adamw": 680, "default": 600,
+    "start": 214, "steps": 456, "vocabulary": 552, "width": 730, "schedule": 730, "adamw": 730, "default": 600,
 }  # fmt: skip
 """Of a run: as many seconds for all, by their seconds per step."""
 
@@ -73,7 +73,7 @@ def train(rung: str, seed: int, steps: int, folder: Path, threads: int = 0) -> t
     name = f"{rung.replace(':', '_')}-{seed}-{steps}"
     settings = {
         "run.dir": str(folder), "run.name": name, "run.seed": str(seed), "train.steps": str(steps),
-        "train.eval_interval": "0", "train.eval_batches": "16", "train.sample_tokens": "0",
+        "train.eval_interval": "0", "train.eval_batches": "16", "train.sample_tokens": "0", "run.threads": str(threads),
     }  # fmt: skip
     options = [part for key, value in settings.items() for part in (f"--{key}", value)]
     command = [sys.executable, "-m", "tilewright", "train", *arguments(rung), *options]

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -89,36 +88,40 @@ class Watched:
         times = self.process.cpu_times()
         return times.user + times.system
 
-    def stop(self) -> None:
-        """As Ctrl-C does."""
-        self._child.send_signal(signal.SIGINT)
-        if self._child.wait(60) != os.EX_OK:
-            raise SystemExit(f"the command ended with code {self._child.returncode}")
+    def __enter__(self) -> "Watched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it as a service manager does (a shell's background jobs get no Ctrl-C), whatever went wrong before."""
+        self._child.terminate()
+        try:
+            self._child.wait(10)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
 
 
 def first_view(folder: Path) -> dict[str, float]:
     """One repetition over HTTP: the page's parts one after another, then the curves."""
-    watched = Watched(folder)
-    before, began = watched.processor_s(), time.perf_counter()
-    size = 0
-    for path in ("", *(f"pages/{name}" for name in PARTS), "api/view"):
-        with urllib.request.urlopen(watched.url + path) as answer:
-            body = answer.read()
-            size += len(body)
-    seconds, processor_s = time.perf_counter() - began, watched.processor_s() - before
-    runs = json.loads(body)["runs"]
-    if [run["step"] for run in runs] != [STEPS] * RUNS:
-        raise SystemExit(f"not all steps were read: {[run['step'] for run in runs]}")
-    resident = watched.process.memory_info().rss
-    watched.stop()
+    with Watched(folder) as watched:
+        before, began = watched.processor_s(), time.perf_counter()
+        size = 0
+        for path in ("", *(f"pages/{name}" for name in PARTS), "api/view"):
+            with urllib.request.urlopen(watched.url + path) as answer:
+                body = answer.read()
+                size += len(body)
+        seconds, processor_s = time.perf_counter() - began, watched.processor_s() - before
+        runs = json.loads(body)["runs"]
+        if [run["step"] for run in runs] != [STEPS] * RUNS:
+            raise SystemExit(f"not all steps were read: {[run['step'] for run in runs]}")
+        resident = watched.process.memory_info().rss
     found = {"start_s": watched.start_s, "first_view_s": seconds, "first_view_processor_s": processor_s}
     return found | {"first_view_bytes": size, "resident_bytes": resident}
 
 
 def in_browser(folder: Path) -> float:
     """Seconds from asking for the page to drawn curves."""
-    watched = Watched(folder)
-    with browser() as page:
+    with Watched(folder) as watched, browser() as page:
         page.size(1200, 960)
         page.open(watched.url)
         page.wait("performance.getEntriesByName('shown').length > 0", 60)
@@ -126,25 +129,23 @@ def in_browser(folder: Path) -> float:
         if lines != RUNS:
             raise SystemExit(f"{lines} curves are drawn")
         milliseconds = page.run("performance.getEntriesByName('shown')[0].startTime")
-    watched.stop()
     return milliseconds / 1000
 
 
 def idle(folder: Path) -> dict[str, float]:
     """Share of a core while a page asks once per second and nothing is new; and with no page."""
-    watched = Watched(folder)
-    with urllib.request.urlopen(watched.url + "api/view") as answer:
-        known = ",".join(f"{run['key']}:{run['version']}" for run in json.load(answer)["runs"])
-    shares = {}
-    for name, asks in (("idle_percent_with_a_page", True), ("idle_percent_without_a_page", False)):
-        before, began = watched.processor_s(), time.perf_counter()
-        stopped = threading.Event()
-        while not stopped.wait(1.0) and time.perf_counter() - began < IDLE_S:
-            if asks:
-                urllib.request.urlopen(f"{watched.url}api/view?known={known}").read()
-        shares[name] = 100 * (watched.processor_s() - before) / (time.perf_counter() - began)
-    shares["resident_bytes_after"] = watched.process.memory_info().rss
-    watched.stop()
+    with Watched(folder) as watched:
+        with urllib.request.urlopen(watched.url + "api/view") as answer:
+            known = ",".join(f"{run['key']}:{run['version']}" for run in json.load(answer)["runs"])
+        shares = {}
+        for name, asks in (("idle_percent_with_a_page", True), ("idle_percent_without_a_page", False)):
+            before, began = watched.processor_s(), time.perf_counter()
+            stopped = threading.Event()
+            while not stopped.wait(1.0) and time.perf_counter() - began < IDLE_S:
+                if asks:
+                    urllib.request.urlopen(f"{watched.url}api/view?known={known}").read()
+            shares[name] = 100 * (watched.processor_s() - before) / (time.perf_counter() - began)
+        shares["resident_bytes_after"] = watched.process.memory_info().rss
     return shares
 
 
