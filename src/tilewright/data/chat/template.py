@@ -1,0 +1,246 @@
+"""A model's chat template: conversations to text, to token ids, and to what of them is trained.
+
+Text and ids are those of transformers' `apply_chat_template`, with one difference that is deliberate. A message that
+contains the name of a control token ("<|im_end|>") could end its own turn there; here such a name inside of a message
+is encoded as plain text (`apply_chat_template` does so with `sanitize_control_tokens`). Control tokens are the special
+tokens and those other added tokens that the template itself puts between turns; `<think>` is not one.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+
+from tilewright.core.errors import DataError
+from tilewright.data.chat.load import named_tokens, template_source
+from tilewright.data.chat.sandbox import TEXT_BEGIN, TEXT_END, compile_template, split_marks, without_marks
+from tilewright.data.common.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_WORD = "tilewright"  # content of messages that are rendered to see what the template puts around them
+
+
+class ChatError(DataError):
+    """A conversation that a template cannot render, or whose answers cannot be found in what it renders."""
+
+    @property
+    def reason(self) -> str:
+        """Why, the same for all conversations of the kind."""
+        return self.problems[0].what
+
+
+class ChatTemplate:
+    """A compiled template and the tokenizer that it belongs to.
+
+    Args:
+        source: the jinja text.
+        tokenizer: makes the ids.
+        tokens: what the template may call `bos_token`, `eos_token` and so on.
+        where: where the template is from, for messages.
+
+    Raises:
+        DataError: `source` is not a template.
+
+    Example:
+        >>> from tilewright.data.chat.load import CHATML
+        >>> from tilewright.data.common.tokenizer import train_tokenizer
+        >>> chat = ChatTemplate(CHATML, train_tokenizer(["hello you " * 9], 300))
+        >>> chat.render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+        '<|im_start|>user\\nhello<|im_end|>\\n<|im_start|>assistant\\n'
+    """
+
+    def __init__(self, source: str, tokenizer: Tokenizer, tokens: Mapping[str, str] | None = None, where: str = ""):
+        self.source, self.tokenizer, self.tokens, self.where = source, tokenizer, dict(tokens or {}), where
+        try:
+            self._template, self._marking = compile_template(source), compile_template(source, mark_generation=True)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise DataError(
+                "Chat template is not valid jinja",
+                where=where or "data.chat_template",
+                got=str(error)[:200],
+                need="a template that transformers can read",
+                try_="data.chat_template = another .jinja file",
+            ) from error
+        self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())  # names in the text are tokens
+        self._plain = tokenizer.backend  # names in the text are text
+
+    @classmethod
+    def load(cls, folder: str, tokenizer: Tokenizer, chosen: str = "") -> "ChatTemplate":
+        """The template of a model's folder, or the one `chosen`; see `load.template_source`."""
+        source, where = template_source(chosen, folder)
+        return cls(source, tokenizer, named_tokens(Path(folder).expanduser()) if folder else {}, where)
+
+    def save(self, folder: Path | str) -> None:
+        """Write the template where `load` and transformers find it, beside the tokenizer."""
+        (Path(folder) / "chat_template.jinja").write_text(self.source, encoding="utf-8")
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: dicts with role and content, and whatever else the template knows.
+            add_generation_prompt: end with what an answer follows.
+
+        Raises:
+            ChatError: the template refuses the conversation.
+        """
+        return split_marks(self.marked(messages, add_generation_prompt))[0]
+
+    def encode(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
+        """The ids of a conversation; see the top of this file for names of control tokens in messages.
+
+        Raises:
+            ChatError: the template refuses the conversation.
+        """
+        text, _, names = split_marks(self.marked(messages, add_generation_prompt))
+        return self.encode_rendered(text, names)[0]
+
+    def marked(self, messages: Sequence[Message], add_generation_prompt: bool = False, *, answers: bool = False) -> str:
+        """The text with the marks of `sandbox.split_marks` in it.
+
+        Args:
+            messages: as in `render`.
+            add_generation_prompt: as in `render`.
+            answers: mark `{% generation %}` blocks too.
+
+        Raises:
+            ChatError: the template refuses the conversation, or renders another text where marks are in it.
+        """
+        plain = [_readable(message) for message in messages]
+        names = any(self.control_pattern.search(text) for message in plain for text in _texts(message))
+        text = self._render(plain, add_generation_prompt)
+        if not names and not answers:
+            return text
+        inner = [self._mark(message) for message in plain] if names else plain
+        marked = self._render(inner, add_generation_prompt, answers)
+        if split_marks(marked)[0] != text:
+            what = "name of a control token in a message" if names else "{% generation %} block"
+            raise ChatError(f"{what} that the template takes apart")
+        return marked
+
+    def encode_rendered(
+        self, text: str, names: Sequence[tuple[int, int]] = ()
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a rendered text, and the character range of each.
+
+        Args:
+            text: with control tokens.
+            names: ranges of names of control tokens that stand for themselves.
+        """
+        ids: list[int] = []
+        ranges: list[tuple[int, int]] = []
+        start = 0
+        for begin, end in [*names, (len(text), len(text))]:
+            for a, b, backend in ((start, begin, self._backend), (begin, end, self._plain)):
+                if a < b:
+                    found = _encode(backend, text[a:b], within=a > 0)
+                    ids += found[0]
+                    ranges += [(a + first, a + last) for first, last in found[1]]
+            start = end
+        return ids, ranges
+
+    @cached_property
+    def marks_answers(self) -> bool:
+        """Whether the template says by `{% generation %}` blocks what the assistant wrote."""
+        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.source))
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: the template's own token for it, and the tokenizer's end of text."""
+        found = [self.tokenizer.eos_id]
+        ids = self._backend.encode(self.end_of_turn, add_special_tokens=False).ids
+        if len(ids) == 1 and self._backend.id_to_token(ids[0]) == self.end_of_turn:
+            found.insert(0, ids[0])
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Texts that end an answer where that is not one token: a layout that the tokenizer does not know."""
+        ids = self._backend.encode(self.end_of_turn, add_special_tokens=False).ids
+        return (self.end_of_turn,) if len(ids) > 1 else ()
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """What the template writes behind an answer, without the white space that follows; "" where it is nothing."""
+        return self.turn_tail.strip()
+
+    @cached_property
+    def turn_tail(self) -> str:
+        """All that the template writes behind the last answer."""
+        try:
+            rendered = self._render([_said("user"), _said("assistant", _WORD * 2)], False)
+        except ChatError:
+            return ""
+        return rendered.rpartition(_WORD * 2)[2]
+
+    @cached_property
+    def control_pattern(self) -> re.Pattern[str]:
+        """Finds names of control tokens; see the top of this file."""
+        added = {token.content: token.special for token in self._backend.get_added_tokens_decoder().values()}
+        between = ""
+        for messages in ([_said("system"), _said("user"), _said("assistant"), _said("user")], [_said("user")]):
+            try:
+                between += self._render(messages, False)
+            except ChatError:
+                continue
+        names = [name for name, special in added.items() if special or (name in between and not name.isspace())]
+        return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)")
+
+    def _mark(self, message: Any) -> Any:
+        if isinstance(message, str):
+            return self.control_pattern.sub(f"{TEXT_BEGIN}\\g<0>{TEXT_END}", message)
+        if isinstance(message, dict):
+            return {key: self._mark(value) for key, value in message.items()}
+        return [self._mark(value) for value in message] if isinstance(message, list | tuple) else message
+
+    def _render(self, messages: list[Any], add_generation_prompt: bool, answers: bool = False) -> str:
+        try:
+            return (self._marking if answers else self._template).render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.tokens,
+            )
+        except Exception as error:  # noqa: BLE001  a template is a program, and raises whatever a program can
+            said = str(error).splitlines() or [""]
+            raise ChatError(
+                "template raises", got=f"{type(error).__name__}: {said[0][:200]}", where=self.where
+            ) from None
+
+
+def _said(role: str, content: str = _WORD) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _readable(message: Message) -> dict[str, Any]:
+    """A message as transformers hands it to a template: nothing that is None, reasoning under both of its names."""
+    kept = {key: without_marks(value) for key, value in message.items() if value is not None}
+    reasoning = next((kept[name] for name in _REASONING if name in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    return [text for item in inner for text in _texts(item)]
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, within: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids and ranges of a piece. One `within` a text gets no mark of a text's beginning: it is encoded after a line
+    end, whose ids are then taken away (as transformers does)."""
+    if within:
+        line = backend.encode("\n", add_special_tokens=False)
+        found = backend.encode("\n" + text, add_special_tokens=False)
+        if found.ids[: len(line.ids)] == line.ids:
+            kept = slice(len(line.ids), None)
+            return found.ids[kept], [(max(0, a - 1), max(0, b - 1)) for a, b in found.offsets[kept]]
+    found = backend.encode(text, add_special_tokens=False)
+    return found.ids, found.offsets
