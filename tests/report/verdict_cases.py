@@ -50,6 +50,16 @@ def noisy(level: float, seed: int = 0):
     return [level * math.exp(draw.gauss(0, 0.2)) for _ in range(COUNT)]
 
 
+def saved(*steps: int) -> dict[str, Any]:
+    """Events of saves beside training."""
+    return {"events": [{"step": step, "kind": "save", "background": True} for step in steps]}
+
+
+def evaluated(*steps: int) -> dict[str, Any]:
+    """Events of evaluations."""
+    return {"events": [{"step": step, "kind": "eval"} for step in steps]}
+
+
 CLEAN = Case(columns={"grad_norm": noisy(0.4)})
 
 
@@ -216,6 +226,21 @@ CASES: dict[str, list[tuple[str, Case, VerdictState]]] = {
         ("4 %", Case(columns={"memory_bytes": [1e9] * 300 + [1.04e9] * 100}), GOOD),
         ("6 %", Case(columns={"memory_bytes": [1e9] * 300 + [1.06e9] * 100}), LOOK),
         ("26 %", Case(columns={"memory_bytes": [1e9] * 300 + [1.26e9] * 100}), BAD),
+        (
+            "6 % at the first save",
+            Case(columns={"memory_bytes": [1e9] * 250 + [1.06e9] * 150}, files=saved(250, 330)),
+            GOOD,
+        ),
+        (
+            "6 % at the second save",
+            Case(columns={"memory_bytes": [1e9] * 270 + [1.06e9] * 130}, files=saved(50, 270)),
+            LOOK,
+        ),
+        (
+            "6 % at the first evaluation, and as much later",
+            Case(columns={"memory_bytes": [1e9] * 100 + [1.06e9] * 200 + [1.12e9] * 100}, files=evaluated(100, 300)),
+            LOOK,
+        ),
         ("in the first quarter", Case(columns={"memory_bytes": [1e9] * 100 + [2e9] * 300}), GOOD),
         ("seven", Case(falling(7)), NOT_MEASURED),
     ],

@@ -1,5 +1,6 @@
 """Rules on memory and time: is the run as planned, does it grow, slow down, or wait?"""
 
+from bisect import bisect_right
 from statistics import median
 
 from tilewright.core.units import format_bytes, format_share
@@ -27,13 +28,17 @@ OFF_PLAN = VerdictRule(
 LEAK = VerdictRule(
     name="memory growth",
     chart="memory",
-    measures="median peak of the last quarter of the run over that of the second quarter, less one",
+    measures=(
+        "median peak of the last quarter over that of the second quarter, less one, in the longest part of the run "
+        "without its first evaluation or its first save beside training"
+    ),
     unit="share",
     look=0.05,
     bad=0.25,
     why=(
-        "From the second quarter on a step takes what the one before took; 5 % more is a leak or an allocator that "
-        "fragments, and at 25 % in half a run memory may run out in a longer one."
+        "The first evaluation and the first save take buffers that stay. Otherwise, from the second quarter on, a step "
+        "takes what the one before took; 5 % more is a leak or an allocator that fragments, and at 25 % in half a run "
+        "memory may run out in a longer one."
     ),
 )
 WAIT = VerdictRule(
@@ -77,7 +82,7 @@ def off_plan(run: RunData) -> Verdict:
 
 def leak(run: RunData) -> Verdict:
     """Does the peak rise during the run?"""
-    _, peaks = run.column("memory_bytes")
+    peaks = _longest_part(run)
     if len(peaks) < FEWEST_PEAKS:
         return LEAK.too_short(len(peaks), FEWEST_PEAKS)
     _, second, _, last = [median(part) for part in quarters(peaks)]
@@ -88,6 +93,19 @@ def leak(run: RunData) -> Verdict:
         return LEAK.judge(rise, f"The peak does not rise: {format_bytes(last)} in the last quarter.")
     text = f"The peak rose by {format_percent(rise)} from the second quarter to the last, to {format_bytes(last)}."
     return LEAK.judge(rise, text)
+
+
+def _longest_part(run: RunData) -> list[float]:
+    """Peaks between the moments at which buffers that stay are made, in the longest part."""
+    evaluations, saves = run.kinds("eval"), [event for event in run.kinds("save") if event.get("background")]
+    steps = (
+        [step for event in events if (step := number(event.get("step"))) is not None] for events in (evaluations, saves)
+    )
+    cuts = sorted(min(found) for found in steps if found)
+    parts: list[list[float]] = [[] for _ in range(len(cuts) + 1)]
+    for step, peak in zip(*run.column("memory_bytes"), strict=True):
+        parts[bisect_right(cuts, step)].append(peak)
+    return max(parts, key=len)
 
 
 def wait(run: RunData) -> Verdict:
