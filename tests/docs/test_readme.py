@@ -21,7 +21,14 @@ def test_the_file_tree_lists_every_package_with_a_line():
 
 def test_the_first_screen_says_what_where_and_how():
     screen = "\n".join(README.splitlines()[:SCREEN])
-    for told in ("pip install .", "tilewright train", "make train", "make test", "bits per byte", "It has not been run on a GPU yet"):
+    for told in (
+        "pip install .",
+        "tilewright train",
+        "make train",
+        "make test",
+        "bits per byte",
+        "It has not been run on a GPU yet",
+    ):
         assert told in screen, told
     assert re.search(r"!\[[^]]+\]\(docs/images/report\.png\)", screen)
 
