@@ -384,11 +384,12 @@ def _costs() -> Iterator[Row]:
     yield Row("recovery", "from `kill -9` to the next step", "at most 15 s", verdict, result)
     verdict = turns(found["help_s"]["samples"], lambda number: f"{number:.2f} s", at_most=0.5)
     yield Row("help", "`tilewright --help`", "at most 0.5 s", verdict, result)
-    result = read("fuzz_data")
-    found = result.results
-    text = f"{found['failed']} of {found['cases']:,} generated files"
-    verdict = once(found["failed"], text, at_most=0)
-    yield Row("fuzz_data", "data files with a traceback, a hang or an uncounted part", "none", verdict, result)
+    for name, what in (("fuzz_data", "data files"), ("fuzz_config", "configurations")):
+        result = read(name)
+        found = result.results
+        text = f"{found['failed']} of {found['cases']:,} generated {what}"
+        verdict = once(found["failed"], text, at_most=0)
+        yield Row(name, f"{what} with a traceback, a hang or an uncounted part", "none", verdict, result)
 
 
 UNUSED = {"golden_avx512": "reference values of a test, not a claim"}

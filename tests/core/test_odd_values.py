@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fuzz_config import run_case
 from tilewright.core.config import schema
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import MAX_LINES, ConfigError
@@ -71,6 +72,16 @@ def test_odd_values_of_each_kind(path, value, tmp_path):
 def test_extends_of_any_name(name, tmp_path):
     said = outcome(file=tmp_path / "r.toml", text=f'extends = "{name}"\n')
     assert said
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_quick_fuzz(seed, tmp_path):
+    """The first cases of benchmarks/fuzz_config.py."""
+    run_case(seed, tmp_path)
+
+
+def test_a_section_from_the_environment_is_named_as_one():
+    assert "model is a section, not a value" in outcome(environ={"TILEWRIGHT_MODEL": "llama"})
 
 
 def test_many_problems_are_counted(tmp_path):

@@ -46,6 +46,10 @@ def test_an_fp8_folder_is_adapted_and_the_adapter_written(kind, published, data,
     # What is trained, and has states, are the adapters.
     trained = {key.split(".", 1)[1].rsplit(".", 1)[0] for key in tensors if key.startswith("optimizer.")}
     assert trained == {key.removeprefix("model.") for key in tensors if ".lora_" in key and key.startswith("model.")}
+    start = rows(result.run_dir / "events.jsonl")[0]
+    adapters = sum(tensor.numel() for key, tensor in tensors.items() if ".lora_" in key and key.startswith("model."))
+    assert start["trained"] == adapters < start["parameters"]
+    assert "parameters trained in fp8_tile" in start["message"]
     # The adapter continues the folder's model.
     model = load_decoder(published)
     load_adapter(model, result.run_dir / "hf")

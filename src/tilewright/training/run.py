@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
-from tilewright.core.units import format_bytes, format_count, format_seconds, format_share
+from tilewright.core.units import format_bytes, format_seconds, format_share
 from tilewright.data.corpus.account import account_line
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
@@ -33,6 +33,7 @@ from tilewright.training.executor.transaction import PartialUpdateError, run_wit
 from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
+from tilewright.training.runlog.parameters import in_words, num_parameters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.sample import write_samples
@@ -99,12 +100,10 @@ class Run:
         self._saved_at = time.monotonic()
         if self.resumed:
             return
-        num_params = sum(param.numel() for param in self.parts.model.parameters())
-        text = (
-            f"{format_count(num_params)} parameters in {self.parts.modes.mode} on {setup.machine.device_name}, "
-            f"{recipe.train.steps} steps of {recipe.train.global_batch_size} rows, in {self.folder.path}"
-        )
-        self.recorder.event(0, "start", text, parameters=num_params)
+        trained, total = num_parameters(self.parts.model)
+        text = f"{in_words(trained, total)} in {self.parts.modes.mode} on {setup.machine.device_name}, "
+        text += f"{recipe.train.steps} steps of {recipe.train.global_batch_size} rows, in {self.folder.path}"
+        self.recorder.event(0, "start", text, parameters=total, trained=trained)
         data = setup.prepared.summary
         self.recorder.event(0, "data", account_line(data), read=data["read"], refused=data["refused"])
 

@@ -78,6 +78,8 @@ def unknown_setting(path: str, value: object, place: str) -> Problem:
             try_=typed if place.startswith("--") else written,
             where=place,
         )
+    if path in schema.sections():
+        return not_a_section(path, value, place)
     near = schema.suggest(path)
     inside = schema.sections().get(section)
     if near:
