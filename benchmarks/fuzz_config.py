@@ -17,6 +17,7 @@ from benchmarks.fuzz import drive
 from tilewright.core.config import schema
 from tilewright.core.config.load import load_recipe, shipped_recipes, write_run_toml
 from tilewright.core.errors import MAX_LINES, ConfigError
+from tilewright.core.units import parse_bytes
 
 CLAIM = "generated configurations give a recipe with all that was typed, or one screen of errors: no traceback, no hang"
 FIELDS = list(schema.fields())
@@ -137,7 +138,8 @@ def run_case(seed: int, folder: Path) -> str:
     for path, value in in_file.items():
         if loaded.sources.get(path, "").startswith("file child") and not isinstance(values[path], tuple | dict):
             typed = tomllib.loads(f"x = {value}")["x"]
-            same = values[path] == typed or path.endswith("bytes") or str(values[path]) == str(typed)
+            size = isinstance(typed, str) and isinstance(values[path], int)
+            same = values[path] == (parse_bytes(typed) if size else typed) or str(values[path]) == str(typed)
             assert same or typed != typed, f"{path} = {value} became {values[path]!r}"
     write_run_toml(loaded, folder / "run.toml")
     again = load_recipe(folder / "run.toml", environ={}).recipe
