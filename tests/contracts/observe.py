@@ -43,6 +43,8 @@ def write_texts(folder: Path) -> None:
             (folder / domain / f"{number}.txt").write_text(f"{domain} {number} {text}.\n")
     rows = [{"text": f"first {n} " + "alpha beta " * 30, "other": f"second {n} " + "gamma " * 50} for n in range(40)]
     (folder.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    talks = [{"prompt": f"question {n} of alpha?", "completion": f"beta {n} gamma"} for n in range(40)]
+    (folder.parent / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks))
 
 
 def write_llama(folder: Path) -> None:

@@ -53,6 +53,7 @@ CONTROL |= {"precision.controller.recalibrate_interval": "2"}
 UNTIL = {"precision.mode": "fp8_tile", "precision.fp8_until": "0.34"}
 SWITCH = {"precision.start_mode": "bf16_mixed", "precision.start_fraction": "0.34"}
 ROWS = {"data.source": "rows.jsonl"}
+TALKS = {"data.source": "talks.jsonl", "data.seq_len": "128"}
 SLICES = {"memory.executor": "layer_major"}
 LLAMA = {"model.path": "llama"}
 
@@ -104,6 +105,9 @@ PROOFS: dict[str, Probe | str] = {
     "model.routed_scaling": Probe("2.0", "weights", MOE),
     "model.balance_rate": Probe("0.1", "weights", MOE),
     "data.source": Probe("texts/code", "data"),
+    "data.format": Probe("chat", "error", TALKS | {"data.chat_template": "chatml"}),
+    "data.sources": Probe('{ one = "texts/code", two = "rows.jsonl" }', "data"),
+    "data.chat_template": Probe("chatml", "error", TALKS | {"data.format": "chat"}),
     "data.domains": Probe('["code"]', "data"),
     "data.weights": Probe("{ code = 1.0 }", "weights"),
     "data.max_bytes": Probe("9000", "data"),
@@ -237,7 +241,7 @@ def run(settings, shared, tmp_path, monkeypatch):
     if key not in known:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
-        for name in ("texts", "rows.jsonl", "llama"):
+        for name in ("texts", "rows.jsonl", "talks.jsonl", "llama"):
             (tmp_path / name).symlink_to(folder / name)
         known[key] = observe({"data.source": "texts", "data.cache_dir": str(folder / "cache")} | settings, tmp_path)
     return known[key]

@@ -5,8 +5,9 @@ depends on the row length and the task. This is the only function that most call
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import platformdirs
 import tokenizers
@@ -14,14 +15,18 @@ import xxhash
 
 from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.batches.build_rows import build_rows
+from tilewright.data.chat.build import build_chat
+from tilewright.data.chat.load import template_source
+from tilewright.data.chat.pack import pack_chat
 from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import timed
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 from tilewright.data.corpus.build import build_corpus
 from tilewright.data.prepared import PreparedData, need_mask
+from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages, prepare_images
-from tilewright.data.sources.files import user_source
+from tilewright.data.sources.files import several_sources, user_source
 from tilewright.data.sources.installed import installed_source
 
 _FORMAT = 3  # of the cache entries; a change makes old entries unused
@@ -30,6 +35,10 @@ _FORMAT = 3  # of the cache entries; a change makes old entries unused
 def prepare(
     source: str = "installed",
     *,
+    sources: Mapping[str, str] | None = None,
+    format: Literal["text", "chat", "preferences"] = "text",
+    chat_template: str = "",
+    model_folder: str = "",
     task: str = "causal_lm",
     domains: tuple[str, ...] = (),
     max_bytes: int = 24_000_000,
@@ -42,11 +51,15 @@ def prepare(
     cache_dir: str = "",
     seed: int = 0,
     own_process: bool = False,
-) -> PreparedData | PreparedImages:
+) -> PreparedData | PreparedChat | PreparedImages:
     """Prepare the data of a run, or find it prepared.
 
     Args:
-        source: "installed", or a path to the user's data.
+        source: "installed", or a path to the user's data. Not read where `sources` are given.
+        sources: several paths, each a domain of the name that it is given.
+        format: what rows hold: text, conversations, or pairs of a preferred and another answer.
+        chat_template: see `chat.load.template_source`. Of chat and preferences.
+        model_folder: of the model whose template is used where none is chosen.
         task: causal_lm, masked_lm or image_classification.
         domains: keep only these; empty: all.
         max_bytes: most text to use, shared over the domains; 0: no limit. Not read for images.
@@ -76,7 +89,11 @@ def prepare(
     root = root / "data"
     if task == "image_classification":
         return prepare_images(source, root, image_size=image_size, holdout=holdout, seed=seed, before=before)
-    found = installed_source() if source == "installed" else user_source(source, text_field, domains)
+    field = text_field if format == "text" else None
+    if sources:
+        found = several_sources(sources, field, domains)
+    else:
+        found = installed_source() if source == "installed" else user_source(source, field, domains)
     if task == "masked_lm" and tokenizer:
         need_mask(load_tokenizer(tokenizer))
     settings = {
@@ -89,16 +106,30 @@ def prepare(
     }
     key = _key("text", found.key, _FORMAT, tokenizers.__version__, _tokenizer_digest(tokenizer), **settings)
     settings["vocab_size"] = vocab_size
-
-    def build(what: Callable[..., None], *args: object, **kwargs: object) -> Callable[[Path], None]:
-        return lambda folder: seconds.update(timed("preparing data", what, folder, *args, **kwargs))
-
-    corpus = cached(root, key, build(build_corpus, found, **settings), before)
+    if format != "text":
+        template, _ = template_source(chat_template, model_folder or tokenizer)
+        pairs = format == "preferences"
+        chat = {"pairs": pairs, "chat_template": chat_template, "model_folder": model_folder}
+        key = _key(format, key, template)
+        encoded = cached(root, key, _builder(seconds, build_chat, found, **settings, **chat), before)
+        rows_key = _key("rows", key, seq_len=seq_len)
+        rows = cached(root, rows_key, _builder(seconds, pack_chat, encoded, pairs, seq_len), before)
+        conversations = PreparedChat(encoded, rows, pairs)
+        conversations.summary["seconds"] = seconds
+        return conversations
+    corpus = cached(root, key, _builder(seconds, build_corpus, found, **settings), before)
     rows_key = _key("rows", key, task=task, seq_len=seq_len)
-    packed = cached(root, rows_key, build(build_rows, corpus, task, seq_len), before)
+    packed = cached(root, rows_key, _builder(seconds, build_rows, corpus, task, seq_len), before)
     prepared = PreparedData(corpus, packed)
     prepared.summary["seconds"] = seconds
     return prepared
+
+
+def _builder(
+    seconds: dict[str, float], what: Callable[..., None], *args: object, **kwargs: object
+) -> Callable[[Path], None]:
+    """Builds an entry with `what` and notes what its phases took."""
+    return lambda folder: seconds.update(timed("preparing data", what, folder, *args, **kwargs))
 
 
 def _tokenizer_digest(path: str) -> str:

@@ -25,6 +25,7 @@ from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
 from tilewright.data.batches.stream import Stream
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
+from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.memory.tracking.process_memory import trim_malloc
@@ -114,6 +115,13 @@ class RunContext:
     def tokenizer(self) -> Tokenizer | None:
         """The data's tokenizer; None where it is images."""
         return self.prepared.tokenizer if isinstance(self.prepared, PreparedData) else None
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the data's tokenizer, and the chat template where there is one."""
+        if isinstance(self.prepared, PreparedData):
+            self.prepared.tokenizer.save(folder)
+        if isinstance(self.prepared, PreparedChat):
+            self.prepared.template.save(folder)
 
     @property
     def recipe_digest(self) -> str:

@@ -138,6 +138,5 @@ def _write_facts(folder: RunFolder, setup: RunContext, parts: Components) -> Non
     setup.planned.write(folder.path)
     folder.write_json("data.json", {"fingerprint": setup.prepared.fingerprint, **setup.prepared.summary})
     folder.write_json("precision.json", parts.modes.rows())
-    if setup.tokenizer is not None:
-        setup.tokenizer.save(folder.path)
+    setup.save_tokenizer(folder.path)
     folder.link_latest()

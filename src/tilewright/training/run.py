@@ -16,13 +16,13 @@ import psutil
 
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_seconds, format_share
-from tilewright.data.corpus.account import account_line
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
+from tilewright.training.components.dataset import data_events
 from tilewright.training.components.export import export
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.components.signals import StopRequest
@@ -96,16 +96,15 @@ class Run:
         self._began, self._ready_s = began, time.perf_counter() - began
         self._elapsed_before_s = self.recorder.log.elapsed_s
         recipe, setup = self.recipe, self.setup
-        self._saved_step = self.step  # there is nothing to save before the first step
-        self._saved_at = time.monotonic()
+        self._saved_step, self._saved_at = self.step, time.monotonic()  # nothing is to be saved before the first step
         if self.resumed:
             return
         trained, total = num_parameters(self.parts.model)
         text = f"{in_words(trained, total)} in {self.parts.modes.mode} on {setup.machine.device_name}, "
         text += f"{recipe.train.steps} steps of {recipe.train.global_batch_size} rows, in {self.folder.path}"
         self.recorder.event(0, "start", text, parameters=total, trained=trained)
-        data = setup.prepared.summary
-        self.recorder.event(0, "data", account_line(data), read=data["read"], refused=data["refused"])
+        for kind, line, numbers in data_events(setup.prepared):
+            self.recorder.event(0, kind, line, **numbers)
 
     def train(self, stop: StopRequest) -> RunResult:
         """Run to the last step, or until a stop is asked for; the state is saved and recorded either way.
@@ -394,6 +393,7 @@ class Run:
         self.recorder.event(self.step, "done", text, stall_s=self._stall_s, stall_share=share)
 
     def _export(self) -> None:
-        recipe, target = self.recipe, self.folder.path / "hf"
-        text = export(recipe, self.parts.model, self.state, self.setup.tokenizer, target)
+        target = self.folder.path / "hf"
+        text = export(self.recipe, self.parts.model, self.state, self.setup.tokenizer, target)
+        self.setup.save_tokenizer(target)
         self.recorder.event(self.step, "export", text)

@@ -12,13 +12,13 @@ from tilewright.core.config.recipe import Recipe
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
     """Every contradiction in a recipe whose single values are all right."""
-    checks = (*MODEL_CHECKS, _data, _precision, _precision_control, _optim, _lora, _train)
+    checks = (*MODEL_CHECKS, _data, _images_of_several, _precision, _precision_control, _optim, _lora, _train)
     return [conflict for check in checks for conflict in check(recipe)]
 
 
 def _data(recipe: Recipe) -> Iterator[Conflict]:
     data = recipe.data
-    if recipe.model.task == "image_classification" and data.source == "installed":
+    if recipe.model.task == "image_classification" and data.source == "installed" and not data.sources:
         yield Conflict(
             ("model.task", "data.source"),
             "Installed corpus holds no images",
@@ -36,14 +36,49 @@ def _data(recipe: Recipe) -> Iterator[Conflict]:
             "numbers from 0 up, at least one above 0",
             "leave a domain out with data.domains instead of a negative weight",
         )
-    strangers = sorted(set(data.weights) - set(data.domains)) if data.domains else []
+    if data.format != "text":
+        yield from _chat(recipe)
+    known = data.domains or tuple(data.sources)
+    strangers = sorted(set(data.weights) - set(known)) if known else []
     if strangers:
         yield Conflict(
-            ("data.weights", "data.domains"),
-            "Weights for domains that data.domains leaves out",
+            ("data.weights", "data.domains", "data.sources"),
+            "Weights for domains that data.domains leaves out" if data.domains else "Weights for unknown sources",
             ", ".join(strangers),
-            f"domains among {', '.join(data.domains)}",
-            "add them to data.domains or take their weights away",
+            f"domains among {', '.join(known)}",
+            f"add them to data.{'domains' if data.domains else 'sources'} or take their weights away",
+        )
+
+
+def _images_of_several(recipe: Recipe) -> Iterator[Conflict]:
+    if recipe.model.task == "image_classification" and recipe.data.sources:
+        yield Conflict(
+            ("model.task", "data.sources"),
+            "Images come from one folder",
+            f"data.sources = {recipe.data.sources}",
+            "data.source = a folder with one sub-folder of images a class",
+            "--data.source FOLDER, without data.sources",
+        )
+
+
+def _chat(recipe: Recipe) -> Iterator[Conflict]:
+    """Conversations need an answer to predict, and are in none of the installed files."""
+    data = recipe.data
+    if recipe.model.task != "causal_lm":
+        yield Conflict(
+            ("model.task", "data.format"),
+            f'data.format = "{data.format}" needs a causal language model',
+            f'model.task = "{recipe.model.task}"',
+            'model.task = "causal_lm"',
+            'model.task = "causal_lm", or data.format = "text"',
+        )
+    if data.source == "installed" and not data.sources:
+        yield Conflict(
+            ("data.source", "data.sources", "data.format"),
+            "Installed corpus holds no conversations",
+            f'data.source = "installed", data.format = "{data.format}"',
+            "a file or folder of conversations",
+            "--data.source FILE",
         )
 
 

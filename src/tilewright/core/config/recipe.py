@@ -109,6 +109,15 @@ class DataSection(Section):
     source: str = "installed"
     """`installed`: the text that this installation carries. Else a path: a folder of text files, .jsonl(.gz/.zst),
     .parquet, a Hugging Face dataset saved on disk, or (image_classification) a folder with one sub-folder a class."""
+    format: Literal["text", "chat"] = "text"
+    """What rows hold. `chat`: conversations, rendered by a chat template, of which only the assistant's answers are
+    learned. A row is recognised by its fields: `messages`, ShareGPT's `conversations`, Alpaca's `instruction` and
+    `output`, or `prompt` and `completion`."""
+    sources: dict[str, str] = Field(default={})
+    """Several paths, each a domain of the name that it is given, in the place of `source`. `weights` mixes them."""
+    chat_template: str = ""
+    """chat: empty for the template of the model's folder (or the tokenizer's); a .jinja file, a folder, the name of one
+    of several templates of the model; or `chatml`, for base models that bring none."""
     domains: tuple[str, ...] = ()
     """Keep only these domains. Empty: all."""
     weights: dict[str, float] = Field(default={})

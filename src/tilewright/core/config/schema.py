@@ -202,6 +202,8 @@ def _describe(annotation: object) -> str:
         return f"a list with any of {_describe(args[0]).removeprefix('one of ')}"
     if origin is tuple:
         return 'a list of texts like ["a", "b"]'
+    if origin is dict and args[1] is str:
+        return 'a table of texts like { one = "a", two = "b" }'
     if origin is dict:
         return "a table of numbers like { code = 1.0, prose = 0.5 }"
     raise AssertionError(f"core.schema has no words for {annotation}")

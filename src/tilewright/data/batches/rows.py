@@ -24,12 +24,14 @@ class TextRows:
         packing: which stream ranges make which row.
         row_length: S.
         shifted: labels are the next token (causal_lm); else labels are the token itself, to be masked (masked_lm).
+        trained: uint8 [stream], 1 for tokens that are targets; None: all are.
     """
 
     tokens: np.ndarray
     packing: Packing
     row_length: int
     shifted: bool
+    trained: np.ndarray | None = None
 
     def gather(self, rows_B: np.ndarray) -> dict[str, np.ndarray]:
         """input_ids, labels, positions int64 [B, S] and segments int32 [B, S] of the rows.
@@ -44,13 +46,18 @@ class TextRows:
         segment = ragged_arange(np.zeros_like(first), num_pieces).astype(np.int32)
         flat = {
             "input_ids": self.tokens[at],
-            "labels": self.tokens[at + 1] if self.shifted else self.tokens[at],
+            "labels": self._labels(at + self.shifted),
             "positions": at - np.repeat(starts, lengths),
             "segments": np.repeat(segment, lengths),
         }
         used_B = np.zeros(len(rows_B), np.int64)
         np.add.at(used_B, np.repeat(np.arange(len(rows_B)), num_pieces), lengths)
         return {name: self._laid_out(name, values, used_B) for name, values in flat.items()}
+
+    def _labels(self, at: np.ndarray) -> np.ndarray:
+        if self.trained is None:
+            return self.tokens[at]
+        return np.where(self.trained[at] != 0, self.tokens[at].astype(np.int64), IGNORE)
 
     def num_target_bytes(self, rows_B: np.ndarray, sizes: np.ndarray) -> int:
         """UTF-8 bytes of the text that the targets of the rows stand for.

@@ -6,6 +6,7 @@ is encoded as plain text (`apply_chat_template` does so with `sanitize_control_t
 tokens and those other added tokens that the template itself puts between turns; `<think>` is not one.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -19,6 +20,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.chat.load import named_tokens, template_source
 from tilewright.data.chat.sandbox import TEXT_BEGIN, TEXT_END, compile_template, split_marks, without_marks
 from tilewright.data.common.tokenizer import Tokenizer
+from tilewright.data.common.tokenizer_folder import CONFIG
 
 Message = Mapping[str, Any]
 
@@ -77,8 +79,17 @@ class ChatTemplate:
         return cls(source, tokenizer, named_tokens(Path(folder).expanduser()) if folder else {}, where)
 
     def save(self, folder: Path | str) -> None:
-        """Write the template where `load` and transformers find it, beside the tokenizer."""
+        """Write the template, and the names of tokens that it uses, where `load` and transformers find them.
+
+        Args:
+            folder: of a saved tokenizer.
+        """
         (Path(folder) / "chat_template.jinja").write_text(self.source, encoding="utf-8")
+        file = Path(folder) / CONFIG
+        config = json.loads(file.read_bytes()) if file.is_file() else {}
+        if "bos_token" not in self.tokens:
+            config.pop("bos_token", None)  # a template may ask whether there is one
+        file.write_text(json.dumps(config | self.tokens, indent=2) + "\n", encoding="utf-8")
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """The text of a conversation.

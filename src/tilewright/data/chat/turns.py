@@ -37,12 +37,13 @@ class ChatSample:
     spans: tuple[tuple[int, int], ...]
 
 
-def samples(chat: ChatTemplate, messages: Sequence[Message]) -> list[ChatSample]:
+def samples(chat: ChatTemplate, messages: Sequence[Message], first: int = 0) -> list[ChatSample]:
     """The renderings that together train each answer of a conversation once; usually one.
 
     Args:
         chat: the template.
-        messages: of roles that `rows.check_messages` accepts.
+        messages: as `rows.check_messages` accepts them.
+        first: answers before this message are not trained.
 
     Raises:
         ChatError: no answer in it, or the template raises, leaves something out, or does not show where an answer is.
@@ -56,14 +57,14 @@ def samples(chat: ChatTemplate, messages: Sequence[Message]) -> list[ChatSample]
         >>> [sample.text[a:b] for a, b in sample.spans]
         ['you<|im_end|>']
     """
-    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and i >= first]
     if not answers:
         raise ChatError("no answer of the assistant")
     messages = messages[: answers[-1] + 1]
     text, generated, names = split_marks(chat.marked(messages, answers=chat.marks_answers))
     _check_complete(chat, messages, text)
     if chat.marks_answers:
-        return [_sample(chat, text, names, generated)]
+        return [_sample(chat, text, names, generated[-len(answers) :] if first else generated)]
     found = []
     open_ = [(i, *_range(chat, messages, i)) for i in answers]
     while open_:

@@ -78,6 +78,12 @@ class Account:
         entry[0] += documents
         entry[1] += num_bytes
 
+    def take_back(self, record: PartRecord, reject: Reject) -> None:
+        """Refuse a document that was counted as used."""
+        record.documents -= 1
+        record.text_bytes -= reject.num_bytes
+        self.refuse(record, reject)
+
     def drop(self, domains: Collection[str]) -> None:
         """Take back what was used of `domains`, which are too small to hold a part out of."""
         for record in self.records.values():

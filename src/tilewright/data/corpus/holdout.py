@@ -31,7 +31,7 @@ class Split:
     notes: list[str] = field(default_factory=list)
 
 
-def choose_holdout(spool: Spool, cluster_of: np.ndarray, share: float, seed: int) -> Split:
+def choose_holdout(spool: Spool, cluster_of: np.ndarray, share: float, seed: int, *, may_cut: bool = True) -> Split:
     """Hold out about `share` (between 0 and 0.5) of the bytes of every domain.
 
     Args:
@@ -39,6 +39,7 @@ def choose_holdout(spool: Spool, cluster_of: np.ndarray, share: float, seed: int
         cluster_of: int64 [documents], see `near_dup.near_copy_clusters`.
         share: part of each domain's bytes, about.
         seed: decides the order of the clusters.
+        may_cut: a long document may be held out in part.
     """
     clusters, cluster_of = np.unique(cluster_of, return_inverse=True)
     num = len(spool.domains)
@@ -52,7 +53,7 @@ def choose_holdout(spool: Spool, cluster_of: np.ndarray, share: float, seed: int
         chosen = (
             table.hold_in_order(domain, target)
             or table.hold_smallest(domain, _COARSE * target)
-            or _hold_out_tail(split, spool, cluster_of, table, domain, target)
+            or (may_cut and _hold_out_tail(split, spool, cluster_of, table, domain, target))
             or table.hold_smallest(domain, np.inf)
         )
         if not chosen:

@@ -5,7 +5,7 @@ are read in the order of a seeded hash of their names: a sample of the whole, no
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -38,6 +38,8 @@ class Spool:
     available_bytes: int = 0
     account: Account = field(default_factory=lambda: Account(Source("", "", ())))
     num_duplicates: int = 0
+    records: list[PartRecord] = field(default_factory=list)
+    """Of the part that each document is from."""
 
     @property
     def rejects(self) -> list[Reject]:
@@ -57,8 +59,19 @@ class Spool:
         return bytes(data[start : start + self.lengths[index]]).decode("utf-8")
 
 
+Convert = Callable[[PartRecord, Document], Iterator[Document | Reject]]
+"""What is written of a document, or why nothing is."""
+
+
 def collect(
-    source: Source, path: Path, *, domains: tuple[str, ...], max_bytes: int, seed: int, progress: ProgressBar
+    source: Source,
+    path: Path,
+    *,
+    domains: tuple[str, ...],
+    max_bytes: int,
+    seed: int,
+    progress: ProgressBar,
+    convert: Convert = lambda record, document: cut(document),
 ) -> Spool:
     """Read `source` into a spool file at `path`. `max_bytes` 0 means no limit; `domains` empty means all.
 
@@ -71,7 +84,8 @@ def collect(
     progress.phase("reading", min(max_bytes or available, available))
     with path.open("wb") as file:
         sink = _Sink(file, spool, progress)
-        readers = [_Reader(i, _ordered(parts[name], name, seed), sink) for i, name in enumerate(spool.domains)]
+        ordered = [_ordered(parts[name], name, seed) for name in spool.domains]
+        readers = [_Reader(i, mine, sink, convert) for i, mine in enumerate(ordered)]
         _share(readers, max_bytes or math.inf)
         for reader in readers:
             reader.drain()
@@ -124,8 +138,9 @@ def _share(readers: list["_Reader"], max_bytes: float) -> None:
 class _Reader:
     """Reads one domain in steps, each up to an allowance, and remembers the document that did not fit."""
 
-    def __init__(self, domain: int, parts: list[Part], sink: "_Sink"):
+    def __init__(self, domain: int, parts: list[Part], sink: "_Sink", convert: Convert):
         self.domain, self.used, self.exhausted, self._sink = domain, 0, False, sink
+        self._convert = convert
         self._items = self._documents(parts)
         self._stop = False  # no further part is opened
         self._pending: tuple[PartRecord, str, bytes] | None = None
@@ -168,7 +183,10 @@ class _Reader:
                 if isinstance(item, Reject):
                     self._sink.account.refuse(record, item)
                     continue
-                for piece in cut(item):
+                for piece in self._convert(record, item):
+                    if isinstance(piece, Reject):
+                        self._sink.account.refuse(record, piece)
+                        continue
                     cleaned = self._sink.clean(record, piece)
                     if cleaned:
                         yield record, piece.name, cleaned
@@ -219,6 +237,7 @@ class _Sink:
         self._file.write(data)
         record.documents += 1
         record.text_bytes += len(data)
+        self._spool.records.append(record)
         self._spool.names.append(name)
         self._domains.append(domain)
         self._lengths.append(len(data))

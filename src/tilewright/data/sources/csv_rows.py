@@ -13,6 +13,7 @@ import pyarrow.csv as pc
 
 from tilewright.data.sources.decompress import utf8_pieces
 from tilewright.data.sources.documents import Document, Reject
+from tilewright.data.sources.json_rows import whole_row
 from tilewright.data.sources.tables import first_line
 
 _BLOCK = 16 << 20
@@ -47,8 +48,8 @@ class _Pieces(io.RawIOBase):
         return size
 
 
-def read_csv(name: str, path: Path, delimiter: str, field: str) -> Iterator[Document | Reject]:
-    """One document per row, out of the column `field`."""
+def read_csv(name: str, path: Path, delimiter: str, field: str | None) -> Iterator[Document | Reject]:
+    """One document per row, out of the column `field`; None: the whole row as a JSON object."""
     bad: list[Reject] = []
 
     def other_width(found) -> str:
@@ -66,12 +67,10 @@ def read_csv(name: str, path: Path, delimiter: str, field: str) -> Iterator[Docu
         if problem:
             yield problem
             return
-        column = field.encode("utf-8", "surrogateescape").decode("latin-1")
-        only = pc.ConvertOptions(include_columns=[column], column_types={column: pa.string()})
-        for block in _open(pieces, parse, only):
-            for value in block.column(0).to_pylist():
+        for block in _open(pieces, parse, _wanted(name, path, parse, field)):
+            for values in block.to_pylist():
                 number += 1
-                yield _row(name, number, value)
+                yield _row(name, number, values, field)
             yield from bad
             bad.clear()
     except (pa.ArrowException, ValueError) as error:
@@ -92,10 +91,25 @@ def _bytes(text: str) -> bytes:
     return text.encode("latin-1")
 
 
-def _header_problem(name: str, path: Path, parse: pc.ParseOptions, field: str) -> Reject | None:
-    """Why the file has no column `field`, or two, or None. Reads the first block."""
-    names = _open(_Pieces(utf8_pieces(name, path)), parse, pc.ConvertOptions()).schema.names
-    names = [_bytes(n).decode("utf-8", "replace") for n in names]
+def _names(name: str, path: Path, parse: pc.ParseOptions) -> list[str]:
+    """Columns, as Latin-1 has their bytes. Reads the first block."""
+    return _open(_Pieces(utf8_pieces(name, path)), parse, pc.ConvertOptions()).schema.names
+
+
+def _wanted(name: str, path: Path, parse: pc.ParseOptions, field: str | None) -> pc.ConvertOptions:
+    if field is None:
+        columns = _names(name, path, parse)
+    else:
+        columns = [field.encode("utf-8", "surrogateescape").decode("latin-1")]
+    return pc.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))
+
+
+def _header_problem(name: str, path: Path, parse: pc.ParseOptions, field: str | None) -> Reject | None:
+    """Why the file has no column `field`, or two, or None."""
+    names = [_bytes(n).decode("utf-8", "replace") for n in _names(name, path, parse)]
+    if field is None:
+        twice = next((n for n in names if names.count(n) > 1), None)
+        return None if twice is None else Reject(name, f"several columns named {twice[:40]!r}")
     if names.count(field) > 1:
         return Reject(name, f"several columns named {field!r}")
     if field in names:
@@ -103,8 +117,8 @@ def _header_problem(name: str, path: Path, parse: pc.ParseOptions, field: str) -
     return Reject(name, f"no field {field!r}", example="fields: " + ", ".join(n[:40] for n in names[:8]))
 
 
-def _row(name: str, number: int, value: str) -> Document | Reject:
-    data = _bytes(value)
+def _row(name: str, number: int, values: dict[str, str], field: str | None) -> Document | Reject:
+    data = _bytes(whole_row(values) if field is None else next(iter(values.values())))
     try:
         return Document(f"{name}:{number}", data.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -9,7 +9,8 @@ the middle and are read from the start.
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,8 +39,13 @@ _SHORT_SUFFIX = re.compile(r"\.[a-z0-9_+-]{1,10}\Z")
 _Read = Callable[[], Iterator[Document | Reject]]
 
 
-def user_source(source: str, text_field: str = "text", domains: tuple[str, ...] = ()) -> Source:
+def user_source(source: str, text_field: str | None = "text", domains: tuple[str, ...] = ()) -> Source:
     """The source over a path of the user's.
+
+    Args:
+        source: a folder or file.
+        text_field: of rows that hold the text; None: whole rows are wanted, as JSON, and files of text are refused.
+        domains: splits of a saved dataset to read.
 
     Raises:
         DataError: the path does not exist. (One that holds nothing usable is found out when it is read.)
@@ -63,6 +69,29 @@ def user_source(source: str, text_field: str = "text", domains: tuple[str, ...] 
     return Source(printable(str(root)), digest.hexdigest(), parts, rejects, found.sizes)
 
 
+def several_sources(sources: Mapping[str, str], text_field: str | None, domains: tuple[str, ...] = ()) -> Source:
+    """One source over several paths, each a domain of the name that it is given.
+
+    Raises:
+        DataError: a path does not exist.
+    """
+    parts, rejects, sizes, keys = [], [], {}, []
+    for name, path in sources.items():
+        if domains and name not in domains:
+            continue
+        one = user_source(path, text_field)
+        keys.append(f"{name}\0{one.key}")
+        parts += [
+            replace(part, domain=name, name=f"{name}/{part.name}", file=f"{name}/{part.file or part.name}")
+            for part in one.parts
+        ]
+        rejects += [replace(reject, where=f"{name}/{reject.where}") for reject in one.rejects]
+        sizes |= {f"{name}/{file}": size for file, size in one.files.items()}
+    digest = xxhash.xxh3_128(os.fsencode("\1".join(keys)))
+    label = ", ".join(printable(path) for path in sources.values())
+    return Source(label, digest.hexdigest(), tuple(parts), tuple(rejects), sizes)
+
+
 def _existing(root: Path, source: str) -> Path:
     """`root`, which is there.
 
@@ -84,7 +113,7 @@ def _existing(root: Path, source: str) -> Path:
     return root
 
 
-def _dataset_items(root: Path, found: Found, field: str, domains: tuple[str, ...]) -> list[Part | Reject]:
+def _dataset_items(root: Path, found: Found, field: str | None, domains: tuple[str, ...]) -> list[Part | Reject]:
     """What a saved dataset holds; its files without rows are refused one by one."""
     items = saved_dataset_parts(root, field, domains)
     named = {item.file if isinstance(item, Part) else item.where for item in items}
@@ -110,8 +139,8 @@ def _watched(item: Part | Reject, path: Path, status: os.stat_result) -> Part | 
     return Part(item.domain, item.name, item.size, read, item.file)
 
 
-def _parts_of(root: Path, name: str, path: Path, status: os.stat_result, field: str) -> list[Part | Reject]:
-    domain = name.split("/")[0] if "/" in name else "text"
+def _parts_of(root: Path, name: str, path: Path, status: os.stat_result, field: str | None) -> list[Part | Reject]:
+    domain = name.split("/")[0] if "/" in name else "text" if field is not None else "chat"
     compressed = path.suffix in COMPRESSED
     kind = Path(path.stem).suffix.lower() if compressed else path.suffix.lower()
     size = status.st_size
@@ -132,7 +161,7 @@ def _parts_of(root: Path, name: str, path: Path, status: os.stat_result, field: 
         read = partial(read_json, name, path, field)
     elif kind in (".csv", ".tsv"):
         read = partial(read_csv, name, path, "," if kind == ".csv" else "\t", field)
-    elif kind not in _TEXT_SUFFIXES.split() and path != root:
+    elif field is None or (kind not in _TEXT_SUFFIXES.split() and path != root):
         return [Reject(name, f"file type {_suffix(kind)} is not read", num_bytes=size)]
     elif size <= SEGMENT_BYTES and not compressed:
         read = partial(_read_text, name, path)
@@ -204,7 +233,7 @@ def _read_streamed_text(name: str, path: Path) -> Iterator[Document | Reject]:
         yield from decode(f"{name}@{number}", b"".join(block))
 
 
-def _read_jsonl(name: str, path: Path, field: str, start: int, end: int) -> Iterator[Document | Reject]:
+def _read_jsonl(name: str, path: Path, field: str | None, start: int, end: int) -> Iterator[Document | Reject]:
     for offset, line in segment_lines(path, start, end, LONGEST_LINE):
         if len(line) > LONGEST_LINE:
             yield too_long(name, LONGEST_LINE, len(line))

@@ -18,14 +18,23 @@ from tilewright.data.sources.lines import LONGEST_LINE, streamed_lines, too_long
 _MARK = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\Z))|[\[\]{},]', re.DOTALL)
 
 
-def row(name: str, at: str, line: bytes, field: str, *, bare: bool = False) -> Iterator[Document | Reject]:
+_ROW_KEYS = {"messages", "conversations", "conversation", "chosen", "rejected", "instruction", "prompt"}
+"""Of an object that is itself a row, where whole rows are wanted: one with other lists in it is a file of rows."""
+
+
+def whole_row(value: dict) -> str:
+    """A row as one line of JSON."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def row(name: str, at: str, line: bytes, field: str | None, *, bare: bool = False) -> Iterator[Document | Reject]:
     """The text of one JSON row, or why there is none.
 
     Args:
         name: of the file.
         at: place in it, as "line 3".
         line: the row as UTF-8.
-        field: of the object that holds the text.
+        field: of the object that holds the text; None: the whole object is wanted, as JSON.
         bare: a row may also be the text itself.
     """
     if not line.strip():
@@ -49,11 +58,13 @@ def row(name: str, at: str, line: bytes, field: str, *, bare: bool = False) -> I
     yield from _text(name, at, value, field, reject, bare)
 
 
-def _text(name: str, at: str, value: object, field: str, reject, bare: bool) -> Iterator[Document | Reject]:
-    if bare and isinstance(value, str):
+def _text(name: str, at: str, value: object, field: str | None, reject, bare: bool) -> Iterator[Document | Reject]:
+    if bare and isinstance(value, str) and field is not None:
         value = {field: value}
     if not isinstance(value, dict):
         yield reject("row is not an object", type(value).__name__)
+    elif field is None:
+        yield Document(f"{name}:{at.split()[1]}", whole_row(value))
     elif field not in value:
         yield reject(f"no field {field!r}", f"fields {', '.join(str(k)[:40] for k in list(value)[:8])}")
     elif not isinstance(value[field], str):
@@ -62,7 +73,7 @@ def _text(name: str, at: str, value: object, field: str, reject, bare: bool) -> 
         yield Document(f"{name}:{at.split()[1]}", value[field])
 
 
-def streamed_rows(name: str, path: Path, field: str) -> Iterator[Document | Reject]:
+def streamed_rows(name: str, path: Path, field: str | None) -> Iterator[Document | Reject]:
     """Rows of a file with one per line, from its first line on."""
     for number, line in enumerate(streamed_lines(name, path), 1):
         if isinstance(line, Reject):
@@ -83,7 +94,7 @@ def holds_lines(path: Path) -> bool:
         return False
 
 
-def read_json(name: str, path: Path, field: str) -> Iterator[Document | Reject]:
+def read_json(name: str, path: Path, field: str | None) -> Iterator[Document | Reject]:
     """Rows of a .json file; see the top of this file for what it may hold."""
     lost: list[Reject] = []
     pieces = _decoded(name, path, lost)
@@ -119,7 +130,7 @@ def _decoded(name: str, path: Path, lost: list[Reject]) -> Iterator[str]:
     yield decoder.decode(b"", True)
 
 
-def _whole(name: str, text: str, field: str, lost: list[Reject]) -> Iterator[Document | Reject]:
+def _whole(name: str, text: str, field: str | None, lost: list[Reject]) -> Iterator[Document | Reject]:
     """The rows of an object that is in memory."""
     data = text.encode("utf-8", "surrogateescape")
     try:
@@ -127,15 +138,18 @@ def _whole(name: str, text: str, field: str, lost: list[Reject]) -> Iterator[Doc
     except (ValueError, RecursionError):
         value = {field: None}  # what is wrong, `row` says
     lists = [item for item in value.values() if isinstance(item, list)] if isinstance(value, dict) else []
+    is_row = bool(_ROW_KEYS.intersection(value)) if field is None else isinstance(value.get(field), str)
     if lost:
         yield from lost
-    elif lists and not isinstance(value.get(field), str):
+    elif lists and not is_row:
         yield from _rows_in_list(name, text, iter(()), field, depth=2)
     else:
         yield from row(name, "line 1", data, field)
 
 
-def _rows_in_list(name: str, head: str, pieces: Iterator[str], field: str, depth: int) -> Iterator[Document | Reject]:
+def _rows_in_list(
+    name: str, head: str, pieces: Iterator[str], field: str | None, depth: int
+) -> Iterator[Document | Reject]:
     """The items of every list that opens at `depth`: 1 for the outermost value, 2 for those in it."""
     for number, item in enumerate(_items(head, pieces, depth), 1):
         if isinstance(item, str):

@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 
 from tilewright.data.sources.decompress import FREE_EXPANSION, MAX_EXPANSION, expands_too_much
 from tilewright.data.sources.documents import Document, Part, Reject, printable
+from tilewright.data.sources.json_rows import whole_row
 
 _ARROW_ROWS = 4096  # rows in one part of an Arrow file
 _BATCH_ROWS = 16  # a batch is in memory whole, also where all of its rows are one long value of a dictionary
 _DAMAGE = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises on damaged files; ArrowInvalid is a ValueError
 
 
-def parquet_parts(domain: str, name: str, path: Path, field: str) -> list[Part | Reject]:
+def parquet_parts(domain: str, name: str, path: Path, field: str | None) -> list[Part | Reject]:
     """One part a row group, or a reject where the file is damaged or has no such text column."""
     try:
         with pq.ParquetFile(path) as file:
@@ -39,19 +40,20 @@ def parquet_parts(domain: str, name: str, path: Path, field: str) -> list[Part |
     return parts or [Reject(name, "no rows")]
 
 
-def _column_bytes(row_group: pq.RowGroupMetaData, field: str) -> tuple[int, int]:
+def _column_bytes(row_group: pq.RowGroupMetaData, field: str | None) -> tuple[int, int]:
     """Bytes of the text column's pages, decompressed and as they are in the file."""
     every = (row_group.column(i) for i in range(row_group.num_columns))
-    columns = [column for column in every if column.path_in_schema == field]
+    columns = [column for column in every if field is None or column.path_in_schema == field]
     return sum(c.total_uncompressed_size for c in columns), sum(c.total_compressed_size for c in columns)
 
 
-def _read_row_group(name: str, path: Path, group: int, field: str) -> Iterator[Document | Reject]:
+def _read_row_group(name: str, path: Path, group: int, field: str | None) -> Iterator[Document | Reject]:
     row = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=[field]):
-                yield from _documents(name, f"{name}@{group}", row, batch.column(0))
+            columns = None if field is None else [field]
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
+                yield from _documents(name, f"{name}@{group}", row, _column(batch, field))
                 row += batch.num_rows
     except _DAMAGE as error:
         yield Reject(name, "damaged parquet file, the rest of the row group is lost", example=first_line(error))
@@ -62,7 +64,7 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def saved_dataset_parts(folder: Path, field: str, domains: tuple[str, ...]) -> list[Part | Reject]:
+def saved_dataset_parts(folder: Path, field: str | None, domains: tuple[str, ...]) -> list[Part | Reject]:
     """Parts of a saved dataset. Of several splits only `train` is read, unless `domains` names others."""
     if not (folder / "dataset_dict.json").is_file():
         return _split_parts("text", folder, "", field)
@@ -77,7 +79,7 @@ def saved_dataset_parts(folder: Path, field: str, domains: tuple[str, ...]) -> l
     return found
 
 
-def _split_parts(domain: str, folder: Path, prefix: str, field: str) -> list[Part | Reject]:
+def _split_parts(domain: str, folder: Path, prefix: str, field: str | None) -> list[Part | Reject]:
     try:
         state = json.loads((folder / "state.json").read_bytes())
         files = [str(entry["filename"]) for entry in state["_data_files"]]
@@ -86,14 +88,14 @@ def _split_parts(domain: str, folder: Path, prefix: str, field: str) -> list[Par
     return [part for file in files for part in arrow_parts(domain, f"{prefix}{printable(file)}", folder / file, field)]
 
 
-def arrow_parts(domain: str, name: str, path: Path, field: str) -> list[Part | Reject]:
+def arrow_parts(domain: str, name: str, path: Path, field: str | None) -> list[Part | Reject]:
     """One part for each few thousand rows of an Arrow file, or a reject."""
     try:
         table = _open_arrow(path)
         problem = _field_problem(table.schema, field)
         if problem:
             return [Reject(name, problem[0], table.num_rows, problem[1])]
-        size = table.column(field).nbytes
+        size = table.nbytes if field is None else table.column(field).nbytes
     except _DAMAGE as error:
         return [Reject(name, "damaged Arrow file", example=first_line(error))]
     starts = range(0, table.num_rows, _ARROW_ROWS)
@@ -113,24 +115,37 @@ def _open_arrow(path: Path) -> pa.Table:
     return pa.ipc.open_stream(source).read_all()
 
 
-def _read_arrow(name: str, path: Path, start: int, field: str) -> Iterator[Document | Reject]:
+def _read_arrow(name: str, path: Path, start: int, field: str | None) -> Iterator[Document | Reject]:
     try:
-        rows = _open_arrow(path).column(field).slice(start, _ARROW_ROWS)
+        rows = _open_arrow(path).slice(start, _ARROW_ROWS)
+        if field is not None:
+            rows = rows.select([field])
         rows.validate(full=True)  # offsets of a damaged file may lie outside of it
-        yield from _documents(name, name, start, rows)
+        yield from _documents(name, name, start, _column(rows, field))
     except _DAMAGE as error:
         yield Reject(name, "damaged Arrow file", example=first_line(error))
 
 
-def _documents(file: str, name: str, first_row: int, column: pa.Array) -> Iterator[Document | Reject]:
-    for row, value in enumerate(column.to_pylist(), first_row):
-        if isinstance(value, str):
+def _column(rows: pa.RecordBatch | pa.Table, field: str | None) -> Iterator[object]:
+    """The values of a text column, or the rows themselves."""
+    if field is not None:
+        return iter(rows.column(field).to_pylist())
+    return iter(rows.to_pylist())
+
+
+def _documents(file: str, name: str, first_row: int, values: Iterator[object]) -> Iterator[Document | Reject]:
+    for row, value in enumerate(values, first_row):
+        if isinstance(value, dict):
+            yield Document(f"{name}:{row}", whole_row(value))
+        elif isinstance(value, str):
             yield Document(f"{name}:{row}", value)
         else:
             yield Reject(file, "row without text", example=f"row {row}: {str(value)[:40]!r}")
 
 
-def _field_problem(schema: pa.Schema, field: str) -> tuple[str, str] | None:
+def _field_problem(schema: pa.Schema, field: str | None) -> tuple[str, str] | None:
+    if field is None:
+        return None if len(set(schema.names)) == len(schema.names) else ("several columns of one name", "")
     if field not in schema.names:
         return f"no field {field!r}", "fields: " + ", ".join(schema.names)
     kind = schema.field(field).type

@@ -1,17 +1,24 @@
 """The data of a recipe: which tokenizer makes its ids, whether its rows fit the model, and the prepared rows."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
 from tilewright.core.config.recipe import DataSection, ModelSection, Recipe
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
+from tilewright.data.corpus.account import account_line
 from tilewright.data.prepare import prepare
 from tilewright.data.prepared import PreparedData
+from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
 from tilewright.models.build import check_data
 
+Prepared = PreparedData | PreparedChat | PreparedImages
 
-def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
+
+def prepare_data(recipe: Recipe) -> Prepared:
     """The data of a recipe, prepared or found prepared; see `data.prepare`. Says in one line what was used and refused.
 
     Raises:
@@ -22,6 +29,10 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
     data = recipe.data
     return prepare(
         data.source,
+        sources=data.sources,
+        format=data.format,
+        chat_template=data.chat_template,
+        model_folder=recipe.model.path,
         task=recipe.model.task,
         domains=data.domains,
         max_bytes=data.max_bytes,
@@ -36,17 +47,25 @@ def prepare_data(recipe: Recipe) -> PreparedData | PreparedImages:
     )
 
 
+def data_events(prepared: Prepared) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """What a run says of its data before it begins, as (kind, text, numbers): what was read and refused, and of
+    conversations what they look like and what of them is trained."""
+    summary = prepared.summary
+    yield "data", account_line(summary), {"read": summary["read"], "refused": summary["refused"]}
+    if isinstance(prepared, PreparedChat):
+        for line in prepared.preview():
+            yield "chat", line, {}
+
+
 def held_out_batches(
-    recipe: Recipe, prepared: PreparedData | PreparedImages, num: int | None = None
+    recipe: Recipe, prepared: Prepared, num: int | None = None
 ) -> dict[str, list[dict[str, torch.Tensor]]]:
     """Held-out batches by domain, at most `num` of each (None: the recipe's number); the same on every call."""
     size = recipe.train.micro_batch_size, num or recipe.train.eval_batches
     return {domain: prepared.eval_batches(domain, *size) for domain in prepared.domains}
 
 
-def held_out_bytes(
-    recipe: Recipe, prepared: PreparedData | PreparedImages, num: int | None = None
-) -> dict[str, int | None]:
+def held_out_bytes(recipe: Recipe, prepared: Prepared, num: int | None = None) -> dict[str, int | None]:
     """UTF-8 bytes of text that the targets of `held_out_batches` stand for, by domain; None where they are not text."""
     size = recipe.train.micro_batch_size, num or recipe.train.eval_batches
     return {domain: prepared.eval_bytes(domain, *size) for domain in prepared.domains}

@@ -52,8 +52,6 @@ def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer
     with state.live() as visit:
         live = None if visit is None else lambda name, tensor: visit.tensor(f"model.{name}", tensor)
         model.save_hf(target, dtype=dtype, extra=_config_keys(recipe, tokenizer), live=live)
-    if tokenizer is not None:
-        tokenizer.save(target)
     text = f"Hugging Face folder in {target}"
     if dtype == CODE_DTYPE:
         in_fp8, total = fp8_bytes(target)

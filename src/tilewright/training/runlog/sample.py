@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import Model
 from tilewright.models.generate import generate
 from tilewright.training.executor.standard import Batch
@@ -64,12 +65,14 @@ def write_samples(
 
 def _beginning(batches: Sequence[Batch], bos_id: int) -> torch.Tensor:
     """The first tokens of the first row that begins with a document, where there is one; of its first document."""
-    rows = [(ids, segments) for batch in batches for ids, segments in zip(*_columns(batch), strict=True)]
-    ids, segments = next((row for row in rows if row[0][0] == bos_id), rows[0])
-    return ids[:PROMPT_TOKENS][segments[:PROMPT_TOKENS] == segments[0]]
+    rows = [row for batch in batches for row in zip(*_columns(batch), strict=True)]
+    ids, segments, labels = next((row for row in rows if row[0][0] == bos_id), rows[0])
+    first = int((labels != IGNORED_LABEL).int().argmax())
+    length = first + 1 if first else PROMPT_TOKENS  # of a conversation the prompt is what comes before the answer
+    return ids[:length][segments[:length] == segments[0]]
 
 
-def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, and the number of the document that each belongs to; one per row where that is not known."""
+def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, the number of the document that each belongs to (one per row where that is not known), and labels."""
     ids = batch["input_ids"]
-    return ids, batch.get("segments", torch.zeros_like(ids))
+    return ids, batch.get("segments", torch.zeros_like(ids)), batch["labels"]

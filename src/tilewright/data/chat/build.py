@@ -1,0 +1,296 @@
+"""From rows of conversations to token streams: read, recognise, render, encode, hold out. One cache entry.
+
+Like `corpus.build`, and with the same files, but a document is a rendered conversation (of preferences: two, the chosen
+and the rejected one), never cut and never in both splits; `*.trained.npy` beside each stream says which of its tokens
+are trained. Near-copies are told by what was said, without roles and system messages.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tilewright.core.errors import DataError
+from tilewright.data.chat.rows import Row, read_row
+from tilewright.data.chat.template import ChatError, ChatTemplate
+from tilewright.data.chat.turns import ChatSample, samples
+from tilewright.data.common.progress import ProgressBar
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.corpus.account import PartRecord
+from tilewright.data.corpus.build import SPLITS
+from tilewright.data.corpus.encode import NpyWriter, token_dtype
+from tilewright.data.corpus.holdout import Split, choose_holdout
+from tilewright.data.corpus.near_dup import near_copy_clusters
+from tilewright.data.corpus.read import Spool, collect
+from tilewright.data.sources.documents import Document, Reject, Source
+
+_EXAMPLE_CHARS = 4000
+_NUM_EXAMPLES = 200  # the one of middle length among the first so many is shown
+
+
+@dataclass
+class _Recogniser:
+    """Rows to their canonical form; counts the shapes of each file."""
+
+    pairs: bool
+    shapes: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def __call__(self, record: PartRecord, document: Document) -> Iterator[Document | Reject]:
+        size = len(document.text.encode("utf-8", "surrogatepass"))
+        try:
+            shape, row = read_row(json.loads(document.text), self.pairs)
+        except ChatError as error:
+            yield _reject(record, document.name, error, size)
+            return
+        except (ValueError, RecursionError) as error:
+            yield Reject(record.file, "row that cannot be read", example=str(error), num_bytes=size)
+            return
+        self.shapes.setdefault(record.file, Counter())[shape] += 1
+        yield Document(document.name, json.dumps(row, ensure_ascii=False))
+
+
+@dataclass
+class _Encoded:
+    """Samples of all conversations that can be used, in the order of the spool."""
+
+    documents: list[int] = field(default_factory=list)
+    samples: list[ChatSample] = field(default_factory=list)
+
+
+def build_chat(
+    folder: Path,
+    source: Source,
+    *,
+    pairs: bool,
+    chat_template: str,
+    model_folder: str,
+    tokenizer: str,
+    vocab_size: int,
+    domains: tuple[str, ...],
+    max_bytes: int,
+    holdout: float,
+    seed: int,
+    progress: ProgressBar,
+) -> None:
+    """Fill `folder` with the files of the entry. Arguments as in `prepare`; `pairs` for preferences.
+
+    Raises:
+        DataError: nothing usable in the source, or a tokenizer or template that cannot be read.
+        ConfigError: no template.
+    """
+    recognise = _Recogniser(pairs)
+    spool_path = folder / "spool.bin"
+    spool = collect(
+        source, spool_path, domains=domains, max_bytes=max_bytes, seed=seed, progress=progress, convert=recognise
+    )
+    data = spool.data()
+    said, offsets, lengths = _said(spool, data)
+    progress.phase("finding near-copies", len(said))
+    cluster_of = near_copy_clusters(said, offsets, lengths, progress.advance)
+    given = load_tokenizer(tokenizer) if tokenizer else _trained(said, offsets, lengths, vocab_size)
+    chat = ChatTemplate.load(model_folder or tokenizer, given, chat_template)
+    progress.phase("rendering and encoding", len(data))
+    encoded = _encode(spool, data, chat, pairs, progress)
+    kept = np.unique(np.array(encoded.documents, np.int64))
+    split = _hold_out(source, spool, cluster_of, kept, holdout, seed)
+    table = _write_streams(folder, spool, split, encoded, given, cluster_of)
+    pq.write_table(table, folder / "documents.parquet")
+    given.save(folder / "tokenizer")
+    chat.save(folder / "tokenizer")
+    spool_path.unlink()
+    spool.account.drop({spool.domains[d] for d in split.dropped})
+    with (folder / "rejects.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in spool.rejects)
+    summary = _summary(source, spool, split, cluster_of[kept], table, given)
+    summary["chat"] = _facts(recognise, encoded, chat)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _reject(record: PartRecord, name: str, error: ChatError, size: int) -> Reject:
+    got = error.problems[0].got
+    return Reject(record.file, error.reason, example=f"{name}: {got}" if got else name, num_bytes=size)
+
+
+def _messages(row: Row) -> list[Row]:
+    return row["messages"] if "messages" in row else [*row["prompt"], *row["chosen"]]
+
+
+def _said(spool: Spool, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What people and models said in each conversation: UTF-8 bytes, and where each begins and how long it is."""
+    texts = []
+    for i in range(len(spool)):
+        messages = _messages(json.loads(spool.text(data, i)))
+        spoken = [m["content"] for m in messages if m["role"] not in ("system", "developer") and m["content"]]
+        texts.append(("\n".join(spoken) or "\n").encode("utf-8"))
+    lengths = np.array([len(text) for text in texts], np.int64)
+    return np.frombuffer(b"".join(texts), np.uint8), np.cumsum(lengths) - lengths, lengths
+
+
+def _trained(said: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, vocab_size: int) -> Tokenizer:
+    texts = (bytes(said[a : a + n]).decode("utf-8") for a, n in zip(offsets.tolist(), lengths.tolist(), strict=True))
+    return train_tokenizer(texts, vocab_size)
+
+
+def _encode(spool: Spool, data: np.ndarray, chat: ChatTemplate, pairs: bool, progress: ProgressBar) -> _Encoded:
+    encoded = _Encoded()
+    for i in range(len(spool)):
+        text = spool.text(data, i)
+        size = int(spool.lengths[i])
+        try:
+            found = _pair(chat, json.loads(text)) if pairs else samples(chat, json.loads(text)["messages"])
+        except ChatError as error:
+            record = spool.records[i]
+            spool.account.take_back(record, _reject(record, spool.names[i], error, size))
+        else:
+            if len(encoded.samples) >= _NUM_EXAMPLES:
+                found = [replace(sample, text="", spans=()) for sample in found]
+            encoded.samples += found
+            encoded.documents += [i] * len(found)
+        progress.advance(size)
+    return encoded
+
+
+def _pair(chat: ChatTemplate, row: Row) -> list[ChatSample]:
+    """The chosen and the rejected rendering; answers that are in the prompt are not trained."""
+    found = []
+    for answer in (row["chosen"], row["rejected"]):
+        mine = samples(chat, [*row["prompt"], *answer], first=len(row["prompt"]))
+        if len(mine) != 1:
+            raise ChatError("preferences over several answers that the template renders apart")
+        found += mine
+    if np.array_equal(found[0].ids_T, found[1].ids_T):
+        raise ChatError("chosen and rejected are equal as the template renders them")
+    return found
+
+
+def _hold_out(source: Source, spool: Spool, cluster_of: np.ndarray, kept: np.ndarray, share: float, seed: int) -> Split:
+    """The split of all documents, by those that are kept; the others are in no part.
+
+    Raises:
+        DataError: too little is left.
+    """
+    if not len(kept):
+        worst = sorted(spool.rejects, key=lambda r: -r.count)[:5]
+        raise DataError(
+            "No usable conversation in the training data",
+            where=source.label,
+            got="\n".join(f"{r.where}: {r.reason} ({r.count}x); {r.example}" for r in worst),
+            need="rows with an answer that the chat template can render",
+            try_="data.chat_template = the template that fits the rows, or other rows",
+        )
+    mine = Spool(spool.path, spool.domains, domain_of=spool.domain_of[kept], lengths=spool.lengths[kept])
+    mine.names = [spool.names[i] for i in kept.tolist()]
+    clusters = cluster_of[kept]
+    split = choose_holdout(mine, clusters, share, seed, may_cut=False)
+    if split.dropped:  # all of a domain is one cluster: its conversations are held out one by one
+        alike = split.dropped
+        single = np.where(np.isin(mine.domain_of, alike), len(cluster_of) + np.arange(len(kept)), clusters)
+        split = choose_holdout(mine, single, share, seed, may_cut=False)
+        for domain in sorted(set(alike) - set(split.dropped)):
+            name = spool.domains[domain]
+            split.notes.append(f"{name}: all of it are near-copies, so what is held out is not independent")
+    held = np.zeros(len(spool), bool)
+    held[kept] = split.held
+    usable = np.isin(np.unique(mine.domain_of), split.dropped, invert=True)
+    if not usable.any() or held[kept].all():
+        raise DataError(
+            "Too few conversations for a training and a held-out part",
+            where=source.label,
+            got=f"{len(kept)} usable conversations",
+            need="two different ones",
+        )
+    return Split(held, {}, split.dropped, split.notes)
+
+
+def _write_streams(
+    folder: Path, spool: Spool, split: Split, encoded: _Encoded, tokenizer: Tokenizer, cluster_of: np.ndarray
+) -> pa.Table:
+    """Both streams and their masks, domain by domain; the table of their samples."""
+    document = np.array(encoded.documents, np.int64)
+    domain = spool.domain_of[document]
+    usable = ~np.isin(domain, split.dropped)
+    tables = []
+    for name in SPLITS:
+        order = np.flatnonzero(usable & (split.held[document] == (name == "holdout")))
+        order = order[np.argsort(domain[order], kind="stable")]
+        mine: Sequence[ChatSample] = [encoded.samples[i] for i in order.tolist()]
+        with (
+            NpyWriter(folder / f"{name}.npy", token_dtype(tokenizer.vocab_size)) as ids,
+            NpyWriter(folder / f"{name}.trained.npy", np.dtype("u1")) as trained,
+        ):
+            for sample in mine:
+                ids.append(sample.ids_T)
+                trained.append(sample.trained_T)
+        which = document[order]
+        columns: dict[str, Any] = {
+            "split": pa.array([name] * len(mine)),
+            "domain": pa.array([spool.domains[d] for d in domain[order]]),
+            "name": pa.array([spool.names[i] for i in which.tolist()]),
+            "document": pa.array(which),
+            "bytes": pa.array(spool.lengths[which]),
+            "length": pa.array([len(sample.ids_T) for sample in mine], pa.int64()),
+            "trained": pa.array([int(sample.trained_T.sum()) for sample in mine], pa.int64()),
+            "first": pa.array([int(np.argmax(sample.trained_T)) for sample in mine], pa.int64()),
+            "cluster": pa.array(cluster_of[which]),
+        }
+        tables.append(pa.table(columns))
+    return pa.concat_tables(tables)
+
+
+def _summary(
+    source: Source, spool: Spool, split: Split, cluster_of: np.ndarray, table: pa.Table, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    names = ("split", "domain", "document", "bytes", "length", "trained")
+    columns = {name: np.array(table[name].to_pylist()) for name in names}
+    once = np.unique(columns["document"], return_index=True)[1]
+    first = np.zeros(table.num_rows, bool)
+    first[once] = True
+
+    def counts(here: np.ndarray) -> dict[str, int]:
+        return {
+            "docs": int((here & first).sum()),
+            "bytes": int(columns["bytes"][here & first].sum()),
+            "tokens": int(columns["length"][here].sum()),
+            "trained_tokens": int(columns["trained"][here].sum()),
+        }
+
+    by_domain: dict[str, dict[str, Any]] = {}
+    for domain in sorted(set(columns["domain"].tolist())):
+        here = columns["domain"] == domain
+        held = counts(here & (columns["split"] == "holdout"))
+        by_domain[domain] = counts(here) | {"holdout_docs": held["docs"], "holdout_tokens": held["tokens"]}
+        by_domain[domain]["compressors"] = {}
+    total = counts(np.ones(table.num_rows, bool))
+    return {
+        "source": source.label,
+        "available_bytes": spool.available_bytes,
+        **total,
+        "bytes_per_token": round(total["bytes"] / max(1, total["tokens"]), 3),
+        "vocab_size": tokenizer.vocab_size,
+        "duplicates": spool.num_duplicates,
+        "near_duplicates": int(len(cluster_of) - len(np.unique(cluster_of))),
+        **spool.account.summary(),
+        "notes": split.notes,
+        "domains": by_domain,
+    }
+
+
+def _facts(recognise: _Recogniser, encoded: _Encoded, chat: ChatTemplate) -> dict[str, Any]:
+    """What is shown of chat data before training begins: shapes by file, the template, a rendered example."""
+    lengths = np.array([len(sample.ids_T) for sample in encoded.samples if sample.text])
+    example = encoded.samples[int(np.argsort(lengths, kind="stable")[len(lengths) // 2])]
+    return {
+        "shapes": {file: dict(shapes) for file, shapes in recognise.shapes.items()},
+        "template": chat.where,
+        "rendered_again": len(encoded.documents) - len(set(encoded.documents)),
+        "example": {
+            "text": example.text[:_EXAMPLE_CHARS],
+            "spans": [[a, min(b, _EXAMPLE_CHARS)] for a, b in example.spans if a < _EXAMPLE_CHARS],
+        },
+    }

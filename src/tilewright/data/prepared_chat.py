@@ -1,0 +1,91 @@
+"""Conversations that are ready to train on: rows whose labels are the assistant's tokens alone.
+
+The batch arrays are those of text; of preferences each has one dimension more, for the chosen and the rejected answer.
+B rows, S positions.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tilewright.data.batches.mix import Picks
+from tilewright.data.batches.pack import Packing
+from tilewright.data.batches.rows import TextRows
+from tilewright.data.chat.template import ChatTemplate
+from tilewright.data.prepared import PreparedData
+
+
+class PreparedChat(PreparedData):
+    """Prepared conversations. `template` renders more of them; `pairs` where they are preferences."""
+
+    def __init__(self, corpus: Path, packed: Path, pairs: bool):
+        self.pairs = pairs
+        super().__init__(corpus, packed)
+        self.template = ChatTemplate.load(str(corpus / "tokenizer"), self.tokenizer)
+
+    def _open(self, split: str) -> TextRows:
+        rows = super()._open(split)
+        trained = np.load(self._corpus / f"{split}.trained.npy", mmap_mode="r", allow_pickle=False)
+        return TextRows(rows.tokens, rows.packing, self.seq_len, True, trained)
+
+    def _gather(self, split: str, rows_B: np.ndarray) -> dict[str, np.ndarray]:
+        rows = self._rows[split]
+        if not self.pairs:
+            return rows.gather(rows_B)
+        pieces = rows.packing  # a pair's two pieces, each as a row of its own
+        alone = Packing(pieces.starts_P, pieces.lengths_P, np.arange(len(pieces.starts_P) + 1))
+        both = (pieces.first_R[rows_B][:, None] + np.arange(2)).reshape(-1)
+        batch = TextRows(rows.tokens, alone, self.seq_len, True, rows.trained).gather(both)
+        shaped = {name: values.reshape(len(rows_B), 2, self.seq_len) for name, values in batch.items()}
+        return shaped | {"rows": rows_B + (len(self._rows["train"].packing.first_R) - 1) * (split == "holdout")}
+
+    def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
+        """Batch arrays [B, S] of training rows; of preferences [B, 2, S], with `rows` [B], the place of each pair."""
+        return self._gather("train", self._first_row[picks.domain] + picks.row)
+
+    def blank_row(self) -> dict[str, np.ndarray]:
+        """One row of padding."""
+        blank = super().blank_row()
+        if not self.pairs:
+            return blank
+        return {name: np.repeat(values[:, None], 2, 1) for name, values in blank.items()} | {"rows": np.array([-1])}
+
+    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[dict[str, torch.Tensor]]:
+        """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""
+        chosen = self._eval_rows(domain, micro_batch_size * num)
+        parts = [chosen[at : at + micro_batch_size] for at in range(0, len(chosen), micro_batch_size)]
+        batches = [self._gather("holdout", rows) for rows in parts]
+        return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in batches]
+
+    def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> int | None:
+        """None: answers end in tokens that stand for no text."""
+        return None
+
+    def preview(self) -> list[str]:
+        """Lines that show what is trained: the shapes, the longest rows, an example with its trained spans in marks."""
+        facts = self.summary["chat"]
+        shapes: dict[str, int] = {}
+        for found in facts["shapes"].values():
+            for shape, count in found.items():
+                shapes[shape] = shapes.get(shape, 0) + count
+        counted = ", ".join(f"{shape} ({count:,})" for shape, count in shapes.items())
+        longest = ", ".join(f"{row['length']:,}" for row in facts["longest"])
+        lines = [
+            f"rows recognised as {counted}; template of {facts['template']}",
+            f"longest: {longest} tokens; {facts['truncated']:,} cut at data.seq_len = {facts['seq_len']}, "
+            f"{facts['truncated_tokens']:,} tokens lost",
+        ]
+        if facts["rendered_again"] and not self.pairs:
+            lines.append(
+                f"{facts['rendered_again']:,} answers are rows of their own: the template rewrites earlier turns"
+            )
+        return [*lines, "what is trained stands between [[ and ]]:", *self._example().split("\n")]
+
+    def _example(self) -> str:
+        example = self.summary["chat"]["example"]
+        text, at = "", 0
+        for begin, end in example["spans"]:
+            text += f"{example['text'][at:begin]}[[{example['text'][begin:end]}]]"
+            at = end
+        return text + example["text"][at:]
