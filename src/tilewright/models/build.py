@@ -15,6 +15,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import load_weights, read_config
 from tilewright.models.decoder.init import init_decoder
+from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.load import hf_shapes, init_hf, load_hf
 from tilewright.models.hf.model import HFModel
 from tilewright.models.hf.parts import untrained_parts
@@ -42,6 +43,7 @@ def build_model(
         CheckpointError: the folder cannot be read.
     """
     kernels = kernels or Kernels.default()
+    section = in_folder(section)
     if section.kind == "hf":
         return _build_hf(section, vocab_size, kernels, device)
     if section.task != "causal_lm":
@@ -71,9 +73,16 @@ def decoder_config(section: ModelSection, vocab_size: int) -> DecoderConfig:
     """
     if not section.path:
         return DecoderConfig.from_section(section, vocab_size)
-    config = read_config(section.path)
-    check_vocab(config.vocab_size, vocab_size, section.path)
+    folder = local_folder(section.path)
+    config = read_config(folder)
+    check_vocab(config.vocab_size, vocab_size, folder)
     return config
+
+
+def in_folder(section: ModelSection) -> ModelSection:
+    """The section with the folder of a model that it names by its repository."""
+    folder = local_folder(section.path)
+    return section if folder == section.path else section.model_copy(update={"path": folder})
 
 
 def check_vocab(model_vocab: int, tokenizer_vocab: int, path: str) -> None:
@@ -96,6 +105,7 @@ def check_data(section: ModelSection, seq_len: int, vocab_size: int | None) -> N
         seq_len: positions in a row.
         vocab_size: of the tokenizer; None where it is not known yet.
     """
+    section = in_folder(section)
     if section.kind == "decoder":
         if section.path and vocab_size is not None:
             check_vocab(read_config(section.path).vocab_size, vocab_size, section.path)

@@ -53,6 +53,7 @@ from tilewright.training.components.dataset import held_out_batches, held_out_by
 from tilewright.training.components.export import check_export
 from tilewright.training.components.lora_model import build_adapted
 from tilewright.training.components.optimizer import make_optimizer
+from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.components.precision_modes import PrecisionModes
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
@@ -231,12 +232,14 @@ def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool =
 
     Raises:
         HardwareError: the device is not there, or several processes were started.
+        CheckpointError: a model of the hub that cannot be had.
         DataError: the data cannot be used.
         ConfigError: the data's settings do not fit the model, or a plan file that cannot be used.
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
-    recipe = loaded.recipe
     check_one_rank()
+    loaded = pinned(loaded)
+    recipe = loaded.recipe
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     prepared = prepare_data(recipe)

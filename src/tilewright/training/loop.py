@@ -14,6 +14,7 @@ from tilewright.core.log import say
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, RunContext, build, check_one_rank, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.components.pinned import pinned
 from tilewright.training.components.signals import StopRequest
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.layer_major import UnrecoverableStepError
@@ -51,6 +52,7 @@ def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
     try:
         if moved_to is not None:
             say(f"the run that was in {folder.path} is now {moved_to}")
+        loaded = pinned(loaded, folder.path)
         run_plan = None
         if store.paths():
             loaded, run_plan = load_run_plan(loaded, folder.path)

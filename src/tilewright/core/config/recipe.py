@@ -47,8 +47,9 @@ class ModelSection(Section):
     kind: Literal["decoder", "hf"] = "decoder"
     """`decoder`: tilewright's own decoder. `hf`: any Hugging Face model, described by `path`."""
     path: str = ""
-    """Hugging Face folder (config.json, and weights where `weights = "load"`). Read for `hf`; for `decoder` a folder
-    of Llama or DeepSeek-V3 layout, whose shape then replaces the fields below."""
+    """Hugging Face folder (config.json, and weights where `weights = "load"`), or a model of the Hugging Face Hub,
+    `org/name` or `org/name@revision`, which is downloaded once. Read for `hf`; for `decoder` a folder of Llama or
+    DeepSeek-V3 layout, whose shape then replaces the fields below."""
     weights: Literal["random", "load"] = "random"
     """Start from random weights, or load those in `path`."""
     task: Literal["causal_lm", "masked_lm", "image_classification"] = "causal_lm"

@@ -20,7 +20,7 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
         raise CheckpointError(
             "Model folder does not exist",
             got=str(folder),
-            need=f"{need} (a local one; nothing is downloaded)",
+            need=f"{need} or a model of the hub, org/name",
             try_="model.path = the folder",
             where=str(folder),
         )

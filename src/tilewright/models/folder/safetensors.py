@@ -67,6 +67,15 @@ def scan_folder(folder: Path | str) -> dict[str, StoredTensor]:
     return stored
 
 
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files of weights, as the index says where there is one."""
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    weight_map = read_json(folder, INDEX).get("weight_map")
+    names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+    return [name for name in names if Path(name).name == name and name.endswith(".safetensors")] or [SINGLE]
+
+
 def _file_names(folder: Path, weight_map: Any) -> set[str]:
     """The files of an index.
 

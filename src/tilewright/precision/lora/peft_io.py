@@ -14,6 +14,7 @@ from torch import nn
 
 from tilewright.core.errors import CheckpointError
 from tilewright.models.folder.json_file import read_json, write_json
+from tilewright.models.folder.resolve import is_hub_name, split_name
 from tilewright.models.folder.safetensors import mismatch_error, open_file
 from tilewright.models.hf.model import HFModel
 from tilewright.precision.lora.lora import adapted_layers, add_lora
@@ -40,7 +41,7 @@ def save_adapter(model: nn.Module, folder: Path | str, *, base_model: str = "") 
     Args:
         model: with adapters.
         folder: made where it does not exist.
-        base_model: where the base model lies, for readers that load it by themselves.
+        base_model: where the base model lies, for readers that load it by themselves: a folder, or a hub's name.
 
     Raises:
         CheckpointError: no adapters, or the folder cannot be written.
@@ -55,6 +56,7 @@ def save_adapter(model: nn.Module, folder: Path | str, *, base_model: str = "") 
             where=str(folder),
         )
     first = next(iter(layers.values()))
+    repo, revision = split_name(base_model) if is_hub_name(base_model) else (base_model, "")
     rank = first.lora_A.shape[0]
     tensors = {
         f"{_PREFIX}{name}.lora_{part}.weight": getattr(module, f"lora_{part}").detach().float().cpu().contiguous()
@@ -66,7 +68,8 @@ def save_adapter(model: nn.Module, folder: Path | str, *, base_model: str = "") 
         "lora_alpha": first.lora_scaling * rank,
         "lora_dropout": 0.0,
         "target_modules": sorted(layers),
-        "base_model_name_or_path": base_model or None,
+        "base_model_name_or_path": repo or None,
+        "revision": revision or None,
         "inference_mode": True,
         "init_lora_weights": True,
         "task_type": "CAUSAL_LM",

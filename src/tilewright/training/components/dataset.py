@@ -14,6 +14,7 @@ from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
 from tilewright.models.build import check_data
+from tilewright.models.folder.resolve import local_folder
 
 Prepared = PreparedData | PreparedChat | PreparedImages
 
@@ -96,4 +97,4 @@ def tokenizer_path(model: ModelSection, data: DataSection) -> str:
         return ""
     if data.tokenizer or model.weights == "random":
         return data.tokenizer
-    return folder_tokenizer(model.path)
+    return folder_tokenizer(local_folder(model.path))

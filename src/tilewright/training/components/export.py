@@ -16,6 +16,7 @@ from tilewright.formats.fp8_layout import CODE_DTYPE
 from tilewright.models.base.protocols import Model
 from tilewright.models.folder.fp8_weights import fp8_bytes
 from tilewright.models.folder.json_file import read_json
+from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.model import HFModel
 from tilewright.precision.lora.peft_io import save_adapter
@@ -66,7 +67,7 @@ def _config_keys(recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:
     keys = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     length = recipe.data.seq_len
     if recipe.model.weights == "load":
-        before = read_json(recipe.model.path)
+        before = read_json(local_folder(recipe.model.path))
         keys |= {key: before[key] for key in keys if key in before}
         length = max(length, before.get("max_position_embeddings") or 0)
     return keys | {"max_position_embeddings": length}

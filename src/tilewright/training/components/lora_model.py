@@ -4,7 +4,7 @@ import torch
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.models.base.protocols import Model
-from tilewright.models.build import build_model, init_weights
+from tilewright.models.build import build_model, in_folder, init_weights
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.lora.lora import add_lora, load_fp8_weights, load_lora_decoder
 
@@ -26,7 +26,7 @@ def build_adapted(
         ConfigError: the section's values do not fit together, or a target matches no layer.
         CheckpointError: the folder cannot be read.
     """
-    model, lora = recipe.model, recipe.lora
+    model, lora = in_folder(recipe.model), recipe.lora
     adapters = (lora.rank, lora.alpha, lora.targets, lora.base)
     coded = lora.base == "fp8" and model.weights == "load"
     if lora.rank and coded and model.kind == "decoder":  # never decoded: a byte per weight from the first moment on

@@ -23,6 +23,7 @@ from tilewright.memory.offload.lazy_params import dummy_values
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import InitialValues, Model
+from tilewright.models.folder.resolve import local_folder
 from tilewright.models.layerwise.hf_view import layered
 from tilewright.models.layerwise.lazy_init import random_values, stored_values
 from tilewright.models.layerwise.view import LayerGroups, LayerwiseModel, find_layer_groups
@@ -63,7 +64,7 @@ def initial_values(recipe: Recipe, model: Model) -> InitialValues | None:
     if not has_layer_groups(recipe):
         return None
     if recipe.model.weights == "load":
-        return stored_values(model, recipe.model.path)
+        return stored_values(model, local_folder(recipe.model.path))
     return random_values(model, recipe.run.seed)
 
 

@@ -25,6 +25,7 @@ from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 from tilewright.training.components.dataset import check_rows, tokenizer_path
+from tilewright.training.components.pinned import pinned
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     Raises:
         ConfigError: a size that is none, or more than the machine has; a machine that nobody published.
     """
+    loaded = pinned(loaded, weights=False)
     recipe = loaded.recipe
     if recipe.model.path:
         check_rows(recipe)
