@@ -33,7 +33,7 @@ def prepare_data(recipe: Recipe) -> Prepared:
         sources=data.sources,
         format=data.format,
         chat_template=data.chat_template,
-        model_folder=recipe.model.path,
+        model_folder=local_folder(recipe.model.path),
         task=recipe.model.task,
         domains=data.domains,
         max_bytes=data.max_bytes,
