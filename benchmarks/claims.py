@@ -180,6 +180,11 @@ def _operations() -> Iterator[Row]:
         for case, text in texts.items():
             verdict = turns(result.results[case]["speedup"]["samples"], _times, at_least=1)
             yield Row(f"{result.name}_{text}", f"speed of {text}, against torch's own", "at least 1x", verdict, result)
+    for result in read_all("generate"):
+        speedup, same = result.results["speedup"], result.results["same_tokens"]
+        metric = f"{result.results['new_tokens']} tokens by the default recipe's model, with the cache against without"
+        verdict = turns(speedup["samples"], _times, at_least=10) if same else once(0, "other tokens", at_least=10)
+        yield Row(result.name, metric, "at least 10x, the same tokens", verdict, result)
 
 
 # ---- memory ----

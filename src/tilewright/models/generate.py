@@ -1,17 +1,22 @@
-"""Text continuation by sampling, for the report's samples and `tilewright generate`.
+"""Text continuation by sampling, for the report's samples, `tilewright generate`, `chat` and `serve`.
 
-No key/value cache: each token runs the whole row again, which is fine for a few hundred tokens. Works for every
-causal model of `protocols.Model`.
+A model keeps what it needs of earlier tokens in its key/value cache (`protocols.KeyValueCache`), so a new token runs
+alone. A model that cannot runs the whole row for each token, and says so in its `notes`.
+
+Legend: B rows  S positions.
 """
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import Model
+from tilewright.models.sampling import Sampling
 
 
-@torch.no_grad()
 def generate(
     model: Model,
     input_ids_BS: Tensor,
@@ -19,8 +24,10 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int = 0,
+    top_p: float = 1.0,
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
+    use_cache: bool = True,
 ) -> Tensor:
     """Rows of token ids, continued.
 
@@ -30,51 +37,118 @@ def generate(
         num_tokens: at most this many new tokens.
         temperature: 0 takes the most likely token; otherwise logits are divided by it.
         top_k: draw among the k most likely tokens. 0: among all.
+        top_p: of these draw among the fewest whose probabilities sum to at least this. 1: among all.
         eos_id: a row that has drawn it is filled up with it; all rows done ends early.
         generator: a CPU generator; the same seed gives the same tokens.
+        use_cache: False runs the whole rows for each token.
 
     Returns:
         [B, S + new] int64.
 
     Raises:
-        ValueError: no prompt token, or a negative temperature, top_k or num_tokens.
+        ValueError: no prompt token, or a negative temperature, top_k or num_tokens, or a top_p outside of 0 to 1.
     """
-    if input_ids_BS.dim() != 2 or input_ids_BS.shape[1] == 0:
-        raise ValueError(f"a prompt of at least one token a row is needed, got shape {tuple(input_ids_BS.shape)}")
-    if temperature < 0 or top_k < 0 or num_tokens < 0:
-        raise ValueError("temperature, top_k and num_tokens cannot be negative")
-    # A compiled layer would be compiled again for every new length.
-    with evaluation(model), torch.compiler.set_stance("force_eager"):
-        return _extend(model, input_ids_BS, num_tokens, temperature, top_k, eos_id, generator)
+    _check(input_ids_BS, num_tokens)
+    sampling = Sampling(temperature, top_k, top_p)
+    done_B = torch.zeros(len(input_ids_BS), dtype=torch.bool, device=input_ids_BS.device)
+    columns = [input_ids_BS]
+    with _inference(model):
+        steps = _Steps(model, input_ids_BS, num_tokens, use_cache)
+        for _ in range(num_tokens):
+            next_B = sampling.draw(steps.logits(), generator).to(input_ids_BS.device)
+            if eos_id is not None:
+                next_B = torch.where(done_B, eos_id, next_B)
+                done_B |= next_B == eos_id
+            columns.append(next_B[:, None])
+            if eos_id is not None and bool(done_B.all()):
+                break
+            steps.append(next_B)
+    return torch.cat(columns, dim=1)
 
 
-def _extend(
+def stream(
     model: Model,
-    ids_BS: Tensor,
+    input_ids_S: Tensor,
     num_tokens: int,
-    temperature: float,
-    top_k: int,
-    eos_id: int | None,
-    generator: torch.Generator | None,
-) -> Tensor:
-    done_B = torch.zeros(len(ids_BS), dtype=torch.bool, device=ids_BS.device)
+    *,
+    sampling: Sampling,
+    stop_ids: Collection[int] = (),
+    seed: int | None = None,
+) -> Iterator[int]:
+    """The new tokens of one row, each as soon as it is drawn. Whoever stops to ask for them stops the model.
+
+    Between two tokens the model is in the mode that it was in, and may be used by others.
+
+    Args:
+        model: a causal language model, on the device of `input_ids_S`.
+        input_ids_S: [S] int64 with S >= 1.
+        num_tokens: at most this many new tokens.
+        sampling: how they are drawn.
+        stop_ids: tokens that end the row; they are not handed out.
+        seed: the same gives the same tokens; None draws anew each time.
+
+    Raises:
+        ValueError: no prompt token, or a negative num_tokens.
+    """
+    _check(input_ids_S[None], num_tokens)
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return _stream(model, input_ids_S[None], num_tokens, sampling, frozenset(stop_ids), generator)
+
+
+def _stream(
+    model: Model,
+    ids_1S: Tensor,
+    num_tokens: int,
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    generator: torch.Generator,
+) -> Iterator[int]:
+    steps: _Steps | None = None
     for _ in range(num_tokens):
-        logits_BV = model.next_token_logits(ids_BS).cpu()
-        next_B = _draw(logits_BV, temperature, top_k, generator).to(ids_BS.device)
-        if eos_id is not None:
-            next_B = torch.where(done_B, eos_id, next_B)
-            done_B |= next_B == eos_id
-        ids_BS = torch.cat((ids_BS, next_B[:, None]), dim=1)
-        if eos_id is not None and bool(done_B.all()):
-            break
-    return ids_BS
+        with _inference(model):
+            if steps is None:
+                steps = _Steps(model, ids_1S, num_tokens, use_cache=True)
+            next_1 = sampling.draw(steps.logits(), generator)
+            steps.append(next_1.to(ids_1S.device))
+        if int(next_1) in stop_ids:
+            return
+        yield int(next_1)
 
 
-def _draw(logits_BV: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    if 0 < top_k < logits_BV.shape[-1]:
-        kept = logits_BV.topk(top_k, dim=-1)
-        drawn = torch.multinomial((kept.values / temperature).softmax(-1), 1, generator=generator)
-        return kept.indices.gather(1, drawn)[:, 0]
-    return torch.multinomial((logits_BV / temperature).softmax(-1), 1, generator=generator)[:, 0]
+class _Steps:
+    """The logits after a row, token by token, with a cache or without."""
+
+    def __init__(self, model: Model, ids_BS: Tensor, num_tokens: int, use_cache: bool):
+        self._model = model
+        self._next_BS = ids_BS
+        rows, length = ids_BS.shape
+        self._cache = model.new_cache(rows, length + num_tokens) if use_cache else None
+
+    def logits(self) -> Tensor:
+        """FP32 [B, V] on the CPU."""
+        return self._model.next_token_logits(self._next_BS, self._cache).cpu()
+
+    def append(self, next_B: Tensor) -> None:
+        """Take a new token of each row."""
+        new_B1 = next_B[:, None]
+        self._next_BS = torch.cat((self._next_BS, new_B1), dim=1) if self._cache is None else new_B1
+
+
+def _inference(model: Model) -> ExitStack:
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(evaluation(model))
+    # A compiled layer would be compiled again for every new length.
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    return stack
+
+
+def _check(ids_BS: Tensor, num_tokens: int) -> None:
+    if ids_BS.dim() != 2 or ids_BS.shape[1] == 0:
+        raise ValueError(f"a prompt of at least one token a row is needed, got shape {tuple(ids_BS.shape)}")
+    if num_tokens < 0:
+        raise ValueError("temperature, top_k and num_tokens cannot be negative")

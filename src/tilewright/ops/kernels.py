@@ -21,6 +21,7 @@ from tilewright.formats.spec import FloatSpec
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.adam import ADAM
 from tilewright.ops.attention import ATTENTION
+from tilewright.ops.backends.native.attention import attention_to_past
 from tilewright.ops.backends.native.loss import LOSS_TILE
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.backends.ref.adam import AdamHyper
@@ -140,6 +141,10 @@ class Kernels:
         return self._find("attention", q_BHSD.device.type, q_BHSD.dtype)(
             q_BHSD, k_BHSD, v_BHSD, segments, scale, rows
         )  # fmt: skip
+
+    def attention_to_past(self, q_BHSD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        """Attention of the last S of T positions, by torch; one form only. No gradient is asked of it."""
+        return attention_to_past(q_BHSD, k_BHTD, v_BHTD)
 
     def linear_cross_entropy(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """See `ops.loss`."""

@@ -37,6 +37,14 @@ InitialValues = Callable[[Mapping[str, Tensor]], None]
 pieces a model is asked for, each tensor gets the same values."""
 
 
+class KeyValueCache(Protocol):
+    """What a model keeps of rows that it continues. Filled by `Model.next_token_logits`; belongs to that model alone,
+    and to the weights that it had."""
+
+    length: int
+    """Positions of each row that are in it."""
+
+
 class TrainableModel(Protocol):
     """What the executor needs. Implementations are `torch.nn.Module`s."""
 
@@ -79,8 +87,18 @@ class Model(TrainableModel, Protocol):
         """Compile the layers in place with torch.compile."""
         ...
 
-    def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
-        """FP32 logits [B, V] of the token after each row. Causal language models only."""
+    def new_cache(self, rows: int, length: int) -> KeyValueCache | None:
+        """An empty cache for `rows` rows of at most `length` positions. None where the model cannot keep one: rows are
+        run whole for each token then, and `notes` says why. Causal language models only."""
+        ...
+
+    def next_token_logits(self, input_ids_BS: Tensor, cache: Any = None) -> Tensor:
+        """FP32 logits [B, V] of the token after each row. Causal language models only.
+
+        Args:
+            input_ids_BS: whole rows; with a cache, what follows the positions that are in it.
+            cache: of this model's `new_cache`; takes the positions up. Without gradients then.
+        """
         ...
 
     def save_hf(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from tilewright.models.decoder.cache import LayerCache
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.layers import RMSNorm
 from tilewright.ops.kernels import Kernels
@@ -35,10 +36,14 @@ class CausalAttention(nn.Module):
         self.kernels = kernels
 
     def forward(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, segments_BS: Tensor | None) -> Tensor:
-        """Heads [B, S, H or Hkv, D] -> joined heads [B, S, H * Dv]."""
+        """Heads [B, S, H or Hkv, D] -> joined heads [B, S, H * Dv]. Keys and values may be of more positions than
+        queries, which are then the last ones."""
         dtype = self.compute_dtype or q_BSHD.dtype
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHD))
-        out_BHSD = self.kernels.attention(q, k, v, segments=segments_BS, block=self.block)
+        if k.shape[2] > q.shape[2]:
+            out_BHSD = self.kernels.attention_to_past(q, k, v)
+        else:
+            out_BHSD = self.kernels.attention(q, k, v, segments=segments_BS, block=self.block)
         return out_BHSD.transpose(1, 2).flatten(2).to(q_BSHD.dtype)
 
 
@@ -63,12 +68,21 @@ class GroupedQueryAttention(nn.Module):
         """The layers that read this module's input."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
-    def forward(self, x_BSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, segments_BS: Tensor | None) -> Tensor:
-        """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]."""
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos_BSR: Tensor,
+        sin_BSR: Tensor,
+        segments_BS: Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the next positions."""
         heads = (-1, self.head_dim)
         q_BSHD = self.kernels.rope(self.q_proj(x_BSD).unflatten(-1, heads), cos_BSR, sin_BSR)
         k_BSHD = self.kernels.rope(self.k_proj(x_BSD).unflatten(-1, heads), cos_BSR, sin_BSR)
         v_BSHD = self.v_proj(x_BSD).unflatten(-1, heads)
+        if cache is not None:
+            k_BSHD, v_BSHD = cache.extend(k_BSHD, v_BSHD)
         return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments_BS))
 
 
@@ -113,16 +127,25 @@ class LatentAttention(nn.Module):
         if self.q_lora_rank:
             yield self.q_a_layernorm, "norm", [self.q_b_proj]
 
-    def forward(self, x_BSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, segments_BS: Tensor | None) -> Tensor:
-        """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]."""
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos_BSR: Tensor,
+        sin_BSR: Tensor,
+        segments_BS: Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the next positions."""
         q_joined = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD))) if self.q_lora_rank else self.q_proj(x_BSD)
         q_nope, q_rope = q_joined.unflatten(-1, (-1, self.qk_head_dim)).split((self.nope_dim, self.rope_dim), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        k_rope = self._rotate_pairs(k_rope.unsqueeze(2), cos_BSR, sin_BSR)
+        if cache is not None:
+            latent, k_rope = cache.extend(latent, k_rope)
         kv_BSHD = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_head_dim))
         k_nope, v_BSHD = kv_BSHD.split((self.nope_dim, self.v_head_dim), dim=-1)
 
         q_rope = self._rotate_pairs(q_rope, cos_BSR, sin_BSR)
-        k_rope = self._rotate_pairs(k_rope.unsqueeze(2), cos_BSR, sin_BSR)
         q_BSHD = torch.cat((q_nope, q_rope), dim=-1)
         k_BSHD = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments_BS))

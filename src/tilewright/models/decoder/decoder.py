@@ -32,6 +32,7 @@ from tilewright.models.base.checkpointing import (
 from tilewright.models.base.head import head_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
+from tilewright.models.decoder.cache import DecoderCache, LayerCache, position_ids
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
@@ -75,16 +76,21 @@ class Block(nn.Module):
             yield self.post_attention_layernorm, "norm", self.mlp.readers()
 
     def forward(
-        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None)."""
+        """x [B, S, D] -> (x [B, S, D] in the same dtype, load [E] of the experts or None). With a cache x are the next
+        positions, and nothing is kept for backward."""
+        if cache is not None:
+            return self._run(x_BSD, cos, sin, segments_BS, cache)
         run = functools.partial(_compiled_run(), self) if self.compiled_inside else self._run
         if self.keeps_qdata:
             return checkpoint_fp8_input(self.kernels, run, x_BSD, cos, sin, segments_BS)
         return run_checkpointed(self.activation_checkpoint, run, x_BSD, cos, sin, segments_BS)
 
-    def _run(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments_BS)
+    def _run(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, segments_BS: Tensor | None, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        attended = self.self_attn(self.input_layernorm(x_BSD), cos, sin, segments_BS, cache)
         x_BSD = (x_BSD + attended).to(x_BSD.dtype)  # the sum rounds once, and the stream keeps its dtype
         normed = self.post_attention_layernorm(x_BSD)
         out, load = self.mlp(normed, segments_BS) if self.is_moe else (self.mlp(normed), None)
@@ -268,9 +274,21 @@ class Decoder(nn.Module):
         """What the prologue and the epilogue read."""
         return list(self.model.embed_tokens.parameters()), [*self.model.norm.parameters(), *self.lm_head.parameters()]
 
-    def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
-        """FP32 logits [B, V] of the token after each row."""
-        return self.lm_head(self.hidden(input_ids_BS)[:, -1:])[:, 0].float()
+    def new_cache(self, rows: int, length: int) -> DecoderCache:
+        """An empty cache for `rows` rows of at most `length` positions; see `protocols.Model`."""
+        return DecoderCache(len(self.blocks), rows, length)
+
+    def next_token_logits(self, input_ids_BS: Tensor, cache: DecoderCache | None = None) -> Tensor:
+        """FP32 logits [B, V] of the token after each row; see `protocols.Model`."""
+        if cache is None:
+            return self.lm_head(self.hidden(input_ids_BS)[:, -1:])[:, 0].float()
+        with torch.no_grad():
+            positions_BS = position_ids(cache, input_ids_BS.shape[1], input_ids_BS.device)
+            x_BSD, context = self.prologue({"input_ids": input_ids_BS, "positions": positions_BS})
+            for block, kept in zip(self.blocks, cache.layers, strict=True):
+                x_BSD, _ = block(x_BSD, *context, kept)
+            cache.advance(input_ids_BS.shape[1])
+            return self.lm_head(self.model.norm(x_BSD[:, -1:]))[:, 0].float()
 
     def after_step(self) -> None:
         """Balance the experts by the load since the last call, summed over all ranks. Nothing to do when dense."""

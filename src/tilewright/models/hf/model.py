@@ -30,6 +30,7 @@ from tilewright.models.base.routers import find_routers
 from tilewright.models.folder.fp8_weights import encode_folder
 from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.safetensors import check_no_adapters
+from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments
 from tilewright.models.hf.probe import InputStyle, probe_language_model
@@ -56,6 +57,7 @@ class HFModel(nn.Module):
         self.kernels = kernels or Kernels.default()
         self.notes: list[str] = []
         self._style: InputStyle | None = None
+        self._caches: bool | None = None
         self._checkpointing: tuple[ActivationCheckpoint, ...] = ("none",) * (len(self.layers) or 1)
         self._checkpoint_inputs: CheckpointInputs = "exact"
         self._from_qdata = Fp8Checkpoint(self.kernels, self._note)
@@ -115,11 +117,20 @@ class HFModel(nn.Module):
         ids_BS = torch.stack((ids_S, ids_S.flip(0)))
         return {"input_ids": ids_BS, "labels": ids_BS.roll(1, dims=1)}
 
-    def next_token_logits(self, input_ids_BS: Tensor) -> Tensor:
-        """FP32 logits [B, V] of the token after each row."""
+    def new_cache(self, rows: int, length: int) -> HFCache | None:
+        """An empty cache, which grows as it is filled; see `protocols.Model`."""
+        if self._caches is None:
+            reason = why_no_cache(self.net, self.vocab_size)
+            if reason is not None:
+                self._note(f"No key/value cache: {reason}. Rows are run whole for each new token.")
+            self._caches = reason is None
+        return HFCache() if self._caches else None
+
+    def next_token_logits(self, input_ids_BS: Tensor, cache: HFCache | None = None) -> Tensor:
+        """FP32 logits [B, V] of the token after each row; see `protocols.Model`."""
         if self.task != "causal_lm":
             raise TypeError(f"a {self.task} model does not continue text")
-        return self.net(input_ids=input_ids_BS, use_cache=False).logits[:, -1].float()
+        return next_logits(self.net, input_ids_BS, cache)
 
     def after_step(self) -> None:
         """Nothing to do: transformers' models keep no state of their own between steps."""

@@ -10,7 +10,7 @@ nor the mask of packed documents are ever S x S. Eager on a CPU, torch's own bac
 scores at all; elsewhere those of a block are in memory, [B, H, R, E] a few times over.
 
 Legend: B batch, H query heads, G query heads a key head, K key heads (H = K * G), S positions, D width,
-R rows of a query block, E keys that the block may see.
+R rows of a query block, E keys that the block may see, T positions of keys where queries are the last S of them.
 """
 
 import torch
@@ -40,6 +40,21 @@ def attention(
     else:
         out = _sdpa(q_BHSD, k_BKSD, v, segments_BS, scale)
     return out if v is v_BKSD else out[..., : v_BKSD.shape[-1]]
+
+
+def attention_to_past(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float | None = None) -> Tensor:
+    """Attention of the last S of T positions, S < T, to all positions up to themselves. Without documents."""
+    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    v = padded_values(q_BHSD, v_BKTD)
+    num_new, num_all, num_keys = q_BHSD.shape[2], k_BKTD.shape[2], k_BKTD.shape[1]
+    if num_new == 1:  # the queries of a key head see the same positions: one row each of one matmul
+        q_BKGD = q_BHSD.squeeze(2).unflatten(1, (num_keys, -1))
+        out = F.scaled_dot_product_attention(q_BKGD, k_BKTD, v, scale=scale).flatten(1, 2).unsqueeze(2)
+    else:
+        allowed_ST = torch.ones(num_new, num_all, dtype=torch.bool, device=q_BHSD.device).tril(num_all - num_new)
+        grouped = q_BHSD.shape[1] != num_keys
+        out = F.scaled_dot_product_attention(q_BHSD, k_BKTD, v, attn_mask=allowed_ST, scale=scale, enable_gqa=grouped)
+    return out[..., : v_BKTD.shape[-1]]
 
 
 def padded_values(q_BHSD: Tensor, v_BKSD: Tensor) -> Tensor:

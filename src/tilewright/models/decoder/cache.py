@@ -1,0 +1,77 @@
+"""What the decoder keeps of the tokens so far, so that a new token runs alone: its key/value cache.
+
+Grouped-query attention keeps rotated keys and values; latent attention keeps the narrow latent and the rotated key
+that all heads share, and expands the latent again for each token. Memory is taken once, for the asked length.
+
+Legend: B rows  S new positions  T positions so far.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class LayerCache:
+    """The part of one layer. Written by its attention; see `DecoderCache`."""
+
+    def __init__(self, owner: "DecoderCache"):
+        self.owner = owner
+        self._kept: list[Tensor] = []
+
+    def extend(self, *new: Tensor) -> Sequence[Tensor]:
+        """Tensors [B, S, ...] of the new positions -> the same of all positions so far [B, T, ...], views."""
+        start, end = self.owner.length, self.owner.length + new[0].shape[1]
+        if len(new[0]) != self.owner.rows or end > self.owner.capacity:
+            raise ValueError(
+                f"a cache for {self.owner.rows} rows of {self.owner.capacity} positions, {start} of them used, cannot "
+                f"take {new[0].shape[1]} more of {len(new[0])} rows"
+            )
+        if not self._kept:
+            self._kept = [t.new_empty((len(t), self.owner.capacity, *t.shape[2:])) for t in new]
+        for kept, tensor in zip(self._kept, new, strict=True):
+            kept[:, start:end] = tensor
+        return [kept[:, :end] for kept in self._kept]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are reserved."""
+        return sum(math.prod(t.shape) * t.element_size() for t in self._kept)
+
+
+class DecoderCache:
+    """The caches of all layers of one decoder. Implements `protocols.KeyValueCache`.
+
+    Args:
+        num_layers: of the decoder.
+        rows: B, the same in each call.
+        capacity: most positions of a row.
+
+    Example:
+        >>> cache = DecoderCache(num_layers=1, rows=1, capacity=4)
+        >>> cache.layers[0].extend(torch.ones(1, 3, 2))[0].shape, cache.length
+        (torch.Size([1, 3, 2]), 0)
+        >>> cache.advance(3); cache.layers[0].extend(torch.ones(1, 1, 2))[0].shape
+        torch.Size([1, 4, 2])
+    """
+
+    def __init__(self, num_layers: int, rows: int, capacity: int):
+        self.rows, self.capacity = rows, capacity
+        self.length = 0
+        """Positions held. Advanced when all layers have run, so a pass that fails leaves the cache as it was."""
+        self.layers = [LayerCache(self) for _ in range(num_layers)]
+
+    def advance(self, positions: int) -> None:
+        """Count positions that all layers have written."""
+        self.length += positions
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all layers reserve."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+
+def position_ids(cache: DecoderCache, num_new: int, device: torch.device) -> Tensor:
+    """[1, S]: where the next tokens stand."""
+    return torch.arange(cache.length, cache.length + num_new, device=device)[None]

@@ -1,0 +1,68 @@
+"""The key/value cache of a Hugging Face model: the one that the model itself makes (transformers' `DynamicCache`).
+
+Whether a model's cache gives what whole rows give is tried, not looked up: on six tokens its logits must be those of
+the whole row, measured against what leaving the earlier tokens out would change.
+
+Legend: B rows  S positions  V vocabulary.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.base.eval_mode import evaluation
+
+_REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, AttributeError, NotImplementedError)
+"""How models of many authors say that they cannot."""
+_TOLERANCE = 0.1
+"""Of the change that forgetting makes. Rounding stays far below it, also in 8 bits; a cache that is ignored or a
+position that is off by one is at about 1."""
+
+
+class HFCache:
+    """What a transformers model keeps of rows. Implements `protocols.KeyValueCache`."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.past: Any = None
+
+
+def next_logits(net: nn.Module, input_ids_BS: Tensor, cache: HFCache | None) -> Tensor:
+    """FP32 logits [B, V] of the token after each row; see `protocols.Model.next_token_logits`."""
+    takes = inspect.signature(net.forward).parameters
+    last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # all logits of a prompt may be gigabytes
+    if cache is None:
+        return net(input_ids=input_ids_BS, use_cache=False, **last).logits[:, -1].float()
+    with torch.no_grad():
+        out = net(input_ids=input_ids_BS, past_key_values=cache.past, use_cache=True, **last)
+    cache.past = out.past_key_values
+    cache.length += input_ids_BS.shape[1]
+    return out.logits[:, -1].float()
+
+
+@torch.no_grad()
+def why_no_cache(net: nn.Module, vocab_size: int) -> str | None:
+    """Why the model's key/value cache cannot be used, or None where it gives what whole rows give."""
+    name = type(net).__name__
+    if not {"past_key_values", "use_cache"} <= inspect.signature(net.forward).parameters.keys():
+        return f"{name} takes none"
+    ids_BS = torch.arange(2, 8, device=net.device)[None] * 7 % vocab_size
+    with evaluation(net):
+        try:
+            whole_V, alone_V = (next_logits(net, ids, None)[0] for ids in (ids_BS, ids_BS[:, -1:]))
+            cache = HFCache()
+            next_logits(net, ids_BS[:, :4], cache)
+            if cache.past is None:
+                return f"{name} returns none"
+            next_logits(net, ids_BS[:, 4:5], cache)
+            cached_V = next_logits(net, ids_BS[:, 5:], cache)[0]
+        except _REFUSALS as error:
+            return (
+                f"{name} refuses one ({type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''})"
+            )
+    error, effect = (cached_V - whole_V).norm(), (alone_V - whole_V).norm()
+    if not bool(error <= _TOLERANCE * effect):
+        return f"with that of {name} logits are {float(error):.3g} from those of the whole row"
+    return None
