@@ -13,6 +13,7 @@ import tilewright
 from tilewright.cli.app import COMMANDS, cli
 from tilewright.core.config import schema
 from tilewright.core.config.load import load_recipe, shipped_recipes
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.toml import RECIPES, toml_text
 from tilewright.core.env import VARIABLES
 from tilewright.core.units import format_count
@@ -96,17 +97,20 @@ def recipes() -> str:
         text = (RECIPES / f"{name}.toml").read_text(encoding="utf-8")
         parent = tomllib.loads(text).get("extends", "")
         recipe = load_recipe(name, environ={}).recipe
-        number = count_parameters(decoder_config(recipe.model, recipe.data.vocab_size)).total
         about = text.partition("\n")[0].lstrip("# ")
         cells = (
             f"`{name}`",
             f"`{parent}`" if parent else "",
-            format_count(number),
+            "as its folder" if recipe.model.path else format_count(_num_parameters(recipe)),
             f"`{recipe.precision.mode}`",
             about,
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *RECIPE_RULES]) + "\n"
+
+
+def _num_parameters(recipe: Recipe) -> int:
+    return count_parameters(decoder_config(recipe.model, recipe.data.vocab_size)).total
 
 
 RECIPE_RULES = (

@@ -177,6 +177,7 @@ PROOFS: dict[str, Probe | str] = {
     "train.log_interval": Probe("5", "shown"),
     "train.eval_interval": Probe("1", "evals"),
     "train.eval_batches": Probe("2", "evals"),
+    "train.dpo_beta": "tests/training/test_dpo.py::test_losses_and_margins_are_those_of_a_plain_loop",
     "train.sample_tokens": Probe("4", "samples"),
     "memory.mlp_chunks": Probe("2", "weights"),
     "memory.loss_chunk_bytes": Probe("1", "weights", {"ops.cross_entropy": "native"}),

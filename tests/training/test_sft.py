@@ -101,7 +101,7 @@ def plain_gradients(net, batches):
             logits = net(input_ids=ids[None]).logits[0]
             part = cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum") / total
             part.backward()
-            loss += float(part)
+            loss += float(part.detach())
     return loss
 
 

@@ -4,6 +4,7 @@ The batch arrays are those of text; of preferences each has one dimension more, 
 B rows, S positions.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ class PreparedChat(PreparedData):
 
     def __init__(self, corpus: Path, packed: Path, pairs: bool):
         self.pairs = pairs
+        self._reference: np.ndarray | None = None
+        self._beta = 0.0
         super().__init__(corpus, packed)
         self.template = ChatTemplate.load(str(corpus / "tokenizer"), self.tokenizer)
 
@@ -38,7 +41,35 @@ class PreparedChat(PreparedData):
         both = (pieces.first_R[rows_B][:, None] + np.arange(2)).reshape(-1)
         batch = TextRows(rows.tokens, alone, self.seq_len, True, rows.trained).gather(both)
         shaped = {name: values.reshape(len(rows_B), 2, self.seq_len) for name, values in batch.items()}
-        return shaped | {"rows": rows_B + (len(self._rows["train"].packing.first_R) - 1) * (split == "holdout")}
+        return self._with_reference(shaped, rows_B + self._rows["train"].packing.num_rows * (split == "holdout"))
+
+    def _with_reference(self, batch: dict[str, np.ndarray], rows_B: np.ndarray) -> dict[str, np.ndarray]:
+        batch = batch | {"rows": rows_B}
+        if self._reference is None:
+            return batch
+        beta_B = np.full(len(rows_B), self._beta, np.float32)
+        return batch | {"reference": self._reference[rows_B], "beta": beta_B}
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs in both splits."""
+        return sum(rows.packing.num_rows for rows in self._rows.values())
+
+    def all_pairs(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Every pair as a batch of one, in the order of `rows`: training, then held out."""
+        for split, rows in self._rows.items():
+            for row in range(rows.packing.num_rows):
+                batch = self._gather(split, np.array([row]))
+                yield {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def set_reference(self, logps: np.ndarray, beta: float) -> None:
+        """From now on batches of pairs carry what their loss needs; see `models.base.preference`.
+
+        Args:
+            logps: FP32 [pairs, 2], in the order of `all_pairs`.
+            beta: of the loss.
+        """
+        self._reference, self._beta = logps, beta
 
     def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
         """Batch arrays [B, S] of training rows; of preferences [B, 2, S], with `rows` [B], the place of each pair."""
@@ -49,7 +80,7 @@ class PreparedChat(PreparedData):
         blank = super().blank_row()
         if not self.pairs:
             return blank
-        return {name: np.repeat(values[:, None], 2, 1) for name, values in blank.items()} | {"rows": np.array([-1])}
+        return self._with_reference({name: np.repeat(v[:, None], 2, 1) for name, v in blank.items()}, np.array([-1]))
 
     def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[dict[str, torch.Tensor]]:
         """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""

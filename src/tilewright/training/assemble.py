@@ -332,12 +332,13 @@ def check_one_rank() -> None:
 
 
 def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
+    rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
     return Stream(
         prepared,
         seed=recipe.run.seed,
         weights=recipe.data.weights,
-        batch_size=recipe.train.global_batch_size,
-        micro_batch_size=recipe.train.micro_batch_size,
+        batch_size=recipe.train.global_batch_size // rows,
+        micro_batch_size=max(1, recipe.train.micro_batch_size // rows),
         prefetch=recipe.data.prefetch,
     )
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from tilewright.core.config.load import Loaded
@@ -10,6 +11,7 @@ from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.tracker import OWNERS
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import build, set_up
+from tilewright.training.components.reference import attach_reference
 
 NUM_STEPS = 2
 COUNTED = ("parameters", "optimizer", "gradients", "buffers")
@@ -27,6 +29,7 @@ def dry_run(loaded: Loaded) -> int:
     setup = set_up(loaded)
     parts = build(setup, fresh=True)
     try:
+        attach_reference(setup.recipe, setup.prepared, setup.device, lambda: nullcontext(parts.model))
         for step in range(NUM_STEPS):
             parts.modes.enter(step)
             started = time.perf_counter()

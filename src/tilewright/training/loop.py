@@ -8,13 +8,17 @@ returns or raises.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import say
+from tilewright.models.base.protocols import Model
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, RunContext, build, check_one_rank, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.components.pinned import pinned
+from tilewright.training.components.reference import attach_reference
 from tilewright.training.components.signals import StopRequest
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.layer_major import UnrecoverableStepError
@@ -119,6 +123,7 @@ def _train(
     try:
         for text, numbers in setup.planned.events:
             recorder.event(found.step, "plan", text, **numbers)
+        attach_reference(recipe, setup.prepared, setup.device, lambda: _starting(setup, parts, found))
         restore(found, parts, recorder)
         _write_facts(folder, setup, parts)
         resumed = found.checkpoint is not None
@@ -130,6 +135,19 @@ def _train(
     finally:
         parts.close()
         recorder.close()
+
+
+@contextmanager
+def _starting(setup: RunContext, parts: Components, found: ResumePoint) -> Iterator[Model]:
+    """The model with the weights that training begins with: of a run that resumes, one beside its own."""
+    if found.checkpoint is None:
+        yield parts.model
+        return
+    first = build(setup, fresh=True)
+    try:
+        yield first.model
+    finally:
+        first.close()
 
 
 def _write_facts(folder: RunFolder, setup: RunContext, parts: Components) -> None:

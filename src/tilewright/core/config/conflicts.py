@@ -12,7 +12,17 @@ from tilewright.core.config.recipe import Recipe
 
 def conflicts(recipe: Recipe) -> list[Conflict]:
     """Every contradiction in a recipe whose single values are all right."""
-    checks = (*MODEL_CHECKS, _data, _images_of_several, _precision, _precision_control, _optim, _lora, _train)
+    checks = (
+        *MODEL_CHECKS,
+        _data,
+        _images_of_several,
+        _preferences,
+        _precision,
+        _precision_control,
+        _optim,
+        _lora,
+        _train,
+    )
     return [conflict for check in checks for conflict in check(recipe)]
 
 
@@ -79,6 +89,30 @@ def _chat(recipe: Recipe) -> Iterator[Conflict]:
             f'data.source = "installed", data.format = "{data.format}"',
             "a file or folder of conversations",
             "--data.source FILE",
+        )
+
+
+def _preferences(recipe: Recipe) -> Iterator[Conflict]:
+    """A pair is two rows, which only the standard executor computes together."""
+    if recipe.data.format != "preferences":
+        return
+    train = recipe.train
+    if train.global_batch_size % 2 or train.micro_batch_size % 2:
+        yield Conflict(
+            ("data.format", "train.global_batch_size", "train.micro_batch_size"),
+            "Pairs of preferences need even batch sizes",
+            f"train.global_batch_size = {train.global_batch_size}, train.micro_batch_size = {train.micro_batch_size}",
+            "even numbers: a pair is two rows",
+            f"train.global_batch_size = {train.global_batch_size + train.global_batch_size % 2}, "
+            f"train.micro_batch_size = {train.micro_batch_size + train.micro_batch_size % 2}",
+        )
+    if recipe.memory.executor != "standard":
+        yield Conflict(
+            ("data.format", "memory.executor"),
+            "Preferences need the standard executor",
+            f'memory.executor = "{recipe.memory.executor}", data.format = "preferences"',
+            "both answers of a pair through the whole model before its loss",
+            'memory.executor = "standard", and lora.rank = 16 where memory is short',
         )
 
 

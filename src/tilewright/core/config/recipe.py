@@ -110,10 +110,11 @@ class DataSection(Section):
     source: str = "installed"
     """`installed`: the text that this installation carries. Else a path: a folder of text files, .jsonl(.gz/.zst),
     .parquet, a Hugging Face dataset saved on disk, or (image_classification) a folder with one sub-folder a class."""
-    format: Literal["text", "chat"] = "text"
+    format: Literal["text", "chat", "preferences"] = "text"
     """What rows hold. `chat`: conversations, rendered by a chat template, of which only the assistant's answers are
     learned. A row is recognised by its fields: `messages`, ShareGPT's `conversations`, Alpaca's `instruction` and
-    `output`, or `prompt` and `completion`."""
+    `output`, or `prompt` and `completion`. `preferences`: a prompt with a `chosen` and a `rejected` answer; learned by
+    direct preference optimization."""
     sources: dict[str, str] = Field(default={})
     """Several paths, each a domain of the name that it is given, in the place of `source`. `weights` mixes them."""
     chat_template: str = ""
@@ -205,7 +206,7 @@ class TrainSection(Section):
     steps: Count = Field(default=400, ge=1)
     """Optimizer steps."""
     global_batch_size: Count = Field(default=16, ge=1)
-    """Rows (sequences or images) in one optimizer step, over all ranks."""
+    """Rows (sequences or images) in one optimizer step, over all ranks. A pair of preferences is two rows."""
     micro_batch_size: Count = Field(default=8, ge=1)
     """Rows per forward pass; the rest is gradient accumulation."""
     activation_checkpoint: ActivationCheckpoint = "none"
@@ -223,6 +224,8 @@ class TrainSection(Section):
     """Steps between evaluations. 0: only at the end."""
     eval_batches: Count = Field(default=4, ge=1)
     """Micro-batches evaluated a domain."""
+    dpo_beta: float = Field(default=0.1, gt=0)
+    """preferences: how strongly the model is held to the one that training began with; small: loosely."""
     sample_tokens: Count = Field(default=64, ge=0)
     """Length of the text sample in the report. 0: none."""
 

@@ -27,6 +27,11 @@ def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor)
     return kernels.linear_cross_entropy(x_ND.to(dtype), head.weight, labels_N)
 
 
+def row_losses(kernels: Kernels, head: nn.Linear, x_BSD: Tensor, labels_BS: Tensor) -> list[Tensor]:
+    """`head_loss` of each row alone."""
+    return [head_loss(kernels, head, x_SD, labels_S)[0] for x_SD, labels_S in zip(x_BSD, labels_BS, strict=True)]
+
+
 def logits_loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     """The same from logits, softmax in FP32."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))

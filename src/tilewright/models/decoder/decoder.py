@@ -29,7 +29,8 @@ from tilewright.models.base.checkpointing import (
     run_checkpointed,
     silence_checkpoint_warning,
 )
-from tilewright.models.base.head import head_loss
+from tilewright.models.base.head import head_loss, row_losses
+from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
 from tilewright.models.decoder.cache import DecoderCache, LayerCache, position_ids
@@ -233,12 +234,22 @@ class Decoder(nn.Module):
 
         Args:
             batch: input_ids [B, S]; labels [B, S], already shifted, -100 where there is no target; positions and
-                segments [B, S] where rows are packed.
+                segments [B, S] where rows are packed. Or pairs of answers, see `base.preference`.
         """
+        if is_pairs(batch):
+            return self._preference_loss(batch)
         x_BSD, context = self.prologue(batch)
         x_BSD, loads = self._run_layers(x_BSD, context)
         out = self.epilogue(x_BSD, context, batch)
         return LossOutput(out.loss_sum, out.count, self.aux_metrics(loads))
+
+    def _preference_loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
+        rows = as_rows(batch)
+        x_BSD, context = self.prologue(rows)
+        x_BSD, loads = self._run_layers(x_BSD, context)
+        losses = row_losses(self.kernels, self.lm_head, self.model.norm(x_BSD), rows["labels"])
+        out = preference_loss(losses, batch)
+        return LossOutput(out.loss_sum, out.count, out.aux | self.aux_metrics(loads))
 
     # ---- `view.LayerwiseModel`: the same, in parts that can be run one at a time ----
 

@@ -24,7 +24,8 @@ from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats.fp8_layout import CODE_DTYPE, layout_settings
 from tilewright.models.base.checkpointing import CONTEXTS, EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode
-from tilewright.models.base.head import IGNORED_LABEL, head_loss, logits_loss
+from tilewright.models.base.head import IGNORED_LABEL, head_loss, logits_loss, row_losses
+from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.base.routers import find_routers
 from tilewright.models.folder.fp8_weights import encode_folder
@@ -82,10 +83,11 @@ class HFModel(nn.Module):
 
         Args:
             batch: input_ids, labels (shifted for causal_lm), positions and segments, each [B, S]; or for
-                image_classification pixel_values [B, 3, H, W] and labels [B].
+                image_classification pixel_values [B, 3, H, W] and labels [B]; or pairs of answers, `base.preference`.
         """
         if self.task == "image_classification":
             return LossOutput(*logits_loss(self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"]))
+        pairs, batch = (batch, as_rows(batch)) if is_pairs(batch) else (None, batch)
         style = self._input_style(packed="segments" in batch)
         arguments = forward_arguments(
             self.net, style.documents, style.causal, batch.get("positions"), batch.get("segments")
@@ -98,8 +100,12 @@ class HFModel(nn.Module):
         if style.plain_head:
             hidden_BSD = self.net.base_model(input_ids=input_ids_BS, **arguments).last_hidden_state
             head = self.net.get_output_embeddings()
+            if pairs is not None:
+                return preference_loss(row_losses(self.kernels, head, hidden_BSD, labels_BS), pairs)
             return LossOutput(*head_loss(self.kernels, head, hidden_BSD.flatten(0, 1), labels_BS.flatten()))
         logits_BSV = self.net(input_ids=input_ids_BS, **arguments).logits
+        if pairs is not None:
+            return preference_loss([logits_loss(*row)[0] for row in zip(logits_BSV, labels_BS, strict=True)], pairs)
         # FP32 copies of the target rows only: of a masked language model that is about one row in seven.
         wanted_BS = labels_BS != IGNORED_LABEL
         return LossOutput(*logits_loss(logits_BSV[wanted_BS], labels_BS[wanted_BS]))

@@ -62,14 +62,19 @@ def held_out_batches(
     recipe: Recipe, prepared: Prepared, num: int | None = None
 ) -> dict[str, list[dict[str, torch.Tensor]]]:
     """Held-out batches by domain, at most `num` of each (None: the recipe's number); the same on every call."""
-    size = recipe.train.micro_batch_size, num or recipe.train.eval_batches
+    size = _rows_per_batch(recipe), num or recipe.train.eval_batches
     return {domain: prepared.eval_batches(domain, *size) for domain in prepared.domains}
 
 
 def held_out_bytes(recipe: Recipe, prepared: Prepared, num: int | None = None) -> dict[str, int | None]:
     """UTF-8 bytes of text that the targets of `held_out_batches` stand for, by domain; None where they are not text."""
-    size = recipe.train.micro_batch_size, num or recipe.train.eval_batches
+    size = _rows_per_batch(recipe), num or recipe.train.eval_batches
     return {domain: prepared.eval_bytes(domain, *size) for domain in prepared.domains}
+
+
+def _rows_per_batch(recipe: Recipe) -> int:
+    """Samples in a micro-batch; a pair of preferences is two rows."""
+    return max(1, recipe.train.micro_batch_size // (2 if recipe.data.format == "preferences" else 1))
 
 
 def check_rows(recipe: Recipe) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from tilewright.core.errors import HardwareError, NumericsError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.tracker import MemoryTracker
+from tilewright.models.base.preference import is_pairs
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
@@ -337,13 +338,19 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def count_targets(microbatches: Sequence[Batch]) -> int:
-    """Labels that are not -100, over all micro-batches.
+    """Labels that are not -100, or pairs of answers, over all micro-batches.
 
     Example:
         >>> count_targets([{"labels": torch.tensor([[5, -100]])}, {"labels": torch.tensor([[7, 8]])}])
         3
     """
-    return sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in microbatches)
+    return sum(_targets_in(batch) for batch in microbatches)
+
+
+def _targets_in(batch: Batch) -> int:
+    if is_pairs(batch):
+        return int((batch["rows"] >= 0).sum())
+    return int((batch["labels"] != IGNORED_LABEL).sum())
 
 
 def count_tokens(microbatches: Sequence[Batch]) -> int:
@@ -359,7 +366,7 @@ def _tokens_in(batch: Batch) -> int:
 
 def row_length(microbatches: Sequence[Batch]) -> int | None:
     """Tokens of the longest row; None of images."""
-    return max((batch["input_ids"].shape[1] for batch in microbatches if "input_ids" in batch), default=None)
+    return max((batch["input_ids"].shape[-1] for batch in microbatches if "input_ids" in batch), default=None)
 
 
 def not_finite_error(model: nn.Module, loss: float, steps: int) -> NumericsError:

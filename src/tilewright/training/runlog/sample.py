@@ -74,5 +74,5 @@ def _beginning(batches: Sequence[Batch], bos_id: int) -> torch.Tensor:
 
 def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, the number of the document that each belongs to (one per row where that is not known), and labels."""
-    ids = batch["input_ids"]
-    return ids, batch.get("segments", torch.zeros_like(ids)), batch["labels"]
+    columns = batch["input_ids"], batch.get("segments", torch.zeros_like(batch["input_ids"])), batch["labels"]
+    return columns if columns[0].dim() == 2 else tuple(column[:, 0] for column in columns)  # of a pair the chosen one

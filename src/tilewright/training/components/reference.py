@@ -1,0 +1,111 @@
+"""What the model that training begins with gives each answer of the preferences: computed once, kept on disk by row.
+
+The entry's name has the data's fingerprint and that of the starting weights in it: files of the folder, or shape and
+seed; and the precision, so that at the first step the model equals its reference.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+import torch
+import xxhash
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import FitError
+from tilewright.core.log import say
+from tilewright.core.units import format_seconds
+from tilewright.data.common.cache import cached, file_digest
+from tilewright.data.common.progress import timed
+from tilewright.data.prepared_chat import PreparedChat
+from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.base.protocols import Model
+from tilewright.models.folder.resolve import local_folder
+
+_FILE = "logps.npy"
+
+
+def attach_reference(
+    recipe: Recipe, prepared: object, device: torch.device, starting: Callable[[], AbstractContextManager[Model]]
+) -> None:
+    """Give preferences what their loss needs of the starting model; other data needs nothing.
+
+    Args:
+        recipe, device, starting: see `reference_logps`.
+        prepared: data of any kind.
+
+    Raises:
+        FitError: the plan chose an executor that does not compute pairs.
+        DataError: the cache folder cannot be written.
+    """
+    if not isinstance(prepared, PreparedChat) or not prepared.pairs:
+        return
+    if recipe.memory.executor != "standard":
+        raise FitError(
+            "Preferences do not fit into memory",
+            got=f"a plan with the {recipe.memory.executor} executor",
+            need="the standard executor: both answers of a pair are computed before their loss",
+            try_="lora.rank = 16, train.micro_batch_size = 2, or a smaller data.seq_len",
+        )
+    prepared.set_reference(reference_logps(recipe, prepared, device, starting), recipe.train.dpo_beta)
+
+
+def reference_logps(
+    recipe: Recipe,
+    prepared: PreparedChat,
+    device: torch.device,
+    starting: Callable[[], AbstractContextManager[Model]],
+) -> np.ndarray:
+    """Log probabilities of the chosen and the rejected answer of each pair, FP32 [pairs, 2], training pairs first.
+
+    Args:
+        recipe: of the run.
+        prepared: preferences.
+        device: where the model is.
+        starting: gives the model with the weights that training begins with; not called where they are on disk.
+
+    Raises:
+        DataError: the cache folder cannot be written.
+    """
+    root = Path(recipe.data.cache_dir).expanduser() if recipe.data.cache_dir else _user_cache()
+    key = f"reference-{prepared.fingerprint[:16]}-{weights_digest(recipe)}"
+
+    def build(folder: Path) -> None:
+        with starting() as model:
+            seconds = timed("reference", _compute, folder, prepared, device, model)
+        say(f"reference log probabilities of {prepared.num_pairs:,} pairs in {format_seconds(sum(seconds.values()))}")
+
+    return np.load(cached(root / "data", key, build) / _FILE, allow_pickle=False)
+
+
+def weights_digest(recipe: Recipe) -> str:
+    """Of all that the starting model's numbers depend on."""
+    digest = xxhash.xxh3_64(recipe.model.model_dump_json(exclude={"path"}).encode())
+    digest.update(recipe.precision.model_dump_json().encode())
+    digest.update(f"{recipe.lora.rank > 0} {recipe.lora.base} {recipe.lora.targets}".encode())
+    if recipe.model.weights == "random":
+        digest.update(str(recipe.run.seed).encode())
+    if recipe.model.path:
+        folder = Path(local_folder(recipe.model.path)).expanduser()
+        for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+            digest.update(f"{file.name} {file_digest(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _user_cache() -> Path:
+    return Path(platformdirs.user_cache_dir("tilewright"))
+
+
+@torch.no_grad()
+def _compute(folder: Path, prepared: PreparedChat, device: torch.device, model: Model, *, progress) -> None:
+    progress.phase("log probabilities of the starting model", prepared.num_pairs)
+    found = []
+    with evaluation(model):
+        for batch in prepared.all_pairs():
+            for answer in range(2):
+                row = {name: values[:, answer].to(device) for name, values in batch.items() if values.dim() == 3}
+                found.append(-float(model.loss(row).loss_sum))
+            progress.advance(1)
+    np.save(folder / _FILE, np.array(found, np.float32).reshape(-1, 2))
