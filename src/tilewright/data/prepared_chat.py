@@ -107,7 +107,7 @@ class PreparedChat(PreparedData):
             f"longest: {longest} tokens; {facts['truncated']:,} cut at data.seq_len = {facts['seq_len']}, "
             f"{facts['truncated_tokens']:,} tokens lost",
         ]
-        if facts["rendered_again"] and not self.pairs:
+        if facts["rendered_again"]:
             lines.append(
                 f"{facts['rendered_again']:,} answers are rows of their own: the template rewrites earlier turns"
             )

@@ -143,6 +143,7 @@ def test_bad_rows_are_counted_with_their_reason(model, tmp_path):
         },
         "row of preferences": {"prompt": "x", "chosen": "a", "rejected": "b"},
         "no known shape": {"text": "hello"},
+        "tools beside the messages, which templates here do not get": {"messages": [user, answer], "tools": [{"x": 1}]},
         "message that is not an object": {"messages": ["hello"]},
         "answer begins behind data.seq_len": {"messages": [{**user, "content": "hello " * 400}, answer]},
     }
@@ -150,7 +151,7 @@ def test_bad_rows_are_counted_with_their_reason(model, tmp_path):
     refused = prepared.summary["refused"]
     assert {reason: refused[reason]["documents"] for reason in bad} == dict.fromkeys(bad, 1)
     read = prepared.summary["read"]["documents"]
-    assert read == {"found": 30, "used": 20, "refused": 10}
+    assert read == {"found": 31, "used": 20, "refused": 11}
 
 
 def test_a_long_conversation_loses_its_end_and_that_is_counted(model, tmp_path):

@@ -109,7 +109,8 @@ class ModelSection(Section):
 class DataSection(Section):
     source: str = "installed"
     """`installed`: the text that this installation carries. Else a path: a folder of text files, .jsonl(.gz/.zst),
-    .parquet, a Hugging Face dataset saved on disk, or (image_classification) a folder with one sub-folder a class."""
+    .parquet, a Hugging Face dataset on disk or as `hf://org/name`, or (image_classification) a folder with one
+    sub-folder a class."""
     format: Literal["text", "chat", "preferences"] = "text"
     """What rows hold. `chat`: conversations, rendered by a chat template, of which only the assistant's answers are
     learned. A row is recognised by its fields: `messages`, ShareGPT's `conversations`, Alpaca's `instruction` and

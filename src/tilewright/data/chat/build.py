@@ -288,7 +288,7 @@ def _facts(recognise: _Recogniser, encoded: _Encoded, chat: ChatTemplate) -> dic
     return {
         "shapes": {file: dict(shapes) for file, shapes in recognise.shapes.items()},
         "template": chat.where,
-        "rendered_again": len(encoded.documents) - len(set(encoded.documents)),
+        "rendered_again": 0 if recognise.pairs else len(encoded.documents) - len(set(encoded.documents)),
         "example": {
             "text": example.text[:_EXAMPLE_CHARS],
             "spans": [[a, min(b, _EXAMPLE_CHARS)] for a, b in example.spans if a < _EXAMPLE_CHARS],

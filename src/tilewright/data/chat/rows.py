@@ -45,6 +45,8 @@ def read_row(row: Mapping[str, Any], pairs: bool) -> tuple[str, Row]:
         >>> read_row({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, False)[1]
         {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'yes'}]}
     """
+    if row.get("tools"):
+        raise ChatError("tools beside the messages, which templates here do not get")
     if "chosen" in row or "rejected" in row:
         if not pairs:
             raise ChatError("row of preferences", try_='data.format = "preferences"')

@@ -20,6 +20,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import COMPRESSED
 from tilewright.data.sources.documents import Document, Part, Reject, Source, decode, printable, wide_encoding
+from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.lines import LONGEST_LINE, segment_lines, streamed_lines, too_long
 from tilewright.data.sources.tables import arrow_parts, is_saved_dataset, parquet_parts, saved_dataset_parts
@@ -43,13 +44,14 @@ def user_source(source: str, text_field: str | None = "text", domains: tuple[str
     """The source over a path of the user's.
 
     Args:
-        source: a folder or file.
+        source: a folder or file, or a dataset of the hub, `hf://org/name`.
         text_field: of rows that hold the text; None: whole rows are wanted, as JSON, and files of text are refused.
         domains: splits of a saved dataset to read.
 
     Raises:
         DataError: the path does not exist. (One that holds nothing usable is found out when it is read.)
     """
+    source = hub_dataset(source) if source.startswith(PREFIX) else source
     root = Path(source).expanduser()
     found = find_files(_existing(root, source))
     digest = xxhash.xxh3_128(os.fsencode(f"{root.resolve()}\0{text_field}\0{','.join(domains)}"))
