@@ -4,13 +4,11 @@ A target names its side ("at most", "at least"). A change of loss may be as far 
 A claim that needs a GPU is a row without a measurement until there is a result of one.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
-from typing import Any
 
-from benchmarks.common import RESULTS, place
+from benchmarks import first_hour_rows
+from benchmarks.claim_rows import Group, Row, read, read_all
 from benchmarks.verdict import (
     MISS,
     NO_TARGET,
@@ -19,69 +17,12 @@ from benchmarks.verdict import (
     UNDECIDED,
     Verdict,
     errors,
-    interval_of_mean,
     once,
     seeds,
-    status_at_most,
     turns,
 )
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Result:
-    """One result file."""
-
-    name: str
-    record: Mapping[str, Any]
-
-    @property
-    def results(self) -> Mapping[str, Any]:
-        return self.record["results"]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the page."""
-
-    key: str
-    """How README's table of headline claims names it."""
-    metric: str
-    target: str
-    verdict: Verdict
-    result: Result | None
-    """Where the number is from; None where it was not run."""
-    hardware: str = ""
-
-    @property
-    def where(self) -> str:
-        return place(self.result.record) if self.result else self.hardware
-
-    @property
-    def date(self) -> str:
-        return self.result.record["date"] if self.result else "-"
-
-
-@dataclass(frozen=True)
-class Group:
-    """A section of the page."""
-
-    title: str
-    rows: Sequence[Row]
-    to_run: str = ""
-    """Command that measures the rows that were not run."""
-    note: str = ""
-
-
-def read(name: str) -> Result:
-    """One result file."""
-    return Result(name, json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
-
-
-def read_all(prefix: str) -> list[Result]:
-    """The result files of one benchmark, one per machine."""
-    return [read(path.stem) for path in sorted(RESULTS.glob(f"{prefix}_*.json"))]
 
 
 def groups() -> list[Group]:
@@ -93,8 +34,8 @@ def groups() -> list[Group]:
         Group("Numerics", [*_quality(), *_controller(), *_search(), *_not_run("loss")], f"{gpu} loss"),
         Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver()],
               "python -m benchmarks.plan_measured", PLANS),
-        Group("Default job", [*_default_job(), *_muon()]),
-        Group("Reliability", [*_replanning(), *_costs(), *_kills(), *_watch()]),
+        Group("Default job", [*first_hour_rows.default_job(), *first_hour_rows.muon()]),
+        Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(), *first_hour_rows.watch()]),
     ]  # fmt: skip
 
 
@@ -409,114 +350,6 @@ def _costs() -> Iterator[Row]:
         text = f"{found['failed']} of {found['cases']:,} generated {what}"
         verdict = once(found["failed"], text, at_most=0)
         yield Row(name, f"{what} with a traceback, a hang or an uncounted part", "none", verdict, result)
-
-
-def _bits(number: float) -> str:
-    return f"{number:.3f}"
-
-
-def _default_job() -> Iterator[Row]:
-    for result in (found for found in read_all("default_job") if not found.name.startswith("default_job_steps")):
-        found = result.results
-        ours = found["default"]
-        if len(ours["samples"]) > 1:
-            yield Row(
-                f"{result.name}_bits",
-                "bits per byte of held-out text after the default job, mean over seeds",
-                "at most 2.0 (aim 1.85)",
-                _of_seeds(ours["samples"], at_most=2.0),
-                result,
-            )
-        adamw = found.get("adamw", {"samples": []})["samples"]
-        gaps = [theirs - mine for theirs, mine in zip(adamw, ours["samples"], strict=False)]
-        if len(gaps) > 1:
-            yield Row(
-                f"{result.name}_muon",
-                "bits per byte by which Muon is ahead of AdamW, tuned, at equal seconds",
-                "ahead",
-                _of_seeds(gaps, at_least=0.0),
-                result,
-            )
-    for result in (found for found in read_all("default_peer") if not found.name.startswith("default_peer_steps")):
-        gaps = result.results["ahead"]["samples"]
-        if len(gaps) > 1:
-            yield Row(
-                result.name,
-                "bits per byte by which the default job is ahead of Hugging Face `Trainer` with its "
-                "AdamW tuned, at equal seconds",
-                "at least 0.15",
-                _of_seeds(gaps, at_least=0.15),
-                result,
-            )
-
-
-def _of_seeds(samples: Sequence[float], *, at_most: float | None = None, at_least: float | None = None) -> Verdict:
-    """The mean over seeds against a bound; what scatters is the mean."""
-    low, high = interval_of_mean(samples)
-    said = f"{_bits(mean(samples))} ({_bits(min(samples))} to {_bits(max(samples))}, {len(samples)} seeds)"
-    status = (
-        status_at_most(low, high, at_most) if at_most is not None else status_at_most(-high, -low, -(at_least or 0.0))
-    )
-    return Verdict(said, status, f"95 % interval {_bits(low)} to {_bits(high)}" if status == UNDECIDED else "")
-
-
-def _muon() -> Iterator[Row]:
-    for result in read_all("muon_step"):
-        verdict = turns(result.results["muon_over_adamw"]["samples"], lambda number: f"{number:.2f}x", at_most=1.15)
-        yield Row(
-            result.name, "a step with Muon against one with AdamW, default model", "at most 1.15x", verdict, result
-        )
-
-
-def _kills() -> Iterator[Row]:
-    if not (RESULTS / "kills.json").exists():
-        return
-    result = read("kills")
-    found = result.results
-    text = f"{found['runs_with_equal_bits']} of {found['runs']} runs, {found['kills']} kills"
-    verdict = once(found["runs_with_equal_bits"], text, at_least=found["runs"])
-    yield Row(
-        "kills", "runs killed at random moments whose bits are those of an undisturbed one", "all", verdict, result
-    )
-    most = found["interval_s"] + max(found["write_s"]["samples"]) + found["slowest_step_s"]
-    verdict = once(found["lost_most_s"], f"{found['lost_most_s']:.2f} s at most", at_most=most)
-    yield Row(
-        "kills_lost",
-        "work lost per kill, with a checkpoint each half second",
-        f"at most {most:.2f} s: the interval, a write and a step",
-        verdict,
-        result,
-    )
-
-
-def _watch() -> Iterator[Row]:
-    if not (RESULTS / "watch.json").exists():
-        return
-    result = read("watch")
-    found = result.results
-    view = turns(found["first_view_s"]["samples"], lambda number: f"{number:.2f} s", at_most=1.0)
-    yield Row("watch_view", "`watch` of 4 runs of 10,000 steps: first view", "at most 1 s", view, result)
-    if "browser_first_view_s" in found:
-        view = turns(found["browser_first_view_s"]["samples"], lambda number: f"{number:.2f} s", at_most=1.0)
-        yield Row(
-            "watch_browser", "the same, until a headless browser has drawn the curves", "at most 1 s", view, result
-        )
-    size = max(found["resident_bytes"]["median"], found["resident_bytes_after"])
-    yield Row(
-        "watch_memory",
-        "the same: resident memory",
-        "at most 100 MB",
-        once(size, f"{size / 1e6:.0f} MB", at_most=1e8),
-        result,
-    )
-    idle = found["idle_percent_with_a_page"]
-    yield Row(
-        "watch_idle",
-        "the same: share of a core while nothing happens, with a page open",
-        "at most 1 %",
-        once(idle, f"{idle:.2f} %", at_most=1.0),
-        result,
-    )
 
 
 UNUSED = {

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import GIB, UNUSED, Group, Result, Row, by_key, groups, read, read_all
+from benchmarks.claim_rows import Group, Result, Row, read, read_all
+from benchmarks.claims import GIB, UNUSED, by_key, groups
 from benchmarks.common import place
 from benchmarks.headline_table import table as contest
 from benchmarks.verdict import MISS, NO_TARGET, NOT_RUN, PASS, UNDECIDED

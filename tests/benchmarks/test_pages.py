@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from benchmarks import pages
-from benchmarks.claims import RESULTS, UNUSED, groups
+from benchmarks.claims import UNUSED, groups
+from benchmarks.common import RESULTS
 from benchmarks.verdict import MISS, NOT_RUN, UNDECIDED
 
 FOUND = groups()

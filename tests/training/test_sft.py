@@ -12,6 +12,8 @@ from tests.training.tiny import rows, tiny
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.turns import samples
 from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.report.page import render
+from tilewright.report.run_data.collect import collect
 from tilewright.training.assemble import build, set_up
 from tilewright.training.loop import train
 
@@ -172,3 +174,49 @@ def test_a_run_tells_what_it_trains_and_leaves_a_folder_that_can_chat(model, cha
         assert template.encode(talk) == theirs.apply_chat_template(talk)["input_ids"]
         original = ChatTemplate.load(str(model), load_tokenizer(model))
         assert template.encode(talk) == original.encode(talk)
+
+
+def test_the_model_before_training_is_evaluated_and_answers_the_same_prompts(model, chats, tmp_path):
+    changes = {
+        "train__steps": 30,
+        "train__sample_tokens": 24,
+        "optim__lr": 1e-2,
+        "data__holdout": 0.2,
+        "train__eval_batches": 4,
+    }
+    loaded = sft(chats, model, tmp_path, **changes)
+    result = train(loaded)
+    evals = [row for row in rows(result.run_dir / "metrics.jsonl") if "eval" in row]
+    assert [row["step"] for row in evals] == [0, 30]
+    (name,) = evals[0]["eval"]
+    before, after = (row["eval"][name] for row in evals)
+    assert after["loss"] < before["loss"]
+    # what was loaded, by a plain loop over the same held-out conversations
+    parts = build(set_up(sft(chats, model, tmp_path / "again", **changes)), fresh=True)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        loss = total = 0.0
+        for ids, labels in (pair for batch in parts.eval_batches[name] for pair in conversations(batch)):
+            loss += float(cross_entropy(reference(input_ids=ids[None]).logits[0], labels, reduction="sum"))
+            total += int((labels != -100).sum())
+    parts.close()
+    assert before["tokens"] == total
+    assert before["loss"] == pytest.approx(loss / total, rel=1e-5)
+    # three held-out questions, answered before and after
+    samples_rows = rows(result.run_dir / "samples.jsonl")
+    first, last = ([row for row in samples_rows if row["step"] == step] for step in (0, 30))
+    assert len(first) == 3
+    assert [row["prompt"] for row in first] == [row["prompt"] for row in last]
+    answers = {m["content"] for talk in talks(60) for m in talk if m["role"] == "assistant"}
+    for row in last:
+        assert row["reference"].strip() in answers
+        assert row["reference"] not in row["prompt"].split("assistant")[-1]
+    assert [row["text"] for row in first] != [row["text"] for row in last]
+    page = render(collect(result.run_dir))
+    for text in ("Before training", "After step 30", "In the data", f"{before['loss']:.3f}", f"{after['loss']:.3f}"):
+        assert text in page, text
+
+
+def test_a_run_from_random_weights_is_not_evaluated_before_its_first_step(data, tmp_path):
+    result = train(tiny(data, tmp_path, train__steps=2))
+    assert min(row["step"] for row in rows(result.run_dir / "metrics.jsonl") if "eval" in row) > 0

@@ -12,7 +12,7 @@ from tilewright.core.errors import DataError
 from tilewright.report import replan_table, summary, tables
 from tilewright.report.figures import precision_figures, run_figures
 from tilewright.report.figures.bits_figure import bits_figure
-from tilewright.report.run_data.clean import Row
+from tilewright.report.run_data import before_after
 from tilewright.report.run_data.collect import RunData, collect
 from tilewright.report.run_data.measured import state
 from tilewright.report.template import fill
@@ -84,7 +84,8 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         tiers=tables.tier_rows(run),
         replanned=replan_table.decisions(run),
         replanned_summary=replan_table.summary(replan_table.decisions(run)),
-        samples=_newest_samples(run),
+        samples=before_after.samples(run),
+        changes=before_after.changes(run),
         precision=tables.precision_groups(run.precision),
         moves=precision_figures.move_rows(run),
         kernels=tables.kernel_rows(run.machine),
@@ -94,11 +95,6 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         num_changed=tables.changed_settings(run),
         command=_command(run),
     )
-
-
-def _newest_samples(run: RunData) -> list[Row]:
-    """The samples of the newest step that has any, in the order in which they were written."""
-    return [row for row in run.samples if row["step"] == run.samples[-1]["step"]]
 
 
 def _command(run: RunData) -> str:

@@ -36,7 +36,7 @@ from tilewright.training.replan_setup import cheapest_fixes
 from tilewright.training.runlog.parameters import in_words, num_parameters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
-from tilewright.training.runlog.sample import write_samples
+from tilewright.training.runlog.sample import run_samples
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,9 @@ class Run:
             CheckpointError: the last checkpoint could not be written.
         """
         steps, first = self.recipe.train.steps, self.step
+        if first == 0 and self.recipe.model.weights == "load":  # what it could do before
+            self._evaluate()
+            self._write_samples()
         while self.step < steps and stop.reason is None:
             try:
                 self._step()
@@ -150,7 +153,7 @@ class Run:
         else:
             text = f"{stop.reason} after step {self.step}; saved, the same command continues from there"
             self.recorder.event(self.step, "stop", text)
-        loss = self.last.loss if self.last is not None else None
+        loss = self.last and self.last.loss
         return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else stop.reason)
 
     def _step(self) -> None:
@@ -376,21 +379,19 @@ class Run:
     # ---- the end ----
 
     def _finish(self) -> None:
-        recipe, tokenizer, parts = self.recipe, self.setup.tokenizer, self.parts
-        if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and tokenizer is not None:
-            how = {"num_tokens": recipe.train.sample_tokens, "seed": recipe.run.seed}
-            with parts.passing():
-                for sample in write_samples(parts.model, tokenizer, parts.eval_batches, **how):
-                    self.recorder.sample(self.step, sample)
-        if recipe.checkpoint.export_hf:
+        self._write_samples()
+        if self.recipe.checkpoint.export_hf:
             self._export()
         elapsed_s = self.recorder.log.elapsed_s
         share = self._stall_s / (elapsed_s - self._elapsed_before_s)
-        text = (
-            f"{self.step} steps, {self.parts.counters.tokens:,} tokens in {format_seconds(elapsed_s)}; checkpoints "
-            f"held training up for {format_seconds(self._stall_s)} ({format_share(share)})"
-        )
+        text = f"{self.step} steps, {self.parts.counters.tokens:,} tokens in {format_seconds(elapsed_s)}; checkpoints "
+        text += f"held training up for {format_seconds(self._stall_s)} ({format_share(share)})"
         self.recorder.event(self.step, "done", text, stall_s=self._stall_s, stall_share=share)
+
+    def _write_samples(self) -> None:
+        with self.parts.passing():
+            for sample in run_samples(self.recipe, self.parts.model, self.setup.tokenizer, self.parts.eval_batches):
+                self.recorder.sample(self.step, sample)
 
     def _export(self) -> None:
         target = self.folder.path / "hf"

@@ -103,7 +103,7 @@ def collect(run_dir: Path) -> RunData:
 
 
 def _sample(row: Row) -> Row:
-    return {name: row.get(name, "") for name in ("step", "domain", "prompt", "text")}
+    return {name: row.get(name, "") for name in ("step", "domain", "prompt", "text", "reference")}
 
 
 def _as_dict(value: object) -> Row | None:

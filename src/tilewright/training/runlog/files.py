@@ -208,10 +208,10 @@ class RunLog:
             {"step": step, "time_s": round(self.elapsed_s, 4), "kind": kind, "message": message, **numbers}
         )
 
-    def sample(self, step: int, domain: str, prompt: str, text: str) -> None:
-        """Append a text that the model wrote."""
-        time_s = round(self.elapsed_s, 4)
-        self._samples.append({"step": step, "time_s": time_s, "domain": domain, "prompt": prompt, "text": text})
+    def sample(self, step: int, domain: str, prompt: str, text: str, reference: str = "") -> None:
+        """Append a text that the model wrote, and what stands there in the data where the prompt is a question."""
+        row = {"step": step, "time_s": round(self.elapsed_s, 4), "domain": domain, "prompt": prompt, "text": text}
+        self._samples.append(row | ({"reference": reference} if reference else {}))
 
     def precision(self, *, step: int, **values: Any) -> None:
         """Append a sample, a move or a refused move of the precision controller (`precision.controller.log` reads

@@ -68,7 +68,7 @@ class MetricsLogger:
 
     def sample(self, step: int, sample: TextSample) -> None:
         """A row of samples.jsonl, and the text on the screen."""
-        self.log.sample(step, sample.domain, sample.prompt, sample.text)
+        self.log.sample(step, sample.domain, sample.prompt, sample.text, sample.reference)
         self._progress.note(
             f"sample, {sample.domain}, [prompt] and what the model writes:\n[{sample.prompt}]{sample.text}\n"
         )

@@ -1,11 +1,16 @@
-"""Texts that the model writes, for the screen and the report: beginnings of held-out documents, continued."""
+"""Texts that the model writes, for the screen and the report: beginnings of held-out documents, continued.
+
+Of a conversation the beginning is all up to the first answer, and what was answered there is kept beside it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
 
+from tilewright.core.config.recipe import Recipe
 from tilewright.models.base.head import IGNORED_LABEL
 from tilewright.models.base.protocols import Model
 from tilewright.models.generate import generate
@@ -14,17 +19,21 @@ from tilewright.training.executor.standard import Batch
 PROMPT_TOKENS = 24
 MAX_SAMPLES = 4
 """Domains that a sample is written for, the first ones of the run."""
+REPLIES = 3
+"""Least number of held-out conversations that are answered, where there are as many."""
 _TEMPERATURE = 0.6
 _TOP_K = 40
 
 
 @dataclass(frozen=True)
 class TextSample:
-    """The beginning of a held-out text of `domain`, and what the model wrote after it."""
+    """The beginning of a held-out text of `domain`, what the model wrote after it, and, of a conversation, the answer
+    that stands there."""
 
     domain: str
     prompt: str
     text: str
+    reference: str = ""
 
 
 class Decodes(Protocol):
@@ -34,6 +43,14 @@ class Decodes(Protocol):
     eos_id: int
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def run_samples(
+    recipe: Recipe, model: Model, tokenizer: Decodes | None, batches: Mapping[str, Sequence[Batch]]
+) -> Iterator[TextSample]:
+    """The samples that a recipe asks for; none of a model that writes no text."""
+    if recipe.train.sample_tokens and recipe.model.task == "causal_lm" and tokenizer is not None:
+        yield from write_samples(model, tokenizer, batches, num_tokens=recipe.train.sample_tokens, seed=recipe.run.seed)
 
 
 def write_samples(
@@ -49,27 +66,44 @@ def write_samples(
         seed: of the draw; torch's own generators are left alone.
     """
     device = next(iter(model.parameters())).device
-    for domain in [name for name, rows in batches.items() if rows][:MAX_SAMPLES]:
-        prompt = _beginning(batches[domain], tokenizer.bos_id)
-        ids = generate(
-            model,
-            prompt[None].to(device),
-            num_tokens,
-            temperature=_TEMPERATURE,
-            top_k=_TOP_K,
-            eos_id=tokenizer.eos_id,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        yield TextSample(domain, tokenizer.decode(prompt.tolist()), tokenizer.decode(ids[0, len(prompt) :].tolist()))
+    domains = [name for name, rows in batches.items() if rows][:MAX_SAMPLES]
+    for domain in domains:
+        for prompt, reference in _beginnings(batches[domain], tokenizer.bos_id, -(-REPLIES // len(domains))):
+            ids = generate(
+                model,
+                prompt[None].to(device),
+                num_tokens,
+                temperature=_TEMPERATURE,
+                top_k=_TOP_K,
+                eos_id=tokenizer.eos_id,
+                generator=torch.Generator().manual_seed(seed),
+            )
+            texts = (tokenizer.decode(part.tolist()) for part in (prompt, ids[0, len(prompt) :], reference))
+            yield TextSample(domain, *texts)
 
 
-def _beginning(batches: Sequence[Batch], bos_id: int) -> torch.Tensor:
-    """The first tokens of the first row that begins with a document, where there is one; of its first document."""
+def _beginnings(batches: Sequence[Batch], bos_id: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Prompt and reference of `count` conversations; of texts one prompt, without a reference."""
     rows = [row for batch in batches for row in zip(*_columns(batch), strict=True)]
-    ids, segments, labels = next((row for row in rows if row[0][0] == bos_id), rows[0])
-    first = int((labels != IGNORED_LABEL).int().argmax())
-    length = first + 1 if first else PROMPT_TOKENS  # of a conversation the prompt is what comes before the answer
-    return ids[:length][segments[:length] == segments[0]]
+    if found := list(islice(_conversations(rows), count)):
+        return found
+    ids, segments, _ = next((row for row in rows if row[0][0] == bos_id), rows[0])
+    return [(ids[:PROMPT_TOKENS][segments[:PROMPT_TOKENS] == segments[0]], ids[:0])]
+
+
+def _conversations(rows: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What comes before the first answer, and the answer, of all that do not begin with what is trained."""
+    for ids, segments, labels in rows:
+        for segment in segments.unique():
+            here = (segments == segment) & (segment >= 0)
+            own, targets = ids[here], labels[here]
+            trained = targets != IGNORED_LABEL
+            if not bool(trained.any()) or bool(trained[0]):
+                continue
+            first = int(trained.int().argmax())
+            after = (~trained[first:]).nonzero()
+            stop = first + int(after[0]) if len(after) else len(own)
+            yield own[: first + 1], targets[first:stop]
 
 
 def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
