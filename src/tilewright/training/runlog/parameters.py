@@ -6,7 +6,7 @@ from tilewright.core.units import format_count
 
 
 def num_parameters(model: nn.Module) -> tuple[int, int]:
-    """Trained and in total; a matrix that two modules share counts once.
+    """Trained and in total; a matrix that two modules share counts once. Frozen weights kept as FP8 codes count too.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -15,7 +15,8 @@ def num_parameters(model: nn.Module) -> tuple[int, int]:
         (2, 8)
     """
     sizes = [(param.numel(), param.requires_grad) for param in model.parameters()]
-    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
+    codes = sum(buffer.numel() for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "weight")
+    return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes) + codes
 
 
 def in_words(trained: int, total: int) -> str:
