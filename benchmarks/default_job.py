@@ -3,7 +3,8 @@
 Rungs are tried one on top of the other. How many steps a rung gets is fixed in STEPS, so that all take about as many
 seconds; how many they take is measured in turns (`--calibrate`) and stands in the result. What a run reaches depends on
 its steps alone, so the runs themselves may share the machine. Each is kept in `results/default_job_runs.jsonl` as it
-ends, and a later call makes those that are missing on this text (it depends on the packages that are installed).
+ends, and a later call makes those that are missing on this text (it depends on the packages that are installed). The
+result has the runs of all texts; how far a rung is above the default is said of pairs on one text.
 
 python -m benchmarks.default_job --calibrate
 python -m benchmarks.default_job [--rungs adamw default ...] [--seeds 3]
@@ -115,11 +116,11 @@ def held_out(rows: list[dict]) -> float:
     return bits_per_byte(nats, sum(domain["bytes"] for domain in domains))
 
 
-def known_runs(text: str) -> list[dict]:
-    """The runs that are there, on this text."""
+def known_runs(text: str = "") -> list[dict]:
+    """The runs that are there, on this text or on any."""
     if not RUNS.exists():
         return []
-    return [run for line in RUNS.read_text().splitlines() if (run := json.loads(line))["text"] == text]
+    return [run for line in RUNS.read_text().splitlines() if (run := json.loads(line))["text"] == text or not text]
 
 
 def text_of(summary: dict) -> str:
@@ -153,17 +154,21 @@ def main() -> None:
             with RUNS.open("a") as file:
                 file.write(json.dumps(run) + "\n")
             print(f"{rung:<12} seed {seed}: {run['bits_per_byte']:.3f} bits per byte", flush=True)
-    write_result(f"default_job_{machine_kind()}", CLAIM, summary(known_runs(text)))
+    write_result(f"default_job_{machine_kind()}", CLAIM, summary(known_runs()))
 
 
 def summary(runs: list[dict]) -> dict:
-    """Bits per byte by rung, with all seeds."""
-    results: dict = {"unit": "bits per byte, held out", "text": runs[0]["text"] if runs else ""}
+    """Bits per byte by rung, of all seeds and texts; and by how much each rung is above the default, run by run."""
+    results: dict = {"unit": "bits per byte, held out", "texts": sorted({run["text"] for run in runs})}
+    default = {(run["text"], run["seed"]): run["bits_per_byte"] for run in runs if run["rung"] == "default"}
     seconds = run_seconds()
     for rung in dict.fromkeys([*RUNGS, *(run["rung"] for run in runs)]):
         here = [run for run in runs if run["rung"] == rung and run["steps"] == STEPS[rung.partition(":")[0]]]
         if here:
-            found = spread([run["bits_per_byte"] for run in sorted(here, key=lambda run: run["seed"])])
+            here.sort(key=lambda run: (run["text"], run["seed"]))
+            found = spread([run["bits_per_byte"] for run in here])
+            pairs = [(run["bits_per_byte"], default.get((run["text"], run["seed"]))) for run in here]
+            found["above_default"] = [other - mine for other, mine in pairs if mine is not None]
             mean = statistics.fmean(found["samples"])
             name, _, rate = rung.partition(":")
             words = {"words": WORDS[name] + (f": at {rate}" if rate else ""), "seconds": seconds.get(name)}
