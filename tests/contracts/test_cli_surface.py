@@ -61,6 +61,8 @@ SURFACE = {
     ],
     "precision": ["--help"],
     "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],
+    "finetune": ["--dry-run", "--help", "--how", "--passes", "--quiet", "--verbose", "data", "model"],
+    "merge": ["--format", "--help", "--out", "--quiet", "--verbose", "run"],
     "eval": ["--batches", "--help", "--json", "--quiet", "--verbose", "run"],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
     "inspect": ["--diff", "--help", "--json", "--quiet", "--schema", "--verbose", "target"],

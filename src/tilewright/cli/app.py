@@ -35,6 +35,14 @@ COMMANDS = {
         "Find the fastest precision for a recipe within a loss budget.",
     ),
     "train": ("tilewright.cli.commands.train:train", "Train a model from a recipe; continue where the run stopped."),
+    "finetune": (
+        "tilewright.cli.commands.chat_models.finetune:finetune",
+        "Fine-tune a model on your conversations; continue where the run stopped.",
+    ),
+    "merge": (
+        "tilewright.cli.commands.chat_models.merge:merge",
+        "Write the model of a run, its adapters merged, as a Hugging Face folder.",
+    ),
     "eval": ("tilewright.cli.commands.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
     "generate": ("tilewright.cli.commands.generate:generate", "Continue a text with the model of a run."),
     "inspect": ("tilewright.cli.commands.inspect:inspect_", "Show the contents of a recipe, a run or a checkpoint."),

@@ -8,7 +8,7 @@ returns or raises.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tilewright.core.config.load import Loaded, write_run_toml
@@ -34,12 +34,13 @@ from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.sinks import open_sinks
 
 
-def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
+def train(loaded: Loaded, *, dry_run: bool = False, on_setup: Callable[[RunContext], None] | None = None) -> RunResult:
     """Train what a recipe describes, or continue where its run folder stops.
 
     Args:
         loaded: a recipe from `core.config.load.load_recipe`.
         dry_run: run two real steps, print planned beside measured memory and time, keep nothing.
+        on_setup: called with data and plan before the model is made; not of a dry run.
 
     Raises:
         TilewrightError: its subclass says what kind of trouble; everything that was done is written down before.
@@ -64,7 +65,7 @@ def train(loaded: Loaded, *, dry_run: bool = False) -> RunResult:
         if found.step >= recipe.train.steps:
             say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to continue.")
             return RunResult(folder.path, found.step)
-        return _train_through(loaded, run_plan, folder, store, found, began)
+        return _train_through(loaded, run_plan, folder, store, found, began, on_setup)
     finally:
         store.close()
         folder.close()
@@ -77,6 +78,7 @@ def _train_through(
     store: CheckpointStore,
     found: ResumePoint,
     began: float,
+    on_setup: Callable[[RunContext], None] | None,
 ) -> RunResult:
     """Train. A step that cannot be undone sends the run back to its newest checkpoint, and is left out from then on.
 
@@ -86,9 +88,10 @@ def _train_through(
     left_out: set[int] = set()
     while True:
         try:
-            return _train(loaded, run_plan, folder, store, found, began, frozenset(left_out))
+            return _train(loaded, run_plan, folder, store, found, began, frozenset(left_out), on_setup)
         except UnrecoverableStepError as lost:
             left_out.add(lost.step)
+            on_setup = None  # it has been told
             if len(left_out) >= MAX_BAD_STEPS:
                 raise
         store.wait()
@@ -104,9 +107,12 @@ def _train(
     store: CheckpointStore,
     found: ResumePoint,
     began: float,
-    left_out: frozenset[int] = frozenset(),
+    left_out: frozenset[int],
+    on_setup: Callable[[RunContext], None] | None,
 ) -> RunResult:
     setup = set_up(loaded, run_plan=run_plan, resuming=found.checkpoint is not None)
+    if on_setup is not None:
+        on_setup(setup)
     recipe = setup.recipe
     store.background = recipe.checkpoint.async_save  # a plan may have changed it
     sinks = open_sinks(recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))

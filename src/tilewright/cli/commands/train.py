@@ -1,6 +1,8 @@
 """`tilewright train`: a recipe, settings from the command line, the training loop, then verdict and report."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -9,6 +11,10 @@ from tilewright.core.config.load import Loaded, load_recipe
 from tilewright.core.env import gc_paused
 from tilewright.core.errors import TilewrightError
 from tilewright.core.log import say
+
+if TYPE_CHECKING:
+    from tilewright.training.assemble import RunContext
+    from tilewright.training.run import RunResult
 
 
 @click.command(cls=RecipeCommand)
@@ -24,15 +30,29 @@ def train(ctx: click.Context, recipe: str, dry_run: bool) -> None:
     loaded = load_recipe(recipe, overrides(ctx))
     for note in loaded.notes:
         say(f"note: {note}")
+    train_and_judge(loaded, dry_run)
+
+
+def train_and_judge(
+    loaded: Loaded, dry_run: bool, on_setup: "Callable[[RunContext], None] | None" = None
+) -> "RunResult":
+    """Train, and say the verdict, on a run that stopped on bad numbers too: it is the one to look at.
+
+    Args:
+        loaded: the recipe.
+        dry_run: two steps that keep nothing.
+        on_setup: see `training.loop.train`.
+    """
     with gc_paused():
         from tilewright.training.loop import train as run_training  # torch, so only after the recipe is right
 
     try:
-        run_training(loaded, dry_run=dry_run)
+        result = run_training(loaded, dry_run=dry_run, on_setup=on_setup)
     except TilewrightError:
-        _conclude(loaded, dry_run)  # a run that stopped on bad numbers is the one to look at
+        _conclude(loaded, dry_run)
         raise
     _conclude(loaded, dry_run)
+    return result
 
 
 def _conclude(loaded: Loaded, dry_run: bool) -> None:

@@ -52,7 +52,7 @@ def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer
     dtype = EXPORT_DTYPES[recipe.checkpoint.export_format]
     with state.live() as visit:
         live = None if visit is None else lambda name, tensor: visit.tensor(f"model.{name}", tensor)
-        model.save_hf(target, dtype=dtype, extra=_config_keys(recipe, tokenizer), live=live)
+        model.save_hf(target, dtype=dtype, extra=config_keys(recipe, tokenizer), live=live)
     text = f"Hugging Face folder in {target}"
     if dtype == CODE_DTYPE:
         in_fp8, total = fp8_bytes(target)
@@ -60,7 +60,7 @@ def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer
     return text
 
 
-def _config_keys(recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def config_keys(recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What the run adds to config.json. Loaded weights keep the ids of their folder, and at least its length."""
     if recipe.model.kind != "decoder" or tokenizer is None:
         return {}

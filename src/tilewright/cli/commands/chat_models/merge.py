@@ -1,0 +1,63 @@
+"""`tilewright merge`: the model of a run as a Hugging Face folder that everything else reads."""
+
+import shutil
+from pathlib import Path
+
+import click
+
+from tilewright.cli.common import run_argument, verbosity
+from tilewright.core.errors import CheckpointError
+from tilewright.core.log import say
+from tilewright.core.units import format_bytes
+
+_BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_GENERATION = "generation_config.json"
+
+
+@click.command()
+@run_argument
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Output folder; new, or empty.")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["bf16", "fp32", "fp8"]),
+    default="bf16",
+    show_default=True,
+    help="Format of the weights; the sum of weight and adapter is made in FP32.",
+)
+@verbosity
+def merge(run: Path, out: Path, format_: str) -> None:
+    """Write the model of a run, its adapters merged, as a Hugging Face folder.
+
+    RUN is a run folder or its name below `runs`; without it `runs/latest`. The folder holds the tokenizer and the chat
+    template too, and loads in transformers. In FP8 small adapters may vanish in the rounding.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(
+            "Output folder is not empty",
+            got=str(out),
+            need="a new folder: what lies there might be taken for a part of the model",
+            try_="another --out",
+            where="--out",
+        )
+    import torch
+
+    from tilewright.cli.load_run import reopen
+    from tilewright.models.folder.resolve import local_folder
+    from tilewright.precision.lora.lora import merge_lora
+    from tilewright.training.components.export import config_keys
+
+    opened = reopen(run, "cpu")
+    merged = merge_lora(opened.model)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}[format_]
+    opened.model.save_hf(out, dtype=dtype, extra=config_keys(opened.recipe, opened.tokenizer))
+    section = opened.recipe.model
+    base = Path(local_folder(section.path)) if section.weights == "load" else None
+    if base is not None and (base / _GENERATION).is_file() and not (out / _GENERATION).exists():
+        shutil.copyfile(base / _GENERATION, out / _GENERATION)
+    for name in _BESIDE:
+        if (run / name).is_file():
+            shutil.copyfile(run / name, out / name)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    what = f"{len(merged)} layers merged" if merged else "a run without adapters"
+    say(f"wrote {out}: {what}, {format_bytes(size)} in {format_.upper()}, from {opened.checkpoint.name}")

@@ -1,0 +1,104 @@
+"""The recipe of a fine-tune: a shipped one with the user's model and data, and the steps of some passes over the data.
+
+Whatever the user types as `--section.field` comes last. Run folders keep the result as run.toml, so that
+`tilewright train RUN/run.toml` does the same.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tilewright.core.config.edit import changed
+from tilewright.core.config.load import CLI, Loaded, load_recipe
+from tilewright.core.errors import CheckpointError, ConfigError
+from tilewright.data.prepared import PreparedData
+from tilewright.models.decoder.hf_config import read_config
+from tilewright.models.folder.json_file import read_json
+from tilewright.models.folder.resolve import local_folder, split_name
+from tilewright.training.components.pinned import pinned
+
+HOWS = ("lora", "lora_fp8", "full")
+_FEWEST_STEPS = 10
+"""Of a pass over the data, where the batch is ours to choose: with fewer, little data would be a step or two."""
+
+
+def tuned_recipe(
+    model: str, data: Sequence[str], how: str, typed: Sequence[str], *, weights: bool = True
+) -> tuple[Loaded, list[str]]:
+    """The recipe, its model found and pinned, and the settings that are no default of it, as typed.
+
+    Args:
+        model: a folder, or a hub's name.
+        data: files or folders of conversations; more than one are domains of a mixture. None: the recipe's.
+        how: of `HOWS`.
+        typed: settings as on a command line.
+        weights: False: the model's configuration is enough.
+
+    Raises:
+        CheckpointError: the model cannot be had.
+        ConfigError: settings that are not right.
+    """
+    settings = [f"--model.path={model}", f"--run.name={_run_name(model, how)}", *_sources(data)]
+    loaded = load_recipe(f"sft_{how}", [*settings, *typed])
+    recipe = pinned(loaded, Path(loaded.recipe.run.dir) / loaded.recipe.run.name, weights=weights).recipe
+    settings += [f"--model.path={recipe.model.path}", f"--model.kind={kind_of(local_folder(recipe.model.path))}"]
+    return load_recipe(f"sft_{how}", [*settings, *typed]), settings
+
+
+def with_passes(loaded: Loaded, prepared: PreparedData, passes: float) -> Loaded:
+    """The recipe with the steps of some passes over the data, and a batch that leaves room for steps; what the user
+    sets stays."""
+    rows = sum(prepared.num_rows.values())
+    train, changes = loaded.recipe.train, {}
+    batch = train.global_batch_size
+    if not _is_set(loaded, "train.global_batch_size"):
+        batch = max(1, min(batch, rows // _FEWEST_STEPS))
+        changes["train.global_batch_size"] = batch
+    if train.micro_batch_size > batch and not _is_set(loaded, "train.micro_batch_size"):
+        changes["train.micro_batch_size"] = batch
+    if not _is_set(loaded, "train.steps"):
+        changes["train.steps"] = max(1, -(-round(passes * rows) // batch))
+    source = f"{passes:g} passes over {rows} rows"
+    sources = loaded.sources | dict.fromkeys(changes, source)
+    return replace(loaded, recipe=changed(loaded.recipe, changes), sources=sources)
+
+
+def kind_of(folder: str) -> str:
+    """`decoder` where the folder has a layout that tilewright's decoder reads, which trains faster; else `hf`.
+
+    Raises:
+        CheckpointError: no folder, or no config.json in it.
+    """
+    read_json(Path(folder).expanduser(), "config.json")
+    try:
+        read_config(folder)
+    except (CheckpointError, ConfigError):
+        return "hf"
+    return "decoder"
+
+
+def _is_set(loaded: Loaded, name: str) -> bool:
+    return loaded.sources[name].startswith((CLI, "env"))
+
+
+def _run_name(model: str, how: str) -> str:
+    """A name of a folder for a model's fine-tune."""
+    stem = Path(split_name(model)[0]).expanduser().resolve().name if model else "model"
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', stem).strip('.-') or 'model'}-{how}"
+
+
+def _sources(data: Sequence[str]) -> list[str]:
+    """Settings that name the data; domains are named as the files are, counted where two have one name."""
+    if len(data) < 2:
+        return [f"--data.source={path}" for path in data]
+    named: dict[str, str] = {}
+    for path in data:
+        stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).name.partition(".")[0]) or "data"
+        name, number = stem, 1
+        while name in named:
+            number += 1
+            name = f"{stem}-{number}"
+        named[name] = path
+    return ["--data.sources={" + ", ".join(f"{name} = {json.dumps(path)}" for name, path in named.items()) + "}"]
