@@ -114,13 +114,14 @@ def test_a_merged_folder_loads_in_transformers_with_equal_logits(model, talks, h
 def test_several_files_are_a_mixture_and_steps_are_passes(model, talks, tmp_path, capsys):
     more = make_talks(tmp_path / "more.jsonl", 20)
     settings = arguments(tmp_path, data__weights="{ talks = 0.5, more = 0.5 }")
-    for name in ("train.steps", "train.global_batch_size", "train.micro_batch_size"):
+    for name in ("optim.warmup_steps", "train.steps", "train.global_batch_size", "train.micro_batch_size"):
         at = settings.index(f"--{name}")
         del settings[at : at + 2]
     assert run(["finetune", str(model), str(talks), str(more), "--passes", "1", *settings]) == 0
     recipe = load_recipe(tmp_path / "runs" / "tuned" / "run.toml", environ={}).recipe
     assert set(recipe.data.sources) == {"talks", "more"}
     assert recipe.train.steps >= 10
+    assert recipe.optim.warmup_steps <= recipe.train.steps // 10
     assert recipe.train.micro_batch_size <= recipe.train.global_batch_size
     assert "1 passes over" in capsys.readouterr().out
 

@@ -48,8 +48,8 @@ def tuned_recipe(
 
 
 def with_passes(loaded: Loaded, prepared: PreparedData, passes: float) -> Loaded:
-    """The recipe with the steps of some passes over the data, and a batch that leaves room for steps; what the user
-    sets stays."""
+    """The recipe with the steps of some passes over the data, a batch that leaves room for steps, and a warm-up of a
+    tenth of them at most; what the user sets stays."""
     rows = sum(prepared.num_rows.values())
     train, changes = loaded.recipe.train, {}
     batch = train.global_batch_size
@@ -60,6 +60,8 @@ def with_passes(loaded: Loaded, prepared: PreparedData, passes: float) -> Loaded
         changes["train.micro_batch_size"] = batch
     if not _is_set(loaded, "train.steps"):
         changes["train.steps"] = max(1, -(-round(passes * rows) // batch))
+        if not _is_set(loaded, "optim.warmup_steps"):
+            changes["optim.warmup_steps"] = min(loaded.recipe.optim.warmup_steps, changes["train.steps"] // 10)
     source = f"{passes:g} passes over {rows} rows"
     sources = loaded.sources | dict.fromkeys(changes, source)
     return replace(loaded, recipe=changed(loaded.recipe, changes), sources=sources)
