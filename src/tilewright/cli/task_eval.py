@@ -44,9 +44,10 @@ def evaluate_run(run: Path, options: TaskOptions, as_json: bool) -> None:
     from tilewright.integrations.lm_eval.guard import contained
     from tilewright.training.runlog import task_scores
 
+    before = task_scores.read(run)  # first of all: what cannot be read would be found when the work is done
     with contained(is_verbose()):
         rows, notes = _scores(run, options)
-    path = task_scores.write(run, task_scores.merge(task_scores.read(run), rows))
+    path = task_scores.write(run, task_scores.merge(before, rows))
     if as_json:
         print_json({"rows": [row.to_json() for row in rows], "notes": notes, "file": str(path)})
         return

@@ -1,6 +1,8 @@
 """The harness' tasks by name, and an error for each way in which one cannot be had."""
 
+import contextlib
 import difflib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +124,8 @@ def _check_task(task: Task) -> None:
                 where="--tasks",
             )
     try:
-        task.build_all_requests(limit=1, rank=0, world_size=1)
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar over one document
+            task.build_all_requests(limit=1, rank=0, world_size=1)
     except _REFUSALS as error:
         raise _cannot_load(name, error) from error
 

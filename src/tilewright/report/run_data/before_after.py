@@ -64,7 +64,7 @@ class TaskChange:
     def difference(self) -> str:
         """Run minus base, with the standard error of a difference of two independent samples; "" without both.
 
-        Both models saw the same documents, so the true error is rather smaller.
+        Both models saw the same documents, so the true error is usually smaller.
         """
         if self.before is None or self.after is None or None in (self.before.value, self.after.value):
             return ""
