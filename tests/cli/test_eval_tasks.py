@@ -86,10 +86,25 @@ def test_a_run_from_random_weights_has_no_base(tuned, tmp_path, capsys):
     folder = tmp_path / "runs" / "tiny"
     options = ["--tasks", "local_choice", "--include-path", str(tuned[1])]
     assert run(["eval", str(folder), *options, "--base"]) == 2
-    assert "no base model" in capsys.readouterr().err
+    assert "No base model" in capsys.readouterr().err
     assert run(["eval", str(folder), *options]) == 0
     (row,) = task_scores.read(folder)
     assert (row.role, row.conditions.samples) == ("run", 4)
+
+
+def test_a_folder_is_evaluated_without_a_run(tuned, capsys):
+    folder, tasks = tuned
+    assert evaluate(tuned, "--json") == 0
+    of_run = {row["task"]: row for row in json.loads(capsys.readouterr().out)["rows"] if row["role"] == "base"}
+    assert evaluate((tasks.parent / "model", tasks), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["file"] is None
+    assert {row["task"]: row["value"] for row in found["rows"]} == {task: row["value"] for task, row in of_run.items()}
+    bare = make_model(folder.parent / "bare", "qwen3", template=False)
+    assert evaluate((bare, tasks), "--apply-chat-template") == 2
+    assert "no chat template" in capsys.readouterr().err
+    assert evaluate((bare, tasks)) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["local_choice", "local_write"]
 
 
 def test_what_is_wrong_is_told(tuned, monkeypatch, capsys):

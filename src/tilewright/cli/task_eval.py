@@ -1,20 +1,21 @@
-"""Tasks of lm-evaluation-harness on the model of a run, and on the one that it began with."""
+"""Tasks of lm-evaluation-harness on a model, or on that of a run and the one that it began with."""
 
 import importlib.util
-from dataclasses import dataclass, replace
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tilewright.cli.common import is_verbose, print_json, show_table
 from tilewright.core.errors import ConfigError, HardwareError
 from tilewright.core.log import say
 
 if TYPE_CHECKING:
-    from tilewright.cli.load_run import Reopened
+    from tilewright.cli.open_model import OpenModel
+    from tilewright.data.chat.template import ChatTemplate
     from tilewright.integrations.lm_eval.model import TilewrightLM
     from tilewright.training.runlog.task_scores import TaskScore
 
-_LENGTHS = ("n_positions", "max_position_embeddings", "n_ctx")
 _LENGTH = 2048
 """Where a model's folder says none (the harness' own number)."""
 
@@ -32,123 +33,111 @@ class TaskOptions:
     base: bool | None = None
 
 
-def evaluate_run(run: Path, options: TaskOptions, as_json: bool) -> None:
-    """Evaluate, record and print.
+def evaluate_tasks(name: str, options: TaskOptions, as_json: bool) -> None:
+    """Evaluate a run or a model and print; results of a run are recorded in its folder.
 
     Raises:
         HardwareError: the harness is not installed.
-        ConfigError, DataError: a task cannot be evaluated, see `integrations.lm_eval.tasks`.
-        CheckpointError: the run has no valid checkpoint.
+        ConfigError, DataError: a task cannot be evaluated, see `integrations.lm_eval.tasks`; or see `open_model`.
+        CheckpointError: see `open_model`.
     """
     _require_harness()
     from tilewright.integrations.lm_eval.guard import contained
     from tilewright.training.runlog import task_scores
 
-    before = task_scores.read(run)  # first of all: what cannot be read would be found when the work is done
+    folder = next((path for path in (Path(name), Path("runs") / name) if (path / "run.toml").is_file()), None)
+    before = task_scores.read(folder) if folder else []  # now: what cannot be read would else be found after the work
     with contained(is_verbose()):
-        rows, notes = _scores(run, options)
-    path = task_scores.write(run, task_scores.merge(before, rows))
+        rows, notes = _scores(name, options)
+    path = task_scores.write(folder, task_scores.merge(before, rows)) if folder else None
     if as_json:
-        print_json({"rows": [row.to_json() for row in rows], "notes": notes, "file": str(path)})
+        print_json({"rows": [row.to_json() for row in rows], "notes": notes, "file": path and str(path)})
         return
     for note in notes:
         say(f"note: {note}", error=True)
     show_table(*score_table(rows))
-    say(f"written to {path}; `tilewright report {run}` shows it")
+    if path:
+        say(f"written to {path}; `tilewright report {folder}` shows it")
 
 
-def _scores(run: Path, options: TaskOptions) -> "tuple[list[TaskScore], list[str]]":
+def _scores(name: str, options: TaskOptions) -> "tuple[list[TaskScore], list[str]]":
     say("loading lm-evaluation-harness and its tasks ...", error=True)
-    from tilewright.cli.load_run import reopen
+    from tilewright.cli.open_model import OpenModel, open_model
     from tilewright.integrations.lm_eval.run import run_tasks
     from tilewright.integrations.lm_eval.tasks import TaskSet
     from tilewright.training.runlog.task_scores import BASE, RUN
 
     tasks = TaskSet(options.tasks, options.include_path, options.num_fewshot)
-    opened = reopen(run)
-    _check_model(run, opened)
-    loaded = opened.recipe.model.weights == "load"
-    if options.base and not loaded:
+    opened = open_model(name, dtype="fp32")
+    chat = _chat(opened, name) if options.chat else None
+    base = _base(opened, options.base)
+    rows: list[TaskScore] = []
+    notes: list[str] = []
+
+    def run(model: OpenModel, role: str, shown: str) -> None:
+        say(f"evaluating {'the base model ' if role == BASE else ''}{shown} ...", error=True)
+        adapter = _adapter(model, chat, options)
+        rows.extend(run_tasks(adapter, tasks, name=shown, role=role, limit=options.limit, chat=options.chat))
+        notes.extend(f"{role}: {note}" for note in adapter.notes)
+
+    run(opened, RUN, str(opened.checkpoint or opened.name))
+    del opened  # two models at once may not fit
+    if base:
+        run(open_model(base, dtype="fp32"), BASE, base)
+    return rows, notes
+
+
+def _base(opened: "OpenModel", wanted: bool | None) -> str:
+    """Folder or hub name of the model to evaluate too; "" for none."""
+    section = opened.recipe.model if opened.recipe else None
+    if section is not None and section.weights == "load":
+        return "" if wanted is False else section.path
+    if wanted:
         raise ConfigError(
-            "Run has no base model",
-            got='model.weights = "random"',
+            "No base model",
+            got='model.weights = "random"' if section else "a model, not a run",
             need='a run that began with loaded weights, model.weights = "load"',
             try_="the same command without --base",
             where="--base",
         )
-    rows: list[TaskScore] = []
-    notes: list[str] = []
-    asked: list[tuple[str, str]] = [(RUN, str(opened.checkpoint))]
-    if loaded and options.base is not False:
-        asked.append((BASE, opened.recipe.model.path))
-    for role, name in asked:
-        if role == BASE:
-            opened = replace(opened, model=_base(opened))
-        say(f"evaluating {'the base model ' if role == BASE else ''}{name} ...", error=True)
-        adapter = _adapter(run, opened, options)
-        rows += run_tasks(adapter, tasks, name=name, role=role, limit=options.limit, chat=options.chat)
-        notes += [f"{role}: {note}" for note in adapter.notes]
-    return rows, notes
+    return ""
 
 
-def _adapter(run: Path, opened: "Reopened", options: TaskOptions) -> "TilewrightLM":
-    from tilewright.data.chat.template import ChatTemplate
+def _chat(opened: "OpenModel", name: str) -> "ChatTemplate":
+    if opened.chat is None:
+        raise ConfigError(
+            "Model has no chat template",
+            got=f"{name} without chat_template.jinja and without chat_template in tokenizer_config.json",
+            need="a model that was trained on conversations",
+            try_="the same command without --apply-chat-template",
+            where="--apply-chat-template",
+        )
+    return opened.chat
+
+
+def _adapter(opened: "OpenModel", chat: "ChatTemplate | None", options: TaskOptions) -> "TilewrightLM":
     from tilewright.integrations.lm_eval.model import TilewrightLM
     from tilewright.integrations.lm_eval.text import TextCodec
-    from tilewright.models.folder.resolve import local_folder
 
-    recipe = opened.recipe
-    folder = Path(local_folder(recipe.model.path)).expanduser() if recipe.model.weights == "load" else None
-    chat = ChatTemplate.load(str(run), opened.tokenizer) if options.chat else None
     return TilewrightLM(
         opened.model,
-        TextCodec.of(opened.tokenizer, folder),
+        TextCodec.of(opened.tokenizer, opened.files),
         device=opened.device,
-        max_length=recipe.data.seq_len if folder is None else _context_length(folder),
+        max_length=opened.max_positions or _LENGTH,
         batch_size=options.batch_size,
-        stop_ids=[*_stop_ids(folder), *(chat.stop_ids if chat else ())],
+        stop_ids=[*_stop_ids(opened.files), *(chat.stop_ids if chat else ())],
         chat=chat,
-        name=str(run),
+        name=opened.name,
     )
-
-
-def _base(opened: "Reopened") -> Any:
-    """The model as the run loaded it, in FP32 and without adapters."""
-    from tilewright.core.config.recipe import LoraSection
-    from tilewright.training.components.lora_model import build_adapted
-
-    plain = opened.recipe.model_copy(update={"lora": LoraSection()})
-    return build_adapted(plain, opened.tokenizer.vocab_size, opened.model.kernels, opened.device).eval()
-
-
-def _context_length(folder: Path) -> int:
-    from tilewright.models.folder.json_file import read_json
-
-    config = read_json(folder)
-    config = config.get("text_config") or config
-    return next((int(config[name]) for name in _LENGTHS if config.get(name)), _LENGTH)
 
 
 def _stop_ids(folder: Path | None) -> list[int]:
     """Ids that end an answer, as generation_config.json beside the weights has them."""
-    import json
-
     file = folder / "generation_config.json" if folder else None
     if file is None or not file.is_file():
         return []
     ids = json.loads(file.read_bytes()).get("eos_token_id")
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
-
-
-def _check_model(run: Path, opened: "Reopened") -> None:
-    if opened.recipe.model.task != "causal_lm":
-        raise ConfigError(
-            "Tasks need a causal language model",
-            got=f'model.task = "{opened.recipe.model.task}"',
-            need='model.task = "causal_lm"',
-            try_="tilewright eval without --tasks, for its loss",
-            where=str(run / "run.toml"),
-        )
 
 
 def _require_harness() -> None:
@@ -168,7 +157,7 @@ def score_table(rows: "list[TaskScore]") -> tuple[tuple[str, ...], list[tuple[st
 
     changes = task_changes(rows)
     with_base = any(change.before for change in changes)
-    columns = ("task", "metric", *(("base",) if with_base else ()), "run", "documents", "few-shot", "version")
+    columns = ("task", "metric", *(("base", "run") if with_base else ("value",)), "documents", "few-shot", "version")
     lines = []
     for change in changes:
         under = change.either.conditions

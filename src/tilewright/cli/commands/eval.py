@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from tilewright.cli.common import json_option, print_json, run_argument, show_table, verbosity
+from tilewright.cli.common import find_run, json_option, print_json, show_table, verbosity
 from tilewright.core.units import format_bits, format_loss, format_perplexity
 from tilewright.data.corpus.compressors import COMPRESSORS, pooled_bits
 
@@ -18,7 +18,7 @@ _TASK_OPTIONS = ("limit", "num_fewshot", "include_path", "batch_size", "apply_ch
 
 
 @click.command("eval")
-@run_argument
+@click.argument("run", default="runs/latest", metavar="[RUN|MODEL]")
 @click.option("--batches", type=click.IntRange(1), help="Micro-batches per domain. Default: the run's eval_batches.")
 @click.option("--tasks", metavar="NAME,...", help="Tasks of lm-evaluation-harness instead of the held-out text.")
 @click.option("--limit", type=click.IntRange(1), help="Documents of each task. Default: all.")
@@ -33,28 +33,29 @@ _TASK_OPTIONS = ("limit", "num_fewshot", "include_path", "batch_size", "apply_ch
 )
 @json_option
 @verbosity
-def eval_(run: Path, batches: int | None, tasks: str | None, as_json: bool, **options: Any) -> None:
-    """Evaluate a run on its held-out text, or on tasks, in FP32.
+def eval_(run: str, batches: int | None, tasks: str | None, as_json: bool, **options: Any) -> None:
+    """Evaluate a run on its held-out text, or a run or a model on tasks, in FP32.
 
-    With --tasks the results are written to tasks.json in the run folder, and its report shows them.
+    Results of tasks are written to tasks.json in the run folder, and the report shows them.
 
     Bits per byte of held-out text do not depend on the tokenizer: what gzip and xz need for it stands beside them.
 
-    RUN is a run folder or its name below `runs`; without it `runs/latest`.
+    RUN is a run folder or its name below `runs`; without it `runs/latest`. MODEL, for tasks: a Hugging Face folder,
+    an adapter's folder, or a model of the hub, org/name.
     """
     _check_options(batches, tasks)
     if tasks is not None:
-        from tilewright.cli.task_eval import TaskOptions, evaluate_run
+        from tilewright.cli.task_eval import TaskOptions, evaluate_tasks
 
         names = tuple(name.strip() for name in tasks.split(",") if name.strip())
         chat = options.pop("apply_chat_template")
-        evaluate_run(run, TaskOptions(names, chat=chat, **options), as_json)
+        evaluate_tasks(run, TaskOptions(names, chat=chat, **options), as_json)
         return
     from tilewright.cli.load_run import reopen
     from tilewright.training.components.dataset import held_out_batches, held_out_bytes, prepare_data
     from tilewright.training.executor.evaluate import evaluate, pooled
 
-    opened = reopen(run)
+    opened = reopen(find_run(run))
     data = prepare_data(opened.recipe)
     held_out = held_out_batches(opened.recipe, data, batches)
     sizes = held_out_bytes(opened.recipe, data, batches)
