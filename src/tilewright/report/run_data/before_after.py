@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from tilewright.core.units import format_perplexity
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import domain_losses
-from tilewright.report.svg.axes import format_number
 from tilewright.training.runlog.task_scores import BASE, RUN, TaskScore
 
 
@@ -76,7 +75,7 @@ class TaskChange:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 100 else format_number(value)
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}"
 
 
 def task_changes(rows: Sequence[TaskScore]) -> list[TaskChange]:
