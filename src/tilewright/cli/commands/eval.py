@@ -52,15 +52,14 @@ def eval_(run: str, batches: int | None, tasks: str | None, as_json: bool, **opt
         evaluate_tasks(run, TaskOptions(names, chat=chat, **options), as_json)
         return
     from tilewright.cli.load_run import reopen
-    from tilewright.training.components.dataset import held_out_batches, held_out_bytes, prepare_data
+    from tilewright.training.components.dataset import held_out, prepare_data
     from tilewright.training.executor.evaluate import evaluate, pooled
 
     opened = reopen(find_run(run))
     data = prepare_data(opened.recipe)
-    held_out = held_out_batches(opened.recipe, data, batches)
-    sizes = held_out_bytes(opened.recipe, data, batches)
+    rows = held_out(opened.recipe, data, batches)
     # The model is plain FP32: nothing was converted, so there is no other precision to leave.
-    results = evaluate(opened.model, held_out, num_bytes=sizes, device=opened.device, fp32=False)
+    results = evaluate(opened.model, rows.batches, num_bytes=rows.num_bytes, device=opened.device, fp32=False)
     whole = pooled(results)
     marks = {name: data.compressors(name) for name in results}
     if as_json:

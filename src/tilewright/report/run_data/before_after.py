@@ -1,4 +1,5 @@
-"""A fine-tune beside the model it began with: held-out loss by domain, tasks, and the same prompts answered by both.
+"""A fine-tune beside the model it began with: held-out loss by domain, of text that is not trained on too (what it
+forgets), tasks, and the same prompts answered by both.
 
 A run that starts from loaded weights evaluates them, and lets them write, before its first step: step 0.
 """
@@ -19,6 +20,8 @@ class DomainChange:
     domain: str
     before: float
     after: float
+    trained: bool = True
+    """False: of text that is not trained on (`data.eval_source`)."""
 
     @property
     def perplexities(self) -> tuple[str, str]:
@@ -100,11 +103,12 @@ class ShownSample:
 
 def changes(run: RunData) -> list[DomainChange]:
     """By domain; empty for a run that did not begin with an evaluation, or has no later one."""
-    found = []
-    for domain, points in domain_losses(run).items():
-        if len(points) > 1 and points[0][0] == 0:
-            found.append(DomainChange(domain, points[0][1], points[-1][1]))
-    return found
+    return [
+        DomainChange(domain, points[0][1], points[-1][1], table == "eval")
+        for table in ("eval", "eval_other")
+        for domain, points in domain_losses(run, table).items()
+        if len(points) > 1 and points[0][0] == 0
+    ]
 
 
 def samples(run: RunData) -> list[ShownSample]:
