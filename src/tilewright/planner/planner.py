@@ -71,6 +71,7 @@ class Planner:
         open_formats: settings of `FORMATS` that may be changed.
         notes: what the caller knows of the rates.
         fixed: what is chosen already.
+        finder: of shapes; one that other planners of this tokenizer and machine have filled saves them seconds.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Planner:
         open_formats: frozenset[str] = frozenset(),
         notes: tuple[str, ...] = (),
         fixed: Constraints = NOTHING_FIXED,
+        finder: ShapeFinder | None = None,
     ) -> None:
         self.recipe = recipe
         self.vocab_size = vocab_size
@@ -90,7 +92,7 @@ class Planner:
         self.open_formats = open_formats
         self.notes = notes
         self.fixed = fixed
-        self._finder = ShapeFinder(vocab_size, machine)
+        self._finder = finder or ShapeFinder(vocab_size, machine)
         self._shapes: dict[str, ModelShape] = {}
         self._layers: int | None = None
 
