@@ -83,8 +83,9 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
 
 
 def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool) -> PlanContext:
-    """The place for which `train` would plan a run, by the options of a command; of their budgets the device's is in the
-    recipe, as `plan.device_memory`.
+    """The place for which `train` would plan a run, by the options of a command.
+
+    The device's budget is in the recipe, as `plan.device_memory`; here it is checked.
 
     Args:
         loaded: the recipe.

@@ -109,12 +109,13 @@ def _show(name: str, found: "Sequence[Way]", notes: Sequence[str]) -> None:
         click.echo(lines[1 + number] if under else f"\n{row[0]}")
         for line in _below(way):
             echo(f"  {line}", hang=4)
-        click.echo(f"  {way.command}")  # never wrapped, so that it can be copied
+        if way.command:
+            click.echo(f"  {way.command}")  # never wrapped, so that it can be copied
     recipe = found[0].loaded.recipe
     rows_at_once = recipe.train.global_batch_size
     echo(
-        f"\nThe data is not read: rows of {recipe.data.seq_len} tokens, {rows_at_once} of them per step, as the recipes "
-        f"have it. --data.seq_len and --train.global_batch_size change that; of fewer than {10 * rows_at_once} rows of "
+        f"\nThe data is not read: rows of {recipe.data.seq_len} tokens, {rows_at_once} of them per step, as in the recipes."
+        f" --data.seq_len and --train.global_batch_size change that; of fewer than {10 * rows_at_once} rows of "
         "data finetune takes fewer per step."
     )
     for note in notes:
@@ -177,13 +178,15 @@ def _way_to_json(way: "Way") -> dict[str, Any]:
 
 def _refused(found: "Sequence[Way]") -> FitError | UnknownFitError:
     """The error of a model that no way fits, or of which that is not known."""
-    lines = "\n".join(f"{_NAMES[way.how]}: {way.need or way.unknown}" for way in found)
+    why = dict.fromkeys(way.need or way.unknown for way in found)
+    names = {one: ", ".join(_NAMES[way.how] for way in found if (way.need or way.unknown) == one) for one in why}
+    lines = "\n".join(f"{name}: {one}" for one, name in names.items())
     if any(way.state == "not known" for way in found):
         return UnknownFitError(
             "Memory of a fine-tune cannot be predicted",
             got=lines,
             need="a model whose code tilewright or transformers has, and whose step can be traced without data",
-            try_="tilewright finetune MODEL DATA --dry-run --plan.enforce false, which takes two steps and measures them",
+            try_="tilewright finetune MODEL DATA --dry-run --plan.enforce false, which measures two steps",
         )
     return FitError(
         "No way to fine-tune this model fits",

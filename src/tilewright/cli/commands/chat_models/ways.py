@@ -1,10 +1,11 @@
-"""The ways to fine-tune a model, each as `tilewright finetune` would plan it on a machine, and the command that does it.
+"""The ways to fine-tune a model, each as `tilewright finetune` plans it on a machine, and the command that does it.
 
 Of the model its configuration is enough. What is planned is the command's own recipe with the command's own planning
 (`training.planning.resolve`), so its numbers are those that the run begins with.
 """
 
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from tilewright.cli.commands.chat_models.tuned_recipe import HOWS, tuned_recipe
 from tilewright.core.config.edit import changed
-from tilewright.core.config.load import CLI, Loaded
+from tilewright.core.config.load import Loaded
 from tilewright.core.errors import CheckpointError, ConfigError, TilewrightError
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import check_data
@@ -25,6 +26,9 @@ from tilewright.training.planning.refused import smallest_in_words
 from tilewright.training.planning.request import PlanRequest, site_for
 from tilewright.training.planning.resolve import plan_run
 
+_LONGEST = 200
+"""Characters of a reason; transformers' own are paragraphs."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -35,6 +39,7 @@ class Way:
     loaded: Loaded
     """Its recipe."""
     command: str
+    """Empty where the command would refuse."""
     plan: Plan | None
     """What the run would execute; None where the model cannot be planned."""
     changes: Mapping[str, Any]
@@ -69,30 +74,37 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
     budget = [f"--plan.device_memory={options.device_memory.strip()}"] if options.device_memory else []
     for how in HOWS:
         loaded, _ = tuned_recipe(model, [], how, [*typed, *budget], weights=False)
-        command = command_of(loaded, shown, how, [*typed, *budget])
-        yield _planned(loaded, how, command, options, quiet)
+        way = _planned(loaded, how, options, quiet)
+        if way.plan is not None and way.state != "does not fit":
+            # A budget is to be kept, so a run of which nothing is known is refused under it.
+            unchecked = (
+                ["--plan.enforce=false"] if way.state == "not known" and loaded.recipe.plan.device_memory else []
+            )
+            way = replace(way, command=command_of(loaded, shown, how, [*typed, *budget, *unchecked]))
+        yield way
 
 
-def _planned(loaded: Loaded, how: str, command: str, options: PlanRequest, quiet: bool) -> Way:
+def _planned(loaded: Loaded, how: str, options: PlanRequest, quiet: bool) -> Way:
+    """A way without its command."""
     vocab_size = _vocab_size(loaded)
     site = site_for(loaded, options, vocab_size or loaded.recipe.data.vocab_size, quiet=quiet)
     recipe = changed(loaded.recipe, {"plan.enforce": False})  # whether it fits is the answer here, and no error
     try:
         check_data(recipe.model, recipe.data.seq_len, vocab_size)
     except CheckpointError as error:  # an architecture, or a configuration, that nobody can build
-        return Way(how, loaded, command, None, {}, unknown=reason(error))
+        return Way(how, loaded, "", None, {}, unknown=reason(error))
     try:
         planned = plan_run(replace(loaded, recipe=recipe), site)
     except (CheckpointError, ConfigError) as error:  # a model that cannot be adapted so
-        return Way(how, loaded, command, None, {}, unknown=reason(error))
+        return Way(how, loaded, "", None, {}, unknown=reason(error))
     found = planned.priced
     if found.state != "fits":
         need = "" if found.shape.unknown else smallest_in_words(recipe, site, planned.user_settings)
-        return Way(how, loaded, command, found, {}, unknown=found.shape.unknown, need=need)
+        return Way(how, loaded, "", found, {}, unknown=found.shape.unknown, need=need)
     if planned.decided is None:
-        return Way(how, loaded, command, found, {})
+        return Way(how, loaded, "", found, {})
     changes = {change.name: change.after for change in departures(recipe, found)}
-    return Way(how, loaded, command, found, changes, words(found.memory_plan))
+    return Way(how, loaded, "", found, changes, words(found.memory_plan))
 
 
 def command_of(loaded: Loaded, model: str, how: str, typed: Sequence[str]) -> str:
@@ -111,8 +123,7 @@ def command_of(loaded: Loaded, model: str, how: str, typed: Sequence[str]) -> st
             value = rest.pop(0)
         if name != "--data.source":
             settings += [name, value]
-    words = ["tilewright", "finetune", model, loaded.recipe.data.source, "--how", how, *settings]
-    return shlex.join(words)
+    return shlex.join(["tilewright", "finetune", model, loaded.recipe.data.source, "--how", how, *settings])
 
 
 def lacking(loaded: Loaded) -> list[str]:
@@ -129,10 +140,11 @@ def lacking(loaded: Loaded) -> list[str]:
 
 
 def reason(error: TilewrightError) -> str:
-    """What is wrong, in a line."""
+    """What is wrong, in a line of bounded length."""
     problem = error.problems[0]
-    got = problem.got.splitlines()
-    return f"{problem.what}: {got[0]}" if got else problem.what
+    return textwrap.shorten(
+        f"{problem.what}: {problem.got}" if problem.got else problem.what, _LONGEST, placeholder=" ..."
+    )
 
 
 def _vocab_size(loaded: Loaded) -> int | None:
