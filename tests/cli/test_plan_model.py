@@ -10,11 +10,12 @@ from tests.cli.tuned import arguments, make_model, make_talks
 from tests.contracts.observe import fixed_ceilings
 from tilewright.cli.app import run
 from tilewright.cli.commands.chat_models.plan_model import named_model
+from tilewright.cli.commands.chat_models.tuned_recipe import tuned_recipe, with_passes
+from tilewright.cli.plan_output import to_json
 from tilewright.core.errors import ConfigError
 from tilewright.core.units import parse_bytes
-
-NEAR = 0.15
-"""Of the memory of a process that holds a model of some kilobytes: imports and free pages are most of it."""
+from tilewright.training.assemble import set_up
+from tilewright.training.components.dataset import prepare_data
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +23,16 @@ def _fixed(monkeypatch):
     monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def model(request, tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp(request.param) / "model", request.param)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """One that tilewright's decoder runs."""
+    return make_model(tmp_path_factory.mktemp("llama") / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """One that transformers' code runs."""
+    return make_model(tmp_path_factory.mktemp("qwen3") / "model", "qwen3")
 
 
 @pytest.fixture
@@ -42,20 +50,37 @@ def planned(capsys, *typed, code=0):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("budget", ["", "24GiB"])
-def test_the_pasted_command_plans_what_the_row_says(model, talks, tmp_path, capsys, budget):
+def resolved(command):
+    """The plan that a pasted `tilewright finetune` begins with."""
+    program, name, model, data, option, how, *settings = shlex.split(command)
+    assert (program, name, option) == ("tilewright", "finetune", "--how")
+    loaded, _ = tuned_recipe(model, [data], how, settings)
+    return set_up(with_passes(loaded, prepare_data(loaded.recipe), 3)).planned.priced
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [("model", ""), ("model", "8GiB"), pytest.param("foreign", "8GiB", marks=pytest.mark.slow)]
+)
+def test_the_pasted_command_plans_what_the_row_says(request, name, talks, tmp_path, capsys, budget):
+    model = request.getfixturevalue(name)
     typed = settings_of(tmp_path, talks)
     found = planned(capsys, model, *typed, *(["--device-memory", budget] if budget else []))
     assert [way["how"] for way in found["ways"]] == ["lora", "lora_fp8", "full"]
     assert (found["seq_len"], found["global_batch_size"]) == (64, 4)
     for way in found["ways"]:
         assert way["state"] == "fits"
-        program, *command = shlex.split(way["command"])
-        assert program == "tilewright"
-        assert run([*command, "--dry-run"]) == 0
-        said = capsys.readouterr().out
-        assert f"plan: {way['plan']['verdict']}" in " ".join(said.split()), said
-        assert budget in way["command"]
+        plan = resolved(way["command"])
+        assert to_json(plan, [], None, [], "") == way["plan"]
+        assert not budget or plan.budget.device == parse_bytes(budget)
+
+
+@pytest.mark.slow
+def test_the_pasted_command_measures_what_the_row_says(model, talks, tmp_path, capsys):
+    found = planned(capsys, model, *settings_of(tmp_path, talks))
+    for way in found["ways"]:
+        assert run([*shlex.split(way["command"])[1:], "--dry-run"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"plan: {way['plan']['verdict']}" in said, said
 
 
 def test_a_folder_a_configuration_and_a_table(model, talks, tmp_path, capsys):

@@ -114,8 +114,8 @@ def _show(name: str, found: "Sequence[Way]", notes: Sequence[str]) -> None:
     recipe = found[0].loaded.recipe
     rows_at_once = recipe.train.global_batch_size
     echo(
-        f"\nThe data is not read: rows of {recipe.data.seq_len} tokens, {rows_at_once} of them per step, as in the recipes."
-        f" --data.seq_len and --train.global_batch_size change that; of fewer than {10 * rows_at_once} rows of "
+        f"\nThe data is not read: rows of {recipe.data.seq_len} tokens, {rows_at_once} of them per step. "
+        f"--data.seq_len and --train.global_batch_size change that; of fewer than {10 * rows_at_once} rows of "
         "data finetune takes fewer per step."
     )
     for note in notes:
