@@ -108,17 +108,20 @@ def test_a_budget_that_is_too_small_names_one_that_is_enough(model, talks, tmp_p
 
 
 def test_what_the_plan_changes_is_named(model, talks, tmp_path, capsys):
-    typed = [*settings_of(tmp_path, talks, data__seq_len=256), "--on", "4090", "--host-memory", "64GiB"]
-    settings = [part for part in typed if part not in ("--train.micro_batch_size", "2")]
-    wide = planned(capsys, model, *settings)
-    tight = [int(way["plan"]["peak_bytes"]) - 2**20 for way in wide["ways"]]
-    narrow = planned(capsys, model, *settings, "--device-memory", str(max(tight)))
-    changed = [way for way in narrow["ways"] if way["changes"] or way["layers"]]
-    assert changed
-    for way in changed:
-        assert way["plan"]["peak_bytes"] <= max(tight)
-        for name, value in way["changes"].items():
-            assert way["plan"]["settings"][name] == value
+    rows = {"train__global_batch_size": 64, "data__seq_len": 256}
+    typed = [*settings_of(tmp_path, talks, **rows), "--on", "4090", "--host-memory", "64GiB"]
+    at = typed.index("--train.micro_batch_size")
+    typed = [*typed[:at], *typed[at + 2 :]]
+    wide = planned(capsys, model, *typed)["ways"][-1]
+    assert not wide["changes"]
+    none = planned(capsys, model, *typed, "--device-memory", "100MiB", code=3)["ways"][-1]
+    least = parse_bytes(none["need"].split(" on the device")[0])
+    way = planned(capsys, model, *typed, "--device-memory", str(least))["ways"][-1]
+    assert way["state"] == "fits"
+    assert way["changes"] or way["layers"]
+    assert way["plan"]["peak_bytes"] <= least < wide["plan"]["peak_bytes"]
+    for name, value in way["changes"].items():
+        assert way["plan"]["settings"][name] == value
 
 
 def test_what_is_missing_for_the_commands_is_said(model, talks, tmp_path, capsys):

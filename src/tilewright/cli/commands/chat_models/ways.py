@@ -87,7 +87,7 @@ def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, 
 def _planned(loaded: Loaded, how: str, options: PlanRequest, quiet: bool) -> Way:
     """A way without its command."""
     vocab_size = _vocab_size(loaded)
-    site = site_for(loaded, options, vocab_size or loaded.recipe.data.vocab_size, quiet=quiet)
+    site = site_for(loaded, options, vocab_size or 1, quiet=quiet)  # less than any embedding has, as it must be
     recipe = changed(loaded.recipe, {"plan.enforce": False})  # whether it fits is the answer here, and no error
     try:
         check_data(recipe.model, recipe.data.seq_len, vocab_size)
