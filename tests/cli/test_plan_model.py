@@ -150,7 +150,7 @@ def test_what_is_of_one_recipe_or_of_this_machine_is_refused(model, capsys):
     for typed, said in (
         (["--why", "layer.0"], "of the plan of one recipe"),
         (["--largest"], "of the plan of one recipe"),
-        (["--host-memory", "8GiB"], "takes what this machine has"),
+        (["--host-memory", "8GiB"], "Host and disk budgets"),
         (["--device-memory", "24Gb"], "Invalid memory size"),
         (["--on", "5090x"], "Unknown machine name"),
         (["--data.seq_len", "-1"], "data.seq_len"),

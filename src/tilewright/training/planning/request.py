@@ -106,7 +106,7 @@ def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bo
     for option, text in (("--host-memory", options.host_memory), ("--disk-memory", options.disk_memory)):
         if text:
             raise ConfigError(
-                "A fine-tune takes what this machine has of host and disk",
+                "Host and disk budgets of a fine-tune cannot be typed",
                 got=f"{option} {text}",
                 need="--device-memory alone, which the run's plan.device_memory sets too",
                 try_=f"--device-memory, or {option} with --on for a machine that is not at hand",
