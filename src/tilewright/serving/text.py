@@ -20,6 +20,8 @@ class TextStream:
 
     A token may hold a part of a character, and many tokenizers drop the space before the first word of what they
     decode. So tokens are decoded together with those before them, and text whose last character is not whole waits.
+    Bytes that are no UTF-8 come out as replacement characters; of tokenizers with byte tokens (SentencePiece) decoding
+    all at once may then replace good characters beside them too.
 
     Example:
         >>> from tilewright.data.common.tokenizer import train_tokenizer

@@ -87,9 +87,7 @@ def serve(
 
         def started() -> None:
             say(f"model {opened.name} at {address}{', with a key' if api_key else ''}")
-            say(
-                f"{concurrent} answers at a time, {waiting} may wait, {format_bytes(limits.body_bytes)} per request"
-            )
+            say(f"{concurrent} answers at a time, {waiting} may wait, {format_bytes(limits.body_bytes)} per request")
 
         run_server(server.app, bound, started)
     say("server ended")
