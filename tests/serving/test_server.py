@@ -182,13 +182,11 @@ def test_places_are_limited_and_a_client_that_leaves_frees_its_own(session, stre
         assert post(port, CHAT, ASK)[0] == 200
 
 
-def test_time_ends_an_answer_and_a_wait(session):
-    limits = Limits(concurrent=1, waiting=4, seconds=0.6)
-    with serving(SlowSession(session), limits) as (port, _), ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: post(port, CHAT, ASK | {"max_tokens": 2000}), range(2)))
-    assert sorted(status for status, _, _ in found) == [200, 429]
-    whole = next(content for status, content, _ in found if status == 200)
-    assert whole["choices"][0]["finish_reason"] == "length"
+def test_time_ends_an_answer(session):
+    with serving(SlowSession(session), Limits(seconds=0.6)) as (port, _):
+        status, content, _ = post(port, CHAT, ASK | {"max_tokens": 2000})
+    assert status == 200
+    assert content["choices"][0]["finish_reason"] == "length"
 
 
 class SlowSession:

@@ -27,6 +27,8 @@ from tilewright.serving.worker import BusyError, Job, OutOfTimeError, StoppedErr
 
 _CLOSED = 499
 """What proxies log where the client left; nobody reads it."""
+_DRAINED = 8
+"""Times the limit of a body that is read and dropped, so that a client that still sends gets to read the refusal."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +134,17 @@ class Server:
             async with asyncio.timeout(self.limits.body_seconds):
                 async for chunk in request.stream():
                     size += len(chunk)
-                    if size > limit:
-                        raise ApiError(413, f"The body is longer than {limit} bytes", code="body_too_large")
-                    parts.append(chunk)
+                    if size <= limit:
+                        parts.append(chunk)
+                    elif size > _DRAINED * limit:
+                        break
         except TimeoutError:
             what = f"The body did not come within {self.limits.body_seconds:g} s"
             raise ApiError(408, what, code="body_too_slow") from None
         except ClientDisconnect:
             raise ApiError(_CLOSED, "The client left") from None
+        if size > limit:
+            raise ApiError(413, f"The body is longer than {limit} bytes", code="body_too_large")
         return b"".join(parts)
 
     def _check_key(self, request: Request) -> None:

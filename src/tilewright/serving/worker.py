@@ -40,6 +40,8 @@ class Job:
         self.pieces, self.emit = pieces, emit
         self.deadline = time.monotonic() + seconds
         self.cancelled = False
+        self.begun = False
+        """Whether a piece of it was drawn."""
 
     def cancel(self) -> None:
         """Nobody waits for it any more."""
@@ -122,8 +124,9 @@ class Worker:
         if job.cancelled:
             return False
         if time.monotonic() > job.deadline:
-            job.emit(None, OutOfTimeError())
+            job.emit(None, OutOfTimeError() if job.begun else BusyError())
             return False
+        job.begun = True
         try:
             piece = next(job.pieces, None)
         except Exception as error:  # noqa: BLE001  one request's failure is handed to it, and must not end the others
