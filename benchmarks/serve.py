@@ -1,6 +1,6 @@
 """`tilewright serve` under load: eight clients of the `openai` package, malformed requests between good ones.
 
-A model of 31 million parameters with random weights is served by a process of its own, as a user starts it. Eight
+A model of 5 million parameters with random weights is served by a process of its own, as a user starts it. Eight
 threads send 200 requests, half of them streamed, and 50 that are wrong in ten ways. Counted: answers that are lost or
 of another length than asked for, wrong requests that do not get a status 4xx, and the memory of the server.
 
@@ -31,7 +31,7 @@ from tilewright.models.build import init_weights
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 
-CLIENTS, GOOD, BAD, TOKENS = 8, 200, 50, 32
+CLIENTS, GOOD, BAD, TOKENS = 8, 200, 50, 16
 MARKS = (50, 150, 250)
 """Requests after which the server's memory is read."""
 NAME = "served"
@@ -72,7 +72,7 @@ def main() -> None:
 def _make_model(folder: Path) -> int:
     texts = [path.read_text() for path in sorted(Path("docs").rglob("*.md"))]
     tokenizer = train_tokenizer(texts, 8000)
-    model = Decoder(DecoderConfig.of(vocab_size=tokenizer.vocab_size, dim=512, num_heads=8, num_layers=8))
+    model = Decoder(DecoderConfig.of(vocab_size=tokenizer.vocab_size, dim=256, num_heads=4, num_layers=4))
     init_weights(model, 0)
     model.save_hf(folder, extra={"max_position_embeddings": 2048, "eos_token_id": tokenizer.eos_id})
     tokenizer.save(folder)
