@@ -51,7 +51,10 @@ COMMANDS = {
         "tilewright.cli.commands.chat_models.serve:serve",
         "Serve the model of a run, or any model, behind OpenAI's API.",
     ),
-    "eval": ("tilewright.cli.commands.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
+    "eval": (
+        "tilewright.cli.commands.eval:eval_",
+        "Evaluate a run on its held-out text, or a run or a model on tasks, in FP32.",
+    ),
     "generate": ("tilewright.cli.commands.generate:generate", "Continue a text with the model of a run."),
     "inspect": ("tilewright.cli.commands.inspect:inspect_", "Show the contents of a recipe, a run or a checkpoint."),
     "report": (

@@ -50,6 +50,9 @@ class OpenModel:
         chat: the template; None where neither the model nor the caller has one.
         max_positions: tokens of prompt and answer that the model knows; None where nothing says so.
         recipe: of a run; None for a folder.
+        checkpoint: of a run; None for a folder.
+        files: the folder with the files of the tokenizer that the weights came with; None of a run whose weights were
+            random at first.
     """
 
     name: str
@@ -59,6 +62,8 @@ class OpenModel:
     device: torch.device
     max_positions: int | None
     recipe: Recipe | None = None
+    checkpoint: Path | None = None
+    files: Path | None = None
 
 
 def open_model(name: str, *, device: str = "auto", dtype: Dtype = "auto", chat_template: str = "") -> OpenModel:
@@ -102,11 +107,14 @@ def _open_run(run: Path, device: str, dtype: Dtype, template: str) -> OpenModel:
     if dtype == "bf16":
         opened.model.to(torch.bfloat16)
     limit = opened.recipe.data.seq_len
-    if section.weights == "load":
-        limit = max(limit, _max_positions(Path(local_folder(section.path))) or 0)
+    files = Path(local_folder(section.path)).expanduser() if section.weights == "load" else None
+    if files is not None:
+        limit = max(limit, _max_positions(files) or 0)
     chat = _chat(run, opened.tokenizer, template)
     name = run.resolve().name
-    return OpenModel(name, opened.model, opened.tokenizer, chat, opened.device, limit, opened.recipe)
+    return OpenModel(
+        name, opened.model, opened.tokenizer, chat, opened.device, limit, opened.recipe, opened.checkpoint, files
+    )
 
 
 def _open_folder(folder: Path, name: str, device: str, dtype: Dtype, template: str) -> OpenModel:
@@ -129,7 +137,8 @@ def _open_folder(folder: Path, name: str, device: str, dtype: Dtype, template: s
         model = load_hf(folder, "causal_lm", "load", device=machine.device, dtype=chosen)
         check_vocab(model.vocab_size, tokenizer.vocab_size, str(folder))
     chat = _chat(folder, tokenizer, template)
-    return OpenModel(name, model.eval(), tokenizer, chat, torch.device(machine.device), _max_positions(folder))
+    limit = _max_positions(folder)
+    return OpenModel(name, model.eval(), tokenizer, chat, torch.device(machine.device), limit, files=folder)
 
 
 def _open_adapter(folder: Path, device: str, dtype: Dtype, template: str) -> OpenModel:
@@ -151,7 +160,8 @@ def _open_adapter(folder: Path, device: str, dtype: Dtype, template: str) -> Ope
     tokenizer = load_tokenizer(folder) if own else opened.tokenizer
     chat = _chat(folder, tokenizer, template) or opened.chat
     name = folder.resolve().name
-    return OpenModel(name, opened.model.eval(), tokenizer, chat, opened.device, opened.max_positions)
+    files = folder if own else opened.files
+    return OpenModel(name, opened.model.eval(), tokenizer, chat, opened.device, opened.max_positions, files=files)
 
 
 def _chat(folder: Path, tokenizer: Tokenizer, chosen: str) -> ChatTemplate | None:

@@ -238,3 +238,14 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
                 f"{name} is not a number", got=repr(text), need="an integer", try_=f"unset {name}", where=where
             )
     return Ranks(*map(int, found.values()))
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Inside, a library may set variables of this process; afterwards they are as they were."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
