@@ -22,7 +22,7 @@ from starlette.routing import Route
 from tilewright.core.errors import TilewrightError
 from tilewright.models.sampling import Sampling
 from tilewright.serving.protocol import ApiError, ChatRequest, TextRequest, parse
-from tilewright.serving.session import Answer, AnswerSettings, PromptTooLongError, Session
+from tilewright.serving.session import AnswerSettings, AnswerStream, PromptTooLongError, Session
 from tilewright.serving.worker import BusyError, Job, OutOfTimeError, StoppedError, Worker
 
 _CLOSED = 499
@@ -199,7 +199,7 @@ class Server:
             raise _as_api_error(error)
         return piece, error
 
-    async def _whole(self, request: Request, job: Job, pieces: asyncio.Queue, answer: Answer) -> str:
+    async def _whole(self, request: Request, job: Job, pieces: asyncio.Queue, answer: AnswerStream) -> str:
         async def collect() -> str:
             parts: list[str] = []
             while True:
@@ -239,7 +239,7 @@ async def _events(
     job: Job,
     first: tuple[str | None, BaseException | None],
     pieces: asyncio.Queue,
-    answer: Answer,
+    answer: AnswerStream,
     shape: "Shape",
     usage: Callable[[], dict[str, int]] | None,
 ) -> AsyncIterator[str]:
@@ -295,7 +295,7 @@ class Shape:
         return self._head | {"object": chat if self.is_chat else "text_completion"}
 
 
-def _usage(num_prompt: int, answer: Answer) -> Callable[[], dict[str, int]]:
+def _usage(num_prompt: int, answer: AnswerStream) -> Callable[[], dict[str, int]]:
     return lambda: {
         "prompt_tokens": num_prompt,
         "completion_tokens": answer.num_tokens,

@@ -58,7 +58,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class Part(_Strict):
+class TextPart(_Strict):
     """A part of a message; text only."""
 
     type: Literal["text"]
@@ -69,7 +69,7 @@ class ChatMessage(_Strict):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part]
+    content: str | list[TextPart]
     name: str | None = None
     tool_call_id: str | None = None
     refusal: None = None

@@ -39,7 +39,7 @@ class AnswerSettings:
     seed: int | None = None
 
 
-class Answer:
+class AnswerStream:
     """The pieces of one answer, drawn as they are asked for; nothing runs before the first.
 
     `finish_reason` is "stop" (an end of turn, or a stop string) or "length", and None before the end.
@@ -120,7 +120,7 @@ class Session:
         """Tokens that an answer may have behind a prompt; None: any number."""
         return None if self.max_positions is None else self.max_positions - len(ids)
 
-    def answer(self, ids: Sequence[int], settings: AnswerSettings, *, turn: bool) -> Answer:
+    def answer(self, ids: Sequence[int], settings: AnswerSettings, *, turn: bool) -> AnswerStream:
         """The answer to a prompt. It is shorter than asked for where the model's positions end before.
 
         Args:
@@ -148,7 +148,7 @@ class Session:
         tokens = stream(
             self.model, ids_S, num_tokens, sampling=settings.sampling, stop_ids=stop_ids, seed=settings.seed
         )
-        return Answer(tokens, self.tokenizer, stop, num_tokens)
+        return AnswerStream(tokens, self.tokenizer, stop, num_tokens)
 
 
 def fitting(session: Session, messages: Sequence[dict[str, Any]], room: int) -> tuple[list[dict[str, Any]], list[int]]:

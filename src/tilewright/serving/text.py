@@ -9,7 +9,7 @@ from typing import Protocol
 _BROKEN = "\ufffd"
 
 
-class Decodes(Protocol):
+class DecodesIds(Protocol):
     """The part of a tokenizer needed here."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -31,7 +31,7 @@ class TextStream:
         (['', 'é', '!'], '')
     """
 
-    def __init__(self, tokenizer: Decodes):
+    def __init__(self, tokenizer: DecodesIds):
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._done = 0
