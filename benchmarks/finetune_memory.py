@@ -54,6 +54,7 @@ OURS = {
     "full": LAYERWISE,
     "full_disk": LAYERWISE | {"memory.offload_optimizer": "disk"},
     "lora_fp8": {"lora.rank": "16", "precision.mode": "fp8_tile", "train.activation_checkpoint": "full",
+                 "optim.master_weights": "stochastic",
                  "train.micro_batch_size": "1", "memory.plan": ""},
 }  # fmt: skip
 PEERS = ("trainer", "in_backward")
@@ -103,7 +104,7 @@ def ours(name: str, folder: Path) -> dict[str, Any]:
         "peak_bytes": peak,
         "step_s": statistics.median(row["step_s"] for row in steps[1:]),
         "losses": [round(row["loss"], 3) for row in steps],
-        "planned": plan.get("total_bytes"),
+        "planned": plan.get("peak_bytes"),
     }
 
 
