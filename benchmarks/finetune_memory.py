@@ -88,6 +88,7 @@ def settings_of(name: str, folder: Path) -> dict[str, str]:
         "train.steps": str(STEPS), "train.eval_interval": "0", "train.eval_batches": "1", "train.sample_tokens": "0",
         "train.compile": "off", "optim.lr": "1e-5", "optim.kind": "adamw", "checkpoint.interval_minutes": "0",
         "checkpoint.save_last": "false", "log.report": "false",
+        "precision.eval_fp32": "false",
     } | OURS[name]  # fmt: skip
 
 

@@ -33,9 +33,18 @@ def make_folder(folder, kind):
     return folder
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float32", "fp8"])
-@pytest.mark.parametrize(("base", "mode"), [("fp8", "fp8_tile"), ("keep", "bf16_mixed")])
-@pytest.mark.parametrize("master", ["fp32", "stochastic"])
+@pytest.mark.parametrize(
+    ("stored", "base", "mode", "master"),
+    [
+        ("bfloat16", "keep", "bf16_mixed", "stochastic"),
+        ("float32", "keep", "bf16_mixed", "fp32"),
+        *(
+            pytest.param(stored, "fp8", "fp8_tile", master, marks=pytest.mark.slow)
+            for stored in ("bfloat16", "float32", "fp8")
+            for master in ("fp32", "stochastic")
+        ),
+    ],
+)
 def test_the_model_is_the_one_loaded_whole(stored, base, mode, master, data, tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "model", stored)
     changes = {"model__kind": "hf", "model__path": folder, "model__weights": "load", "precision__mode": mode}
@@ -62,6 +71,7 @@ def test_the_model_is_the_one_loaded_whole(stored, base, mode, master, data, tmp
         parts.close()
 
 
+@pytest.mark.slow
 def test_a_base_in_fp8_is_never_there_in_fp32(data, tmp_path, monkeypatch):
     """What is alive at once: the layers' codes, and of the layer that is encoded the values."""
     folder = make_folder(tmp_path / "model", "bfloat16")

@@ -9,7 +9,7 @@ other tensors are asked for with it. Called where a recipe keeps parameters off 
 """
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ def stored_values(model: Model, folder: Path | str) -> InitialValues:
         return direct
     model.notes.append("The folder's weights have other names than the model's: they are loaded whole before use.")
     loaded = load_hf(folder, model.task, "load", kernels=model.kernels).net.state_dict()
-    return functools.partial(_copy_stored, model.net, lambda part: _copy_from(loaded, part))
+    return functools.partial(_copy_stored, model.net, _kept_names(model.net), lambda part: _copy_from(loaded, part))
 
 
 def direct_values(model: HFModel, folder: Path | str, without: Collection[str] = ()) -> InitialValues | None:
@@ -77,7 +77,9 @@ def direct_values(model: HFModel, folder: Path | str, without: Collection[str] =
     if not all(n in without or (n in stored and stored[n].shape == shape) for n, shape in own.items()):
         return None
     coded = find_weights(folder, stored)
-    return functools.partial(_copy_stored, model.net, lambda part: copy_stored(stored, coded, part))
+    return functools.partial(
+        _copy_stored, model.net, _kept_names(model.net), lambda part: copy_stored(stored, coded, part)
+    )
 
 
 def _persistent_buffers(net: nn.Module) -> dict[str, Tensor]:
@@ -91,9 +93,16 @@ def _copy_from(source: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> N
         tensor.copy_(source[name])
 
 
-def _copy_stored(net: nn.Module, copy: InitialValues, tensors: Mapping[str, Tensor]) -> None:
+def _kept_names(net: nn.Module) -> Callable[[], frozenset[str]]:
+    """What a checkpoint of the model names; looked up at the first call, when the model is converted, and only then."""
+    return functools.cache(lambda: frozenset(net.state_dict(keep_vars=True)))
+
+
+def _copy_stored(
+    net: nn.Module, kept_names: Callable[[], frozenset[str]], copy: InitialValues, tensors: Mapping[str, Tensor]
+) -> None:
     """Copy what a folder holds; buffers that no folder holds are computed as transformers does."""
-    kept = net.state_dict(keep_vars=True)
+    kept = kept_names()
     named = {name.removeprefix(_NET): tensor for name, tensor in tensors.items()}
     computed = {_NET + name: tensor for name, tensor in named.items() if name not in kept}
     if computed:
