@@ -19,6 +19,7 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
 import string
 import subprocess
@@ -310,6 +311,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pretrain", type=int, default=500)
+    parser.add_argument("--base", type=Path, help="a model that an earlier run of this script has trained")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     data, held = questions(TRAIN + TEST, 1)[:TRAIN], questions(TRAIN + TEST, 1)[TRAIN:]
@@ -317,20 +319,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         base, file = root / "base", root / "talks.jsonl"
-        loss = pretrain(base, args.pretrain)
+        if args.base is None:
+            print(f"base: loss {pretrain(base, args.pretrain):.3f}", flush=True)
+        else:
+            shutil.copytree(args.base, base)
         before = accuracy(base, held)
-        print(f"base: loss {loss:.3f}, {before:.1f} %, {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"base: {before:.1f} %, {time.perf_counter() - began:.0f} s", flush=True)
         talks = [
             [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             for question, answer, _ in data
         ]
         file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
         found: dict[str, list[float]] = {}
+        per_step = conversations_per_step(base, data)
         for seed in range(args.seeds):
             for how in ("full", "lora", "lora_fp8"):
                 found.setdefault(how, []).append(accuracy(ours(base, file, how, seed, args.steps, root), held))
                 print(seed, how, found[how][-1], f"{time.perf_counter() - began:.0f} s", flush=True)
-            per_step = conversations_per_step(root / "runs" / f"full-{seed}")
             for how in ("full", "lora"):
                 plain(base, data, how, seed, args.steps, per_step, root / f"plain_{how}-{seed}")
                 found.setdefault(f"plain_{how}", []).append(accuracy(root / f"plain_{how}-{seed}", held))
@@ -345,11 +350,13 @@ def main() -> None:
     write_result("finetune_quality", CLAIM, results)
 
 
-def conversations_per_step(run: Path) -> int:
-    """As many as a step of packed rows has on average."""
-    tokens = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    targets = statistics.mean(row["targets"] for row in tokens if "targets" in row)
-    return round(targets / (WORD + 1))
+def conversations_per_step(base: Path, data: Pairs) -> int:
+    """As many as a step of packed rows holds."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    longest = max(len(encode(tokenizer, question, answer)[0]) for question, answer, _ in data[:100])
+    return BATCH * (SEQ // longest)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,14 @@ def memory() -> Iterator[Row]:
                         f"{result.name}_{name}_{peer}_time", f"{words}: seconds of a step against {words_of}",
                         "at most 1.20x", turns(pair["step_s_ratio"]["samples"], _times, at_most=1.2), result,
                     )  # fmt: skip
+        if "start" in found:
+            yield Row(
+                f"{result.name}_start",
+                "`tilewright finetune` on a model of Qwen3-0.6B's shape: seconds from the command to its first step",
+                "at most 60 s",
+                turns(found["start"]["first_step_s"]["samples"], lambda seconds: f"{seconds:.0f} s", at_most=60.0),
+                result,
+            )
 
 
 def _peak(row: Mapping[str, Any], limit: float) -> Verdict:
