@@ -35,8 +35,8 @@ def groups() -> list[Group]:
         Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver()],
               "python -m benchmarks.plan_measured", PLANS),
         Group("Default job", [*first_hour_rows.default_job(), *first_hour_rows.muon()]),
-        Group("Fine-tuning", [*finetune_rows.memory(), *finetune_rows.answers(), *finetune_rows.generation()],
-              "python -m benchmarks.finetune_memory"),
+        Group("Fine-tuning", list(finetune_rows.rows()),
+              "python -m benchmarks.finetune_memory, .finetune_quality, .generate"),
         Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(), *first_hour_rows.watch()]),
     ]  # fmt: skip
 
