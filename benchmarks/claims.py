@@ -7,7 +7,7 @@ A claim that needs a GPU is a row without a measurement until there is a result 
 from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
 
-from benchmarks import first_hour_rows
+from benchmarks import finetune_rows, first_hour_rows
 from benchmarks.claim_rows import Group, Row, read, read_all
 from benchmarks.verdict import (
     MISS,
@@ -35,6 +35,8 @@ def groups() -> list[Group]:
         Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver()],
               "python -m benchmarks.plan_measured", PLANS),
         Group("Default job", [*first_hour_rows.default_job(), *first_hour_rows.muon()]),
+        Group("Fine-tuning", list(finetune_rows.rows()),
+              "python -m benchmarks.finetune_memory, .finetune_quality, .generate"),
         Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(), *first_hour_rows.watch()]),
     ]  # fmt: skip
 

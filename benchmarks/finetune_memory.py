@@ -10,6 +10,7 @@ full, full_disk     `tilewright train` layer by layer, BF16 weights rounded stoc
 lora_fp8            `tilewright train`, adapters of rank 16 on an FP8 base
 trainer             Hugging Face's Trainer as its page on memory says: weights in BF16, gradient checkpointing,
                     torchao's 8-bit AdamW
+start               `tilewright finetune` as a user types it, LoRA, on 200 conversations; only until its first step
 in_backward         a loop with the same, whose optimizer runs inside of the backward pass, parameter by parameter, and
                     with the head's loss in chunks
 
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +56,11 @@ OURS = {
     "full": LAYERWISE,
     "full_disk": LAYERWISE | {"memory.offload_optimizer": "disk"},
     "lora_fp8": {"lora.rank": "16", "precision.mode": "fp8_tile", "train.activation_checkpoint": "full",
+                 "optim.master_weights": "stochastic",
                  "train.micro_batch_size": "1", "memory.plan": ""},
 }  # fmt: skip
 PEERS = ("trainer", "in_backward")
+START = "start"
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 """For the peers too; ours sets it by itself."""
 
@@ -73,6 +77,14 @@ def make_folder(folder: Path, tiny: bool) -> None:
     Qwen3ForCausalLM(Qwen3Config(**(SHAPE | (TINY if tiny else {})))).save_pretrained(folder / "model")
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parent.parent.glob("*.py"))[:60]]
     train_tokenizer(texts, 4096).save(folder / "model")
+    talks = [
+        [
+            {"role": "user", "content": f"What is {number}? " * 20},
+            {"role": "assistant", "content": f"It is {number}. " * 20},
+        ]
+        for number in range(200)
+    ]
+    (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     (folder / "text").mkdir()
     for number, text in enumerate(texts):
         (folder / "text" / f"{number}.txt").write_text(text, encoding="utf-8")
@@ -87,6 +99,7 @@ def settings_of(name: str, folder: Path) -> dict[str, str]:
         "train.steps": str(STEPS), "train.eval_interval": "0", "train.eval_batches": "1", "train.sample_tokens": "0",
         "train.compile": "off", "optim.lr": "1e-5", "optim.kind": "adamw", "checkpoint.interval_minutes": "0",
         "checkpoint.save_last": "false", "log.report": "false",
+        "precision.eval_fp32": "false",
     } | OURS[name]  # fmt: skip
 
 
@@ -94,16 +107,43 @@ def ours(name: str, folder: Path) -> dict[str, Any]:
     """One run through the command line."""
     settings = settings_of(name, folder)
     command = [sys.executable, "-m", "tilewright", "train", *(f"--{key}={value}" for key, value in settings.items())]
-    peak = watched(command, os.environ)
-    run = Path(settings["run.dir"]) / settings["run.name"]
+    return outcome(command, Path(settings["run.dir"]) / settings["run.name"])
+
+
+def start(folder: Path) -> dict[str, Any]:
+    """A fine-tune with the settings of its recipe, until its first step has ended."""
+    name = f"start-{time.time_ns()}"
+    command = [sys.executable, "-m", "tilewright", "finetune", str(folder / "model"), str(folder / "talks.jsonl")]
+    command += [f"--run.dir={folder / 'runs'}", f"--run.name={name}", f"--data.cache_dir={folder / 'cache'}"]
+    command += ["--data.chat_template=chatml", "--train.steps=1", "--checkpoint.save_last=false", "--log.report=false"]
+    return outcome(command, folder / "runs" / name)
+
+
+def outcome(command: list[str], run: Path) -> dict[str, Any]:
+    """Run a command of ours and read its run folder."""
+    seen: dict[str, tuple[float, float]] = {}
+
+    def look(seconds: float, cpu_s: float) -> None:
+        """When the run folder first held something, in seconds since the process began, and the CPU's."""
+        log = run / "metrics.jsonl"
+        text = log.read_text() if log.exists() else ""
+        phases = {"planned": (run / "plan.json").exists()}
+        phases |= {"evaluated": '"eval"' in text, "first_step": '"loss_scale"' in text}
+        for phase, there in phases.items():
+            if there:
+                seen.setdefault(phase, (round(seconds, 1), round(cpu_s, 1)))
+
+    peak = watched(command, os.environ, look)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
-    plan = json.loads((run / "plan.json").read_text()) if (run / "plan.json").exists() else {}
+    plan = json.loads((run / "plan.json").read_text())
     return {
         "peak_bytes": peak,
-        "step_s": statistics.median(row["step_s"] for row in steps[1:]),
+        "step_s": statistics.median(row["step_s"] for row in steps[1:] or steps),
+        "first_step_s": seen["first_step"][0],
+        "phases": seen,
         "losses": [round(row["loss"], 3) for row in steps],
-        "planned": plan.get("total_bytes"),
+        "planned": plan["peak_bytes"],
     }
 
 
@@ -114,19 +154,21 @@ def peer(name: str, folder: Path, tiny: bool) -> dict[str, Any]:
     return {"peak_bytes": peak} | json.loads((folder / f"{name}.json").read_text())
 
 
-def watched(command: list[str], environ: Any) -> int:
+def watched(command: list[str], environ: Any, look: Callable[[float, float], None] | None = None) -> int:
     """Run a command; the peak of its resident memory in bytes, or of it and its children where they have more.
 
     Pages that processes share count once: of a family it is the sum of proportional set sizes.
     """
     child = subprocess.Popen(command, env=dict(environ), stdout=subprocess.DEVNULL)
-    process, peak = psutil.Process(child.pid), 0
+    process, peak, began = psutil.Process(child.pid), 0, time.perf_counter()
     while child.poll() is None:
         try:
             children = process.children(recursive=True)
             now = sum(one.memory_full_info().pss for one in (process, *children)) if children else 0
             high = [line for line in Path(f"/proc/{child.pid}/status").read_text().splitlines() if "VmHWM" in line]
             peak = max(peak, now, *(int(line.split()[1]) * 1024 for line in high))
+            if look is not None:
+                look(time.perf_counter() - began, sum(process.cpu_times()[:2]))
         except (psutil.NoSuchProcess, FileNotFoundError):  # it has just ended
             pass
         time.sleep(0.1)
@@ -227,7 +269,7 @@ def train_in_backward(model: Any, rows: np.ndarray, folder: Path) -> tuple[list[
 def main() -> None:
     """All rows in turns, and the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=[*OURS, *PEERS], choices=[*OURS, *PEERS])
+    parser.add_argument("--rows", nargs="+", default=[*OURS, *PEERS, START], choices=[*OURS, *PEERS, START])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="a small shape, to try the script")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -243,12 +285,15 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", f"{make}make_folder(Path({name!r}), {args.tiny})"], check=True)
         for _ in range(args.rounds):
             for row in args.rows:
-                found[row].append(ours(row, folder) if row in OURS else peer(row, folder, args.tiny))
+                one = start(folder) if row == START else None
+                found[row].append(one or (ours(row, folder) if row in OURS else peer(row, folder, args.tiny)))
                 print(row, json.dumps(found[row][-1]), flush=True)
     results: dict[str, Any] = {"tokens_per_step": BATCH * SEQ, "steps": STEPS, "stolen_share": stolen.share}
     for row, runs in found.items():
         results[row] = {key: spread([run[key] for run in runs]) for key in ("peak_bytes", "step_s")}
-        results[row] |= {key: runs[0][key] for key in ("losses", "planned") if key in runs[0]}
+        results[row] |= {key: runs[0][key] for key in ("losses", "planned", "phases") if key in runs[0]}
+        if "first_step_s" in runs[0]:
+            results[row]["first_step_s"] = spread([run["first_step_s"] for run in runs])
     for row in (name for name in args.rows if name in OURS):
         for other in (name for name in args.rows if name in PEERS):
             times = [mine["step_s"] / theirs["step_s"] for mine, theirs in zip(found[row], found[other], strict=True)]

@@ -83,3 +83,31 @@ def test_autograd_makes_no_second_fp32_copy():
     with WideCopies() as copies:
         gradients(leaf(torch.float32))
     assert copies.count == 0
+
+
+class Tables(TorchDispatchMode):
+    """Counts FP32 results as large as the weight, which itself is in BF16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += isinstance(out, torch.Tensor) and out.dtype == torch.float32 and out.numel() == V * D
+        return out
+
+
+def test_a_frozen_head_costs_no_gradient_of_its_own():
+    """Under adapters: the same gradient at the input, and nothing as large as the head is made."""
+    labels_N = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(1))
+    found, tables = [], []
+    for frozen in (False, True):
+        weight_VD = leaf(torch.float32).requires_grad_(not frozen)
+        x_ND = torch.randn(N, D, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        with Tables() as made:
+            (loss.eager(x_ND, weight_VD, labels_N, tile_bytes=V * 2 * 20)[0] * 0.37).backward()
+        found.append(x_ND.grad)
+        tables.append(made.count)
+        assert (weight_VD.grad is None) == frozen
+    assert torch.equal(*found)
+    assert tables[0] > 0
+    assert tables[1] == 0

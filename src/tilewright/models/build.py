@@ -151,11 +151,11 @@ def _build_hf(section: ModelSection, vocab_size: int, kernels: Kernels, device: 
     if section.task != "image_classification":
         check_vocab(model.vocab_size, vocab_size, section.path)
     if torch.device(device).type != "meta":
-        model.notes += _untrained(section)
+        model.notes += untrained_notes(section)
     return model
 
 
-def _untrained(section: ModelSection) -> list[str]:
+def untrained_notes(section: ModelSection) -> list[str]:
     """What of the folder's architecture the task does not train, in words; empty where it trains all."""
     text = section.task != "image_classification"
     parts, share = untrained_parts(*hf_shapes(section.path, section.task), text=text)

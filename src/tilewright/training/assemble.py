@@ -51,7 +51,7 @@ from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
 from tilewright.training.components.export import check_export
-from tilewright.training.components.lora_model import build_adapted
+from tilewright.training.components.lora_model import build_adapted, fill_lazy
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook
@@ -270,6 +270,8 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         if values is not None:
             to_placeholders(model, device)
             fill_buffers(model, values)
+        else:
+            fill_lazy(recipe, model, device)
         cut_layers(model, each, compile=setup.compiles)
         optimizer = make_optimizer(recipe.optim, model, setup.kernels, recipe.run.seed)
         sliced = None
@@ -345,7 +347,8 @@ def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tu
     """The model, and what is done with each of its layers."""
     recipe = setup.recipe
     device = "meta" if has_layer_groups(recipe) else setup.device
-    model = build_adapted(recipe, setup.prepared.vocab_size, setup.kernels, device, fresh=fresh and device != "meta")
+    lazy, vocab_size = device != "meta", setup.prepared.vocab_size  # layer groups are filled one by one anyhow
+    model = build_adapted(recipe, vocab_size, setup.kernels, device, fresh=fresh and lazy, lazy=lazy)
     check_export(recipe, model)
     each = memory_plan or memory_plan_of(recipe, len(model.layers) or 1)
     if recipe.memory.executor == "standard":

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.memory.layer_major.embedding_rows import RowGradients
 from tilewright.memory.layer_major.replay import Replay
 from tilewright.memory.layer_major.saved_views import rebind_saved_views
 from tilewright.memory.offload.activations import ActivationStore
@@ -238,7 +239,8 @@ class LayerMajor:
             grads[micro] = None
 
     def _prologue_piece(self, wanted: list[Tensor], micro: int, grad: Tensor) -> None:
-        x = self.replay.replay(("prologue", micro), None, _Prologue(self.view, self._batches[micro]))
+        with RowGradients():
+            x = self.replay.replay(("prologue", micro), None, _Prologue(self.view, self._batches[micro]))
         if x.requires_grad:
             x.backward(grad, inputs=wanted)
 

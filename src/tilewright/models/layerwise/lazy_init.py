@@ -9,7 +9,7 @@ other tensors are asked for with it. Called where a recipe keeps parameters off 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -50,16 +50,36 @@ def stored_values(model: Model, folder: Path | str) -> InitialValues:
         return decoder_weights(model, folder)
     if not isinstance(model, HFModel):
         raise TypeError(f"stored_values knows Decoder and HFModel, not {type(model).__name__}")
-    own = {name: tuple(tensor.shape) for name, tensor in model.net.named_parameters()}
-    own |= {name: tuple(tensor.shape) for name, tensor in _persistent_buffers(model.net).items()}
-    if any((Path(folder) / name).is_file() for name in (SINGLE, INDEX)):
-        stored = scan_folder(folder)
-        if all(name in stored and stored[name].shape == shape for name, shape in own.items()):
-            coded = find_weights(folder, stored)
-            return functools.partial(_copy_stored, model.net, lambda part: copy_stored(stored, coded, part))
+    direct = direct_values(model, folder)
+    if direct is not None:
+        return direct
     model.notes.append("The folder's weights have other names than the model's: they are loaded whole before use.")
     loaded = load_hf(folder, model.task, "load", kernels=model.kernels).net.state_dict()
-    return functools.partial(_copy_stored, model.net, lambda part: _copy_from(loaded, part))
+    return functools.partial(_copy_stored, model.net, _kept_names(model.net), lambda part: _copy_from(loaded, part))
+
+
+def direct_values(model: HFModel, folder: Path | str, without: Collection[str] = ()) -> InitialValues | None:
+    """The weights of a Hugging Face folder whose names are those of the model, read one by one; else None.
+
+    Args:
+        model: may be on the meta device.
+        folder: with weights in safetensors.
+        without: names in `model.net` that no folder holds.
+
+    Raises:
+        CheckpointError: the folder is not whole.
+    """
+    own = {name: tuple(tensor.shape) for name, tensor in model.net.named_parameters()}
+    own |= {name: tuple(tensor.shape) for name, tensor in _persistent_buffers(model.net).items()}
+    if not any((Path(folder) / name).is_file() for name in (SINGLE, INDEX)):
+        return None
+    stored = scan_folder(folder)
+    if not all(n in without or (n in stored and stored[n].shape == shape) for n, shape in own.items()):
+        return None
+    coded = find_weights(folder, stored)
+    return functools.partial(
+        _copy_stored, model.net, _kept_names(model.net), lambda part: copy_stored(stored, coded, part)
+    )
 
 
 def _persistent_buffers(net: nn.Module) -> dict[str, Tensor]:
@@ -73,9 +93,16 @@ def _copy_from(source: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> N
         tensor.copy_(source[name])
 
 
-def _copy_stored(net: nn.Module, copy: InitialValues, tensors: Mapping[str, Tensor]) -> None:
+def _kept_names(net: nn.Module) -> Callable[[], frozenset[str]]:
+    """What a checkpoint of the model names; looked up at the first call, when the model is converted, and only then."""
+    return functools.cache(lambda: frozenset(net.state_dict(keep_vars=True)))
+
+
+def _copy_stored(
+    net: nn.Module, kept_names: Callable[[], frozenset[str]], copy: InitialValues, tensors: Mapping[str, Tensor]
+) -> None:
     """Copy what a folder holds; buffers that no folder holds are computed as transformers does."""
-    kept = net.state_dict(keep_vars=True)
+    kept = kept_names()
     named = {name.removeprefix(_NET): tensor for name, tensor in tensors.items()}
     computed = {_NET + name: tensor for name, tensor in named.items() if name not in kept}
     if computed:

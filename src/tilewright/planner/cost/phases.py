@@ -65,7 +65,7 @@ class FixedBytes:
             chunk = chunk_rows(tokens, row, setting.loss_chunk_bytes) * row
             loss = loss_chunks(machine, shape.loss_compiled, shape.logit_bytes) * chunk + shape.logit_bytes * head
             evaluated = evaluated_loss_bytes(tokens, shape.dim, shape.vocab_size, size, setting.loss_chunk_bytes)
-            gradient = 4.0 * head
+            gradient = 0.0 if recipe.lora.rank else 4.0 * head  # under adapters it is frozen
         else:  # all logits are there at once; the gradient of the head's weight is among them
             loss, gradient = shape.rest.work(rows), 0.0
             evaluated = loss * size / shape.logit_bytes

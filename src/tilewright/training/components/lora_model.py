@@ -4,13 +4,21 @@ import torch
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.models.base.protocols import Model
-from tilewright.models.build import build_model, in_folder, init_weights
+from tilewright.models.build import build_model, in_folder, init_weights, untrained_notes
+from tilewright.models.hf.model import HFModel
 from tilewright.ops.kernels import Kernels
+from tilewright.precision.lora.lazy_load import can_fill, fill_adapted
 from tilewright.precision.lora.lora import add_lora, load_fp8_weights, load_lora_decoder
 
 
 def build_adapted(
-    recipe: Recipe, vocab_size: int, kernels: Kernels, device: torch.device | str, *, fresh: bool = False
+    recipe: Recipe,
+    vocab_size: int,
+    kernels: Kernels,
+    device: torch.device | str,
+    *,
+    fresh: bool = False,
+    lazy: bool = False,
 ) -> Model:
     """The recipe's model with its adapters, if it has any.
 
@@ -21,6 +29,7 @@ def build_adapted(
         device: where the model is made.
         fresh: give random weights their initial values, which freezing them needs to see. False where a checkpoint
             overwrites them.
+        lazy: leave a Hugging Face model that gets adapters on the meta device where `fill_lazy` can fill it.
 
     Raises:
         ConfigError: the section's values do not fit together, or a target matches no layer.
@@ -32,6 +41,12 @@ def build_adapted(
     if lora.rank and coded and model.kind == "decoder":  # never decoded: a byte per weight from the first moment on
         build_model(model, vocab_size, kernels, "meta")  # raises where folder and tokenizer do not fit
         return load_lora_decoder(model.path, *adapters, kernels=kernels, device=device, seed=recipe.run.seed)
+    if lazy and lora.rank and model.kind == "hf" and model.weights == "load":
+        shapes = build_model(model, vocab_size, kernels, "meta")
+        if can_fill(shapes, model.path):
+            shapes.notes += untrained_notes(model)
+            add_lora(shapes, *adapters, kernels=kernels, seed=recipe.run.seed)
+            return shapes
     built = build_model(model, vocab_size, kernels, device)
     if fresh and model.weights == "random":
         init_weights(built, recipe.run.seed)
@@ -40,3 +55,13 @@ def build_adapted(
         if coded:
             load_fp8_weights(built.net, model.path)
     return built
+
+
+def fill_lazy(recipe: Recipe, model: Model, device: torch.device | str) -> None:
+    """Fill a model that `build_adapted` left on the meta device, after its formats were chosen; any other stays.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    if isinstance(model, HFModel) and next(model.parameters()).is_meta:
+        fill_adapted(model, in_folder(recipe.model).path, device, recipe.run.seed)

@@ -81,24 +81,29 @@ class _ChunkedLoss(torch.autograd.Function):
         mm = wide.mm if wide.widens(x_ND.device.type, x_ND.dtype) else torch.mm
         add_gradient = _weight_gradient_adder(x_ND.device.type, x_ND.dtype, mm)
         dx_ND = torch.empty_like(x_ND)
-        dweight_VD = torch.zeros_like(weight_VD, dtype=high)
+        learns = ctx.needs_input_grad[1]  # not under adapters: then it were the largest tensor of a step, for nothing
+        dweight_VD = torch.zeros_like(weight_VD, dtype=high) if learns else None
         logits_CV = x_ND.new_empty(rows, weight_VD.shape[0])
         for start in range(0, x_ND.shape[0], rows):
             x_CD, labels_C = x_ND[start : start + rows], labels_N[start : start + rows]
             part_CV = mm(x_CD, low_weight_VD.T, out=logits_CV[: len(labels_C)])
             total += step(part_CV, labels_C)
             mm(part_CV, low_weight_VD, out=dx_ND[start : start + rows])
-            add_gradient(dweight_VD, part_CV, x_CD)
-        ctx.save_for_backward(dx_ND, dweight_VD)
+            if dweight_VD is not None:
+                add_gradient(dweight_VD, part_CV, x_CD)
+        ctx.save_for_backward(*[dx_ND] if dweight_VD is None else [dx_ND, dweight_VD])
         ctx.weight_dtype = weight_VD.dtype
         ctx.keeps_wide = weight_VD.is_leaf and weight_VD.grad_dtype == high
         return total
 
     @staticmethod
     def backward(ctx, dloss):
-        dx_ND, dweight_VD = ctx.saved_tensors
+        dx_ND, *learned = ctx.saved_tensors
         # In the wide format: dloss holds the loss scale, and rounding it to 16 bits would bias every gradient.
         dx_ND = (dx_ND.to(dloss.dtype) * dloss).to(dx_ND.dtype)
+        if not learned:
+            return dx_ND, *[None] * 4
+        [dweight_VD] = learned
         dweight_VD.mul_(dloss)
         if not ctx.keeps_wide:
             return dx_ND, dweight_VD.to(ctx.weight_dtype), *[None] * 3
