@@ -93,7 +93,7 @@ def article_quantize(tensor, bit_width=8):
 
 
 def test_the_printed_quantizer_wraps_around():
-    """Wrong, first: codes from 0 to 255 in signed bytes. Half of the values come back from the other end of the range."""
+    """Wrong, first: codes from 0 to 255 in signed bytes. Half of the values come back at the other end."""
     x = torch.linspace(-1, 1, 256)
     codes, _ = article_quantize(x)
     decoded = codes.float() * (2 / 255) - 1

@@ -1,7 +1,7 @@
 """`dynamic_quantize`: a tensor to integers over its own range, as the article on training principles has it, mended.
 
-The printed function casts codes from 0 to 255 to signed bytes, so that those above 127 wrap around; divides zero by zero
-for a constant tensor; and returns no scale, so that its codes mean nothing to who has only them.
+The printed function casts codes from 0 to 255 to signed bytes, so that those above 127 wrap around; divides zero by
+zero for a constant tensor; and returns no scale, so that its codes mean nothing to who has only them.
 """
 
 import torch
@@ -20,7 +20,7 @@ def dynamic_quantize(tensor: Tensor, bit_width: int = 8) -> tuple[IntegerTensor,
         bit_width: 2 to 8.
 
     Returns:
-        (codes with scale and zero point, as a matrix [1, elements]; the values they stand for, in the tensor's shape, FP32).
+        (codes with scale and zero point, as a matrix [1, elements]; their values in the tensor's shape, FP32).
 
     Raises:
         ConfigError: another bit width, or a tensor that is not of floating-point numbers.

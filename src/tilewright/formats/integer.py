@@ -6,9 +6,9 @@ Rounding is to nearest, ties to even. Division is true division in FP32, so the 
 A `Tile` says what shares a scale: tensorwise, rowwise (a channel of a weight, a token of an activation) or a group of a
 row, `Tile(1, 32)`. Where a group's size does not divide the row, its last group is shorter; nothing is padded.
 
-Ranges. Symmetric INT8 is -127..127: so weights negate exactly, and consumers that multiply in u8 x s8 agree (ONNX Runtime,
-TensorRT, llama.cpp's Q8_0). INT4 is -8..7, not -7..7: a sixteenth of the codes is too much to give away. Its symmetric scale
-is the smallest that clips nothing, the larger of max / 7 and -min / 8.
+Ranges. Symmetric INT8 is -127..127: so weights negate exactly, and consumers agree (ONNX Runtime, TensorRT, llama.cpp's
+Q8_0). INT4 is -8..7, not -7..7: a sixteenth of the codes is too much to give away. Its symmetric scale is the smallest
+that clips nothing, the larger of max / 7 and -min / 8.
 
 A tile with an element that is not finite gets the scale NaN, and every value of it comes back as NaN: integers have no
 code for it, and an overflow must stay visible. An empty tensor has codes and scales of no elements; a tile of zeros has
@@ -140,8 +140,8 @@ class IntegerTensor:
 def quantize_integer(x_MK: Tensor, spec: IntSpec, tile: Tile, *, symmetric: bool = True) -> IntegerTensor:
     """Scale each tile by its own range and round.
 
-    Symmetric: values are at most half a step from what they were. Affine: zero stays exactly zero, the range is widened to
-    hold it, and only the end of the range may be off by up to one step (the zero point is an integer).
+    Symmetric: values are at most half a step from what they were. Affine: zero stays exactly zero, the range is widened
+    to hold it, and only the end of the range may be off by up to one step (the zero point is an integer).
 
     Args:
         x_MK: [M, K], any float dtype and size; computed in FP32.
@@ -175,9 +175,7 @@ def tile_range(x_MK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     return tiles.amin(dim=(1, 3)).clamp(max=0), tiles.amax(dim=(1, 3)).clamp(min=0)
 
 
-def scale_of_range(
-    low: Tensor, high: Tensor, spec: IntSpec, *, symmetric: bool = True
-) -> tuple[Tensor, Tensor | None]:
+def scale_of_range(low: Tensor, high: Tensor, spec: IntSpec, *, symmetric: bool = True) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point (None: symmetric) for values from `low` to `high`, FP32, low <= 0 <= high."""
     if symmetric:
         scale = torch.maximum(high / _like(high, spec.highest), low / _like(low, spec.lowest))

@@ -1,7 +1,7 @@
 """`IntegerQuantizer`: values rounded to INT8 or INT4 and back, with a gradient: quantisation-aware training.
 
-The interface is that of `FP8Quantizer`, with zero points and a step that can be learned. The values are bit for bit those
-of `formats.integer`; what is computed afterwards stays in the input's dtype.
+The interface is that of `FP8Quantizer`, with zero points and a step that can be learned. The values are bit for bit
+those of `formats.integer`; what is computed afterwards stays in the input's dtype.
 
 See: Esser et al., "Learned Step Size Quantization", 2020 (gradient of the step, its scale and initial value).
 
@@ -38,11 +38,11 @@ class IntegerQuantizer(nn.Module):
         zero_point: code of zero, a whole number; 0 unless a scale is given.
         bits: 2 to 8.
         symmetric: zero point 0 for scales that are found.
-        granularity: what shares a scale: "tensor"; "token" (the last dim); "channel" (all but the first dim) and "group"
-            (`group` elements of a channel, the last one shorter where they do not divide) for weights.
+        granularity: what shares a scale: "tensor"; "token" (the last dim); "channel" (all but the first dim) and
+            "group" (`group` elements of a channel, the last one shorter where they do not divide) for weights.
         group: elements per scale of granularity "group".
-        calibrate_batches: number of first inputs that each round with their own scale, and whose common range fixes it for
-            those that follow. 0: never fixed.
+        calibrate_batches: number of first inputs that each round with their own scale, and whose common range fixes it
+            for those that follow. 0: never fixed.
         learned: `scale` is a parameter with the gradient of LSQ; begin with `lsq_step(weight, ...)`.
         clip_gradient: gradient zero where a value was clipped; False: one everywhere.
 
@@ -180,9 +180,7 @@ class IntegerQuantizer(nn.Module):
         return f"{self.spec.name} {kind}, scale per {self.granularity}, {source}"
 
 
-def lsq_step(
-    weight: Tensor, *, bits: int = 8, granularity: IntegerGranularity = "tensor", group: int = 32
-) -> Tensor:
+def lsq_step(weight: Tensor, *, bits: int = 8, granularity: IntegerGranularity = "tensor", group: int = 32) -> Tensor:
     """Initial step of a learned scale: 2 mean|w| / sqrt(highest code) of each tile, FP32 [GM, GK]."""
     weight_MK, tile = _matrix(weight.detach(), granularity), _tile(granularity, group)
     spec = IntSpec(bits, narrow=bits == 8)
