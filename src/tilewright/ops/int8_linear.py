@@ -122,7 +122,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias_N: Tensor | None = None) -> 
 
 
 def quantize_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 [M, K] and scales FP32 [M, 1], those of `formats.integer` with fewer passes. Codes of a row that is not
+    """Codes int8 [M, K] and scales FP32 [M, 1], those of `formats.integer` in fewer passes. Codes of a row that is not
     finite mean nothing; its scale is NaN."""
     x_MK = x_MK.to(torch.float32)
     amax_M1 = x_MK.abs().amax(dim=1, keepdim=True)
