@@ -1,9 +1,9 @@
 """AWQ: input channels with large activations get finer weights, and the norm before undoes it. Exact before rounding.
 
 A norm's weight is divided by s and the columns of the linear layers that read it are multiplied by s = mean|x|^alpha;
-alpha is the one of eleven with the smallest output error of the rounded layers. alpha = 0 is plain rounding, so no layer
-gets worse on its calibration inputs. Which layers read a norm is seen in a pass; whether nothing else does is checked by the
-loss, and a scaling that changes it is undone.
+alpha is the one of eleven with the smallest output error of the rounded layers. alpha = 0 is plain rounding, so the
+layers that share a norm do not get worse on their calibration inputs. Which layers read a norm is seen in a pass;
+whether nothing else does is checked by the loss, and a scaling that changes it is undone.
 
 See: Lin et al., "AWQ", 2024. Only norms are scaled here, not values before output projections.
 
