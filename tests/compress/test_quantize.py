@@ -84,8 +84,8 @@ def test_a_scaling_that_another_reader_would_see_is_undone():
     assert result.notes
     assert all("read by something else" in note for note in result.notes)
     before = dict(model.named_parameters())
-    norms = [key for key, value in before.items() if value.ndim == 1 and key.endswith("LayerNorm.weight")]
-    assert len(norms) > 3
+    norms = [key for key in before if key.endswith("LayerNorm.weight") and "encoder.layer.1.output" not in key]
+    assert len(norms) > 3  # the last norm has one reader, and may be scaled
     assert all(torch.equal(result.model.get_parameter(key), before[key]) for key in norms)
 
 
