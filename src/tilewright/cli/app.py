@@ -45,6 +45,10 @@ COMMANDS = {
     ),
     "eval": ("tilewright.cli.commands.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
     "generate": ("tilewright.cli.commands.generate:generate", "Continue a text with the model of a run."),
+    "export": (
+        "tilewright.cli.commands.export:export",
+        "Export a run for other runtimes, and run each artefact in its own.",
+    ),
     "inspect": ("tilewright.cli.commands.inspect:inspect_", "Show the contents of a recipe, a run or a checkpoint."),
     "report": (
         "tilewright.cli.commands.report:report",

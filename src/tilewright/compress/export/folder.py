@@ -22,9 +22,19 @@ def _write(dtype: torch.dtype, source: ExportSource, path: Path) -> Written:
     source.model.save_hf(path, dtype=dtype, extra=config_keys(source.recipe, source.tokenizer))
     copy_beside(source.recipe, source.run, path)
     if dtype != CODE_DTYPE:
-        return Written()
+        return Written(options={"task": source.task})
     in_fp8, total = fp8_bytes(path)
-    return Written(notes=(f"{format_bytes(in_fp8)} of {format_bytes(total)} in FP8 ({format_share(in_fp8 / total)})",))
+    section = source.recipe.model.model_copy(update={"weights": "load", "path": ""}).model_dump()
+    return Written(
+        notes=(f"{format_bytes(in_fp8)} of {format_bytes(total)} in FP8 ({format_share(in_fp8 / total)})",),
+        options={
+            "section": section,
+            "vocab_size": source.tokenizer.vocab_size,
+            "weights": "",
+            "dtype": "fp32",
+            "compile": False,
+        },
+    )
 
 
 def _why_not(dtype: torch.dtype, source: ExportSource) -> str | None:

@@ -53,7 +53,7 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
     )
     if asked != "f16" and formats["f16"]:
         notes.append(f"{formats['f16']} matrices stay F16: their rows are no multiple of {BLOCK}")
-    return Written(notes=notes, quantized=dict(formats))
+    return Written(notes=notes, quantized=dict(formats), options={"tokenizer": words is not None})
 
 
 def _target(asked: str, use: Use) -> Target:
