@@ -173,7 +173,7 @@ def _one(source: ExportSource, target: Target, path: Path, proof: Proof | None, 
         "target": target.name,
         "use": target.use,
         "consumer": target.consumer.name,
-        "path": str(path.resolve()),
+        "path": _named_from(source.run.resolve(), path.resolve()),
         "bytes": artefact_bytes(path),
         "hash": artefact_hash(path),
         "write_s": time.perf_counter() - started,
@@ -181,6 +181,10 @@ def _one(source: ExportSource, target: Target, path: Path, proof: Proof | None, 
         "formats": dict(written.quantized),
     }
     return row | _state(target, path, dict(written.options), proof, bar)
+
+
+def _named_from(run: Path, path: Path) -> str:
+    return str(path.relative_to(run) if path.is_relative_to(run) else path)
 
 
 def _state(target: Target, path: Path, options: dict[str, Any], proof: Proof | None, bar: ProgressBar) -> Row:

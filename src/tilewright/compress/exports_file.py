@@ -4,6 +4,7 @@
 
 States: "ran", the consumer answered; "lint only", it cannot run here; "unavailable", a package is missing or the format
 cannot hold the model; "failed", the consumer died, hung or answered nonsense; "not proven", nobody was asked.
+An artefact in the run folder is named from there, so that a run can be moved.
 """
 
 import json
@@ -39,11 +40,11 @@ def write_exports(run: Path, record: Mapping[str, Any]) -> None:
     write_whole(run / FILE, to_json({"format": FORMAT, **record}, indent=1) + "\n")
 
 
-def change_since(row: Mapping[str, Any]) -> str | None:
+def change_since(row: Mapping[str, Any], run: Path) -> str | None:
     """What happened to an artefact after its row was written, in words; None where it is what was proven."""
     if not row.get("path") or not row.get("hash"):
         return None
-    path = Path(str(row["path"]))
+    path = run / str(row["path"])
     if not path.exists():
         return "the artefact is gone"
     if artefact_bytes(path) != row.get("bytes") or artefact_hash(path) != row["hash"]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
 from tilewright.report import replan_table, summary, tables
+from tilewright.report.exports_table import Exports
 from tilewright.report.figures import precision_figures, run_figures
 from tilewright.report.figures.bits_figure import bits_figure
 from tilewright.report.run_data import before_after
@@ -92,6 +93,7 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         events=tables.event_rows(run.events),
         data=tables.facts(run.data),
         machine=tables.facts(run.machine, skip=("kernels",)),
+        exports=None if run.exports is None else Exports.of(run.exports, run.path),
         num_changed=tables.changed_settings(run),
         command=_command(run),
     )
