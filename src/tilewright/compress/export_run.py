@@ -4,7 +4,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 
 from tilewright.compress.export.publish import artefact_bytes, artefact_hash, publish
 from tilewright.compress.export.source import ExportSource
-from tilewright.compress.export.target import Target, missing
+from tilewright.compress.export.target import Target, Written, missing
 from tilewright.compress.export.targets import why_not
 from tilewright.compress.exports_file import Row, read_exports, write_exports
 from tilewright.compress.prove.held_out import ask_held_out
@@ -180,24 +179,24 @@ def _one(source: ExportSource, target: Target, path: Path, proof: Proof | None, 
         "notes": list(written.notes),
         "formats": dict(written.quantized),
     }
-    return row | _state(target, path, dict(written.options), proof, bar)
+    return row | _state(target, path, written, proof, bar)
 
 
 def _named_from(run: Path, path: Path) -> str:
     return str(path.relative_to(run) if path.is_relative_to(run) else path)
 
 
-def _state(target: Target, path: Path, options: dict[str, Any], proof: Proof | None, bar: ProgressBar) -> Row:
+def _state(target: Target, path: Path, written: Written, proof: Proof | None, bar: ProgressBar) -> Row:
     consumer = target.consumer
     absent = missing(consumer.packages, consumer.extra)
-    if consumer.lint_only:
-        return {"state": "lint only", "reason": consumer.lint_only}
+    if written.lint_only:
+        return {"state": "lint only", "reason": written.lint_only}
     if proof is None:
         return {"state": "not proven", "reason": "--no-proof"}
     if absent is not None:
         return {"state": "unavailable", "reason": f"written, not proven: {absent}"}
     bar.phase(f"{target.name}: run in {consumer.name}")
-    row = proof.of(consumer.module, path, options)
+    row = proof.of(consumer.module, path, written.options)
     row["runtime_notes"] = row.pop("notes", [])
     return row
 

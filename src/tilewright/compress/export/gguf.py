@@ -5,17 +5,18 @@ FP32.
 """
 
 import functools
-from collections import Counter
 from pathlib import Path
 
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Use, Written
 from tilewright.compress.gguf.architecture import shape_of, state, why_no_shape
 from tilewright.compress.gguf.file import write_file
+from tilewright.compress.gguf.read import read_formats
 from tilewright.compress.gguf.tensors import BLOCK
 from tilewright.compress.gguf.vocabulary import vocabulary, why_no_vocabulary
 
 _LLAMA_CPP = Consumer("llama.cpp", "tilewright.compress.prove.llama_cpp", packages=("xllamacpp",), extra="gguf")
+_NO_SERVER = "llama.cpp's server does not start without a tokenizer; the file was read back by the package gguf"
 _TEMPLATE = "chat_template.jinja"
 
 
@@ -38,8 +39,8 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
     if why_no_vocabulary(source.tokenizer) is None:
         words = vocabulary(source.tokenizer, shape.vocab_size, source.recipe.model.weights == "random")
     else:
-        notes.append("written without a tokenizer: token ids are made by the caller")
-    formats: Counter[str] = write_file(
+        notes.append("written without a tokenizer: callers make token ids, and llama.cpp's library takes them")
+    write_file(
         path,
         asked,
         shape,
@@ -51,9 +52,10 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
         pad_id=source.tokenizer.pad_id,
         chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
     )
-    if asked != "f16" and formats["f16"]:
+    formats = read_formats(path)
+    if asked != "f16" and formats.get("f16"):
         notes.append(f"{formats['f16']} matrices stay F16: their rows are no multiple of {BLOCK}")
-    return Written(notes=notes, quantized=dict(formats), options={"tokenizer": words is not None})
+    return Written(notes=notes, quantized=formats, lint_only="" if words else _NO_SERVER)
 
 
 def _target(asked: str, use: Use) -> Target:

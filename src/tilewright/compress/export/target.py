@@ -20,14 +20,12 @@ class Consumer:
         module: full name of the script that answers for it.
         packages: to import; without them the proof is "unavailable".
         extra: of tilewright, which installs them; "" where every installation has them.
-        lint_only: why the artefact cannot run here although it can be checked; "" where it runs.
     """
 
     name: str
     module: str
     packages: tuple[str, ...] = ()
     extra: str = ""
-    lint_only: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,13 @@ class Written:
 
     Args:
         notes: what was left out or decided, in words; shown and recorded.
+        lint_only: why this artefact cannot run in its consumer although it was checked; "" where it can.
         quantized: matrices by format, such as {"q8_0": 33, "f32": 9}; empty where nothing is quantised.
         options: for the consumer, JSON; see `prove.session.Request`.
     """
 
     notes: Sequence[str] = ()
+    lint_only: str = ""
     quantized: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,6 +1,5 @@
 """Writing one GGUF file: keys, tokens, tensors. The package `gguf` knows the container, this file its content."""
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def write_file(
     eos_id: int,
     pad_id: int | None,
     chat_template: str | None,
-) -> Counter[str]:
+) -> None:
     """Write a model.
 
     Args:
@@ -33,9 +32,6 @@ def write_file(
         weights: under Hugging Face's names.
         words: None writes no tokenizer.
         name: of the model, shown by readers.
-
-    Returns:
-        Number of tensors by format, as stored.
 
     Raises:
         OSError: the file cannot be written.
@@ -54,18 +50,14 @@ def write_file(
             _add_words(writer, words, bos_id, eos_id, pad_id)
             if chat_template is not None:
                 writer.add_chat_template(chat_template)
-        formats: Counter[str] = Counter()
         for theirs, array in named_tensors(weights, shape):
-            stored = stored_format(array, asked)
-            formats[stored] += 1
-            kind = kinds[stored.upper()]
+            kind = kinds[stored_format(array, asked).upper()]
             writer.add_tensor(theirs, gguf.quantize(array, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
     finally:
         writer.close()
-    return formats
 
 
 def _add_shape(writer: "gguf.GGUFWriter", shape: Shape, name: str) -> None:  # noqa: F821 - imported by the caller

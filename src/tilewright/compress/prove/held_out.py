@@ -24,7 +24,7 @@ from tilewright.models.base.protocols import Model
 from tilewright.training.components.dataset import Prepared, held_out_batches
 
 _MOST_ANSWERS = 512
-_MOST_NUMBERS = 2**22
+_MOST_NUMBERS = 2**21
 """Log-probabilities of one answer file; llama.cpp prints each as text."""
 _FEWEST_ANSWERS = 64
 _MOST_TEXT = 4_000_000
@@ -51,7 +51,8 @@ def ask_held_out(
     for domain, found in enumerate(batches.values()):
         left = -(-num // len(batches))
         for ids, targets in sorted(_pieces(found), key=lambda piece: len(piece[0]), reverse=True):
-            at = np.flatnonzero(targets != IGNORE)[:left]
+            # A server needs room for the token that it predicts, so the last position of a full row is not asked for.
+            at = np.flatnonzero(targets[: recipe.data.seq_len - 1] != IGNORE)[:left]
             if not len(at):
                 continue
             positions.append(np.stack((np.full(len(at), len(rows)), at), axis=1))

@@ -7,12 +7,13 @@ What a row has in common with the one before stays in the server's cache, so a r
 import importlib.metadata
 import json
 import urllib.request
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tilewright.compress.gguf.read import read_formats
 from tilewright.compress.prove.session import CACHED_AT, Request, Session, serve
 
 _ALL = 1 << 24
@@ -38,6 +39,10 @@ class LlamaCpp(Session):
         self._server = xllamacpp.Server(params)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self.max_length = self._get("/props")["default_generation_settings"]["n_ctx"] - 1
+        plain = self._post("/tokenize", {"content": "a", "add_special": False})["tokens"][0]
+        # The server tells no log-probabilities where the next token is a part of a character. They are those before the
+        # bias, which only makes it continue with a letter.
+        self._forced = [[plain, 1e4]]
         self.runtime = f"llama.cpp (xllamacpp {importlib.metadata.version('xllamacpp')})"
 
     def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
@@ -45,7 +50,9 @@ class LlamaCpp(Session):
         return np.stack([self._distribution(ids_S[: position + 1]) for position in positions_P])
 
     def _distribution(self, ids: np.ndarray) -> np.ndarray:
-        found = self._complete(ids, n_probs=_ALL)["completion_probabilities"][0]["top_logprobs"]
+        found = self._complete(ids, n_probs=_ALL, logit_bias=self._forced)["completion_probabilities"][0][
+            "top_logprobs"
+        ]
         log_probs_V = np.full(max(entry["id"] for entry in found) + 1, -np.inf, np.float32)
         for entry in found:
             log_probs_V[entry["id"]] = entry["logprob"]
@@ -53,8 +60,6 @@ class LlamaCpp(Session):
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
         """By the server's own tokenizer; special tokens in a text are text."""
-        if not self.request.options["tokenizer"]:
-            return None
         asked = {"add_special": False, "parse_special": False}
         return [self._post("/tokenize", {"content": text, **asked})["tokens"] for text in texts]
 
@@ -71,9 +76,7 @@ class LlamaCpp(Session):
 
     def quantized(self) -> Mapping[str, int] | None:
         """Tensors by format, as the file's header has them: each multiplies in its own."""
-        from gguf import GGUFReader
-
-        return dict(Counter(tensor.tensor_type.name.lower() for tensor in GGUFReader(self.request.artefact).tensors))
+        return read_formats(Path(self.request.artefact))
 
     def _complete(self, ids: np.ndarray, **options: Any) -> dict[str, Any]:
         prompt = {"prompt": [int(i) for i in ids], "n_predict": 1, "temperature": 0.0, "cache_prompt": True}
