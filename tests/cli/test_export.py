@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from tests.cli.tuned import arguments, make_model, make_talks
-from tests.training.tiny import settings, write_text
+from tests.training.tiny import tiny, write_text
 from tilewright.cli.app import run
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.export.targets import TARGETS, default_targets
 from tilewright.compress.exports_file import read_exports
 from tilewright.report.page import write_report
+from tilewright.training.loop import train
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     write_text(folder / "text")
-    given = settings(folder, folder / "runs", log__report="false", data__vocab_size=280)
-    assert run(["train", "default", *(part for name, value in given.items() for part in (f"--{name}", value))]) == 0
+    train(tiny(folder, folder / "runs", log__report="false"))
     return folder / "runs" / "tiny"
 
 
