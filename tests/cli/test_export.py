@@ -13,7 +13,12 @@ from tests.training.tiny import tiny, write_text
 from tilewright.cli.app import run
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.export.targets import TARGETS, default_targets
+from tilewright.compress.export_run import export_run, vocabulary_size
 from tilewright.compress.exports_file import read_exports
+from tilewright.compress.prove.held_out import ask_held_out
+from tilewright.compress.prove.limits import Limits
+from tilewright.compress.prove.proof import Proof
+from tilewright.core.errors import NumericsError
 from tilewright.report.page import write_report
 from tilewright.training.loop import train
 
@@ -36,7 +41,8 @@ def row(folder, target):
     return next(row for row in read_exports(folder)["artefacts"] if row["target"] == target)
 
 
-def test_llama_cpp_and_transformers_give_what_the_run_gives(finished, capsys):
+@pytest.mark.slow
+def test_runtimes_give_what_the_run_gives_beside_the_baselines(finished, capsys):
     assert run(["export", str(finished), "--to", "gguf-q8_0,hf", "--threads", "1", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert [found["state"] for found in record["baselines"]] == ["ran"] * 3
@@ -48,18 +54,69 @@ def test_llama_cpp_and_transformers_give_what_the_run_gives(finished, capsys):
         assert found["kl"] < kl
         assert found["token_ids"]["equal"] == found["token_ids"]["documents"] > 5
         assert set(found["loss"]) == {"alpha", "beta"}
-        assert found["bytes"] == sum(f.stat().st_size for f in (finished / found["path"]).rglob("*")) or target != "hf"
     assert record["machine"]["threads"] == 1
+    assert "transformers 5" in write_report(finished).read_text()
+
+
+def test_llama_cpp_on_the_held_out_text_of_a_run(finished, tmp_path):
+    given = open_to_export(finished)
+    asked = ask_held_out(given.recipe, given.data, given.tokenizer, given.model, vocabulary_size(given))
+    target = next(target for target in TARGETS if target.name == "gguf-f16")
+    written = target.write(given, tmp_path / "model.gguf")
+    (tmp_path / "proof").mkdir()
+    proof = Proof(tmp_path / "proof", *asked, 1, Limits.of_this_machine(60))
+    found = proof.of(target.consumer.module, tmp_path / "model.gguf", written.options)
+    assert found["state"] == "ran", found["reason"]
+    assert found["kl"] < 1e-5
+    assert found["answers"] > 50
+    assert found["token_ids"]["equal"] == found["token_ids"]["documents"] > 5
+    # The same rows by the run's own evaluation: of each domain the mean over the asked targets.
+    question, expected = asked
+    for index, name in enumerate(expected.domains):
+        with torch.no_grad():
+            losses = [
+                torch.nn.functional.cross_entropy(
+                    given.model(torch.from_numpy(question.rows[at[0]])[None])[0, at[1]].double(),
+                    torch.tensor(label),
+                )
+                for at, label, domain in zip(question.positions_N2, expected.labels_N, expected.domain_N, strict=True)
+                if domain == index
+            ]
+        assert found["loss"][name]["fp32"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+        assert found["loss"][name]["consumer"] == pytest.approx(found["loss"][name]["fp32"], rel=1e-3)
+
+
+def test_the_report_says_what_became_of_artefacts(finished):
+    assert run(["export", str(finished), "--to", "gguf-q8_0,hf", "--no-proof"]) == 0
     page = write_report(finished).read_text()
     assert 'id="exports"' in page
+    assert "not proven" in page
     assert "changed after its proof" not in page
-
     artefact = finished / row(finished, "gguf-q8_0")["path"]
     artefact.write_bytes(artefact.read_bytes()[:-1] + b"\7")
     shutil.rmtree(finished / row(finished, "hf")["path"])
     page = write_report(finished).read_text()
     assert "gguf-q8_0: the artefact was changed after its proof" in page
     assert "hf: the artefact is gone" in page
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": 1, "artefacts": [3, {"target": 5, "prefill_s": 3, "loss": []}]}']
+)
+def test_a_damaged_record_neither_stops_the_report_nor_the_next_export(finished, text):
+    (finished / "exports.json").write_text(text)
+    write_report(finished)
+    assert run(["export", str(finished), "--to", "gguf-f16", "--no-proof"]) == 0
+    assert row(finished, "gguf-f16")["bytes"] > 0
+
+
+def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
+    given = open_to_export(finished)
+    with torch.no_grad():
+        given.model.lm_head.weight[3, 2] = float("nan")
+    with pytest.raises(NumericsError, match="not finite"):
+        export_run(given, list(TARGETS), tmp_path / "out", prove=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_proof_everything_is_written_and_said_to_be_unproven(finished, tmp_path, capsys):

@@ -63,8 +63,8 @@ def remove(path: Path) -> None:
     """Delete a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    elif path.is_symlink() or path.exists():
+        path.unlink()
 
 
 def artefact_bytes(path: Path) -> int:

@@ -66,4 +66,4 @@ def export(
 
 def _say_row(row: dict[str, Any]) -> None:
     name = row.get("target") or row["name"]
-    say(f"{name}: {row['state']}" + (f", {row['path']}" if row.get("path") else ""))
+    say(f"{name}: {row['state']}" + (f", {row['path']}" if row.get("path") else ""), error=True)
