@@ -7,7 +7,7 @@ import torch
 
 from tests.data.chat.families import TEXT, make_folder
 from tilewright.compress.export.source import ExportSource
-from tilewright.compress.prove.held_out import Expected, reference
+from tilewright.compress.prove.held_out import ReferenceAnswer, reference
 from tilewright.compress.prove.limits import Limits
 from tilewright.compress.prove.proof import Proof
 from tilewright.compress.prove.question import Question
@@ -74,6 +74,6 @@ def proof(folder: Path, model, tokenizer, texts=TEXT) -> Proof:
     question = Question(rows, positions, draw.integers(0, VOCAB, 60), list(texts))
     zeros = np.zeros(len(positions), np.int64)
     ids = tokenizer.encode_batch(list(texts))
-    expected = Expected(("random",), zeros, zeros, reference(model, question), ids)
+    expected = ReferenceAnswer(("random",), zeros, zeros, reference(model, question), ids)
     folder.mkdir(parents=True, exist_ok=True)
     return Proof(folder, question, expected, 1, Limits(60.0, 2 * 2**30))

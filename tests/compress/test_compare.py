@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.compress.prove.compare import compare
-from tilewright.compress.prove.held_out import Expected
+from tilewright.compress.prove.held_out import ReferenceAnswer
 
 
 def expected(logits, labels, domain):
     log_probs = torch.from_numpy(logits).double().log_softmax(-1).numpy()
-    return Expected(("a", "b"), domain, labels, log_probs, [[1, 2], [3]])
+    return ReferenceAnswer(("a", "b"), domain, labels, log_probs, [[1, 2], [3]])
 
 
 @given(st.integers(0, 2**31), st.floats(0, 3), st.floats(-50, 50))

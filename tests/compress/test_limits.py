@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tilewright.compress.prove.held_out import Expected
+from tilewright.compress.prove.held_out import ReferenceAnswer
 from tilewright.compress.prove.limits import Limits
 from tilewright.compress.prove.proof import Proof
 from tilewright.compress.prove.question import Question
@@ -24,7 +24,7 @@ def _importable(monkeypatch):
 
 def proof(folder, seconds=30.0, memory=400 * MIB):
     question = Question([np.array([1, 2, 3])], np.array([[0, 0], [0, 1], [0, 2]]), np.arange(40), ["text"])
-    expected = Expected(("only",), np.zeros(3, np.int64), np.zeros(3, np.int64), UNIFORM, [[1]])
+    expected = ReferenceAnswer(("only",), np.zeros(3, np.int64), np.zeros(3, np.int64), UNIFORM, [[1]])
     return Proof(folder, question, expected, 1, Limits(seconds, memory))
 
 

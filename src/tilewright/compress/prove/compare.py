@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.compress.prove.held_out import Expected
+from tilewright.compress.prove.held_out import ReferenceAnswer
 
 
 @dataclass(frozen=True)
-class Difference:
+class AnswerDifference:
     """Of an answer from the FP32 model.
 
     Args:
@@ -38,7 +38,9 @@ class Difference:
 LIKELY = 1e-6
 
 
-def compare(expected: Expected, logits_NV: np.ndarray, token_ids: list[list[int]] | None) -> Difference | str:
+def compare(
+    expected: ReferenceAnswer, logits_NV: np.ndarray, token_ids: list[list[int]] | None
+) -> AnswerDifference | str:
     """The difference, or in words why there is none: other shapes, numbers that are not finite."""
     ours = expected.log_probs_NV
     if logits_NV.shape != ours.shape:
@@ -60,7 +62,7 @@ def compare(expected: Expected, logits_NV: np.ndarray, token_ids: list[list[int]
     same = None
     if token_ids is not None:
         same = sum(a == b for a, b in zip(token_ids, expected.token_ids, strict=True)), len(expected.token_ids)
-    return Difference(
+    return AnswerDifference(
         kl=max(0.0, float(kl_N.mean())),  # rounding of equal distributions may be below zero
         kl_max=float(kl_N.max()),
         log_prob_max=float(np.abs(ours - theirs)[probs_NV >= LIKELY].max()),
@@ -71,7 +73,7 @@ def compare(expected: Expected, logits_NV: np.ndarray, token_ids: list[list[int]
     )
 
 
-def as_json(difference: Difference) -> dict[str, Any]:
+def as_json(difference: AnswerDifference) -> dict[str, Any]:
     """Plain types."""
     loss = {name: {"fp32": ours, "consumer": theirs} for name, (ours, theirs) in difference.loss.items()}
     ids = difference.token_ids

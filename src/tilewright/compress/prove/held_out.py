@@ -31,7 +31,7 @@ _MOST_TEXT = 4_000_000
 
 
 @dataclass(frozen=True)
-class Expected:
+class ReferenceAnswer:
     """What is compared with. `domains` names the indices in `domain_N`; `log_probs_NV` is FP64."""
 
     domains: tuple[str, ...]
@@ -43,7 +43,7 @@ class Expected:
 
 def ask_held_out(
     recipe: Recipe, data: Prepared, tokenizer: Tokenizer, model: Model, vocab_size: int
-) -> tuple[Question, Expected]:
+) -> tuple[Question, ReferenceAnswer]:
     """Rows, positions and texts of the held-out data, and the answers of the FP32 model."""
     batches = held_out_batches(recipe, data)
     num = max(_FEWEST_ANSWERS, min(_MOST_ANSWERS, _MOST_NUMBERS // vocab_size))
@@ -65,7 +65,7 @@ def ask_held_out(
     texts = _texts(data, tokenizer, rows)
     everything = np.concatenate([ids for found in batches.values() for ids, _ in _pieces(found)])
     question = Question(rows, np.concatenate(positions), _long_row(everything, recipe), texts)
-    expected = Expected(
+    expected = ReferenceAnswer(
         tuple(batches),
         np.concatenate(domain_of),
         np.concatenate(labels),

@@ -1,6 +1,6 @@
 """The parent's side of a proof: a consumer in a process of its own, under limits of time and memory.
 
-A consumer that dies, hangs or takes all memory is an `Outcome` with the reason, never an exception here. Memory is
+A consumer that dies, hangs or takes all memory is an `ConsumerOutcome` with the reason, never an exception here. Memory is
 watched, not limited by the kernel: a limit of address space would stop runtimes that reserve far more than they use.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from tilewright.compress.prove.session import Answer, Request
+from tilewright.compress.prove.session import ConsumerAnswer, Request
 from tilewright.core import env
 from tilewright.core.units import format_bytes, format_seconds
 
@@ -41,7 +41,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ConsumerOutcome:
     """What became of one consumer. Without an answer `reason` says why.
 
     Args:
@@ -51,13 +51,15 @@ class Outcome:
         token_ids: of the question's texts, where the artefact holds a tokenizer.
     """
 
-    answer: Answer | None
+    answer: ConsumerAnswer | None
     reason: str = ""
     logits_NV: np.ndarray | None = None
     token_ids: list[list[int]] | None = None
 
 
-def ask(module: str, request: Request, limits: Limits, on_line: Callable[[str], object] = lambda line: None) -> Outcome:
+def ask(
+    module: str, request: Request, limits: Limits, on_line: Callable[[str], object] = lambda line: None
+) -> ConsumerOutcome:
     """Run a consumer to its end.
 
     Args:
@@ -87,7 +89,7 @@ def ask(module: str, request: Request, limits: Limits, on_line: Callable[[str], 
     if trouble is None and not (folder / "answer.json").is_file():
         trouble = "ended without an answer"
     if trouble is not None:
-        return Outcome(None, _with_log(trouble, log))
+        return ConsumerOutcome(None, _with_log(trouble, log))
     return _read(folder)
 
 
@@ -143,10 +145,10 @@ def _with_log(trouble: str, log: Path) -> str:
     return "; ".join([trouble, *_tail(log)[-_LAST_LINES:]])
 
 
-def _read(folder: Path) -> Outcome:
-    answer = Answer(**json.loads((folder / "answer.json").read_text(encoding="utf-8")))
+def _read(folder: Path) -> ConsumerOutcome:
+    answer = ConsumerAnswer(**json.loads((folder / "answer.json").read_text(encoding="utf-8")))
     ids = folder / "token_ids.json"
-    return Outcome(
+    return ConsumerOutcome(
         answer,
         logits_NV=np.load(folder / "logits.npy", allow_pickle=False),
         token_ids=json.loads(ids.read_text(encoding="utf-8")) if ids.is_file() else None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilewright.compress.prove.compare import as_json, compare
-from tilewright.compress.prove.held_out import Expected
+from tilewright.compress.prove.held_out import ReferenceAnswer
 from tilewright.compress.prove.limits import Limits, ask
 from tilewright.compress.prove.question import Question
 from tilewright.compress.prove.session import Request
@@ -29,7 +29,7 @@ class Proof:
 
     folder: Path
     question: Question
-    expected: Expected
+    expected: ReferenceAnswer
     threads: int
     limits: Limits
 

@@ -52,7 +52,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ConsumerAnswer:
     """The content of answer.json. None: the runtime cannot tell, or has no such thing.
 
     Args:
@@ -131,7 +131,7 @@ def serve(open_session: Callable[[Request], Session]) -> None:
     cached = None
     if session.cached_token_s(ids_S) is not None:
         cached = _median(request.repeats, lambda: session.cached_token_s(ids_S) or 0.0)
-    answer = Answer(
+    answer = ConsumerAnswer(
         session.runtime,
         load_s,
         peak_bytes(),

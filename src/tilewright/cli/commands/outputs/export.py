@@ -43,7 +43,7 @@ def export(
     from tilewright.cli.load_run import open_to_export
     from tilewright.compress.export_run import export_run
     from tilewright.compress.prove.limits import Limits
-    from tilewright.report.exports_table import COLUMNS, conditions, remarks, table_rows
+    from tilewright.report.run_data.exports_table import COLUMNS, conditions, remarks, table_rows
 
     source = open_to_export(run, without_tokenizer)
     record = export_run(
