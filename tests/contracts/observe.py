@@ -101,6 +101,7 @@ def observe(settings: Mapping[str, str], folder: Path) -> dict[str, Any]:
         "steps": [{k: v for k, v in row.items() if k not in TIMED} for row in metrics if "eval" not in row],
         "shown": [row["step"] for row in metrics if "memory" in row],
         "evals": [(row["step"], row["eval"]) for row in metrics if "eval" in row],
+        "others": [row.get("eval_other") for row in metrics if "eval" in row],
         "events": [(row["step"], row["kind"]) for row in events],
         "saves": [row.get("background") for row in events if row["kind"] == "save"],
         "checkpoints": [path.name for path in sorted((run / "checkpoints").iterdir())],

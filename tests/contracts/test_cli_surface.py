@@ -63,7 +63,10 @@ SURFACE = {
     "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],
     "finetune": ["--dry-run", "--help", "--how", "--passes", "--quiet", "--verbose", "data", "model"],
     "merge": ["--format", "--help", "--out", "--quiet", "--verbose", "run"],
-    "eval": ["--batches", "--help", "--json", "--quiet", "--verbose", "run"],
+    "eval": [
+        *("--apply-chat-template", "--base", "--batch-size", "--batches", "--help", "--include-path", "--json"),
+        *("--limit", "--num-fewshot", "--quiet", "--tasks", "--verbose", "run"),
+    ],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
     "export": [
         *("--help", "--json", "--no-proof", "--out", "--quiet", "--threads", "--time-limit", "--to", "--verbose"),

@@ -112,6 +112,7 @@ PROOFS: dict[str, Probe | str] = {
     "data.weights": Probe("{ code = 1.0 }", "weights"),
     "data.max_bytes": Probe("9000", "data"),
     "data.holdout": Probe("0.3", "data"),
+    "data.eval_source": Probe("rows.jsonl", "others"),
     "data.seq_len": Probe("32", "data"),
     "data.vocab_size": Probe("310", "data"),
     "data.tokenizer": Probe("nowhere", "error"),

@@ -5,7 +5,8 @@ import torch
 
 from tests.models.shapes import make_decoder
 from tests.models.test_hf_models import make
-from tilewright.models.generate import generate
+from tilewright.models.generate import continue_rows, generate
+from tilewright.models.sampling import Sampling
 
 
 def generator(seed=0):
@@ -75,3 +76,15 @@ def test_impossible_settings(settings):
 def test_empty_prompt():
     with pytest.raises(ValueError, match="at least one token"):
         generate(make_decoder("gqa"), torch.zeros(1, 0, dtype=torch.int64), 2)
+
+
+@pytest.mark.parametrize("make_model", [lambda: make_decoder("deepseek"), lambda: make("gpt2")], ids=["own", "hf"])
+def test_rows_of_different_lengths_continue_as_each_alone(make_model):
+    model = make_model()
+    prompts = [torch.arange(1, 1 + length) for length in (9, 7, 7, 2)]
+    wanted = 6
+    alone = [generate(model, ids[None], wanted, temperature=0)[0, len(ids) :].tolist() for ids in prompts]
+    greedy = Sampling(temperature=0)
+    assert continue_rows(model, prompts, wanted, sampling=greedy, is_done=lambda row, new: False) == alone
+    ends = continue_rows(model, prompts, wanted, sampling=greedy, is_done=lambda row, new: len(new) > row)
+    assert ends == [new[: row + 1] for row, new in enumerate(alone)]

@@ -13,6 +13,7 @@ from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.chat.turns import samples
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.report.page import render
+from tilewright.report.run_data.before_after import changes as changes_of
 from tilewright.report.run_data.collect import collect
 from tilewright.training.assemble import build, set_up
 from tilewright.training.loop import train
@@ -177,7 +178,11 @@ def test_a_run_tells_what_it_trains_and_leaves_a_folder_that_can_chat(model, cha
 
 
 def test_the_model_before_training_is_evaluated_and_answers_the_same_prompts(model, chats, tmp_path):
+    (tmp_path / "prose").mkdir()
+    for number in range(40):
+        (tmp_path / "prose" / f"{number}.txt").write_text(f"Text {number} on the weather in Paris, {number * 7} lines.")
     changes = {
+        "data__eval_source": str(tmp_path / "prose"),
         "train__steps": 30,
         "train__sample_tokens": 24,
         "optim__lr": 1e-2,
@@ -194,14 +199,22 @@ def test_the_model_before_training_is_evaluated_and_answers_the_same_prompts(mod
     # what was loaded, by a plain loop over the same held-out conversations
     parts = build(set_up(sft(chats, model, tmp_path / "again", **changes)), fresh=True)
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        loss = total = 0.0
-        for ids, labels in (pair for batch in parts.eval_batches[name] for pair in conversations(batch)):
-            loss += float(cross_entropy(reference(input_ids=ids[None]).logits[0], labels, reduction="sum"))
-            total += int((labels != -100).sum())
+    other = parts.setup.other_text.batches
+    assert {domain for row in evals for domain in row["eval_other"]} == set(other) != set()
+    for found, batches in ((before, parts.eval_batches[name]), *((evals[0]["eval_other"][d], other[d]) for d in other)):
+        with torch.no_grad():
+            loss = total = 0.0
+            for ids, labels in (pair for batch in batches for pair in conversations(batch)):
+                loss += float(cross_entropy(reference(input_ids=ids[None]).logits[0], labels, reduction="sum"))
+                total += int((labels != -100).sum())
+        assert found["tokens"] == total > 0
+        assert found["loss"] == pytest.approx(loss / total, rel=1e-5)
     parts.close()
-    assert before["tokens"] == total
-    assert before["loss"] == pytest.approx(loss / total, rel=1e-5)
+    shown = changes_of(collect(result.run_dir))
+    assert [(row.domain, row.trained) for row in shown] == [
+        (name, True),
+        *((domain, False) for domain in sorted(other)),
+    ]
     # three held-out questions, answered before and after
     samples_rows = rows(result.run_dir / "samples.jsonl")
     first, last = ([row for row in samples_rows if row["step"] == step] for step in (0, 30))

@@ -43,7 +43,10 @@ COMMANDS = {
         "tilewright.cli.commands.chat_models.merge:merge",
         "Write the model of a run, its adapters merged, as a Hugging Face folder.",
     ),
-    "eval": ("tilewright.cli.commands.eval:eval_", "Evaluate a run on its held-out text, in FP32."),
+    "eval": (
+        "tilewright.cli.commands.eval:eval_",
+        "Evaluate a run on its held-out text, or a run or a model on tasks, in FP32.",
+    ),
     "generate": ("tilewright.cli.commands.generate:generate", "Continue a text with the model of a run."),
     "export": (
         "tilewright.cli.commands.outputs.export:export",

@@ -48,6 +48,11 @@ class PreparedData:
         self._first_row = np.array([a for a, _ in self._ranges["train"].values()], np.int64)
 
     @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer's files are."""
+        return self._corpus / "tokenizer"
+
+    @property
     def vocab_size(self) -> int:
         """Ids that a model of this data tells apart."""
         return self.tokenizer.vocab_size

@@ -6,7 +6,7 @@ alone. A model that cannot runs the whole row for each token, and says so in its
 Legend: B rows  S positions.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -117,6 +117,51 @@ def _stream(
         if int(next_1) in stop_ids:
             return
         yield int(next_1)
+
+
+def continue_rows(
+    model: Model,
+    prompts: Sequence[Tensor],
+    num_tokens: int,
+    *,
+    sampling: Sampling,
+    is_done: Callable[[int, list[int]], bool],
+    generator: torch.Generator | None = None,
+) -> list[list[int]]:
+    """The new tokens of rows of different lengths. Rows are not padded: a longer one is fed from its prompt while
+    shorter ones are already continued, so prompts of similar lengths belong together.
+
+    Args:
+        model: a causal language model, on the device of the prompts.
+        prompts: int64, each [S] with S >= 1.
+        num_tokens: at most this many new tokens a row.
+        sampling: how they are drawn.
+        is_done: whether a row, by its index and its new tokens so far, has ended.
+        generator: a CPU generator; the same seed gives the same tokens.
+
+    Raises:
+        ValueError: no prompt token, or a negative num_tokens.
+    """
+    for ids_S in prompts:
+        _check(ids_S[None], num_tokens)
+    new: list[list[int]] = [[] for _ in prompts]
+    done = [num_tokens == 0] * len(prompts)
+    first, last = min(map(len, prompts)), max(map(len, prompts))
+    with _inference(model):
+        steps = _Steps(model, torch.stack([ids_S[:first] for ids_S in prompts]), last - first + num_tokens, True)
+        for position in range(first, last + num_tokens):
+            if all(done):
+                break
+            next_B = sampling.draw(steps.logits(), generator)
+            for row, ids_S in enumerate(prompts):
+                if position < len(ids_S):
+                    next_B[row] = ids_S[position]
+                elif not done[row]:
+                    new[row].append(int(next_B[row]))
+                    done[row] = len(new[row]) == num_tokens or is_done(row, new[row])
+            if position + 1 < last + num_tokens:
+                steps.append(next_B.to(prompts[0].device))
+    return new
 
 
 class _Steps:

@@ -87,6 +87,7 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         replanned_summary=replan_table.summary(replan_table.decisions(run)),
         samples=before_after.samples(run),
         changes=before_after.changes(run),
+        tasks=before_after.task_changes(run.tasks),
         precision=tables.precision_groups(run.precision),
         moves=precision_figures.move_rows(run),
         kernels=tables.kernel_rows(run.machine),

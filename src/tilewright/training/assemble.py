@@ -49,7 +49,7 @@ from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule
 from tilewright.training.checkpoint.state import TrainState
-from tilewright.training.components.dataset import held_out_batches, held_out_bytes, prepare_data
+from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
 from tilewright.training.components.export import check_export
 from tilewright.training.components.lora_model import build_adapted
 from tilewright.training.components.optimizer import make_optimizer
@@ -82,6 +82,8 @@ class RunContext:
     kernels: Kernels
     prepared: PreparedData | PreparedImages
     planned: ResolvedPlan
+    other_text: HeldOut
+    """Rows of `data.eval_source`."""
 
     @property
     def loaded(self) -> Loaded:
@@ -176,14 +178,14 @@ class Components:
         return Audit(self.model)
 
     @cached_property
-    def eval_batches(self) -> dict[str, list[Batch]]:
-        """Held-out batches by domain, made once."""
-        return held_out_batches(self.setup.recipe, self.setup.prepared)
+    def held_out(self) -> HeldOut:
+        """Held-out rows of the data, made once."""
+        return held_out(self.setup.recipe, self.setup.prepared)
 
-    @cached_property
-    def eval_bytes(self) -> dict[str, int | None]:
-        """Bytes of text that their targets stand for, by domain."""
-        return held_out_bytes(self.setup.recipe, self.setup.prepared)
+    @property
+    def eval_batches(self) -> dict[str, list[Batch]]:
+        """Held-out batches of the data by domain."""
+        return self.held_out.batches
 
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""
@@ -250,7 +252,8 @@ def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool =
     planned = plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
     trim_malloc()  # what all of this used; a plan is of the run
     settings = planned.loaded.recipe
-    return RunContext(machine, Kernels.from_sections(machine, settings.ops, settings.memory), prepared, planned)
+    kernels = Kernels.from_sections(machine, settings.ops, settings.memory)
+    return RunContext(machine, kernels, prepared, planned, other_text(settings, prepared))
 
 
 def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = None) -> Components:

@@ -249,10 +249,12 @@ class Run:
         parts, how = self.parts, {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32}
         self._give_back()
         with parts.passing():
-            self.evals = evaluate(parts.model, parts.eval_batches, num_bytes=parts.eval_bytes, **how)
+            own, other = parts.held_out, self.setup.other_text
+            self.evals = evaluate(parts.model, own.batches, num_bytes=own.num_bytes, **how)
+            others = evaluate(parts.model, other.batches, num_bytes=other.num_bytes, **how) if other.batches else {}
         self._give_back()
         self._evaluated_step = self.step
-        self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started)
+        self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started, others)
 
     def _give_back(self) -> None:
         """What steps leave free has not the sizes that an evaluation asks for, and the other way round."""

@@ -1,41 +1,65 @@
-"""`tilewright eval`: the held-out loss of a run, by domain, in FP32 whatever the run's precision."""
+"""`tilewright eval`: the held-out loss of a run, by domain, or tasks; in FP32 whatever the run's precision."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from tilewright.cli.common import json_option, print_json, run_argument, show_table, verbosity
+from tilewright.cli.common import find_run, json_option, print_json, show_table, verbosity
 from tilewright.core.units import format_bits, format_loss, format_perplexity
 from tilewright.data.corpus.compressors import COMPRESSORS, pooled_bits
 
 if TYPE_CHECKING:
     from tilewright.training.executor.evaluate import DomainLoss
 
+_TASK_OPTIONS = ("limit", "num_fewshot", "include_path", "batch_size", "apply_chat_template", "base")
+
 
 @click.command("eval")
-@run_argument
+@click.argument("run", default="runs/latest", metavar="[RUN|MODEL]")
 @click.option("--batches", type=click.IntRange(1), help="Micro-batches per domain. Default: the run's eval_batches.")
+@click.option("--tasks", metavar="NAME,...", help="Tasks of lm-evaluation-harness instead of the held-out text.")
+@click.option("--limit", type=click.IntRange(1), help="Documents of each task. Default: all.")
+@click.option("--num-fewshot", type=click.IntRange(0), help="Examples in each prompt. Default: what the task says.")
+@click.option("--include-path", type=click.Path(path_type=Path), help="Folder with .yaml files of your own tasks.")
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Rows that run together.")
+@click.option("--apply-chat-template", is_flag=True, help="Put each prompt into the model's chat template.")
+@click.option(
+    "--base/--no-base",
+    default=None,
+    help="Evaluate the model that the run began with, too. Default: where it began with loaded weights.",
+)
 @json_option
 @verbosity
-def eval_(run: Path, batches: int | None, as_json: bool) -> None:
-    """Evaluate a run on its held-out text, in FP32.
+def eval_(run: str, batches: int | None, tasks: str | None, as_json: bool, **options: Any) -> None:
+    """Evaluate a run on its held-out text, or a run or a model on tasks, in FP32.
 
-    Bits per byte do not depend on the tokenizer: what gzip and xz need for the same text stands beside them.
+    Results of tasks are written to tasks.json in the run folder, and the report shows them.
 
-    RUN is a run folder or its name below `runs`; without it `runs/latest`.
+    Bits per byte of held-out text do not depend on the tokenizer: what gzip and xz need for it stands beside them.
+
+    RUN is a run folder or its name below `runs`; without it `runs/latest`. MODEL, for tasks: a Hugging Face folder,
+    an adapter's folder, or a model of the hub, org/name.
     """
+    _check_options(batches, tasks)
+    if tasks is not None:
+        from tilewright.cli.task_eval import TaskOptions, evaluate_tasks
+
+        names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+        chat = options.pop("apply_chat_template")
+        evaluate_tasks(run, TaskOptions(names, chat=chat, **options), as_json)
+        return
     from tilewright.cli.load_run import reopen
-    from tilewright.training.components.dataset import held_out_batches, held_out_bytes, prepare_data
+    from tilewright.training.components.dataset import held_out, prepare_data
     from tilewright.training.executor.evaluate import evaluate, pooled
 
-    opened = reopen(run)
+    opened = reopen(find_run(run))
     data = prepare_data(opened.recipe)
-    held_out = held_out_batches(opened.recipe, data, batches)
-    sizes = held_out_bytes(opened.recipe, data, batches)
+    rows = held_out(opened.recipe, data, batches)
     # The model is plain FP32: nothing was converted, so there is no other precision to leave.
-    results = evaluate(opened.model, held_out, num_bytes=sizes, device=opened.device, fp32=False)
+    results = evaluate(opened.model, rows.batches, num_bytes=rows.num_bytes, device=opened.device, fp32=False)
     whole = pooled(results)
     marks = {name: data.compressors(name) for name in results}
     if as_json:
@@ -56,6 +80,22 @@ def eval_(run: Path, batches: int | None, as_json: bool) -> None:
             for name, result in rows
         ],
     )
+
+
+def _check_options(batches: int | None, tasks: str | None) -> None:
+    """Raise UsageError where options are given that belong to the other kind of evaluation."""
+    context = click.get_current_context()
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in _TASK_OPTIONS
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    ]
+    if tasks is None and given:
+        raise click.UsageError(f"{given[0]} needs --tasks NAME,...", context)
+    if tasks is not None and batches is not None:
+        raise click.UsageError("--batches is for held-out text, and --tasks for tasks: one of them.", context)
+    if tasks is not None and not tasks.strip(" ,"):
+        raise click.UsageError("--tasks needs the name of a task.", context)
 
 
 def _losses(result: "DomainLoss") -> tuple[str, str]:

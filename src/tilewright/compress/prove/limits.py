@@ -1,7 +1,7 @@
 """The parent's side of a proof: a consumer in a process of its own, under limits of time and memory.
 
-A consumer that dies, hangs or takes all memory is an `ConsumerOutcome` with the reason, never an exception here. Memory is
-watched, not limited by the kernel: a limit of address space would stop runtimes that reserve far more than they use.
+A consumer that dies, hangs or takes all memory is a `ConsumerOutcome` with the reason, never an exception here. Memory
+is watched, not limited by the kernel: a limit of address space would stop runtimes that reserve far more than they use.
 """
 
 import contextlib

@@ -129,6 +129,9 @@ class DataSection(Section):
     """Use at most this much text, shared over the domains. 0: no limit."""
     holdout: float = Field(default=0.02, gt=0, lt=0.5)
     """Share held out for evaluation, by clusters of near-copies."""
+    eval_source: str = ""
+    """Other text, `installed` or a path as in `source`, that is evaluated beside the held-out part and never trained
+    on: what a fine-tune forgets. Empty: none."""
     seq_len: Count = Field(default=512, ge=8)
     """Tokens in one packed row."""
     vocab_size: Count = Field(default=8192, ge=300)

@@ -79,6 +79,7 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
     (lambda r: r.model.task == "image_classification", "the task has no text", "data", _TEXT_DATA),
     (lambda r: r.model.task != "image_classification", "the task has no images", "data", ("image_size",)),
     (lambda r: r.model.task != "causal_lm", "only causal_lm writes text", "train", ("sample_tokens",)),
+    (lambda r: r.model.task != "causal_lm", "only causal_lm learns text as it is", "data", ("eval_source",)),
     (lambda r: not r.precision.enabled, "precision.enabled = false", "precision", _LOW_PRECISION),
     (lambda r: not r.precision.enabled, "precision.enabled = false", "precision.controller", ("enabled", *_CONTROL)),
     (lambda r: not _fp8_modes(r), "no mode here is one of FP8", "precision", _FP8_MODE),

@@ -101,6 +101,15 @@ class Model(TrainableModel, Protocol):
         """
         ...
 
+    def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
+        """FP32 logits [N, V] of the tokens after the wanted positions, row by row. Causal language models only.
+
+        Args:
+            input_ids_BS: rows, which may be padded with any token behind their last wanted position.
+            wanted_BS: bool [B, S], true at N places. Only for these the head runs, where the model can be asked so.
+        """
+        ...
+
     def save_hf(
         self,
         folder: Path | str,

@@ -301,6 +301,10 @@ class Decoder(nn.Module):
             cache.advance(input_ids_BS.shape[1])
             return self.lm_head(self.model.norm(x_BSD[:, -1:]))[:, 0].float()
 
+    def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
+        """FP32 logits [N, V] of the tokens after the wanted positions; see `protocols.Model`."""
+        return self.lm_head(self.hidden(input_ids_BS)[wanted_BS]).float()
+
     def after_step(self) -> None:
         """Balance the experts by the load since the last call, summed over all ranks. Nothing to do when dense."""
         routers = [block.mlp.gate for block in self.blocks if block.is_moe]

@@ -42,14 +42,16 @@ def load_hf(
     *,
     kernels: Kernels | None = None,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> HFModel:
-    """A Hugging Face model in FP32 from a local folder, or from a transformers config object.
+    """A Hugging Face model from a local folder, or from a transformers config object.
 
     Args:
         path: folder with a config.json, and safetensors weights where they are loaded; or a `PreTrainedConfig`.
         task: what is learned.
         weights: "random" draws them as transformers does (seed: `build.init_weights`); "load" reads the folder's.
         device: "meta" gives shapes only.
+        dtype: of loaded weights; training keeps FP32. Random ones are FP32.
 
     Raises:
         CheckpointError: no such folder, a broken config.json, or weights that are not those of the model.
@@ -58,7 +60,7 @@ def load_hf(
     """
     auto, config = _task_class(path, task)
     if weights == "load":
-        net = _load_weights(auto, path, config)
+        net = _load_weights(auto, path, config, dtype)
         return HFModel(net.to(device), task, kernels)
     with torch.device("meta" if torch.device(device).type == "meta" else "cpu"):
         net = auto.from_config(config, dtype=torch.float32, **_NO_CODE)
@@ -166,10 +168,10 @@ def _read_hf_config(transformers: Any, path: Path | str) -> Any:
         ) from error
 
 
-def _load_weights(auto: Any, path: Path | str | Any, config: Any) -> nn.Module:
+def _load_weights(auto: Any, path: Path | str | Any, config: Any, dtype: torch.dtype) -> nn.Module:
     if not isinstance(path, (str, Path)):
         raise TypeError('weights = "load" needs a folder, not a config object')
-    options = {"dtype": torch.float32, "output_loading_info": True}
+    options = {"dtype": dtype, "output_loading_info": True}
     options["ignore_mismatched_sizes"] = True  # only to list them all below
     _check_safetensors(Path(path))
     try:

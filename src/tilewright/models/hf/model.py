@@ -138,6 +138,16 @@ class HFModel(nn.Module):
             raise TypeError(f"a {self.task} model does not continue text")
         return next_logits(self.net, input_ids_BS, cache)
 
+    def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
+        """FP32 logits [N, V] of the tokens after the wanted positions; see `protocols.Model`."""
+        if self.task != "causal_lm":
+            raise TypeError(f"a {self.task} model does not continue text")
+        arguments = forward_arguments(self.net)
+        if not self._input_style(packed=False).plain_head:
+            return self.net(input_ids=input_ids_BS, **arguments).logits[wanted_BS].float()
+        hidden_BSD = self.net.base_model(input_ids=input_ids_BS, **arguments).last_hidden_state
+        return self.net.get_output_embeddings()(hidden_BSD[wanted_BS]).float()
+
     def after_step(self) -> None:
         """Nothing to do: transformers' models keep no state of their own between steps."""
 

@@ -1,13 +1,16 @@
-"""A fine-tune beside the model it began with: held-out loss by domain, and the same prompts answered by both.
+"""A fine-tune beside the model it began with: held-out loss by domain, of text that is not trained on too (what it
+forgets), tasks, and the same prompts answered by both.
 
 A run that starts from loaded weights evaluates them, and lets them write, before its first step: step 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.core.units import format_perplexity
 from tilewright.report.run_data.collect import RunData
 from tilewright.report.run_data.measured import domain_losses
+from tilewright.training.runlog.task_scores import BASE, RUN, TaskScore
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,8 @@ class DomainChange:
     domain: str
     before: float
     after: float
+    trained: bool = True
+    """False: of text that is not trained on (`data.eval_source`)."""
 
     @property
     def perplexities(self) -> tuple[str, str]:
@@ -26,6 +31,62 @@ class DomainChange:
     def share(self) -> float:
         """Change of the loss over the loss before; below 0 where it fell."""
         return self.after / self.before - 1 if self.before else 0.0
+
+
+@dataclass(frozen=True)
+class TaskChange:
+    """One metric of one task of lm-evaluation-harness: of the base model, and of the run's; None: not evaluated."""
+
+    before: TaskScore | None
+    after: TaskScore | None
+
+    @property
+    def either(self) -> TaskScore:
+        found = self.after or self.before
+        if found is None:
+            raise AssertionError("neither model was evaluated")
+        return found
+
+    @property
+    def metric(self) -> str:
+        """Metric and filter, with an arrow to the better side."""
+        row = self.either
+        name = row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
+        return name + {True: " \u2191", False: " \u2193", None: ""}[row.higher_is_better]
+
+    @staticmethod
+    def shown(score: TaskScore | None) -> str:
+        """Value and standard error."""
+        if score is None or score.value is None:
+            return "-"
+        error = "" if score.stderr is None else f" \u00b1 {_digits(score.stderr)}"
+        return _digits(score.value) + error
+
+    @property
+    def difference(self) -> str:
+        """Run minus base, with the standard error of a difference of two independent samples; "" without both.
+
+        Both models saw the same documents, so the true error is usually smaller.
+        """
+        if self.before is None or self.after is None or None in (self.before.value, self.after.value):
+            return ""
+        moved = (self.after.value or 0.0) - (self.before.value or 0.0)
+        text = f"{'+' if moved > 0 else ''}{_digits(moved)}"
+        if self.before.stderr is None or self.after.stderr is None:
+            return text
+        return f"{text} \u00b1 {_digits((self.before.stderr**2 + self.after.stderr**2) ** 0.5)}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def task_changes(rows: Sequence[TaskScore]) -> list[TaskChange]:
+    """Metrics of tasks, in the order in which they were first evaluated."""
+    found: dict[tuple[str, str, str], dict[str, TaskScore]] = {}
+    for row in rows:
+        found.setdefault((row.task, row.metric, row.filter), {})[row.role] = row
+    return [TaskChange(both.get(BASE), both.get(RUN)) for both in found.values()]
 
 
 @dataclass(frozen=True)
@@ -42,11 +103,12 @@ class ShownSample:
 
 def changes(run: RunData) -> list[DomainChange]:
     """By domain; empty for a run that did not begin with an evaluation, or has no later one."""
-    found = []
-    for domain, points in domain_losses(run).items():
-        if len(points) > 1 and points[0][0] == 0:
-            found.append(DomainChange(domain, points[0][1], points[-1][1]))
-    return found
+    return [
+        DomainChange(domain, points[0][1], points[-1][1], table == "eval")
+        for table in ("eval", "eval_other")
+        for domain, points in domain_losses(run, table).items()
+        if len(points) > 1 and points[0][0] == 0
+    ]
 
 
 def samples(run: RunData) -> list[ShownSample]:

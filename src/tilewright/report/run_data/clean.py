@@ -68,15 +68,20 @@ def step_row(row: Row) -> Row:
 
 def eval_row(row: Row) -> Row:
     """A row of evaluation: by domain its loss (None where not finite), the number of tokens, at least 1, and the
-    bytes of text that they stand for (None where they are not text)."""
-    found = {}
-    for domain, result in row["eval"].items():
+    bytes of text that they stand for (None where they are not text). `eval_other` is of text that is not trained on."""
+    tables = {name: _eval_table(row.get(name)) for name in ("eval", "eval_other")}
+    return {"step": row["step"], "time_s": number(row.get("time_s")), **tables}
+
+
+def _eval_table(value: object) -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    for domain, result in value.items() if isinstance(value, Mapping) else ():
         if isinstance(result, Mapping):
             loss, tokens = number(result.get("loss")), number(result.get("tokens"))
             if tokens is not None and tokens >= 1:
                 size = number(result.get("bytes"))
                 found[str(domain)] = {"loss": loss, "tokens": tokens, "bytes": size if size and size >= 1 else None}
-    return {"step": row["step"], "time_s": number(row.get("time_s")), "eval": found}
+    return found
 
 
 def plan_of(value: Row | None) -> Row | None:

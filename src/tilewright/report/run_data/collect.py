@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.compress.exports_file import FILE as EXPORTS
+from tilewright.core.errors import DataError
 from tilewright.precision.controller.log import History, read_history
 from tilewright.report.run_data.clean import Row, clean, eval_row, number, plan_of, step_row
+from tilewright.training.runlog import task_scores
+from tilewright.training.runlog.task_scores import TaskScore
 
 MOST_STEPS = 2**53
 """Steps that a double counts; a row of a higher one is no row of a run."""
@@ -41,6 +44,7 @@ class RunData:
     evals: Sequence[Row] = ()
     events: Sequence[Row] = ()
     samples: Sequence[Row] = ()
+    tasks: Sequence[TaskScore] = ()
     machine: Row | None = None
     plan: Row | None = None
     data: Row | None = None
@@ -93,6 +97,7 @@ def collect(run_dir: Path) -> RunData:
         evals=_latest_by_step([eval_row(row) for row in rows if "step" in row and isinstance(row.get("eval"), dict)]),
         events=_read_lines(run_dir / "events.jsonl", trouble),
         samples=[_sample(row) for row in _read_lines(run_dir / "samples.jsonl", trouble)],
+        tasks=_read_tasks(run_dir, trouble),
         machine=_as_dict(_read_json(run_dir / "machine.json", trouble)),
         plan=plan_of(_as_dict(_read_json(run_dir / "plan.json", trouble))),
         data=_as_dict(_read_json(run_dir / "data.json", trouble)),
@@ -163,6 +168,14 @@ def _read_lines(path: Path, trouble: list[str]) -> list[Row]:
 def _latest_by_step(rows: Sequence[Row]) -> list[Row]:
     by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int) and abs(row["step"]) < MOST_STEPS}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_tasks(run_dir: Path, trouble: list[str]) -> list[TaskScore]:
+    try:
+        return task_scores.read(run_dir)
+    except DataError as error:
+        trouble.append(f"{task_scores.FILE} cannot be read: {error.problems[0].got}")
+        return []
 
 
 def _read_history(run_dir: Path, trouble: list[str]) -> History | None:

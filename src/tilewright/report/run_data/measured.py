@@ -58,14 +58,15 @@ def held_out_losses(run: RunData) -> list[tuple[float, float]]:
     return [(float(row["step"]), loss) for row in run.evals if (loss := held_out(row)) is not None]
 
 
-def domain_losses(run: RunData) -> dict[str, list[tuple[float, float]]]:
-    """Steps and finite held-out losses of each domain, in alphabetical order."""
-    domains = sorted({domain for row in run.evals for domain in row["eval"]})
-    return {domain: _of_domain(run, domain) for domain in domains}
+def domain_losses(run: RunData, table: str = "eval") -> dict[str, list[tuple[float, float]]]:
+    """Steps and finite held-out losses of each domain, in alphabetical order; `eval_other`: of text that is not
+    trained on."""
+    domains = sorted({domain for row in run.evals for domain in row[table]})
+    return {domain: _of_domain(run, table, domain) for domain in domains}
 
 
-def _of_domain(run: RunData, domain: str) -> list[tuple[float, float]]:
-    found = [(float(row["step"]), row["eval"][domain]["loss"]) for row in run.evals if domain in row["eval"]]
+def _of_domain(run: RunData, table: str, domain: str) -> list[tuple[float, float]]:
+    found = [(float(row["step"]), row[table][domain]["loss"]) for row in run.evals if domain in row[table]]
     return [(step, loss) for step, loss in found if loss is not None]
 
 

@@ -1,6 +1,7 @@
 """The data of a recipe: which tokenizer makes its ids, whether its rows fit the model, and the prepared rows."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from tilewright.models.build import check_data
 from tilewright.models.folder.resolve import local_folder
 
 Prepared = PreparedData | PreparedChat | PreparedImages
+
+_OTHER_BYTES, _OTHER_SHARE = 2_000_000, 0.2
+"""Of other text: bytes read, and the share of them that is evaluated."""
 
 
 def prepare_data(recipe: Recipe) -> Prepared:
@@ -58,18 +62,44 @@ def data_events(prepared: Prepared) -> Iterator[tuple[str, str, dict[str, Any]]]
             yield "chat", line, {}
 
 
-def held_out_batches(
-    recipe: Recipe, prepared: Prepared, num: int | None = None
-) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """Held-out batches by domain, at most `num` of each (None: the recipe's number); the same on every call."""
-    size = _rows_per_batch(recipe), num or recipe.train.eval_batches
-    return {domain: prepared.eval_batches(domain, *size) for domain in prepared.domains}
+@dataclass(frozen=True)
+class HeldOut:
+    """What is evaluated, by domain: batches, and the UTF-8 bytes of text that their targets stand for (None where they
+    are not text)."""
+
+    batches: dict[str, list[dict[str, torch.Tensor]]]
+    num_bytes: dict[str, int | None]
 
 
-def held_out_bytes(recipe: Recipe, prepared: Prepared, num: int | None = None) -> dict[str, int | None]:
-    """UTF-8 bytes of text that the targets of `held_out_batches` stand for, by domain; None where they are not text."""
+def held_out(recipe: Recipe, prepared: Prepared, num: int | None = None) -> HeldOut:
+    """Held-out rows, at most `num` batches of each domain (None: the recipe's number); the same on every call."""
     size = _rows_per_batch(recipe), num or recipe.train.eval_batches
-    return {domain: prepared.eval_bytes(domain, *size) for domain in prepared.domains}
+    return HeldOut(
+        {domain: prepared.eval_batches(domain, *size) for domain in prepared.domains},
+        {domain: prepared.eval_bytes(domain, *size) for domain in prepared.domains},
+    )
+
+
+def other_text(recipe: Recipe, prepared: Prepared) -> HeldOut:
+    """`data.eval_source` in the ids of the run's tokenizer: a sample of it, by domain; empty where there is none.
+
+    Raises:
+        DataError: nothing usable in it.
+    """
+    if not recipe.data.eval_source or not isinstance(prepared, PreparedData) or prepared.task != "causal_lm":
+        return HeldOut({}, {})
+    text = prepare(
+        recipe.data.eval_source,
+        max_bytes=_OTHER_BYTES,
+        holdout=_OTHER_SHARE,
+        seq_len=recipe.data.seq_len,
+        tokenizer=str(prepared.tokenizer_folder),
+        text_field=recipe.data.text_field,
+        cache_dir=recipe.data.cache_dir,
+        own_process=True,
+    )
+    assert isinstance(text, PreparedData)
+    return held_out(recipe, text)
 
 
 def _rows_per_batch(recipe: Recipe) -> int:

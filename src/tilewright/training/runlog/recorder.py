@@ -55,14 +55,21 @@ class MetricsLogger:
         if "memory" in row:
             self._show(row, counters)
 
-    def evaluation(self, step: int, results: Mapping[str, DomainLoss], seconds: float) -> None:
-        """A row of evaluation, an event and a line on the screen."""
-        row = self.log.metrics(step, eval={domain: result.to_json() for domain, result in results.items()})
+    def evaluation(
+        self, step: int, results: Mapping[str, DomainLoss], seconds: float, others: Mapping[str, DomainLoss]
+    ) -> None:
+        """A row of evaluation, an event and a line on the screen. `others` are of text that is not trained on."""
+        tables = {"eval": results} | ({"eval_other": others} if others else {})
+        values = {name: {domain: r.to_json() for domain, r in table.items()} for name, table in tables.items()}
+        row = self.log.metrics(step, **values)
         whole = pooled(results)
         text = "no held-out targets" if whole is None else _held_out_words(whole)
         self.log.event(step, "eval", f"held-out {text}", seconds=seconds)
         domains = ", ".join(f"{domain} {_number(result)}" for domain, result in results.items())
-        self._progress.note(f"eval {step}/{self._steps} | {text} | by domain: {domains}")
+        line = f"eval {step}/{self._steps} | {text} | by domain: {domains}"
+        if others:
+            line += " | not trained on: " + ", ".join(f"{name} {_number(result)}" for name, result in others.items())
+        self._progress.note(line)
         for sink in self._sinks:
             sink.log(step, scalars_of(row))
 

@@ -1,0 +1,1 @@
+"""Published tasks on our models, by EleutherAI's lm-evaluation-harness (the extra `eval`)."""

@@ -1,0 +1,49 @@
+"""The harness without its traces: what it changes in this process is as it was, afterwards.
+
+It sets a variable at import, seeds three generators, and logs and warns as a program of its own.
+"""
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx", "fsspec")
+SEEDS = (0, 1234, 1234)
+"""Of Python, numpy and torch: the harness' own defaults."""
+
+
+@contextmanager
+def contained(verbose: bool = False) -> Iterator[None]:
+    """Inside, the harness may run, seeded as its own command line seeds it.
+
+    Args:
+        verbose: show what it and the libraries below it log and warn.
+    """
+    environ = dict(os.environ)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [(logger, logger.level) for logger in loggers]
+    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    try:
+        with warnings.catch_warnings():
+            if not verbose:
+                warnings.simplefilter("ignore")
+                for logger in loggers:
+                    logger.setLevel(logging.CRITICAL)
+            random.seed(SEEDS[0])
+            np.random.seed(SEEDS[1])
+            torch.manual_seed(SEEDS[2])
+            yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)
+        os.environ.clear()
+        os.environ.update(environ)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
