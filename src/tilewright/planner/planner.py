@@ -71,6 +71,7 @@ class Planner:
         open_formats: settings of `FORMATS` that may be changed.
         notes: what the caller knows of the rates.
         fixed: what is chosen already.
+        finder: of shapes, where other planners of this tokenizer and machine have one.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Planner:
         open_formats: frozenset[str] = frozenset(),
         notes: tuple[str, ...] = (),
         fixed: Constraints = NOTHING_FIXED,
+        finder: ShapeFinder | None = None,
     ) -> None:
         self.recipe = recipe
         self.vocab_size = vocab_size
@@ -90,7 +92,7 @@ class Planner:
         self.open_formats = open_formats
         self.notes = notes
         self.fixed = fixed
-        self._finder = ShapeFinder(vocab_size, machine)
+        self._finder = finder or ShapeFinder(vocab_size, machine)
         self._shapes: dict[str, ModelShape] = {}
         self._layers: int | None = None
 
@@ -195,9 +197,7 @@ class Planner:
             shape = self.shape(recipe).known()
             settings = list(settings_of(recipe, self.fixed))
             fewest = min(setting.micro_batch_size for setting in settings)
-            for setting in settings:
-                if setting.micro_batch_size > fewest:
-                    continue
+            for setting in (one for one in settings if one.micro_batch_size == fewest):
                 table = self._table(recipe, shape, setting, budget)
                 if not _possible(table, shape):
                     continue
@@ -251,13 +251,12 @@ class Planner:
     def _recipes(self) -> Iterator[tuple[Recipe, dict[str, str]]]:
         """The recipe, and then the recipe with fewer bits where that is open."""
         yield self.recipe, {}
-        order = list(FORMATS)
         now = {
             name: getattr(self.recipe.optim, name.partition(".")[2])
             for name in ("optim.moments", "optim.master_weights")
         }
         bits = {"fp32": 32, "split24": 24, "bf16": 16, "stochastic": 16, "8bit": 8}
-        for formats in order:
+        for formats in FORMATS:
             new = {name: value for name, value in formats.items() if bits[value] < bits[now[name]]}
             if new and set(new) <= self.open_formats and len(new) == len(formats):
                 recipe = changed(self.recipe, new)

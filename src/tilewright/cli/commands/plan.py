@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, recipe_argument, verbosity
+from tilewright.cli.commands.chat_models.plan_model import named_model, plan_model
+from tilewright.cli.common import RecipeCommand, echo, json_option, overrides, print_json, verbosity
 from tilewright.core.config.load import load_recipe
 from tilewright.core.env import gc_paused
 from tilewright.core.errors import ConfigError, DataError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=RecipeCommand)
-@recipe_argument
+@click.argument("recipe", default="default", metavar="[RECIPE|MODEL]")
 @json_option
 @click.option("--device-memory", default="", metavar="SIZE", help="Device memory budget for the plan.")
 @click.option("--host-memory", default="", metavar="SIZE", help="Host memory budget for offloaded tensors.")
@@ -50,11 +51,17 @@ if TYPE_CHECKING:
 def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None:
     """Predict memory, step time and the bottleneck of a run, before it runs.
 
-    RECIPE is a TOML file or the name of a shipped recipe. With --device-memory, --host-memory, --on or --largest the
+    RECIPE is a TOML file or the name of a shipped recipe; MODEL is a folder, its config.json, or a model of the Hugging
+    Face Hub, org/name[@revision], of which the ways to fine-tune it are planned, each with the command that does it.
+
+    With --device-memory, --host-memory, --on or --largest the
     plan decides, for each kind of layer, where its tensors are stored and which activations are kept, and takes the
     fastest step that fits. Without them it prices the recipe unchanged. Exit code 3: the run does not fit; 6: its
     memory cannot be predicted.
     """
+    if (model := named_model(recipe)) is not None:
+        _of_model(model, overrides(ctx), as_json, options)
+        return
     loaded = load_recipe(recipe, overrides(ctx))
     out, html, why, compare = (options.pop(name) for name in ("out", "html", "why", "compare"))
     with gc_paused():
@@ -85,6 +92,22 @@ def plan(ctx: click.Context, recipe: str, as_json: bool, **options: Any) -> None
     _write_files(found, curve, changes, out, html)
     if found.state != "fits":
         raise refused(found, changes)
+
+
+def _of_model(model: str, typed: list[str], as_json: bool, options: dict[str, Any]) -> None:
+    """The ways to fine-tune a model, instead of one recipe's plan."""
+    for name in ("largest", "why", "compare", "out", "html"):
+        if options.pop(name):
+            raise ConfigError(
+                f"--{name} is of the plan of one recipe",
+                got=f"--{name} and a model, of which several ways are planned",
+                need="a recipe",
+                try_=f"tilewright plan sft_lora --model.path {model} --{name} ...",
+                where=f"--{name}",
+            )
+    with gc_paused():
+        from tilewright.training.planning.request import PlanRequest
+    plan_model(model, typed, PlanRequest(**options), as_json=as_json)
 
 
 def _changes(planner: "Planner", budget: "Budget", found: "Plan", asked: "PlanRequest") -> Sequence["Change | Fix"]:

@@ -85,6 +85,18 @@ def nothing_fits(recipe: Recipe, site: PlanContext, explicit: frozenset[str], *,
     return no_plan(_widest(site.planner(recipe), explicit), budget, changes)
 
 
+def smallest_in_words(recipe: Recipe, site: PlanContext, explicit: frozenset[str]) -> str:
+    """The smallest budgets that `train` accepts for a run that does not fit.
+
+    Args:
+        recipe: the run's settings.
+        site: machine and rates.
+        explicit: settings that the user set.
+    """
+    error = no_plan(_widest(site.planner(recipe), explicit), site.budget(recipe, disk=True), [])
+    return error.problems[0].need
+
+
 def _widest(planner: Planner, explicit: frozenset[str]) -> Planner:
     """The planner that may decide all that some stage of `auto` may."""
     return planner.with_fixed(_last(planner.recipe, explicit), FORMATS - explicit)

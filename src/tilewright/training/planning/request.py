@@ -21,11 +21,12 @@ from tilewright.planner.cost.choices import Links
 from tilewright.planner.cost.links import GUESSED_DISK, as_links, disk_speed, existing, host_speed
 from tilewright.planner.describe import no_plan
 from tilewright.planner.machine import ceilings
-from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, find_published
+from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, GpuSpec, find_published
 from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 from tilewright.training.components.dataset import check_rows, tokenizer_path
 from tilewright.training.components.pinned import pinned
+from tilewright.training.planning.site import PlanContext, PublishedContext
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,15 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     if memory.executor == "layer_major" and "disk" in memory.tiers:
         disk = disk or _free_space(recipe)  # what the recipe says is there already
     if options.on:
-        row = find_published(options.on)
-        host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES
-        machine = row.machine(detect_machine("cpu"), host)
-        there = int(row.memory)
+        row, machine, links = _published(options, disk)
+        there = machine.device_memory_bytes
         device = (
             _size(options.device_memory, "--device-memory", there, machine.device_name)
             if options.device_memory
             else recipe.plan.device_memory or there
         )
-        guessed = f"guessed: {GUESSED_DISK / 1e9:.0f} GB/s of the disk" if disk else ""
-        links = Links(LINK_SHARE * row.link, GUESSED_DISK if disk else None, guessed)
-        notes = (f"published, not measured: {row.full_name} ({row.source})", GUESSES)
-        budget = Budget(device, host, links, disk)
-        return planner_of(loaded, vocab_size, machine, row.ceilings(), notes), budget
+        budget = Budget(device, machine.host_memory_bytes, links, disk)
+        return planner_of(loaded, vocab_size, machine, row.ceilings(), published_notes(options.on)), budget
     machine = detect_machine(recipe.run.device)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     rates = ceilings.measure(machine, progress=None if quiet else say)
@@ -84,6 +80,64 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
         host_speed(machine, progress=progress), disk_speed(folder, machine, progress=progress) if disk else None
     )
     return planner_of(loaded, vocab_size, machine, rates), Budget(device, host, links, disk)
+
+
+def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool) -> PlanContext:
+    """The place for which `train` would plan a run, by the options of a command.
+
+    The device's budget is in the recipe, as `plan.device_memory`; here it is checked.
+
+    Args:
+        loaded: the recipe.
+        options: as typed.
+        vocab_size: of the tokenizer.
+        quiet: say nothing of measurements.
+
+    Raises:
+        ConfigError: a size that is none, or one that the machine at hand has anyway; a machine that nobody published.
+    """
+    recipe = loaded.recipe
+    folder = Path(recipe.memory.offload_dir or Path(recipe.run.dir) / (recipe.run.name or loaded.name))
+    if options.on:
+        disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
+        row, machine, links = _published(options, disk)
+        _check_device(options, machine, machine.device_name)
+        return PublishedContext(vocab_size, machine, row.ceilings(), folder, links, float(disk))
+    for option, text in (("--host-memory", options.host_memory), ("--disk-memory", options.disk_memory)):
+        if text:
+            raise ConfigError(
+                "Host and disk budgets of a fine-tune cannot be typed",
+                got=f"{option} {text}",
+                need="--device-memory alone, which the run's plan.device_memory sets too",
+                try_=f"--device-memory, or {option} with --on for a machine that is not at hand",
+                where=option,
+            )
+    machine = detect_machine(recipe.run.device)
+    _check_device(options, machine, "this machine")
+    torch.set_num_threads(recipe.run.threads or machine.physical_cores)
+    progress = None if quiet else say
+    rates = ceilings.measure(machine, progress=progress)
+    return PlanContext(vocab_size, machine, rates, folder, progress=progress)
+
+
+def published_notes(name: str) -> tuple[str, ...]:
+    """Where the numbers of a published machine come from, and what is guessed of them."""
+    row = find_published(name)
+    return f"published, not measured: {row.full_name} ({row.source})", GUESSES
+
+
+def _published(options: PlanRequest, disk: int) -> tuple[GpuSpec, Machine, Links]:
+    """A machine that is not at hand, and its links; without bytes on its disk, none to that."""
+    row = find_published(options.on)
+    host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES
+    guessed = f"guessed: {GUESSED_DISK / 1e9:.0f} GB/s of the disk" if disk else ""
+    links = Links(LINK_SHARE * row.link, GUESSED_DISK if disk else None, guessed)
+    return row, row.machine(detect_machine("cpu"), host), links
+
+
+def _check_device(options: PlanRequest, machine: Machine, owner: str) -> None:
+    if options.device_memory:
+        _size(options.device_memory, "--device-memory", machine.device_memory_bytes, owner)
 
 
 def plan_for(planner: Planner, budget: Budget, request: PlanRequest) -> Plan:

@@ -49,6 +49,8 @@ class ResolvedPlan:
     """The recipe with the plan's settings, whose source is the plan."""
     plan: PlanSummary
     """What the run is expected to take."""
+    priced: Plan
+    """The plan that `plan` is the summary of."""
     site: PlanContext
     user_settings: frozenset[str]
     """Names of the settings that the user has set in a file, in the environment or on the command line: they stay."""
@@ -117,8 +119,9 @@ def plan_run(
         if resumed is not None:
             return resumed
     disk = recipe.memory.executor == "layer_major" and "disk" in _tiers(memory_plan_of(recipe, 1))
-    plan = summarize(site.planner(recipe).as_it_stands(site.budget(recipe, disk=disk)))
-    unmodified = ResolvedPlan(loaded, plan, site, user_settings)
+    priced = site.planner(recipe).as_it_stands(site.budget(recipe, disk=disk))
+    plan = summarize(priced)
+    unmodified = ResolvedPlan(loaded, plan, priced, site, user_settings)
     if plan.state == "not known":
         return _not_known(unmodified)
     if recipe.memory.plan == NONE or plan.fits_with(recipe.plan.margin):
@@ -176,7 +179,7 @@ def _under_run_plan(
     except (ConfigError, FitError) as error:
         say(f"note: the plan of this run is not used: {str(error).splitlines()[0]}")
         return None
-    return ResolvedPlan(loaded, summarize(found), site, user_settings, found)
+    return ResolvedPlan(loaded, summarize(found), found, site, user_settings, found)
 
 
 def _priced(recipe: Recipe, file: PlanFile, site: PlanContext) -> Plan:
@@ -261,7 +264,7 @@ def _with_decision(unmodified: ResolvedPlan, found: AutoPlan) -> ResolvedPlan:
         least = {} if found.least_bytes is None else {"least_bytes": int(found.least_bytes)}
         events.append((text, {"setting": change.name, "before": change.before, "after": change.after} | least))
     loaded = with_settings(unmodified.loaded, plan.settings(), AUTO)
-    return replace(unmodified, loaded=loaded, plan=summarize(plan), decided=plan, events=tuple(events))
+    return replace(unmodified, loaded=loaded, plan=summarize(plan), priced=plan, decided=plan, events=tuple(events))
 
 
 # ---- as a plan file says ----
@@ -283,7 +286,7 @@ def _from_file(loaded: Loaded, file: PlanFile, site: PlanContext) -> ResolvedPla
         if old != value:
             text = f"{name} {old} -> {value}: set by the plan"
             events.append((text, {"setting": name, "before": old, "after": value}))
-    return ResolvedPlan(loaded, summarize(found), site, frozenset(), found, tuple(events))
+    return ResolvedPlan(loaded, summarize(found), found, site, frozenset(), found, tuple(events))
 
 
 def _check_no_contradiction(loaded: Loaded, file: PlanFile) -> None:

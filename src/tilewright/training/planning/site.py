@@ -1,14 +1,21 @@
-"""Where a run would be: machine, rates and budgets, as planners ask for them."""
+"""Where a run would be: machine, rates and budgets, as planners ask for them.
+
+All planners of one place share what they learned of models, which takes seconds.
+"""
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.log import say
+from tilewright.planner.cost.choices import Links
 from tilewright.planner.cost.links import as_links, disk_speed, existing, host_speed
 from tilewright.planner.machine.ceilings import Ceilings
+from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
@@ -23,15 +30,36 @@ class PlanContext:
     rates: Ceilings
     offload_dir: Path
     """Of the disk tier."""
+    progress: Callable[[str], None] | None = field(default=say, kw_only=True)
+    """Called with a line of text before a measurement."""
 
     def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
         """What the run may use; with `disk`, of the free space of the tier's disk too, whose speed is measured."""
         device = recipe.plan.device_memory or self.machine.device_memory_bytes
-        speed = disk_speed(self.offload_dir, self.machine, progress=say) if disk else None
+        speed = disk_speed(self.offload_dir, self.machine, progress=self.progress) if disk else None
         room = shutil.disk_usage(existing(self.offload_dir)).free if speed is not None else 0
-        links = as_links(host_speed(self.machine, progress=say), speed)
+        links = as_links(host_speed(self.machine, progress=self.progress), speed)
         return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
 
     def planner(self, recipe: Recipe, fixed: Constraints = Constraints()) -> Planner:  # noqa: B008 (frozen)
         """A planner of a recipe here."""
-        return Planner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed)
+        return Planner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed, finder=self._finder)
+
+    @cached_property
+    def _finder(self) -> ShapeFinder:
+        return ShapeFinder(self.vocab_size, self.machine)
+
+
+@dataclass(frozen=True)
+class PublishedContext(PlanContext):
+    """A machine that is not at hand: nothing of it can be measured."""
+
+    links: Links
+    """Its links, the disk's among them where bytes may be there."""
+    disk: float
+    """Bytes that may be on its disk."""
+
+    def budget(self, recipe: Recipe, *, disk: bool = False) -> Budget:
+        device = recipe.plan.device_memory or self.machine.device_memory_bytes
+        links = self.links if disk else replace(self.links, disk=None)
+        return Budget(float(device), float(self.machine.host_memory_bytes), links, self.disk if disk else 0.0)

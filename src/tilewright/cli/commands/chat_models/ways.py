@@ -1,0 +1,157 @@
+"""The ways to fine-tune a model, each as `tilewright finetune` plans it on a machine, and the command that does it.
+
+Of the model its configuration is enough. What is planned is the command's own recipe with the command's own planning
+(`training.planning.resolve`), so its numbers are those that the run begins with.
+"""
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tilewright.cli.commands.chat_models.tuned_recipe import HOWS, tuned_recipe
+from tilewright.core.config.edit import changed
+from tilewright.core.config.load import Loaded
+from tilewright.core.errors import CheckpointError, ConfigError, TilewrightError
+from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.models.build import check_data
+from tilewright.models.folder.resolve import is_hub_name, missing_files
+from tilewright.planner.auto import departures
+from tilewright.planner.plan import Plan, State
+from tilewright.training.components.dataset import tokenizer_path
+from tilewright.training.planning.describe import words
+from tilewright.training.planning.refused import smallest_in_words
+from tilewright.training.planning.request import PlanRequest, site_for
+from tilewright.training.planning.resolve import plan_run
+
+_LONGEST = 200
+"""Characters of a reason; transformers' own are paragraphs."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to fine-tune a model, and what it is expected to take."""
+
+    how: str
+    """As `tilewright finetune --how` has it."""
+    loaded: Loaded
+    """Its recipe."""
+    command: str
+    """Empty where the command would refuse."""
+    plan: Plan | None
+    """What the run would execute; None where the model cannot be planned."""
+    changes: Mapping[str, Any]
+    """Settings that the plan changes to make it fit."""
+    layers: str = ""
+    """What is done with layers where the plan decides it; else empty."""
+    unknown: str = ""
+    """Why it is not known whether it fits."""
+    need: str = ""
+    """The smallest budgets in which it fits, where it does not."""
+
+    @property
+    def state(self) -> State:
+        """Whether it fits."""
+        return "not known" if self.plan is None else self.plan.state
+
+
+def ways(model: str, shown: str, typed: Sequence[str], options: PlanRequest, *, quiet: bool) -> Iterator[Way]:
+    """Each way, planned; it takes seconds, for a large model of transformers' code some ten of them.
+
+    Args:
+        model: a folder, or a hub's name, whose configuration is on this machine.
+        shown: the model's name in the commands.
+        typed: settings as on a command line.
+        options: machine and budgets.
+        quiet: say nothing of measurements.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+        ConfigError: settings or budgets that are not right.
+    """
+    budget = [f"--plan.device_memory={options.device_memory.strip()}"] if options.device_memory else []
+    for how in HOWS:
+        loaded, _ = tuned_recipe(model, [], how, [*typed, *budget], weights=False)
+        way = _planned(loaded, how, options, quiet)
+        if way.plan is not None and way.state != "does not fit":
+            # A budget is to be kept, so a run of which nothing is known is refused under it.
+            unchecked = (
+                ["--plan.enforce=false"] if way.state == "not known" and loaded.recipe.plan.device_memory else []
+            )
+            way = replace(way, command=command_of(loaded, shown, how, [*typed, *budget, *unchecked]))
+        yield way
+
+
+def _planned(loaded: Loaded, how: str, options: PlanRequest, quiet: bool) -> Way:
+    """A way without its command."""
+    vocab_size = _vocab_size(loaded)
+    site = site_for(loaded, options, vocab_size or 1, quiet=quiet)  # less than any embedding has, as it must be
+    recipe = changed(loaded.recipe, {"plan.enforce": False})  # whether it fits is the answer here, and no error
+    try:
+        check_data(recipe.model, recipe.data.seq_len, vocab_size)
+    except CheckpointError as error:  # an architecture, or a configuration, that nobody can build
+        return Way(how, loaded, "", None, {}, unknown=reason(error))
+    try:
+        planned = plan_run(replace(loaded, recipe=recipe), site)
+    except (CheckpointError, ConfigError) as error:  # a model that cannot be adapted so
+        return Way(how, loaded, "", None, {}, unknown=reason(error))
+    found = planned.priced
+    if found.state != "fits":
+        need = "" if found.shape.unknown else smallest_in_words(recipe, site, planned.user_settings)
+        return Way(how, loaded, "", found, {}, unknown=found.shape.unknown, need=need)
+    if planned.decided is None:
+        return Way(how, loaded, "", found, {})
+    changes = {change.name: change.after for change in departures(recipe, found)}
+    return Way(how, loaded, "", found, changes, words(found.memory_plan))
+
+
+def command_of(loaded: Loaded, model: str, how: str, typed: Sequence[str]) -> str:
+    """The command that fine-tunes so, as a shell takes it.
+
+    Args:
+        loaded: the recipe of it.
+        model: as the user names it.
+        how: of `HOWS`.
+        typed: settings as on a command line; the data's source is an argument of the command.
+    """
+    settings, rest = [], list(typed)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        if name != "--data.source":
+            settings += [name, value]
+    return shlex.join(["tilewright", "finetune", model, loaded.recipe.data.source, "--how", how, *settings])
+
+
+def lacking(loaded: Loaded) -> list[str]:
+    """What the model's folder lacks of what the commands need, in sentences; nothing that a plan needs."""
+    found = []
+    model = loaded.recipe.model.path
+    if not is_hub_name(model) and (missing := missing_files(Path(model).expanduser(), weights=True)):
+        found.append(f"the folder has no {missing[0]}: the commands need the weights")
+    try:
+        tokenizer_path(loaded.recipe.model, loaded.recipe.data)
+    except ConfigError as error:
+        found.append(f"{reason(error)}; the commands need one")
+    return found
+
+
+def reason(error: TilewrightError) -> str:
+    """What is wrong, in a line of bounded length."""
+    problem = error.problems[0]
+    return textwrap.shorten(
+        f"{problem.what}: {problem.got}" if problem.got else problem.what, _LONGEST, placeholder=" ..."
+    )
+
+
+def _vocab_size(loaded: Loaded) -> int | None:
+    """Of the tokenizer; None without one, where a plan takes the model's own, as it does anyway."""
+    recipe = loaded.recipe
+    try:
+        path = tokenizer_path(recipe.model, recipe.data)
+    except ConfigError:  # `lacking` says so
+        return None
+    return load_tokenizer(path).vocab_size

@@ -1,0 +1,177 @@
+"""`tilewright plan MODEL`: rows that are what the pasted command plans and measures, and what is no model."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+
+from tests.cli.tuned import arguments, make_model, make_talks
+from tests.contracts.observe import fixed_ceilings
+from tilewright.cli.app import run
+from tilewright.cli.commands.chat_models.plan_model import named_model
+from tilewright.cli.commands.chat_models.tuned_recipe import tuned_recipe, with_passes
+from tilewright.cli.plan_output import to_json
+from tilewright.core.errors import ConfigError
+from tilewright.core.units import parse_bytes
+from tilewright.training.assemble import set_up
+from tilewright.training.components.dataset import prepare_data
+
+
+@pytest.fixture(autouse=True)
+def _fixed(monkeypatch):
+    monkeypatch.setattr("tilewright.planner.machine.ceilings.measure", fixed_ceilings)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """One that tilewright's decoder runs."""
+    return make_model(tmp_path_factory.mktemp("llama") / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """One that transformers' code runs."""
+    return make_model(tmp_path_factory.mktemp("qwen3") / "model", "qwen3")
+
+
+@pytest.fixture
+def talks(tmp_path):
+    return make_talks(tmp_path / "talks.jsonl")
+
+
+def settings_of(tmp_path, talks, **changes):
+    return ["--data.source", str(talks), *arguments(tmp_path, **changes)]
+
+
+def planned(capsys, *typed, code=0):
+    capsys.readouterr()
+    assert run(["plan", *map(str, typed), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def resolved(command):
+    """The plan that a pasted `tilewright finetune` begins with."""
+    program, name, model, data, option, how, *settings = shlex.split(command)
+    assert (program, name, option) == ("tilewright", "finetune", "--how")
+    loaded, _ = tuned_recipe(model, [data], how, settings)
+    return set_up(with_passes(loaded, prepare_data(loaded.recipe), 3)).planned.priced
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [("model", ""), ("model", "8GiB"), pytest.param("foreign", "8GiB", marks=pytest.mark.slow)]
+)
+def test_the_pasted_command_plans_what_the_row_says(request, name, talks, tmp_path, capsys, budget):
+    model = request.getfixturevalue(name)
+    typed = settings_of(tmp_path, talks)
+    found = planned(capsys, model, *typed, *(["--device-memory", budget] if budget else []))
+    assert [way["how"] for way in found["ways"]] == ["lora", "lora_fp8", "full"]
+    assert (found["seq_len"], found["global_batch_size"]) == (64, 4)
+    for way in found["ways"]:
+        assert way["state"] == "fits"
+        plan = resolved(way["command"])
+        assert to_json(plan, [], None, [], "") == way["plan"]
+        assert not budget or plan.budget.device == parse_bytes(budget)
+
+
+@pytest.mark.slow
+def test_the_pasted_command_measures_what_the_row_says(model, talks, tmp_path, capsys):
+    found = planned(capsys, model, *settings_of(tmp_path, talks))
+    for way in found["ways"]:
+        assert run([*shlex.split(way["command"])[1:], "--dry-run"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"plan: {way['plan']['verdict']}" in said, said
+
+
+def test_a_folder_a_configuration_and_a_table(model, talks, tmp_path, capsys):
+    typed = [*settings_of(tmp_path, talks), "--on", "4090"]
+    found = planned(capsys, model, *typed)
+    same = planned(capsys, model / "config.json", *typed)
+    assert [way["plan"] for way in same["ways"]] == [way["plan"] for way in found["ways"]]
+    assert run(["plan", str(model), *typed]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Fits: LoRA, FP8 LoRA, all parameters."
+    for way in found["ways"]:
+        assert f"  {way['command']}" in lines
+    assert any("The data is not read: rows of 64 tokens, 4 of them" in line for line in lines)
+    assert any("published, not measured" in line for line in lines)
+
+
+def test_a_budget_that_is_too_small_names_one_that_is_enough(model, talks, tmp_path, capsys):
+    typed = [*settings_of(tmp_path, talks), "--on", "4090"]
+    found = planned(capsys, model, *typed, "--device-memory", "100MiB", code=3)
+    assert {way["state"] for way in found["ways"]} == {"does not fit"}
+    assert not any(way["command"] for way in found["ways"])
+    least = max(parse_bytes(way["need"].split(" on the device")[0]) for way in found["ways"])
+    found = planned(capsys, model, *typed, "--device-memory", str(least))
+    assert {way["state"] for way in found["ways"]} == {"fits"}
+
+
+def test_what_the_plan_changes_is_named(model, talks, tmp_path, capsys):
+    rows = {"train__global_batch_size": 64, "data__seq_len": 256}
+    typed = [*settings_of(tmp_path, talks, **rows), "--on", "4090", "--host-memory", "64GiB"]
+    at = typed.index("--train.micro_batch_size")
+    typed = [*typed[:at], *typed[at + 2 :]]
+    wide = planned(capsys, model, *typed)["ways"][-1]
+    assert not wide["changes"]
+    none = planned(capsys, model, *typed, "--device-memory", "100MiB", code=3)["ways"][-1]
+    least = parse_bytes(none["need"].split(" on the device")[0])
+    way = planned(capsys, model, *typed, "--device-memory", str(least))["ways"][-1]
+    assert way["state"] == "fits"
+    assert way["changes"] or way["layers"]
+    assert way["plan"]["peak_bytes"] <= least < wide["plan"]["peak_bytes"]
+    for name, value in way["changes"].items():
+        assert way["plan"]["settings"][name] == value
+
+
+def test_what_is_missing_for_the_commands_is_said(model, talks, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(model / "config.json", bare)
+    typed = [*settings_of(tmp_path, talks), "--on", "4090"]
+    found = planned(capsys, bare, *typed)
+    assert [way["plan"]["peak_bytes"] for way in found["ways"]] == [
+        way["plan"]["peak_bytes"] for way in planned(capsys, model, *typed)["ways"]
+    ]
+    notes = " ".join(found["notes"])
+    assert "model.safetensors" in notes
+    assert "tokenizer" in notes
+
+
+def test_a_family_that_nobody_knows_is_not_known(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "frobnicator", "hidden_size": 64}))
+    found = planned(capsys, tmp_path, "--on", "4090", code=6)
+    assert all("frobnicator" in way["unknown"] and not way["command"] for way in found["ways"])
+    assert run(["plan", str(tmp_path), "--on", "4090"]) == 6
+    assert "not known" in capsys.readouterr().out
+
+
+def test_what_is_of_one_recipe_or_of_this_machine_is_refused(model, capsys):
+    for typed, said in (
+        (["--why", "layer.0"], "of the plan of one recipe"),
+        (["--largest"], "of the plan of one recipe"),
+        (["--host-memory", "8GiB"], "Host and disk budgets"),
+        (["--device-memory", "24Gb"], "Invalid memory size"),
+        (["--on", "5090x"], "Unknown machine name"),
+        (["--data.seq_len", "-1"], "data.seq_len"),
+    ):
+        assert run(["plan", str(model), *typed]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_recipes_come_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("default", "mine", "org"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "org" / "tiny.toml").write_text("")
+    assert named_model("default") is None
+    assert named_model("./default") == "./default"
+    assert named_model("mine") == "mine"
+    assert named_model("mine/config.json") == "mine"
+    assert named_model("meta-llama/Llama-3.1-8B@main") == "meta-llama/Llama-3.1-8B@main"
+    assert named_model("org/tiny.toml") is None
+    assert named_model("org/tinny") is None  # the error then asks whether tiny.toml is meant
+    assert named_model("defualt") is None
+    with pytest.raises(ConfigError, match="No such configuration"):
+        named_model("nothing/config.json")
