@@ -21,7 +21,7 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
 from tilewright.models.base.preference import as_rows, is_pairs
 from tilewright.models.base.protocols import Model
-from tilewright.training.components.dataset import Prepared, held_out_batches
+from tilewright.training.components.dataset import Prepared, held_out
 
 _MOST_ANSWERS = 512
 _MOST_NUMBERS = 2**21
@@ -45,7 +45,7 @@ def ask_held_out(
     recipe: Recipe, data: Prepared, tokenizer: Tokenizer, model: Model, vocab_size: int
 ) -> tuple[Question, ReferenceAnswer]:
     """Rows, positions and texts of the held-out data, and the answers of the FP32 model."""
-    batches = held_out_batches(recipe, data)
+    batches = held_out(recipe, data).batches
     num = max(_FEWEST_ANSWERS, min(_MOST_ANSWERS, _MOST_NUMBERS // vocab_size))
     rows, positions, labels, domain_of = [], [], [], []
     for domain, found in enumerate(batches.values()):
