@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.compress.exports_file import change_since
-from tilewright.core.units import format_bytes, format_share
+from tilewright.core.units import format_bytes
 from tilewright.report.run_data.clean import Row, number
 
 COLUMNS = (
@@ -117,7 +117,7 @@ def _worst(loss: object) -> str:
     if not changes:
         return ""
     change, name = max(changes)
-    return f"{'+' if change > 0 else ''}{format_share(change)} {name}"
+    return f"{100 * change:+.2f} % {name}"
 
 
 def _ids(ids: object) -> str:
