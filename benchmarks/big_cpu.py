@@ -46,7 +46,7 @@ def traffic(parts: Components) -> tuple[int, int, float]:
 
 def held_out(parts: Components) -> float:
     """Loss on the same rows of two domains."""
-    some = {domain: parts.eval_batches[domain] for domain in sorted(parts.eval_batches)[:2]}
+    some = {domain: parts.held_out.batches[domain] for domain in sorted(parts.held_out.batches)[:2]}
     with parts.passing():
         found = pooled(evaluate(parts.model, some, fp32=False))
     assert found is not None

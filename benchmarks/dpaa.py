@@ -81,7 +81,7 @@ def run(case: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
             events["moves"] += sum(row["kind"] == "move" for row in control.take_rows())
         events["redone"] += result.redone is not None
         events["skipped"] += result.skipped is not None
-    whole = pooled(evaluate(parts.model, parts.eval_batches, fp32=False))
+    whole = pooled(evaluate(parts.model, parts.held_out.batches, fp32=False))
     parts.stream.close()
     found = {"loss": whole.loss if whole is not None else float("nan"), **events}
     found |= {"data": parts.setup.prepared.fingerprint}

@@ -93,7 +93,7 @@ def main() -> None:
 
 def finish(parts: Components, record: dict[str, Any]) -> None:
     """Held-out loss in FP32, and what the controller did; the model's memory is free afterwards."""
-    whole = pooled(evaluate(parts.model, parts.eval_batches, fp32=True))
+    whole = pooled(evaluate(parts.model, parts.held_out.batches, fp32=True))
     record["held_out"] = whole.loss if whole is not None else math.nan
     if parts.control is not None:
         record["share_in_8_bits"] = 1 - parts.control.control.controller.share_above_8bit

@@ -157,7 +157,7 @@ def beyond_steps(setup: RunContext, parts: Components) -> dict[str, dict[str, in
     """Bytes by owner while a run evaluates, and while it writes a checkpoint and continues."""
     recipe, found = setup.recipe, {}
     with parts.passing():
-        evaluate(parts.model, parts.eval_batches, device=setup.device, fp32=recipe.precision.eval_fp32)
+        evaluate(parts.model, parts.held_out.batches, device=setup.device, fp32=recipe.precision.eval_fp32)
     found["evaluate"] = parts.memory_tracker.snapshot(parts.model, parts.optimizer)["owners"]
     with tempfile.TemporaryDirectory() as folder:
         store, state = CheckpointStore(Path(folder), background=recipe.checkpoint.async_save), parts.state()

@@ -60,7 +60,7 @@ def run(part: str, seed: int) -> dict[str, float | str]:
 
 @torch.no_grad()
 def _held_out(parts: Components) -> float:
-    batches = [batch for of_domain in parts.eval_batches.values() for batch in of_domain]
+    batches = [batch for of_domain in parts.held_out.batches.values() for batch in of_domain]
     with evaluating(parts.model):
         total = sum(float(parts.model.loss(batch).loss_sum) for batch in batches)
     return total / sum(int((batch["labels"] != -100).sum()) for batch in batches)

@@ -80,7 +80,7 @@ def held_out_loss(recipe: Path, seed: int, steps: int) -> float:
     parts.modes.weights.refresh()
     for step in range(steps):
         parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
-    whole = pooled(evaluate(parts.model, parts.eval_batches, fp32=False))
+    whole = pooled(evaluate(parts.model, parts.held_out.batches, fp32=False))
     parts.stream.close()
     return whole.loss if whole is not None else math.nan
 

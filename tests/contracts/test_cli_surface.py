@@ -67,6 +67,14 @@ SURFACE = {
         *("--apply-chat-template", "--base", "--batch-size", "--batches", "--help", "--include-path", "--json"),
         *("--limit", "--num-fewshot", "--quiet", "--tasks", "--verbose", "run"),
     ],
+    "chat": [
+        *("--chat-template", "--device", "--dtype", "--help", "--message", "--quiet", "--seed", "--stop", "--system"),
+        *("--temperature", "--tokens", "--top-k", "--top-p", "--verbose", "name"),
+    ],
+    "serve": [
+        *("--api-key", "--chat-template", "--concurrent", "--device", "--dtype", "--help", "--host", "--max-body"),
+        *("--max-tokens", "--port", "--quiet", "--timeout", "--verbose", "--waiting", "name"),
+    ],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
     "export": [
         *("--help", "--json", "--no-proof", "--out", "--quiet", "--threads", "--time-limit", "--to", "--verbose"),

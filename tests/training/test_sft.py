@@ -201,7 +201,8 @@ def test_the_model_before_training_is_evaluated_and_answers_the_same_prompts(mod
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     other = parts.setup.other_text.batches
     assert {domain for row in evals for domain in row["eval_other"]} == set(other) != set()
-    for found, batches in ((before, parts.eval_batches[name]), *((evals[0]["eval_other"][d], other[d]) for d in other)):
+    others = ((evals[0]["eval_other"][domain], batches) for domain, batches in other.items())
+    for found, batches in ((before, parts.held_out.batches[name]), *others):
         with torch.no_grad():
             loss = total = 0.0
             for ids, labels in (pair for batch in batches for pair in conversations(batch)):

@@ -43,6 +43,14 @@ COMMANDS = {
         "tilewright.cli.commands.chat_models.merge:merge",
         "Write the model of a run, its adapters merged, as a Hugging Face folder.",
     ),
+    "chat": (
+        "tilewright.cli.commands.chat_models.chat:chat",
+        "Talk to the model of a run, or to any model with a chat template.",
+    ),
+    "serve": (
+        "tilewright.cli.commands.chat_models.serve:serve",
+        "Serve the model of a run, or any model, behind OpenAI's API.",
+    ),
     "eval": (
         "tilewright.cli.commands.eval:eval_",
         "Evaluate a run on its held-out text, or a run or a model on tasks, in FP32.",

@@ -143,7 +143,7 @@ def _stop_ids(folder: Path | None) -> list[int]:
 def _require_harness() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise HardwareError(
-            "lm-evaluation-harness is not installed",
+            "Package lm_eval is not installed",
             got="no package lm_eval",
             need="the extra eval",
             try_="pip install 'tilewright[eval]'",

@@ -57,6 +57,7 @@ VARIABLES = (
         "what `--section.field` takes",
         "TILEWRIGHT_TRAIN_GLOBAL_BATCH_SIZE=8 is --train.global_batch_size 8",
     ),
+    Variable("TILEWRIGHT_API_KEY", "", "any text", "key that clients of `serve` must send; --api-key wins"),
     Variable("NO_COLOR", "", "any text", "no colour on a terminal"),
     Variable(
         "COLUMNS", "", "an integer", "width of text and tables; else that of the terminal, and none in a file or a pipe"
@@ -78,6 +79,7 @@ VARIABLES = (
     Variable("LOCAL_RANK", "", "an integer", "rank of this process on its machine, set by torchrun"),
     Variable("WORLD_SIZE", "", "an integer", "number of processes, set by torchrun"),
 )
+_NO_SETTINGS = {row.name for row in VARIABLES if not row.sets}
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def _alias(name: str, text: str, problems: list[Problem]) -> EnvSetting | None:
 
 def _generic(name: str, text: str) -> EnvSetting | None:
     """`TILEWRIGHT_TRAIN_GLOBAL_BATCH_SIZE` -> `train.global_batch_size`. Section names hold no underscore."""
-    if not name.startswith(PREFIX):
+    if not name.startswith(PREFIX) or name in _NO_SETTINGS:
         return None
     section, _, field = name.removeprefix(PREFIX).lower().partition("_")
     return EnvSetting(f"{section}.{field}" if field else section, text, name)
@@ -243,3 +245,14 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
                 f"{name} is not a number", got=repr(text), need="an integer", try_=f"unset {name}", where=where
             )
     return Ranks(*map(int, found.values()))
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Inside, a library may set variables of this process; afterwards they are as they were."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

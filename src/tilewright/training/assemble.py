@@ -66,7 +66,7 @@ from tilewright.training.executor.layer_major_setup import (
     make_executor,
     slice_up,
 )
-from tilewright.training.executor.standard import Batch, Executor, StandardExecutor, all_finite
+from tilewright.training.executor.standard import Executor, StandardExecutor, all_finite
 from tilewright.training.executor.summon import SummonedParams, passing
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
@@ -181,11 +181,6 @@ class Components:
     def held_out(self) -> HeldOut:
         """Held-out rows of the data, made once."""
         return held_out(self.setup.recipe, self.setup.prepared)
-
-    @property
-    def eval_batches(self) -> dict[str, list[Batch]]:
-        """Held-out batches of the data by domain."""
-        return self.held_out.batches
 
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""

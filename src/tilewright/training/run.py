@@ -237,8 +237,8 @@ class Run:
             f"ready {format_seconds(self._ready_s)} after the run was started again, step {self.step} done after "
             f"{format_seconds(recovery_s)} ({format_seconds(process_s)} after its process)"
         )
-        numbers = {"ready_s": self._ready_s, "recovery_s": recovery_s, "process_s": process_s}
-        self.recorder.event(self.step, "recovered", text, **numbers)
+        seconds = {"ready_s": self._ready_s, "recovery_s": recovery_s, "process_s": process_s}
+        self.recorder.event(self.step, "recovered", text, **seconds)
 
     # ---- evaluation ----
 
@@ -246,12 +246,11 @@ class Run:
         if self._evaluated_step == self.step:
             return
         started = time.perf_counter()
-        parts, how = self.parts, {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32}
+        how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32}
+        texts = self.parts.held_out, self.setup.other_text
         self._give_back()
-        with parts.passing():
-            own, other = parts.held_out, self.setup.other_text
-            self.evals = evaluate(parts.model, own.batches, num_bytes=own.num_bytes, **how)
-            others = evaluate(parts.model, other.batches, num_bytes=other.num_bytes, **how) if other.batches else {}
+        with self.parts.passing():
+            self.evals, others = (evaluate(self.parts.model, t.batches, num_bytes=t.num_bytes, **how) for t in texts)
         self._give_back()
         self._evaluated_step = self.step
         self.recorder.evaluation(self.step, self.evals, time.perf_counter() - started, others)
@@ -392,11 +391,10 @@ class Run:
 
     def _write_samples(self) -> None:
         with self.parts.passing():
-            for sample in run_samples(self.recipe, self.parts.model, self.setup.tokenizer, self.parts.eval_batches):
+            for sample in run_samples(self.recipe, self.parts.model, self.setup.tokenizer, self.parts.held_out.batches):
                 self.recorder.sample(self.step, sample)
 
     def _export(self) -> None:
-        target = self.folder.path / "hf"
-        text = export(self.recipe, self.parts.model, self.state, self.setup.tokenizer, target)
-        self.setup.save_tokenizer(target)
+        text = export(self.recipe, self.parts.model, self.state, self.setup.tokenizer, self.folder.path / "hf")
+        self.setup.save_tokenizer(self.folder.path / "hf")
         self.recorder.event(self.step, "export", text)

@@ -4,7 +4,6 @@ It sets a variable at import, seeds three generators, and logs and warns as a pr
 """
 
 import logging
-import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+from tilewright.core import env
 
 _LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx", "fsspec")
 SEEDS = (0, 1234, 1234)
@@ -25,12 +26,11 @@ def contained(verbose: bool = False) -> Iterator[None]:
     Args:
         verbose: show what it and the libraries below it log and warn.
     """
-    environ = dict(os.environ)
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [(logger, logger.level) for logger in loggers]
     states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     try:
-        with warnings.catch_warnings():
+        with env.unchanged(), warnings.catch_warnings():
             if not verbose:
                 warnings.simplefilter("ignore")
                 for logger in loggers:
@@ -42,8 +42,6 @@ def contained(verbose: bool = False) -> Iterator[None]:
     finally:
         for logger, level in levels:
             logger.setLevel(level)
-        os.environ.clear()
-        os.environ.update(environ)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.random.set_rng_state(states[2])

@@ -55,6 +55,8 @@ def evaluate(
         device: where batches are moved.
         fp32: compute in FP32 whatever the model's precision (a converted model only).
     """
+    if not batches:
+        return {}
     with evaluating(model) if fp32 else evaluation(model):
         sizes = num_bytes or {}
         results = {

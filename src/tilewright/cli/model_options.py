@@ -1,0 +1,34 @@
+"""The argument and the options of commands that open a run or a model; see `open_model`."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def model_argument(function: Function) -> Function:
+    """A run or a model, `runs/latest` where it is left out."""
+    return click.argument("name", default="runs/latest", metavar="[RUN_OR_MODEL]")(function)
+
+
+def model_options(function: Function) -> Function:
+    """`--dtype`, `--device` and `--chat-template`, under the names of `open_model`'s arguments."""
+    function = click.option(
+        "--chat-template", default="", help="Template in place of the model's own: chatml, or a .jinja file."
+    )(function)
+    function = click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        show_default=True,
+        help="Device of the model.",
+    )(function)
+    return click.option(
+        "--dtype",
+        type=click.Choice(["auto", "bf16", "fp32"]),
+        default="auto",
+        show_default=True,
+        help="Dtype of the weights; auto keeps BF16 folders in BF16, and runs in FP32.",
+    )(function)

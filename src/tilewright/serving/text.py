@@ -1,0 +1,97 @@
+"""From tokens to text as they come: whole characters, no space lost, and nothing of a stop string.
+
+The pieces of an answer, joined, are what decoding all of its tokens at once gives, up to the first stop string.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_BROKEN = "\ufffd"
+
+
+class DecodesIds(Protocol):
+    """The part of a tokenizer needed here."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class TextStream:
+    """Text of tokens that come one by one.
+
+    A token may hold a part of a character, and many tokenizers drop the space before the first word of what they
+    decode. So tokens are decoded together with those before them, and text whose last character is not whole waits.
+    Bytes that are no UTF-8 come out as replacement characters; of tokenizers with byte tokens (SentencePiece) decoding
+    all at once may then replace good characters beside them too.
+
+    Example:
+        >>> from tilewright.data.common.tokenizer import train_tokenizer
+        >>> tok = train_tokenizer(["low lower " * 9], 270)
+        >>> text = TextStream(tok)
+        >>> [text.push(i) for i in tok.encode("é!")], text.flush()
+        (['', 'é', '!'], '')
+    """
+
+    def __init__(self, tokenizer: DecodesIds):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._done = 0
+        """Of `_ids`: those whose text was given. They are the context of the next ones."""
+
+    def push(self, token: int) -> str:
+        """What the next token adds; "" where it does not end a character."""
+        self._ids.append(token)
+        return self._new(whole=True)
+
+    def flush(self) -> str:
+        """What is left at the end: broken characters as their replacement."""
+        return self._new(whole=False)
+
+    def _new(self, whole: bool) -> str:
+        before = self._tokenizer.decode(self._ids[: self._done])
+        text = self._tokenizer.decode(self._ids)
+        if len(text) <= len(before) or (whole and text.endswith(_BROKEN)):
+            return ""
+        del self._ids[: self._done]
+        self._done = len(self._ids)
+        return text[len(before) :]
+
+
+class StopFilter:
+    """Holds back what could become a stop string, and ends at the first one.
+
+    Args:
+        stops: the strings; none of them is empty.
+
+    Example:
+        >>> stop = StopFilter(["END"])
+        >>> [stop.push(piece) for piece in ("one E", "N", "D two")], stop.stopped
+        (['one ', '', ''], True)
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """What can be given of the text so far; nothing after a stop string."""
+        if self.stopped:
+            return ""
+        text = self._held + piece
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back and did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that a stop string may begin with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,117 @@
+"""`tilewright chat` and `serve` as commands: pipes, single answers, runs, adapters, and what is refused."""
+
+import io
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.tuned import arguments, make_model, make_talks
+from tests.serving.served import post
+from tilewright.cli.app import run
+from tilewright.cli.open_model import open_model
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.hf.model import HFModel
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "model", "llama")
+
+
+def test_one_message_one_answer(model, capsys):
+    options = ["--device", "cpu", "--tokens", "12", "--seed", "3"]
+    assert run(["chat", str(model), "--message", "hello", *options]) == 0
+    first = capsys.readouterr()
+    assert "cut after 12 tokens" in first.err
+    assert run(["chat", str(model), "--message", "hello", *options]) == 0
+    assert capsys.readouterr().out == first.out
+
+
+def test_a_pipe_is_a_conversation(model, capsys, monkeypatch):
+    lines = ["hello Paris, hello weather"] * 12 + ["", "/reset", "you?", "/quit", "never"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    assert run(["chat", str(model), "--device", "cpu", "--tokens", "40", "--seed", "1", "--system", "you are"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("oldest turns are dropped") == 1
+    assert said.count("begins anew") == 1
+
+
+def test_the_last_turn_depends_on_the_ones_before(model, capsys, monkeypatch):
+    def last(lines):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        assert run(["chat", str(model), "--device", "cpu", "--tokens", "8", "--seed", "1", "--temperature", "1"]) == 0
+        return capsys.readouterr().out
+
+    alone, after = last(["you?"]), last(["hello Paris", "you?"])
+    assert not after.endswith(alone)
+    assert last(["hello Paris", "/reset", "you?"]).endswith(alone)
+
+
+def test_what_is_wrong_is_told(model, tmp_path, capsys):
+    assert run(["chat", str(tmp_path / "no"), "--message", "x"]) == 2
+    assert "No such run and no such model" in capsys.readouterr().err
+    bare = make_model(tmp_path / "bare", "llama", template=False)
+    assert run(["chat", str(bare), "--message", "x", "--device", "cpu"]) == 2
+    assert "chatml" in capsys.readouterr().err
+    assert (
+        run(["chat", str(bare), "--message", "x", "--device", "cpu", "--chat-template", "chatml", "--tokens", "2"]) == 0
+    )
+    assert run(["chat", str(model), "--message", "hello " * 400, "--device", "cpu"]) == 2
+    assert "longer than the model's context" in capsys.readouterr().err
+    assert run(["serve", str(model), "--host", "203.0.113.1"]) == 2
+    assert "cannot listen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["lora", "full"])
+def test_a_run_its_folder_and_its_merged_folder_answer_alike(model, how, tmp_path, capsys):
+    talks = make_talks(tmp_path / "talks.jsonl")
+    assert run(["finetune", str(model), str(talks), "--how", how, *arguments(tmp_path)]) == 0
+    folder = tmp_path / "runs" / "tuned"
+    assert run(["merge", str(folder), "--out", str(tmp_path / "merged"), "--format", "fp32"]) == 0
+    answers = []
+    for name in (folder, folder / "hf", tmp_path / "merged"):
+        capsys.readouterr()
+        asked = ["--message", "hello Paris 3?", "--temperature", "0", "--tokens", "16", "--device", "cpu"]
+        assert run(["chat", str(name), "--dtype", "fp32", *asked]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] == answers[2]
+    opened = open_model(str(folder), device="cpu")
+    assert opened.recipe is not None
+    assert opened.max_positions == 256
+
+
+def test_bf16_folders_stay_bf16(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for name, kind in (("llama", Decoder), ("qwen3", HFModel)):
+        folder = make_model(tmp_path / name, name)
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+        for dtype, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            opened = open_model(str(folder), device="cpu", dtype=dtype)
+            assert isinstance(opened.model, kind)
+            assert {param.dtype for param in opened.model.parameters()} == {expected}
+
+
+@pytest.mark.dist
+def test_the_server_takes_the_next_port_and_ends_cleanly(model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "tilewright", "serve", str(model), "--device", "cpu", "--port", str(port)]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        line = server.stdout.readline()
+        found = int(line.split(":")[-1].split("/")[0])
+        assert found != port
+        ask = {"model": "model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+        assert post(found, "/v1/chat/completions", ask)[0] == 200
+        server.send_signal(signal.SIGINT)
+        out, err = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert "server ended" in out
+        assert f"port {port} is in use" in err
+        assert "Traceback" not in err
