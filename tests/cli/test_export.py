@@ -16,7 +16,7 @@ from tilewright.compress.export.targets import TARGETS, default_targets
 from tilewright.compress.export_run import export_run, vocabulary_size
 from tilewright.compress.exports_file import read_exports
 from tilewright.compress.prove.held_out import ask_held_out
-from tilewright.compress.prove.limits import Limits
+from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.core.errors import NumericsError
 from tilewright.report.page import write_report
@@ -64,7 +64,7 @@ def test_llama_cpp_on_the_held_out_text_of_a_run(finished, tmp_path):
     target = next(target for target in TARGETS if target.name == "gguf-f16")
     written = target.write(given, tmp_path / "model.gguf")
     (tmp_path / "proof").mkdir()
-    proof = Proof(tmp_path / "proof", *asked, 1, Limits.of_this_machine(60))
+    proof = Proof(tmp_path / "proof", *asked, 1, ConsumerLimits.of_this_machine(60))
     found = proof.of(target.consumer.module, tmp_path / "model.gguf", written.options)
     assert found["state"] == "ran", found["reason"]
     assert found["kl"] < 1e-5

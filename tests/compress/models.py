@@ -8,7 +8,7 @@ import torch
 from tests.data.chat.families import TEXT, make_folder
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.prove.held_out import ReferenceAnswer, reference
-from tilewright.compress.prove.limits import Limits
+from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.compress.prove.question import Question
 from tilewright.core.config.load import load_recipe
@@ -76,4 +76,4 @@ def proof(folder: Path, model, tokenizer, texts=TEXT) -> Proof:
     ids = tokenizer.encode_batch(list(texts))
     expected = ReferenceAnswer(("random",), zeros, zeros, reference(model, question), ids)
     folder.mkdir(parents=True, exist_ok=True)
-    return Proof(folder, question, expected, 1, Limits(60.0, 2 * 2**30))
+    return Proof(folder, question, expected, 1, ConsumerLimits(60.0, 2 * 2**30))

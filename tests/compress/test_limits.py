@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tilewright.compress.prove.held_out import ReferenceAnswer
-from tilewright.compress.prove.limits import Limits
+from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.compress.prove.question import Question
 
@@ -25,7 +25,7 @@ def _importable(monkeypatch):
 def proof(folder, seconds=30.0, memory=400 * MIB):
     question = Question([np.array([1, 2, 3])], np.array([[0, 0], [0, 1], [0, 2]]), np.arange(40), ["text"])
     expected = ReferenceAnswer(("only",), np.zeros(3, np.int64), np.zeros(3, np.int64), UNIFORM, [[1]])
-    return Proof(folder, question, expected, 1, Limits(seconds, memory))
+    return Proof(folder, question, expected, 1, ConsumerLimits(seconds, memory))
 
 
 def row(folder, how, options=None, **limits):

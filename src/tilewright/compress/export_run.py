@@ -15,7 +15,7 @@ from tilewright.compress.export.target import Target, Written, missing
 from tilewright.compress.export.targets import why_not
 from tilewright.compress.exports_file import Row, read_exports, write_exports
 from tilewright.compress.prove.held_out import ask_held_out
-from tilewright.compress.prove.limits import Limits
+from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.core.errors import CheckpointError, NumericsError
 from tilewright.core.hardware import detect_machine
@@ -33,7 +33,7 @@ def export_run(
     *,
     prove: bool = True,
     threads: int | None = None,
-    limits: Limits | None = None,
+    limits: ConsumerLimits | None = None,
     on_row: Callable[[Row], object] = lambda row: None,
 ) -> Row:
     """Write and prove the targets; the record, which is in exports.json too.
@@ -44,7 +44,7 @@ def export_run(
         out: folder of the artefacts, made where it is missing.
         prove: run each artefact in its consumer, and the baselines.
         threads: of each consumer; None: the recipe's, else the machine's cores.
-        limits: of each consumer; None: see `Limits.of_this_machine`.
+        limits: of each consumer; None: see `ConsumerLimits.of_this_machine`.
         on_row: called with each baseline's and each artefact's row when it is known.
 
     Raises:
@@ -78,7 +78,7 @@ def export_run(
         proof = None
         if prove:
             bar.phase("held-out rows")
-            proof = _proof(source, Path(folder), threads, limits or Limits.of_this_machine())
+            proof = _proof(source, Path(folder), threads, limits or ConsumerLimits.of_this_machine())
             record["machine"]["memory_limit_bytes"] = proof.limits.memory_bytes
             record["baselines"] = _baselines(source, proof, bar, on_row)
         for target in (target for target in targets if target.name not in reasons):
@@ -134,7 +134,7 @@ def _clock() -> float | None:
     return round(clock.current) if clock else None
 
 
-def _proof(source: ExportSource, folder: Path, threads: int, limits: Limits) -> Proof:
+def _proof(source: ExportSource, folder: Path, threads: int, limits: ConsumerLimits) -> Proof:
     torch.set_num_threads(threads)
     vocab_size = vocabulary_size(source)
     question, expected = ask_held_out(source.recipe, source.data, source.tokenizer, source.model, vocab_size)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tilewright.compress.prove.session import Session, serve
+from tilewright.compress.prove.session import ConsumerSession, serve
 
 
-class Bad(Session):
+class Bad(ConsumerSession):
     """See the module."""
 
     def __init__(self, request):

@@ -25,7 +25,7 @@ _PLAIN = {"hidden_act": ("silu",), "mlp_bias": (False, None), "use_sliding_windo
 
 
 @dataclass(frozen=True)
-class Shape:
+class GGUFShape:
     """A model that llama.cpp can hold, in its words."""
 
     arch: str
@@ -97,7 +97,7 @@ def state(model: Model) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in found.items() if seen.setdefault(id(t), name) == name}
 
 
-def shape_of(model: Model, context: int) -> Shape:
+def shape_of(model: Model, context: int) -> GGUFShape:
     """The shape of a model that `why_no_shape` has no reason against.
 
     Args:
@@ -105,7 +105,7 @@ def shape_of(model: Model, context: int) -> Shape:
     """
     raw = hf_config(model)
     rope = raw.get("rope_parameters") or {}
-    return Shape(
+    return GGUFShape(
         arch=ARCHITECTURES[raw["model_type"]],
         num_layers=raw["num_hidden_layers"],
         dim=raw["hidden_size"],

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tilewright.compress.gguf.architecture import Shape
+from tilewright.compress.gguf.architecture import GGUFShape
 from tilewright.compress.gguf.tensors import named_tensors, stored_format
 from tilewright.compress.gguf.vocabulary import Vocabulary
 
@@ -13,7 +13,7 @@ from tilewright.compress.gguf.vocabulary import Vocabulary
 def write_file(
     path: Path,
     asked: str,
-    shape: Shape,
+    shape: GGUFShape,
     weights: Mapping[str, Tensor],
     words: Vocabulary | None,
     *,
@@ -60,7 +60,7 @@ def write_file(
         writer.close()
 
 
-def _add_shape(writer: "gguf.GGUFWriter", shape: Shape, name: str) -> None:  # noqa: F821 - imported by the caller
+def _add_shape(writer: "gguf.GGUFWriter", shape: GGUFShape, name: str) -> None:  # noqa: F821 - imported by the caller
     writer.add_name(name)
     writer.add_block_count(shape.num_layers)
     writer.add_context_length(shape.context)

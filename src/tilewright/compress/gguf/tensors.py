@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from torch import Tensor
 
-from tilewright.compress.gguf.architecture import Shape
+from tilewright.compress.gguf.architecture import GGUFShape
 
 BLOCK = 32
 """Elements with one scale, in Q8_0 and Q4_0; a row must hold whole blocks."""
 
 
-def named_tensors(weights: Mapping[str, Tensor], shape: Shape) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(weights: Mapping[str, Tensor], shape: GGUFShape) -> Iterator[tuple[str, np.ndarray]]:
     """(name in the file, FP32 array) of each weight, one at a time."""
     import gguf
 

@@ -28,14 +28,14 @@ _LINE = 300
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConsumerLimits:
     """Of one consumer. `memory_bytes` is resident memory of the process and its children."""
 
     seconds: float
     memory_bytes: int
 
     @classmethod
-    def of_this_machine(cls, seconds: float = 600.0) -> "Limits":
+    def of_this_machine(cls, seconds: float = 600.0) -> "ConsumerLimits":
         """Two thirds of the memory that is free now."""
         return cls(seconds, psutil.virtual_memory().available * 2 // 3)
 
@@ -58,7 +58,7 @@ class ConsumerOutcome:
 
 
 def ask(
-    module: str, request: Request, limits: Limits, on_line: Callable[[str], object] = lambda line: None
+    module: str, request: Request, limits: ConsumerLimits, on_line: Callable[[str], object] = lambda line: None
 ) -> ConsumerOutcome:
     """Run a consumer to its end.
 
@@ -93,7 +93,9 @@ def ask(
     return _read(folder)
 
 
-def _watch(child: "subprocess.Popen[bytes]", limits: Limits, log: Path, on_line: Callable[[str], object]) -> str | None:
+def _watch(
+    child: "subprocess.Popen[bytes]", limits: ConsumerLimits, log: Path, on_line: Callable[[str], object]
+) -> str | None:
     """Wait for the end; which limit was exceeded, or None."""
     started, shown = time.monotonic(), ""
     while child.poll() is None:

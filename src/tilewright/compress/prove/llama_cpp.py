@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from tilewright.compress.gguf.read import read_formats
-from tilewright.compress.prove.session import CACHED_AT, Request, Session, serve
+from tilewright.compress.prove.session import CACHED_AT, ConsumerSession, Request, serve
 
 _ALL = 1 << 24
 """More log-probabilities than any vocabulary has tokens; the server gives all there are."""
 
 
-class LlamaCpp(Session):
+class LlamaCpp(ConsumerSession):
     """A GGUF file in llama.cpp's server."""
 
     def __init__(self, request: Request):

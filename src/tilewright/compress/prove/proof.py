@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tilewright.compress.prove.compare import as_json, compare
 from tilewright.compress.prove.held_out import ReferenceAnswer
-from tilewright.compress.prove.limits import Limits, ask
+from tilewright.compress.prove.limits import ConsumerLimits, ask
 from tilewright.compress.prove.question import Question
 from tilewright.compress.prove.session import Request
 
@@ -31,7 +31,7 @@ class Proof:
     question: Question
     expected: ReferenceAnswer
     threads: int
-    limits: Limits
+    limits: ConsumerLimits
 
     def __post_init__(self) -> None:
         self.question.save(self.folder)

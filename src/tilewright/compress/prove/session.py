@@ -76,7 +76,7 @@ class ConsumerAnswer:
     notes: Sequence[str] = ()
 
 
-class Session:
+class ConsumerSession:
     """An artefact that its runtime has opened. Subclasses are constructed with a `Request`."""
 
     runtime = ""
@@ -109,7 +109,7 @@ class Session:
         return None
 
 
-def serve(open_session: Callable[[Request], Session]) -> None:
+def serve(open_session: Callable[[Request], ConsumerSession]) -> None:
     """Answer the request that the command line names."""
     import time
 
@@ -145,7 +145,7 @@ def serve(open_session: Callable[[Request], Session]) -> None:
     _say("answered")
 
 
-def _all_logits(session: Session, question: Question) -> np.ndarray:
+def _all_logits(session: ConsumerSession, question: Question) -> np.ndarray:
     """[N, V] FP32, in the order of `Question.positions`."""
     found = []
     for row, ids_S in enumerate(question.rows):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.compress.prove.session import CACHED_AT, Request, Session, serve
+from tilewright.compress.prove.session import CACHED_AT, ConsumerSession, Request, serve
 from tilewright.core.config.recipe import ModelSection
 from tilewright.models.build import build_model
 from tilewright.models.decoder.decoder import Decoder
@@ -21,7 +21,7 @@ from tilewright.models.decoder.decoder import Decoder
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class TorchModel(Session):
+class TorchModel(ConsumerSession):
     """Our model."""
 
     def __init__(self, request: Request):

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tilewright.compress.prove.session import Request, Session, serve
+from tilewright.compress.prove.session import ConsumerSession, Request, serve
 
 
-class TransformersFolder(Session):
+class TransformersFolder(ConsumerSession):
     """A model and a tokenizer of transformers."""
 
     def __init__(self, request: Request):

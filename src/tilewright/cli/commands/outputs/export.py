@@ -42,7 +42,7 @@ def export(
     targets = find_targets(to) if to else None  # a typing error before the model is loaded
     from tilewright.cli.load_run import open_to_export
     from tilewright.compress.export_run import export_run
-    from tilewright.compress.prove.limits import Limits
+    from tilewright.compress.prove.limits import ConsumerLimits
     from tilewright.report.run_data.exports_table import COLUMNS, conditions, remarks, table_rows
 
     source = open_to_export(run, without_tokenizer)
@@ -52,7 +52,7 @@ def export(
         out or run / "exports",
         prove=not no_proof,
         threads=threads,
-        limits=Limits.of_this_machine(time_limit),
+        limits=ConsumerLimits.of_this_machine(time_limit),
         on_row=_say_row,
     )
     if as_json:
