@@ -76,6 +76,10 @@ SURFACE = {
         *("--max-tokens", "--port", "--quiet", "--timeout", "--verbose", "--waiting", "name"),
     ],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
+    "export": [
+        *("--help", "--json", "--no-proof", "--out", "--quiet", "--threads", "--time-limit", "--to", "--verbose"),
+        *("--without-tokenizer", "run"),
+    ],
     "inspect": ["--diff", "--help", "--json", "--quiet", "--schema", "--verbose", "target"],
     "report": ["--help", "--open", "--quiet", "--verbose", "run"],
     "watch": ["--help", "--open", "--port", "--quiet", "--verbose", "runs"],
