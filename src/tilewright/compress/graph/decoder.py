@@ -65,7 +65,9 @@ class DecoderGraph(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
         self.kept = tuple(
-            (f"{name}.{layer}", shape) for layer, block in enumerate(self.blocks) for name, shape in block.attention.kept
+            (f"{name}.{layer}", shape)
+            for layer, block in enumerate(self.blocks)
+            for name, shape in block.attention.kept
         )
         """Name and shape (heads, positions as -1, width) of each tensor that is kept, in order."""
 

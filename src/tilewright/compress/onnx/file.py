@@ -25,4 +25,8 @@ def to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]):
         found = torch.onnx.export(
             program, dynamo=True, input_names=inputs, output_names=outputs, opset_version=OPSET, verbose=False
         )
-    return found.model_proto
+    model = found.model_proto
+    for node in model.graph.node:  # stack traces, of half a megabyte
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+    return model

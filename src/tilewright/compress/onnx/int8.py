@@ -16,6 +16,7 @@ import numpy as np
 
 from tilewright.compress.graph.trace import IDS
 
+
 def quantize_int8(model):
     """An FP32 ModelProto -> one in INT8. The given one is used up.
 
