@@ -1,6 +1,7 @@
 """A model traced by torch.export: the one form that ONNX, OpenVINO, ExecuTorch and AOTInductor are made from.
 
-Lengths are free: of the new tokens from 1, of the kept ones from 0, up to `MAX_LENGTH` where a runtime plans its memory.
+Lengths are free: of the new tokens from 1, of the kept ones from 0, up to `longest` where a runtime plans its
+memory.
 """
 
 import torch

@@ -3,8 +3,8 @@
 onnxruntime's own quantiser does the matmuls: weights symmetric with a scale per output channel, activations affine per
 tensor. The embedding it would leave in FP32, and a head that shares the embedding's matrix it would compute in FP32
 from dequantised values (1.9x over FP32 eager in place of 4.2x). So the head is given a matrix of its own first. Then
-the table of the ids becomes INT8 with a scale per row; where the head is tied, ids are looked up in its columns, so that
-the matrix is stored once.
+the table of the ids becomes INT8 with a scale per row; where the head is tied, ids are looked up in its columns, so
+that the matrix is stored once.
 
 Legend: V vocabulary  D model width.
 """
