@@ -31,6 +31,7 @@ def quantize_int8(model):
 
     table = lookup(model.graph).input[0]
     head = untie(model, table)
+    onnx.helper.set_model_props(model, {"onnx.quant.pre_process": "onnxruntime.quant"})  # or it advises to do so
     del model.graph.value_info[:]  # of the exporter; the quantiser's shape inference contradicts them
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "int8.onnx"
