@@ -36,5 +36,5 @@ AOTI = Target(
     file="{run}.pt2",
     write=_write,
     why_not=_why_not,
-    consumer=Consumer("AOTInductor", "tilewright.compress.prove.aoti_package"),
+    consumer=Consumer("AOTInductor", "tilewright.compress.prove.graphs.aoti_package"),
 )

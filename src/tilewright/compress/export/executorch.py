@@ -47,7 +47,10 @@ EXECUTORCH = Target(
     write=_write,
     why_not=_why_not,
     consumer=Consumer(
-        "ExecuTorch", "tilewright.compress.prove.executorch_program", packages=("executorch",), extra="executorch"
+        "ExecuTorch",
+        "tilewright.compress.prove.graphs.executorch_program",
+        packages=("executorch",),
+        extra="executorch",
     ),
     packages=("executorch", "torchao"),
     extra="executorch",

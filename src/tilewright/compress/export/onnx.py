@@ -16,7 +16,7 @@ from tilewright.compress.onnx.int8 import quantize_int8
 from tilewright.core.units import format_bytes
 
 _ONNXRUNTIME = Consumer(
-    "onnxruntime", "tilewright.compress.prove.onnx_runtime", packages=("onnxruntime", "onnx"), extra="onnx"
+    "onnxruntime", "tilewright.compress.prove.graphs.onnx_runtime", packages=("onnxruntime", "onnx"), extra="onnx"
 )
 
 

@@ -32,7 +32,9 @@ OPENVINO = Target(
     file="{run}-openvino-int8",
     write=_write,
     why_not=why_not,
-    consumer=Consumer("OpenVINO", "tilewright.compress.prove.openvino_model", packages=("openvino",), extra="openvino"),
+    consumer=Consumer(
+        "OpenVINO", "tilewright.compress.prove.graphs.openvino_model", packages=("openvino",), extra="openvino"
+    ),
     packages=("openvino", "onnx", "onnxscript", "onnxruntime"),
     extra="openvino,onnx",
 )

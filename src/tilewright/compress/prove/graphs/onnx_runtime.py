@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.compress.onnx.count import count_matmuls
-from tilewright.compress.prove.kept_tensors import KeptTensors
+from tilewright.compress.prove.graphs.kept_tensors import KeptTensors
 from tilewright.compress.prove.session import Request, serve
 
 

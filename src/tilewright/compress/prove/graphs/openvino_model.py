@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.compress.prove.kept_tensors import KeptTensors
+from tilewright.compress.prove.graphs.kept_tensors import KeptTensors
 from tilewright.compress.prove.session import Request, serve
 
 

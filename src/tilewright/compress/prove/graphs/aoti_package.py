@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewright.compress.prove.kept_tensors import KeptTensors
+from tilewright.compress.prove.graphs.kept_tensors import KeptTensors
 from tilewright.compress.prove.session import Request, serve
 
 
