@@ -40,16 +40,19 @@ def _write(source: ExportSource, path: Path) -> Written:
     return Written(notes=notes, quantized=formats, options={"kept": kept, "longest": LONGEST})
 
 
+_EXECUTORCH = Consumer(
+    "ExecuTorch",
+    "tilewright.compress.prove.graphs.executorch_program",
+    packages=("executorch",),
+    extra="executorch",
+)
 EXECUTORCH = Target(
     name="executorch-8da4w",
     use="edge",
     file="{run}-8da4w.pte",
     write=_write,
     why_not=_why_not,
-    consumer=Consumer(
-        "ExecuTorch",
-        "tilewright.compress.prove.graphs.executorch_program",
-        packages=("executorch",),
+    consumer=_EXECUTORCH,
         extra="executorch",
     ),
     packages=("executorch", "torchao"),

@@ -26,15 +26,19 @@ def _write(source: ExportSource, path: Path) -> Written:
     return Written(notes=notes, quantized=count_matmuls(model))
 
 
+_OPENVINO = Consumer(
+    "OpenVINO",
+    "tilewright.compress.prove.graphs.openvino_model",
+    packages=("openvino",),
+    extra="openvino",
+)
 OPENVINO = Target(
     name="openvino-int8",
     use="serving",
     file="{run}-openvino-int8",
     write=_write,
     why_not=why_not,
-    consumer=Consumer(
-        "OpenVINO", "tilewright.compress.prove.graphs.openvino_model", packages=("openvino",), extra="openvino"
-    ),
+    consumer=_OPENVINO,
     packages=("openvino", "onnx", "onnxscript", "onnxruntime"),
     extra="openvino,onnx",
 )
