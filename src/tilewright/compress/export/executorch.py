@@ -53,8 +53,6 @@ EXECUTORCH = Target(
     write=_write,
     why_not=_why_not,
     consumer=_EXECUTORCH,
-        extra="executorch",
-    ),
     packages=("executorch", "torchao"),
     extra="executorch",
 )
