@@ -1,7 +1,9 @@
 """`export` end to end on a run that took a second: what is written, recorded, shown, and refused."""
 
+import errno
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,11 @@ from tilewright.cli.load_run import open_to_export
 from tilewright.compress.export.targets import TARGETS, default_targets
 from tilewright.compress.export_run import export_run, vocabulary_size
 from tilewright.compress.exports_file import read_exports
+from tilewright.compress.graph.trace import converting
 from tilewright.compress.prove.held_out import ask_held_out
 from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
-from tilewright.core.errors import NumericsError
+from tilewright.core.errors import CheckpointError, NumericsError
 from tilewright.report.page import write_report
 from tilewright.training.loop import train
 
@@ -180,6 +183,31 @@ def test_an_output_folder_that_cannot_be_made(finished, tmp_path, capsys):
     assert run(["export", str(finished), "--to", "gguf-f16", "--no-proof", "--out", str(tmp_path / "file")]) == 2
     assert "Export cannot be written" in capsys.readouterr().err
     assert (tmp_path / "file").is_file()
+
+
+def test_a_target_that_cannot_be_written_is_a_row_and_the_others_go_on(finished, tmp_path):
+    def full(source, path):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def untraceable(source, path):
+        with converting("Model cannot be traced into a graph", need="no branches"):
+            raise KeyError("aten.frobnicate")
+
+    by_name = {target.name: target for target in TARGETS}
+    broken = [replace(by_name["gguf-f16"], write=full), replace(by_name["onnx"], write=untraceable)]
+    given = open_to_export(finished)
+    rows = export_run(given, [*broken, by_name["gguf-q8_0"]], tmp_path / "out", prove=False)["artefacts"]
+    assert [found["state"] for found in rows] == ["failed", "failed", "not proven"]
+    assert "No space left on device" in rows[0]["reason"]
+    assert "aten.frobnicate" in rows[1]["reason"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tiny-q8_0.gguf"]
+    assert read_exports(finished)["artefacts"] == rows
+    page = write_report(finished).read_text()
+    assert "not written: Model cannot be traced into a graph" in page
+    with pytest.raises(CheckpointError) as raised:
+        export_run(given, broken, tmp_path / "out", prove=False)
+    assert len(raised.value.problems) == 2
 
 
 def test_adapters_are_merged(tmp_path):

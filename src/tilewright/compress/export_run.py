@@ -49,11 +49,12 @@ def export_run(
 
     Raises:
         NumericsError: a weight is not finite.
-        CheckpointError: no target can be written, or the disk is full.
+        CheckpointError: no target can be written: no format holds the model, or each write failed, on a full disk for
+            example. Where one of several fails, its row is "failed" with the reason.
     """
     check_finite(source)
     reasons = {target.name: reason for target in targets if (reason := why_not(target, source)) is not None}
-    rows = [_refused(target, reasons[target.name]) for target in targets if target.name in reasons]
+    rows = [_not_written(target, "unavailable", reasons[target.name]) for target in targets if target.name in reasons]
     for row in rows:
         on_row(row)
     if len(rows) == len(targets):
@@ -81,11 +82,19 @@ def export_run(
             proof = _proof(source, Path(folder), threads, limits or ConsumerLimits.of_this_machine())
             record["machine"]["memory_limit_bytes"] = proof.limits.memory_bytes
             record["baselines"] = _baselines(source, proof, bar, on_row)
-        for target in (target for target in targets if target.name not in reasons):
-            row = _one(source, target, out / target.file.format(run=record["run"]), proof, bar)
+        errors: list[CheckpointError] = []
+        possible = [target for target in targets if target.name not in reasons]
+        for target in possible:
+            try:
+                row = _one(source, target, out / target.file.format(run=record["run"]), proof, bar)
+            except CheckpointError as error:
+                errors.append(error)
+                row = _not_written(target, "failed", f"not written: {_in_words(error)}")
             record["artefacts"].append(row)
             _save(source.run, record)
             on_row(row)
+    if len(errors) == len(possible):
+        raise CheckpointError.from_problems([problem for error in errors for problem in error.problems])
     return record
 
 
@@ -112,11 +121,15 @@ def fp32_bytes(source: ExportSource) -> int:
     return 4 * sum(param.numel() for param in source.model.parameters())  # type: ignore[attr-defined]
 
 
-def _refused(target: Target, reason: str) -> Row:
+def _not_written(target: Target, state: str, reason: str) -> Row:
     return {"target": target.name, "use": target.use, "consumer": target.consumer.name, "path": None} | {
-        "state": "unavailable",
+        "state": state,
         "reason": reason,
     }
+
+
+def _in_words(error: CheckpointError) -> str:
+    return "; ".join(f"{problem.what}: {problem.got}" for problem in error.problems)
 
 
 def _kept(source: ExportSource, targets: Sequence[Target]) -> list[Row]:

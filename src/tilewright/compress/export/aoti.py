@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
-from tilewright.compress.graph.trace import graph_of, trace, why_no_graph
+from tilewright.compress.graph.trace import converting, graph_of, trace, why_no_graph
 
 
 def _why_not(source: ExportSource) -> str | None:
@@ -22,7 +22,9 @@ def _write(source: ExportSource, path: Path) -> Written:
 
     graph = graph_of(source.model)
     between = path.with_name(f"{path.name}.pt2")  # it takes no other ending
-    torch._inductor.aoti_compile_and_package(trace(graph), package_path=str(between))
+    traced = trace(graph)
+    with converting("Model cannot be compiled ahead of time", need="operations that inductor compiles, and a compiler"):
+        torch._inductor.aoti_compile_and_package(traced, package_path=str(between))
     between.rename(path)
     notes = ["for processors with this one's instructions"]
     if not graph.kept:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.quantized import quantize_8da4w, why_not_8da4w
-from tilewright.compress.graph.trace import graph_of, trace, why_no_graph
+from tilewright.compress.graph.trace import converting, graph_of, trace, why_no_graph
 
 LONGEST = 1024
 """Tokens that the program plans its memory for."""
@@ -23,16 +23,20 @@ def _why_not(source: ExportSource) -> str | None:
 def _write(source: ExportSource, path: Path) -> Written:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir.error import ExportError, InternalError
 
     graph = graph_of(source.model)
     quantized, formats = quantize_8da4w(graph)
     logging.getLogger("executorch").setLevel(logging.ERROR)
-    lowered = to_edge_transform_and_lower(
-        trace(quantized, longest=LONGEST),
-        partitioner=[XnnpackPartitioner()],
-        compile_config=EdgeCompileConfig(_check_ir_validity=False),
-    )
-    program = lowered.to_executorch(ExecutorchBackendConfig(extract_delegate_segments=True))
+    traced = trace(quantized, longest=LONGEST)
+    need = "operations that ExecuTorch and XNNPACK know"
+    with converting("Model cannot be lowered for ExecuTorch", need=need, errors=(ExportError, InternalError)):
+        lowered = to_edge_transform_and_lower(
+            traced,
+            partitioner=[XnnpackPartitioner()],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+        program = lowered.to_executorch(ExecutorchBackendConfig(extract_delegate_segments=True))
     with path.open("wb") as file:
         program.write_to_file(file)
     notes = () if graph.kept else ("whole rows only: the model keeps no keys and values",)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
-from tilewright.compress.graph.trace import graph_of, input_names, output_names, trace, why_no_graph
+from tilewright.compress.graph.trace import converting, graph_of, input_names, output_names, trace, why_no_graph
 from tilewright.compress.onnx.count import count_matmuls
 from tilewright.compress.onnx.file import MAX_BYTES, to_onnx
 from tilewright.compress.onnx.int8 import quantize_int8
@@ -40,7 +40,8 @@ def _write(int8: bool, source: ExportSource, path: Path) -> Written:
 
     model, notes = traced_onnx(source)
     if int8:
-        model = quantize_int8(model)
+        with converting("ONNX graph cannot be quantised", need="one table for the ids, and matmuls with constants"):
+            model = quantize_int8(model)
     onnx.save(model, str(path))
     found = count_matmuls(model)
     if int8 and found.get("fp32"):

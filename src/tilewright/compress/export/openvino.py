@@ -8,6 +8,7 @@ from pathlib import Path
 from tilewright.compress.export.onnx import traced_onnx, why_not
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
+from tilewright.compress.graph.trace import converting
 from tilewright.compress.onnx.count import count_matmuls
 from tilewright.compress.onnx.weight_only import quantize_weights
 
@@ -17,11 +18,13 @@ def _write(source: ExportSource, path: Path) -> Written:
     import openvino
 
     model, notes = traced_onnx(source)
-    model = quantize_weights(model)
+    with converting("Weights of the ONNX graph cannot be quantised", need="one table for the ids"):
+        model = quantize_weights(model)
     path.mkdir()
     between = path / "weights.onnx"
     onnx.save(model, str(between))
-    openvino.save_model(openvino.convert_model(between), path / "model.xml", compress_to_fp16=False)
+    with converting("Model cannot be converted for OpenVINO", need="operations that OpenVINO reads from ONNX"):
+        openvino.save_model(openvino.convert_model(between), path / "model.xml", compress_to_fp16=False)
     between.unlink()
     return Written(notes=notes, quantized=count_matmuls(model))
 

@@ -58,8 +58,8 @@ def why_no_shape(model: Model, task: str) -> str | None:
     kind = raw.get("model_type")
     if kind == "deepseek_v3":
         return (
-            "llama.cpp's deepseek2 takes latent attention in the sizes of DeepSeek's own models only "
-            "(64 rotary dims, 512 of the latent vector)"
+            "latent attention and experts are not written: llama.cpp computes them as deepseek2, whose tensors this "
+            "export does not make"
         )
     if kind not in ARCHITECTURES:
         return f"model_type {kind!r}: none of {', '.join(ARCHITECTURES)}"

@@ -4,6 +4,9 @@ Lengths are free: of the new tokens from 1, of the kept ones from 0, up to `long
 memory.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -64,13 +67,41 @@ def trace(graph: nn.Module, *, longest: int | None = None) -> ExportedProgram:
     inputs = example(graph)
     kept = tuple({2: past} for _ in inputs[1:])
     shapes = ({1: new}, kept) if kept else ({1: new},)
+    with (
+        converting("Model cannot be traced into a graph", need="a model without branches on its data"),
+        torch.no_grad(),
+    ):
+        return torch.export.export(graph, inputs, dynamic_shapes=shapes)
+
+
+@contextmanager
+def converting(what: str, *, need: str, errors: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn what a converter raises about a model into an error of the export; OSError, a full disk, passes.
+
+    Args:
+        what: the first line of the error.
+        need: its third.
+        errors: classes of the converter's own, beside the usual ones.
+
+    Raises:
+        CheckpointError: the converter gave up.
+
+    Example:
+        >>> with converting("Model cannot be lowered", need="known operations"):
+        ...     raise KeyError("aten.frobnicate")
+        Traceback (most recent call last):
+        tilewright.core.errors.CheckpointError: Model cannot be lowered
+          got    KeyError: 'aten.frobnicate'
+          need   known operations
+          try    --to gguf-q8_0, or a model of another architecture
+    """
     try:
-        with torch.no_grad():
-            return torch.export.export(graph, inputs, dynamic_shapes=shapes)
-    except (RuntimeError, ValueError, TypeError, AttributeError, torch._dynamo.exc.TorchDynamoException) as error:
+        yield
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, *errors) as error:
+        lines = str(error).strip().splitlines() or ["no message"]
         raise CheckpointError(
-            "Model cannot be traced into a graph",
-            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}",
-            need="a model without branches on its data",
+            what,
+            got=f"{type(error).__name__}: {lines[0][:300]}",
+            need=need,
             try_="--to gguf-q8_0, or a model of another architecture",
         ) from error
