@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.compress.prove.session import CACHED_AT, Session
+from tilewright.compress.prove.session import CACHED_AT, ConsumerSession
 
 
-class KeptTensors(Session):
+class KeptTensors(ConsumerSession):
     """A session of a runtime that `run` calls. Logits are asked in two calls, so that a graph that is wrong after kept
     tokens, or where nothing is kept, cannot pass."""
 
