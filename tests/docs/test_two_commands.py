@@ -10,7 +10,7 @@ from tests.training.tiny import write_text
 from tilewright.cli.app import run
 from tilewright.compress.exports_file import read_exports
 
-README = (Path(_file__).parents[2] / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SHORT = {
     "TRAIN_STEPS": "12",
     "TRAIN_EVAL_INTERVAL": "12",

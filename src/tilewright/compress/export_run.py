@@ -1,5 +1,6 @@
 """The exports of a run: each target written, then run in its consumer; the record grows row by row."""
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tilewright.compress.export.publish import artefact_bytes, artefact_hash, publish
+from tilewright.compress.export.quiet import quiet_converters
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Target, Written, missing
 from tilewright.compress.export.targets import why_not
@@ -19,6 +21,7 @@ from tilewright.compress.prove.limits import ConsumerLimits
 from tilewright.compress.prove.proof import Proof
 from tilewright.core.errors import CheckpointError, NumericsError
 from tilewright.core.hardware import detect_machine
+from tilewright.core.log import get_logger
 from tilewright.data.common.progress import ProgressBar
 
 _OURS = "tilewright.compress.prove.torch_model"
@@ -180,7 +183,8 @@ def _baselines(source: ExportSource, proof: Proof, bar: ProgressBar, on_row: Cal
 def _one(source: ExportSource, target: Target, path: Path, proof: Proof | None, bar: ProgressBar) -> Row:
     bar.phase(f"{target.name}: write")
     started = time.perf_counter()
-    written = publish(path, lambda partial: target.write(source, partial))
+    with quiet_converters(show=get_logger(__name__).isEnabledFor(logging.INFO)):
+        written = publish(path, lambda partial: target.write(source, partial))
     row: Row = {
         "target": target.name,
         "use": target.use,

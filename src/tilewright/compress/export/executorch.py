@@ -4,7 +4,6 @@ Weights are INT4 in groups of 32, activations INT8 per token at run time, the em
 are those of `onnx`; at most `LONGEST` new and kept tokens.
 """
 
-import logging
 from pathlib import Path
 
 from tilewright.compress.export.source import ExportSource
@@ -27,7 +26,6 @@ def _write(source: ExportSource, path: Path) -> Written:
 
     graph = graph_of(source.model)
     quantized, formats = quantize_8da4w(graph)
-    logging.getLogger("executorch").setLevel(logging.ERROR)
     traced = trace(quantized, longest=LONGEST)
     need = "operations that ExecuTorch and XNNPACK know"
     with converting("Model cannot be lowered for ExecuTorch", need=need, errors=(ExportError, InternalError)):
