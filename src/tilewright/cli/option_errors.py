@@ -1,0 +1,41 @@
+"""Errors of what reads recipes, told in the words of a command that reads none."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tilewright.core.config.schema import fields
+from tilewright.core.errors import Problem, TilewrightError
+
+
+@contextmanager
+def told_without_settings(try_: str, where: str) -> Iterator[None]:
+    """Errors from within do not tell a user to change a setting that the command does not have.
+
+    Args:
+        try_: what to do instead, where all that an error proposes are settings.
+        where: instead of a setting: the command's option or argument.
+
+    Example:
+        >>> from tilewright.core.errors import ConfigError
+        >>> with told_without_settings("--chat-template FILE.jinja", "--chat-template"):
+        ...     raise ConfigError("No template", try_='data.chat_template = "chatml"', where="data.chat_template")
+        Traceback (most recent call last):
+        tilewright.core.errors.ConfigError: No template
+          where  --chat-template
+          try    --chat-template FILE.jinja
+    """
+    try:
+        yield
+    except TilewrightError as error:
+        setting = re.compile("|".join(rf"\b{re.escape(field.path)}\b" for field in fields()))
+        if not any(setting.search(f"{problem.try_}\n{problem.where}") for problem in error.problems):
+            raise
+        raise type(error).from_problems([_told(problem, setting, try_, where) for problem in error.problems]) from error
+
+
+def _told(problem: Problem, setting: re.Pattern[str], try_: str, where: str) -> Problem:
+    kept = [line for line in problem.try_.split("\n") if not setting.search(line)]
+    place = where if setting.search(problem.where) else problem.where
+    return replace(problem, try_="\n".join(kept) or try_, where=place)
