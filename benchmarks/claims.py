@@ -358,6 +358,7 @@ def _costs() -> Iterator[Row]:
 UNUSED = {
     "golden_avx512": "reference values of a test, not a claim",
     "default_job_steps_avx512": "seconds per step, from which the rungs of the default job get their steps",
+    "int8_linear_avx512": "measured beside other jobs on the same cores; the claim waits for a quiet machine",
     "default_peer_steps_avx512": "seconds per step, from which the peer of the default job gets its steps",
 }
 """Result files without a row, and why."""

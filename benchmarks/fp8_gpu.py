@@ -31,9 +31,8 @@ from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.base.dispatch import Case, Op
-from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.gemm import TILE_GEMM
-from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
+from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 
 CLAIMS = {
     "quantize": "quantisation runs at 85 % of a copy's bandwidth or more",

@@ -129,7 +129,8 @@ PUBLIC = {
     "Runs": ("load_recipe", "Loaded", "Recipe", "train", "RunResult", "plan", "Plan"),
     "Precision of a model": (
         *("convert", "explain", "set_mode", "evaluating", "Policy", "Rule", "ConversionReport", "DynamicScaler"),
-        *("QuantizedWeights", "FP8Quantizer", "PrecisionController", "ControllerSettings"),
+        *("QuantizedWeights", "FP8Quantizer", "IntegerQuantizer", "dynamic_quantize"),
+        *("PrecisionController", "ControllerSettings"),
     ),
     "Optimizer": ("DeepSeekAdam", "Muon", "GradClip", "LRSchedule"),
     "LoRA": ("add_lora", "merge_lora", "save_adapter", "load_adapter", "load_lora_decoder", "load_fp8_weights"),

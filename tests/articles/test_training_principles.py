@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tilewright import DynamicScaler, load_recipe
+from tilewright import DynamicScaler, dynamic_quantize, load_recipe
 from tilewright.precision.policy.schedule import ModeSchedule
 
 
@@ -80,3 +80,44 @@ def test_tf32_for_a_fifth_of_the_steps_then_bf16():
     section = load_recipe("default", overrides, environ={}).recipe.precision
     schedule = ModeSchedule.from_section(section, steps=1000)
     assert [schedule.at(step) for step in (0, 199, 200, 999)] == ["tf32", "tf32", "bf16_mixed", "bf16_mixed"]
+
+
+def article_quantize(tensor, bit_width=8):
+    """The dynamic_quantize sample as printed."""
+    min_val = tensor.min()
+    max_val = tensor.max()
+    scale = (max_val - min_val) / ((1 << bit_width) - 1)
+    quantized = torch.round((tensor - min_val) / scale)
+    dequantized = quantized * scale + min_val
+    return quantized.to(torch.int8), dequantized
+
+
+def test_the_printed_quantizer_wraps_around():
+    """Wrong, first: codes from 0 to 255 in signed bytes. Half of the values come back at the other end."""
+    x = torch.linspace(-1, 1, 256)
+    codes, _ = article_quantize(x)
+    decoded = codes.float() * (2 / 255) - 1
+    assert (codes < 0).sum() == 128
+    assert (decoded - x).abs().max() > 1.9
+    ours, values = dynamic_quantize(x)
+    assert torch.equal(ours.dequantize().view(-1), values)
+    assert (values - x).abs().max() <= 2 / 255
+
+
+def test_the_printed_quantizer_divides_by_zero_for_a_constant():
+    """Wrong, second; ours gives the constant. And an empty tensor has no minimum."""
+    x = torch.full((4,), 3.0)
+    assert article_quantize(x)[1].isnan().all()
+    assert torch.equal(dynamic_quantize(x)[1], x)
+    with pytest.raises(RuntimeError):
+        article_quantize(torch.empty(0))
+    assert dynamic_quantize(torch.empty(0))[1].shape == (0,)
+
+
+def test_the_printed_codes_mean_nothing_by_themselves():
+    """Wrong, third: scale and minimum are not returned. Ours come with them, in a quarter of the bytes."""
+    x = torch.randn(64, 64)
+    ours, values = dynamic_quantize(x, bit_width=8)
+    assert ours.nbytes == x.nbytes // 4 + 5
+    assert dynamic_quantize(x, bit_width=4)[0].nbytes == x.nbytes // 8 + 5
+    assert (values - x).abs().max() <= (x.max() - x.min()) / 255

@@ -25,9 +25,8 @@ from tilewright.formats.spec import E4M3, E5M2
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.base.dispatch import Case
-from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.gemm import TILE_GEMM, kind_of
-from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
+from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 
 pytestmark = pytest.mark.gpu
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

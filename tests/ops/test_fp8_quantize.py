@@ -15,10 +15,9 @@ from tilewright.formats.spec import E4M3, E5M2
 from tilewright.ops.backends.cpu import fp8
 from tilewright.ops.backends.ref.math import swiglu
 from tilewright.ops.base.dispatch import Case
-from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.kernels import Kernels
 from tilewright.ops.norm import native as rms_norm
-from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
+from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 
 SPECS = [E4M3, E5M2]
 TILES = [ROW_TILE, COLUMN_TILE, BLOCK_TILE]

@@ -56,9 +56,13 @@ COMMANDS = {
         "Evaluate a run on its held-out text, or a run or a model on tasks, in FP32.",
     ),
     "generate": ("tilewright.cli.commands.generate:generate", "Continue a text with the model of a run."),
+    "export": (
+        "tilewright.cli.commands.outputs.export:export",
+        "Export a run for other runtimes, and run each artefact in its own.",
+    ),
     "inspect": ("tilewright.cli.commands.inspect:inspect_", "Show the contents of a recipe, a run or a checkpoint."),
     "report": (
-        "tilewright.cli.commands.report:report",
+        "tilewright.cli.commands.outputs.report:report",
         "Judge a run and write its report: one HTML file that opens offline.",
     ),
     "watch": (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tilewright.compress.export.source import ExportSource
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError
@@ -16,8 +17,9 @@ from tilewright.core.log import say
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.models.base.protocols import Model
 from tilewright.ops.kernels import Kernels
+from tilewright.precision.lora.lora import merge_lora
 from tilewright.training.checkpoint.state import raise_on_difference
-from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
+from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
 from tilewright.training.components.lora_model import build_adapted
 
 _MODEL = "model."
@@ -50,6 +52,21 @@ def reopen(run: Path, device: str = "auto") -> Reopened:
     model = build_adapted(plain, tokenizer.vocab_size, kernels, machine.device)
     checkpoint = load_newest(run, model)
     return Reopened(recipe, tokenizer, model.eval(), checkpoint, torch.device(machine.device))
+
+
+def open_to_export(run: Path, without_tokenizer: bool = False) -> ExportSource:
+    """A run as `export` takes it, adapters merged. A run that has not finished is said to be one.
+
+    Raises:
+        CheckpointError: no valid checkpoint is there.
+        ConfigError: the run's model has no text.
+    """
+    opened = reopen(run, "cpu")
+    merge_lora(opened.model)
+    step, asked = read_meta(opened.checkpoint)["parts"]["counters"]["step"], opened.recipe.train.steps
+    if step < asked:
+        say(f"note: the run is at step {step} of {asked}; its newest checkpoint is exported", error=True)
+    return ExportSource(run, opened.recipe, opened.tokenizer, opened.model, opened.checkpoint, without_tokenizer)
 
 
 def load_newest(run: Path, model: Model) -> Path:

@@ -195,6 +195,13 @@ def importing(folder: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+def of_consumer(folder: Path, threads: int) -> dict[str, str]:
+    """`importing(folder)` for a child that another project's runtime works in: at most `threads` threads of OpenMP, and
+    no question to a model hub."""
+    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return importing(folder) | {"OMP_NUM_THREADS": str(threads)} | offline
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among those that torchrun started. One process alone: 0, 0, 1."""

@@ -4,7 +4,7 @@ Made by `prepare`, read by `Stream` (training) and by the evaluation. Everything
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,15 @@ class PreparedData:
             special_ids=tokenizer.special_ids,
             vocab_size=tokenizer.vocab_size,
         )
+
+    def held_out_documents(self) -> Iterator[np.ndarray]:
+        """Token ids of each held-out document, without begin and end."""
+        table = pq.read_table(self._corpus / "documents.parquet", filters=[("split", "=", "holdout")])
+        tokens = self._rows["holdout"].tokens
+        end = 0
+        for length in table["length"].to_pylist():
+            start, end = end, end + length
+            yield np.asarray(tokens[start + 1 : end - 1], np.int64)
 
     def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
         """The documents of a training row: name, first position of the piece in the document, positions in it."""

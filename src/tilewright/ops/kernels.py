@@ -27,13 +27,12 @@ from tilewright.ops.backends.ref import math as ref
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.base.dispatch import Case, Choice, choose
-from tilewright.ops.fused_quantize import RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
 from tilewright.ops.norm import RMS_NORM
-from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH
+from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 
 OPS = (
     *(LINEAR, RMS_NORM, ATTENTION, LINEAR_CROSS_ENTROPY, ADAM, LOW_BIT_ADAM),
@@ -188,14 +187,14 @@ class Kernels:
     def rms_norm_quantize(
         self, x: Tensor, weight_D: Tensor, eps: float, spec: FloatSpec, *, power_of_two: bool = True
     ) -> tuple[Tensor, TiledTensor, TiledTensor]:
-        """See `ops.fused_quantize`."""
+        """See `ops.quantize`."""
         run = self._find("rms_norm_quantize", x.device.type, x.dtype)
         return run(x, weight_D, eps, spec, power_of_two)
 
     def swiglu_quantize(
         self, gate: Tensor, up: Tensor, spec: FloatSpec, *, power_of_two: bool = True
     ) -> tuple[Tensor, TiledTensor, TiledTensor]:
-        """See `ops.fused_quantize`."""
+        """See `ops.quantize`."""
         return self._find("swiglu_quantize", gate.device.type, gate.dtype)(gate, up, spec, power_of_two)
 
     def explain(self) -> list[dict[str, object]]:

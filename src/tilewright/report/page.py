@@ -14,6 +14,7 @@ from tilewright.report.figures import precision_figures, run_figures
 from tilewright.report.figures.bits_figure import bits_figure
 from tilewright.report.run_data import before_after
 from tilewright.report.run_data.collect import RunData, collect
+from tilewright.report.run_data.exports_table import Exports
 from tilewright.report.run_data.measured import state
 from tilewright.report.template import fill
 from tilewright.report.verdict.judge import Judgement, judge
@@ -93,6 +94,7 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         events=tables.event_rows(run.events),
         data=tables.facts(run.data),
         machine=tables.facts(run.machine, skip=("kernels",)),
+        exports=None if run.exports is None else Exports.of(run.exports, run.path),
         num_changed=tables.changed_settings(run),
         command=_command(run),
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewright.compress.exports_file import FILE as EXPORTS
 from tilewright.core.errors import DataError
 from tilewright.precision.controller.log import History, read_history
 from tilewright.report.run_data.clean import Row, clean, eval_row, number, plan_of, step_row
@@ -49,6 +50,7 @@ class RunData:
     data: Row | None = None
     precision: Sequence[Row] = ()
     history: History | None = None
+    exports: Row | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[RecordedSetting] = ()
     trouble: Sequence[str] = ()
@@ -101,6 +103,7 @@ def collect(run_dir: Path) -> RunData:
         data=_as_dict(_read_json(run_dir / "data.json", trouble)),
         precision=_as_rows(precision),
         history=_read_history(run_dir, trouble),
+        exports=_as_dict(_read_json(run_dir / EXPORTS, trouble)),
         recipe=recipe,
         settings=recorded_settings(text),
         trouble=trouble,

@@ -3,6 +3,7 @@
 A Hugging Face model keeps its own config.json. tilewright's own decoder has no such file, so the run fills in what
 belongs to the data: length of rows and ids of the tokenizer."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,25 @@ def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer
         in_fp8, total = fp8_bytes(target)
         text += f", {format_bytes(in_fp8)} of {format_bytes(total)} in FP8 ({format_share(in_fp8 / total)})"
     return text
+
+
+BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files of a run folder that its model's folder needs, too."""
+_GENERATION = "generation_config.json"
+
+
+def copy_beside(recipe: Recipe, run: Path, target: Path) -> None:
+    """Tokenizer and chat template of a run into its model's folder, and how the loaded model wants to generate.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    base = Path(local_folder(recipe.model.path)) if recipe.model.weights == "load" else None
+    if base is not None and (base / _GENERATION).is_file() and not (target / _GENERATION).exists():
+        shutil.copyfile(base / _GENERATION, target / _GENERATION)
+    for name in BESIDE:
+        if (run / name).is_file():
+            shutil.copyfile(run / name, target / name)
 
 
 def config_keys(recipe: Recipe, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`tilewright merge`: the model of a run as a Hugging Face folder that everything else reads."""
 
-import shutil
 from pathlib import Path
 
 import click
@@ -9,9 +8,6 @@ from tilewright.cli.common import run_argument, verbosity
 from tilewright.core.errors import CheckpointError
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes
-
-_BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_GENERATION = "generation_config.json"
 
 
 @click.command()
@@ -43,21 +39,14 @@ def merge(run: Path, out: Path, format_: str) -> None:
     import torch
 
     from tilewright.cli.load_run import reopen
-    from tilewright.models.folder.resolve import local_folder
     from tilewright.precision.lora.lora import merge_lora
-    from tilewright.training.components.export import config_keys
+    from tilewright.training.components.export import config_keys, copy_beside
 
     opened = reopen(run, "cpu")
     merged = merge_lora(opened.model)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}[format_]
     opened.model.save_hf(out, dtype=dtype, extra=config_keys(opened.recipe, opened.tokenizer))
-    section = opened.recipe.model
-    base = Path(local_folder(section.path)) if section.weights == "load" else None
-    if base is not None and (base / _GENERATION).is_file() and not (out / _GENERATION).exists():
-        shutil.copyfile(base / _GENERATION, out / _GENERATION)
-    for name in _BESIDE:
-        if (run / name).is_file():
-            shutil.copyfile(run / name, out / name)
+    copy_beside(opened.recipe, run, out)
     size = sum(file.stat().st_size for file in out.iterdir())
     what = f"{len(merged)} layers merged" if merged else "a run without adapters"
     say(f"wrote {out}: {what}, {format_bytes(size)} in {format_.upper()}, from {opened.checkpoint.name}")

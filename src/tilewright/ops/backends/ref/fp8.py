@@ -40,12 +40,12 @@ def tile_gemm(a: TiledTensor, b: TiledTensor, bias_N: Tensor | None, out_dtype: 
 def rms_norm_quantize(
     x: Tensor, weight_D: Tensor, eps: float, spec: FloatSpec, power_of_two: bool = True
 ) -> WithCopies:
-    """See `ops.fused_quantize`."""
+    """See `ops.quantize`."""
     y = math.rms_norm(x, weight_D, eps)
     return y, *quantize_both(y.reshape(-1, y.shape[-1]), spec, power_of_two)
 
 
 def swiglu_quantize(gate: Tensor, up: Tensor, spec: FloatSpec, power_of_two: bool = True) -> WithCopies:
-    """See `ops.fused_quantize`."""
+    """See `ops.quantize`."""
     y = math.swiglu(gate, up)
     return y, *quantize_both(y.reshape(-1, y.shape[-1]), spec, power_of_two)

@@ -1,0 +1,69 @@
+"""`tilewright export`: the model of a run for other runtimes, each artefact with what its own runtime made of it."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tilewright.cli.common import echo, json_option, print_json, run_argument, show_table, verbosity
+from tilewright.core.log import say
+
+
+@click.command()
+@run_argument
+@click.option("--to", "to", help="Targets, separated by commas. Default: one each for training, serving and the edge.")
+@click.option("--out", type=click.Path(path_type=Path), help="Output folder. Default: exports in the run folder.")
+@click.option("--no-proof", is_flag=True, help="Write only, and run nothing.")
+@click.option(
+    "--without-tokenizer", is_flag=True, help="Write GGUF without a tokenizer where llama.cpp knows none equal."
+)
+@click.option("--threads", type=click.IntRange(1), help="Threads of each runtime. Default: those of the run.")
+@click.option("--time-limit", type=click.FloatRange(1), default=600, show_default=True, help="Seconds per runtime.")
+@json_option
+@verbosity
+def export(
+    run: Path,
+    to: str | None,
+    out: Path | None,
+    no_proof: bool,
+    without_tokenizer: bool,
+    threads: int | None,
+    time_limit: float,
+    as_json: bool,
+) -> None:
+    """Export a run for other runtimes, and run each artefact in its own.
+
+    RUN is a run folder or its name below `runs`; without it `runs/latest`. Its newest checkpoint is exported. Each
+    runtime works in a process of its own and is compared with the FP32 model on held-out text: exports.json in the run
+    folder keeps the table, and `report` shows it.
+    """
+    from tilewright.compress.export.targets import default_targets, find_targets
+
+    targets = find_targets(to) if to else None  # a typing error before the model is loaded
+    from tilewright.cli.load_run import open_to_export
+    from tilewright.compress.export_run import export_run
+    from tilewright.compress.prove.limits import ConsumerLimits
+    from tilewright.report.run_data.exports_table import COLUMNS, conditions, remarks, table_rows
+
+    source = open_to_export(run, without_tokenizer)
+    record = export_run(
+        source,
+        targets if targets is not None else default_targets(source),
+        out or run / "exports",
+        prove=not no_proof,
+        threads=threads,
+        limits=ConsumerLimits.of_this_machine(time_limit),
+        on_row=_say_row,
+    )
+    if as_json:
+        print_json(record)
+        return
+    click.echo(conditions(record))
+    show_table(COLUMNS, table_rows(record))
+    for name, text in remarks(record, run):
+        echo(f"{name}: {text}")
+
+
+def _say_row(row: dict[str, Any]) -> None:
+    name = row.get("target") or row["name"]
+    say(f"{name}: {row['state']}" + (f", {row['path']}" if row.get("path") else ""), error=True)

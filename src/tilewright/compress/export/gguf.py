@@ -1,0 +1,74 @@
+"""Targets `gguf-f16`, `gguf-q8_0`, `gguf-q4_0`: one file for llama.cpp and what is built on it.
+
+Matrices are in the asked format, the embedding included (a tied head is the same matrix, stored once); vectors stay
+FP32.
+"""
+
+import functools
+from pathlib import Path
+
+from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.target import Consumer, Target, Use, Written
+from tilewright.compress.gguf.architecture import shape_of, state, why_no_shape
+from tilewright.compress.gguf.file import write_file
+from tilewright.compress.gguf.read import read_formats
+from tilewright.compress.gguf.tensors import BLOCK
+from tilewright.compress.gguf.vocabulary import vocabulary, why_no_vocabulary
+
+_LLAMA_CPP = Consumer("llama.cpp", "tilewright.compress.prove.llama_cpp", packages=("xllamacpp",), extra="gguf")
+_NO_SERVER = "llama.cpp's server does not start without a tokenizer; the file was read back by the package gguf"
+_TEMPLATE = "chat_template.jinja"
+
+
+def _why_not(asked: str, source: ExportSource) -> str | None:
+    reason = why_no_shape(source.model, source.task)
+    if reason is None and not source.without_tokenizer:
+        reason = why_no_vocabulary(source.tokenizer)
+        reason = reason and f"{reason}; --without-tokenizer writes the weights alone"
+    if reason is None and asked != "f16":
+        matrices = [tensor for tensor in state(source.model).values() if tensor.dim() > 1]
+        if all(tensor.shape[-1] % BLOCK for tensor in matrices):
+            reason = f"{asked} has blocks of {BLOCK} elements, and no row of the model is a multiple of that"
+    return reason
+
+
+def _write(asked: str, source: ExportSource, path: Path) -> Written:
+    shape = shape_of(source.model, source.recipe.data.seq_len)
+    notes = []
+    words, template = None, source.run / _TEMPLATE
+    if why_no_vocabulary(source.tokenizer) is None:
+        words = vocabulary(source.tokenizer, shape.vocab_size, source.recipe.model.weights == "random")
+    else:
+        notes.append("written without a tokenizer: callers make token ids, and llama.cpp's library takes them")
+    write_file(
+        path,
+        asked,
+        shape,
+        state(source.model),
+        words,
+        name=source.run.resolve().name,
+        bos_id=source.tokenizer.bos_id,
+        eos_id=source.tokenizer.eos_id,
+        pad_id=source.tokenizer.pad_id,
+        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+    )
+    formats = read_formats(path)
+    if asked != "f16" and formats.get("f16"):
+        notes.append(f"{formats['f16']} matrices stay F16: their rows are no multiple of {BLOCK}")
+    return Written(notes=notes, quantized=formats, lint_only="" if words else _NO_SERVER)
+
+
+def _target(asked: str, use: Use) -> Target:
+    return Target(
+        name=f"gguf-{asked}",
+        use=use,
+        file=f"{{run}}-{asked}.gguf",
+        write=functools.partial(_write, asked),
+        why_not=functools.partial(_why_not, asked),
+        consumer=_LLAMA_CPP,
+        packages=("gguf",),
+        extra="gguf",
+    )
+
+
+F16, Q8_0, Q4_0 = _target("f16", "serving"), _target("q8_0", "serving"), _target("q4_0", "edge")

@@ -1,0 +1,64 @@
+"""All export targets, in the order in which they are written and shown."""
+
+from collections.abc import Sequence
+
+from tilewright.compress.export import aoti, executorch, folder, gguf, onnx, openvino
+from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.target import Target, missing
+from tilewright.core.errors import ConfigError
+
+TARGETS: tuple[Target, ...] = (
+    *(folder.HF, folder.FP8, gguf.F16, gguf.Q8_0, gguf.Q4_0),
+    *(onnx.ONNX, onnx.ONNX_INT8, openvino.OPENVINO, executorch.EXECUTORCH, aoti.AOTI),
+)
+
+PREFERRED = {
+    "training": ("fp8", "hf"),
+    "serving": ("onnx-int8", "openvino-int8", "gguf-q8_0"),
+    "edge": ("executorch-8da4w", "gguf-q4_0"),
+}
+"""By use, the targets of a command without `--to`: the first that is there and can hold the model."""
+
+
+def find_targets(names: str) -> list[Target]:
+    """The targets of a comma-separated list, each once, in our order.
+
+    Raises:
+        ConfigError: a name is no target.
+
+    Example:
+        >>> [target.name for target in find_targets("gguf-q8_0, hf")]
+        ['hf', 'gguf-q8_0']
+    """
+    asked = [name.strip() for name in names.split(",") if name.strip()]
+    known = [target.name for target in TARGETS]
+    unknown = [name for name in asked if name not in known]
+    if unknown or not asked:
+        raise ConfigError(
+            "No such export target",
+            got=", ".join(unknown) or "an empty list",
+            need="one or more of " + ", ".join(known),
+            try_="--to hf,gguf-q8_0",
+            where="--to",
+        )
+    return [target for target in TARGETS if target.name in asked]
+
+
+def default_targets(source: ExportSource) -> list[Target]:
+    """One target for each use: training in 8 bits, serving in INT8, 4 bits for the edge."""
+    by_name = {target.name: target for target in TARGETS}
+    chosen = []
+    for names in PREFERRED.values():
+        there = [by_name[name] for name in names if name in by_name]
+        chosen += [target for target in there if why_not(target, source) is None][:1] or there[:1]
+    return chosen
+
+
+def why_not(target: Target, source: ExportSource) -> str | None:
+    """Why a target cannot be written here: a package is missing, or the format cannot hold the model."""
+    return missing(target.packages, target.extra) or target.why_not(source)
+
+
+def check_targets(targets: Sequence[Target], source: ExportSource) -> dict[str, str]:
+    """Name -> reason of each target that cannot be written."""
+    return {target.name: reason for target in targets if (reason := why_not(target, source)) is not None}

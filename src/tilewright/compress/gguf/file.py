@@ -1,0 +1,103 @@
+"""Writing one GGUF file: keys, tokens, tensors. The package `gguf` knows the container, this file its content."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from tilewright.compress.gguf.architecture import GGUFShape
+from tilewright.compress.gguf.tensors import named_tensors, stored_format
+from tilewright.compress.gguf.vocabulary import Vocabulary
+
+
+def write_file(
+    path: Path,
+    asked: str,
+    shape: GGUFShape,
+    weights: Mapping[str, Tensor],
+    words: Vocabulary | None,
+    *,
+    name: str,
+    bos_id: int,
+    eos_id: int,
+    pad_id: int | None,
+    chat_template: str | None,
+) -> None:
+    """Write a model.
+
+    Args:
+        path: of the file.
+        asked: "f16", "q8_0" or "q4_0".
+        shape: see `architecture.shape_of`.
+        weights: under Hugging Face's names.
+        words: None writes no tokenizer.
+        name: of the model, shown by readers.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import gguf
+
+    kinds = gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(path, shape.arch)
+    try:
+        _add_shape(writer, shape, name)
+        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{asked.upper()}"])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        if words is None:
+            writer.add_tokenizer_model("none")
+        else:
+            _add_words(writer, words, bos_id, eos_id, pad_id)
+            if chat_template is not None:
+                writer.add_chat_template(chat_template)
+        for theirs, array in named_tensors(weights, shape):
+            kind = kinds[stored_format(array, asked).upper()]
+            writer.add_tensor(theirs, gguf.quantize(array, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _add_shape(writer: "gguf.GGUFWriter", shape: GGUFShape, name: str) -> None:  # noqa: F821 - imported by the caller
+    writer.add_name(name)
+    writer.add_block_count(shape.num_layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.dim)
+    writer.add_feed_forward_length(shape.ffn_dim)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    writer.add_vocab_size(shape.vocab_size)
+
+
+def _add_words(
+    writer: "gguf.GGUFWriter",  # noqa: F821
+    words: Vocabulary,
+    bos_id: int,
+    eos_id: int,
+    pad_id: int | None,
+) -> None:
+    import gguf
+
+    types = {
+        "normal": gguf.TokenType.NORMAL,
+        "control": gguf.TokenType.CONTROL,
+        "user": gguf.TokenType.USER_DEFINED,
+        "unused": gguf.TokenType.UNUSED,
+    }
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(words.pattern)
+    writer.add_token_list(list(words.tokens))
+    writer.add_token_types([types[kind] for kind in words.kinds])
+    writer.add_token_merges(list(words.merges))
+    writer.add_bos_token_id(bos_id)
+    writer.add_eos_token_id(eos_id)
+    if pad_id is not None:
+        writer.add_pad_token_id(pad_id)
+    writer.add_add_bos_token(words.add_bos)

@@ -1,0 +1,115 @@
+"""The question of a run's proof, and what our own model answers: held-out rows, targets by domain, texts and their ids.
+
+Rows are pieces of held-out documents, the longest first, so that a runtime needs no mask between documents.
+
+Legend: S positions  N answers  V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.compress.prove.question import Question
+from tilewright.compress.prove.session import CACHED_AT
+from tilewright.compress.prove.torch_model import all_logits
+from tilewright.core.config.recipe import Recipe
+from tilewright.data.batches.rows import IGNORE
+from tilewright.data.common.tokenizer import Tokenizer
+from tilewright.data.prepared import PreparedData
+from tilewright.models.base.preference import as_rows, is_pairs
+from tilewright.models.base.protocols import Model
+from tilewright.training.components.dataset import Prepared, held_out
+
+_MOST_ANSWERS = 512
+_MOST_NUMBERS = 2**21
+"""Log-probabilities of one answer file; llama.cpp prints each as text."""
+_FEWEST_ANSWERS = 64
+_MOST_TEXT = 4_000_000
+
+
+@dataclass(frozen=True)
+class ReferenceAnswer:
+    """What is compared with. `domains` names the indices in `domain_N`; `log_probs_NV` is FP64."""
+
+    domains: tuple[str, ...]
+    domain_N: np.ndarray
+    labels_N: np.ndarray
+    log_probs_NV: np.ndarray
+    token_ids: list[list[int]]
+
+
+def ask_held_out(
+    recipe: Recipe, data: Prepared, tokenizer: Tokenizer, model: Model, vocab_size: int
+) -> tuple[Question, ReferenceAnswer]:
+    """Rows, positions and texts of the held-out data, and the answers of the FP32 model."""
+    batches = held_out(recipe, data).batches
+    num = max(_FEWEST_ANSWERS, min(_MOST_ANSWERS, _MOST_NUMBERS // vocab_size))
+    rows, positions, labels, domain_of = [], [], [], []
+    for domain, found in enumerate(batches.values()):
+        left = -(-num // len(batches))
+        for ids, targets in sorted(_pieces(found), key=lambda piece: len(piece[0]), reverse=True):
+            # A server needs room for the token that it predicts, so the last position of a full row is not asked for.
+            at = np.flatnonzero(targets[: recipe.data.seq_len - 1] != IGNORE)[:left]
+            if not len(at):
+                continue
+            positions.append(np.stack((np.full(len(at), len(rows)), at), axis=1))
+            rows.append(ids[: at[-1] + 1] if recipe.model.task == "causal_lm" else ids)
+            labels.append(targets[at])
+            domain_of.append(np.full(len(at), domain))
+            left -= len(at)
+            if not left:
+                break
+    texts = _texts(data, tokenizer, rows)
+    everything = np.concatenate([ids for found in batches.values() for ids, _ in _pieces(found)])
+    question = Question(rows, np.concatenate(positions), _long_row(everything, recipe), texts)
+    expected = ReferenceAnswer(
+        tuple(batches),
+        np.concatenate(domain_of),
+        np.concatenate(labels),
+        reference(model, question),
+        tokenizer.encode_batch(texts),
+    )
+    return question, expected
+
+
+@torch.inference_mode()
+def reference(model: Model, question: Question) -> np.ndarray:
+    """FP64 log-probabilities [N, V] of the FP32 model, eager."""
+    found = []
+    for row, ids_S in enumerate(question.rows):
+        at = question.positions_N2[question.positions_N2[:, 0] == row, 1]
+        found.append(all_logits(model, ids_S)[torch.from_numpy(at)].double().log_softmax(-1).numpy())
+    return np.concatenate(found)
+
+
+def _pieces(batches: list[dict[str, Tensor]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(ids, labels) of each document's piece in packed rows."""
+    for packed in batches:
+        batch: Mapping[str, Tensor] = as_rows(packed) if is_pairs(packed) else packed
+        for ids_S, labels_S, segments_S in zip(batch["input_ids"], batch["labels"], batch["segments"], strict=True):
+            for segment in segments_S.unique().tolist():
+                if segment >= 0:
+                    at = segments_S == segment
+                    yield ids_S[at].numpy(), labels_S[at].numpy()
+
+
+def _texts(data: Prepared, tokenizer: Tokenizer, rows: list[np.ndarray]) -> list[str]:
+    """All held-out documents up to some megabytes; of conversations the rows."""
+    documents = data.held_out_documents() if isinstance(data, PreparedData) else rows
+    texts, size = [], 0
+    for ids in documents:
+        texts.append(tokenizer.decode(ids.tolist()))
+        size += len(texts[-1])
+        if size > _MOST_TEXT:
+            break
+    return texts
+
+
+def _long_row(ids: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Ids for latencies: `CACHED_AT` + 1 of them; of a model that may have a table of positions no more than its rows
+    had."""
+    length = CACHED_AT + 1 if recipe.model.kind == "decoder" else min(CACHED_AT + 1, recipe.data.seq_len)
+    return np.resize(ids, length)

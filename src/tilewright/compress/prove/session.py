@@ -1,0 +1,174 @@
+"""The child's side of a proof: a consumer opens an artefact and answers what the parent asks, in files.
+
+A consumer script is a module of this folder that ends in
+
+    if __name__ == "__main__":
+        serve(MySession)
+
+and runs as `python -m tilewright.compress.prove.my_module REQUEST.json`. Its last act is answer.json: without that file
+the proof has failed, whatever the exit code. What it prints goes to a log, whose last lines are the reason then.
+
+Legend: S positions of a row  P positions that are asked for  V vocabulary.
+"""
+
+import json
+import resource
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilewright.compress.prove.question import Question
+from tilewright.core.atomic_io import write_whole
+
+PREFILL_LENGTHS = (32, 256)
+CACHED_AT = 256
+"""Tokens before the one whose latency is measured."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the parent asks; the content of REQUEST.json.
+
+    Args:
+        artefact: file or folder.
+        question: folder written by `Question.save`.
+        answer: existing folder for `logits.npy`, `token_ids.json` and `answer.json`.
+        threads: that the runtime may use.
+        repeats: of each measured call, after one that is not counted.
+        options: of the target's own.
+    """
+
+    artefact: str
+    question: str
+    answer: str
+    threads: int
+    repeats: int = 5
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConsumerAnswer:
+    """The content of answer.json. None: the runtime cannot tell, or has no such thing.
+
+    Args:
+        runtime: name and version.
+        prefill_s: tokens -> seconds, median.
+        cached_token_s: one token after `cached_at` others, median.
+        cached_at: `CACHED_AT`, or what the runtime takes.
+        peak_bytes: of the process, highest resident memory.
+        load_s: seconds to open the artefact.
+        quantized: operators by format, as the runtime has them.
+        notes: in words.
+    """
+
+    runtime: str
+    load_s: float
+    peak_bytes: int
+    prefill_s: Mapping[str, float] = field(default_factory=dict)
+    cached_token_s: float | None = None
+    cached_at: int = CACHED_AT
+    quantized: Mapping[str, int] | None = None
+    notes: Sequence[str] = ()
+
+
+class ConsumerSession:
+    """An artefact that its runtime has opened. Subclasses are constructed with a `Request`."""
+
+    runtime = ""
+    """Name and version of the runtime, set when it is open."""
+    max_length = CACHED_AT + 1
+    """Most tokens of a row that the runtime takes; latencies are measured on shorter rows where it takes fewer."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.notes: list[str] = []
+
+    def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
+        """Logits or log-probabilities [P, V] that the model puts out at positions of one row of ids."""
+        raise NotImplementedError
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """Ids of texts without begin and end, by the tokenizer in the artefact; None where it has none."""
+        return None
+
+    def prefill_s(self, ids_S: np.ndarray) -> float:
+        """Seconds for the logits after a row of ids, nothing of it cached."""
+        raise NotImplementedError
+
+    def cached_token_s(self, ids_S: np.ndarray) -> float | None:
+        """Seconds for one more token, all but the last of `ids_S` being cached; None where there is no cache."""
+        return None
+
+    def quantized(self) -> Mapping[str, int] | None:
+        """Operators by the format that they compute in, such as {"MatMulInteger": 43}."""
+        return None
+
+
+def serve(open_session: Callable[[Request], ConsumerSession]) -> None:
+    """Answer the request that the command line names."""
+    import time
+
+    request = Request(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    question, folder = Question.load(Path(request.question)), Path(request.answer)
+    started = time.perf_counter()
+    session = open_session(request)
+    load_s = time.perf_counter() - started
+    _say("loaded")
+    np.save(folder / "logits.npy", _all_logits(session, question))
+    _say("logits")
+    ids = session.token_ids(question.texts)
+    if ids is not None:
+        (folder / "token_ids.json").write_text(json.dumps(ids), encoding="utf-8")
+    _say("token ids")
+    ids_S = question.long_row[: session.max_length]
+    lengths = sorted({min(length, len(ids_S)) for length in PREFILL_LENGTHS})
+    prefill = {str(n): _median(request.repeats, lambda n=n: session.prefill_s(ids_S[:n])) for n in lengths}
+    cached = None
+    if session.cached_token_s(ids_S) is not None:
+        cached = _median(request.repeats, lambda: session.cached_token_s(ids_S) or 0.0)
+    answer = ConsumerAnswer(
+        session.runtime,
+        load_s,
+        peak_bytes(),
+        prefill,
+        cached,
+        len(ids_S) - 1,
+        session.quantized(),
+        tuple(session.notes),
+    )
+    write_whole(folder / "answer.json", json.dumps(asdict(answer)))
+    _say("answered")
+
+
+def _all_logits(session: ConsumerSession, question: Question) -> np.ndarray:
+    """[N, V] FP32, in the order of `Question.positions`."""
+    found = []
+    for row, ids_S in enumerate(question.rows):
+        asked = question.positions_N2[question.positions_N2[:, 0] == row, 1]
+        if len(asked):
+            found.append(np.asarray(session.logits(ids_S, asked), dtype=np.float32))
+            _say(f"row {row + 1} of {len(question.rows)}")
+    return np.concatenate(found)
+
+
+def _median(repeats: int, seconds: Callable[[], float]) -> float:
+    seconds()
+    return statistics.median(seconds() for _ in range(repeats))
+
+
+def peak_bytes() -> int:
+    """Highest resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # ru_maxrss begins with that of the process that started this one
+        lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,65 @@
+"""The consumer transformers: a Hugging Face folder, loaded as its config.json says and run eagerly.
+
+Options: `task`, causal_lm or masked_lm.
+"""
+
+import importlib.metadata
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tilewright.compress.prove.session import ConsumerSession, Request, serve
+
+
+class TransformersFolder(ConsumerSession):
+    """A model and a tokenizer of transformers."""
+
+    def __init__(self, request: Request):
+        super().__init__(request)
+        from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+        torch.set_num_threads(request.threads)
+        self.causal = request.options["task"] == "causal_lm"
+        auto = AutoModelForCausalLM if self.causal else AutoModelForMaskedLM
+        self.net = auto.from_pretrained(
+            request.artefact, dtype="auto", trust_remote_code=False, local_files_only=True, use_safetensors=True
+        ).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(request.artefact, trust_remote_code=False, local_files_only=True)
+        dtype = str(self.net.dtype).removeprefix("torch.")
+        self.runtime = f"transformers {importlib.metadata.version('transformers')}, {dtype}"
+
+    @torch.inference_mode()
+    def logits(self, ids_S: np.ndarray, positions_P: np.ndarray) -> np.ndarray:
+        """In one pass over the row."""
+        return self._run(ids_S).logits[0, torch.from_numpy(positions_P)].float().numpy()
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]] | None:
+        """By AutoTokenizer; special tokens in a text are text."""
+        return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    @torch.inference_mode()
+    def prefill_s(self, ids_S: np.ndarray) -> float:
+        """A pass over the row, logits of its last position where it is causal."""
+        last = {"logits_to_keep": 1} if self.causal else {}
+        started = time.perf_counter()
+        self._run(ids_S, **last)
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def cached_token_s(self, ids_S: np.ndarray) -> float | None:
+        """A pass over the last token with the key/value cache of the others."""
+        if not self.causal:
+            return None
+        past = self._run(ids_S[:-1], use_cache=True).past_key_values
+        started = time.perf_counter()
+        self._run(ids_S[-1:], past_key_values=past, use_cache=True)
+        return time.perf_counter() - started
+
+    def _run(self, ids_S: np.ndarray, **options: object):
+        return self.net(input_ids=torch.from_numpy(np.ascontiguousarray(ids_S))[None], **options)
+
+
+if __name__ == "__main__":
+    serve(TransformersFolder)

@@ -1,0 +1,111 @@
+"""What linear layers read while text goes through a model: X^T X, mean magnitude, range, and which norm made it.
+
+Legend: M tokens  K in features.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.errors import NumericsError
+from tilewright.models.base.eval_mode import evaluation
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass
+class InputStats:
+    """Inputs of one linear layer so far. A layer that saw none has zeros."""
+
+    hessian_KK: Tensor
+    sum_K: Tensor
+    num_tokens: int = 0
+    low: float = 0.0
+    high: float = 0.0
+    norm: nn.Module | None = None
+    """The norm whose output is the input, as it is."""
+
+    @property
+    def mean_K(self) -> Tensor:
+        """Mean magnitude of each input channel."""
+        return self.sum_K / max(self.num_tokens, 1)
+
+    def add(self, x: Tensor) -> None:
+        """Take in inputs [..., K]."""
+        x_MK = x.detach().reshape(-1, x.shape[-1]).double()
+        if x_MK.numel():
+            self.hessian_KK += x_MK.T @ x_MK
+            self.sum_K += x_MK.abs().sum(0)
+            self.num_tokens += x_MK.shape[0]
+            self.low, self.high = min(self.low, float(x_MK.min())), max(self.high, float(x_MK.max()))
+
+
+@dataclass
+class _Pass:
+    made: dict[int, tuple[Tensor, nn.Module]] = field(default_factory=dict)
+
+    def norm(self, module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            self.made[id(out)] = (out, module)  # kept alive, so that the id stays its own
+
+    def linear(self, stats: InputStats, module: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0]
+        made = self.made.get(id(x))
+        stats.norm = None if made is None else made[1]
+        stats.add(x)
+
+
+@torch.no_grad()
+def observe(model: Any, layers: Mapping[str, nn.Linear], batches: Sequence[Batch]) -> dict[str, InputStats]:
+    """Statistics of the inputs of some linear layers of a model with `loss(batch)`.
+
+    Raises:
+        NumericsError: an input is not finite.
+    """
+    stats = {
+        name: InputStats(
+            torch.zeros((layer.in_features, layer.in_features), dtype=torch.float64),
+            torch.zeros(layer.in_features, dtype=torch.float64),
+        )
+        for name, layer in layers.items()
+    }
+    with evaluation(model):
+        for batch in batches:
+            seen = _Pass()
+            with _hooks(model, layers, stats, seen):
+                model.loss(batch)
+    for name, one in stats.items():
+        if not bool(torch.isfinite(one.sum_K).all()):
+            raise NumericsError(
+                "Inputs of a linear layer are not finite",
+                got="infinite or NaN values while calibration text goes through the model",
+                need="finite activations",
+                try_="an earlier checkpoint of the run",
+                where=name,
+            )
+    return stats
+
+
+@contextmanager
+def _hooks(
+    model: nn.Module, layers: Mapping[str, nn.Linear], stats: Mapping[str, InputStats], seen: _Pass
+) -> Iterator[None]:
+    handles = [layer.register_forward_pre_hook(partial(seen.linear, stats[name])) for name, layer in layers.items()]
+    handles += [module.register_forward_hook(seen.norm) for module in model.modules() if is_norm(module)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_norm(module: nn.Module) -> bool:
+    """A module without children whose parameters are vectors."""
+    parameters = list(module.parameters(recurse=False))
+    leaf = next(module.children(), None) is None
+    return leaf and bool(parameters) and all(parameter.ndim == 1 for parameter in parameters)

@@ -1,0 +1,83 @@
+"""What a model is quantised to: bits, groups, method, and what happens to embedding, head and activations."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tilewright.core.errors import ConfigError
+from tilewright.formats.integer import INT8, IntSpec
+from tilewright.formats.scaling import Tile
+
+Method = Literal["rtn", "gptq", "awq"]
+Activations = Literal["none", "dynamic", "static"]
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """Formats of one quantised model.
+
+    Args:
+        bits: of linear layers' weights, 2 to 8.
+        group: elements of a row that share a scale; 0: the whole row (per channel). Where it does not divide a row, the
+            last group is shorter, nothing is padded; consumers that need whole groups reject such a weight themselves.
+        method: rtn (round to nearest), gptq (error of a column carried to those after it), awq (input channels scaled,
+            the inverse folded into the norm before).
+        symmetric: no zero points.
+        activations: of linear layers' inputs, INT8: none, dynamic (a scale per token), static (one affine scale per
+            layer, from the calibration batches).
+        embedding_bits, head_bits: 0 leaves them as they are; 8 has a scale per row; 4 as `group`. Always rounded to
+            nearest. Where both are one tied parameter they must be equal.
+
+    Raises:
+        ConfigError: numbers that make no format.
+
+    Example:
+        >>> QuantSpec(bits=4, group=32, method="gptq").tile
+        Tile(rows=1, cols=32)
+    """
+
+    bits: int = 8
+    group: int = 0
+    method: Method = "rtn"
+    symmetric: bool = True
+    activations: Activations = "none"
+    embedding_bits: int = 8
+    head_bits: int = 8
+
+    def __post_init__(self) -> None:
+        checks = {
+            "bits": (self.bits in range(2, 9), "2 to 8"),
+            "group": (self.group >= 0, "0 for whole rows, or elements per scale"),
+            "method": (self.method in ("rtn", "gptq", "awq"), "rtn, gptq or awq"),
+            "activations": (self.activations in ("none", "dynamic", "static"), "none, dynamic or static"),
+            "embedding_bits": (self.embedding_bits in (0, 4, 8), "0, 4 or 8"),
+            "head_bits": (self.head_bits in (0, 4, 8), "0, 4 or 8"),
+        }
+        for name, (right, need) in checks.items():
+            if not right:
+                raise ConfigError(
+                    f"Quantisation with {name} = {getattr(self, name)!r} is not known",
+                    got=f"{name} = {getattr(self, name)!r}",
+                    need=need,
+                    try_=f"{name} = {getattr(type(self), name)!r}",
+                    where=name,
+                )
+
+    @property
+    def tile(self) -> Tile:
+        """Which elements of a linear layer's weight share a scale."""
+        return Tile(1, self.group)
+
+    @property
+    def format(self) -> IntSpec:
+        """Of a linear layer's weight."""
+        return int_format(self.bits, self.symmetric)
+
+    @property
+    def needs_batches(self) -> bool:
+        """Whether text has to go through the model."""
+        return self.method != "rtn" or self.activations == "static"
+
+
+def int_format(bits: int, symmetric: bool = True) -> IntSpec:
+    """INT8 is -127..127 where symmetric; others use all codes."""
+    return INT8 if bits == 8 and symmetric else IntSpec(bits)

@@ -1,0 +1,214 @@
+"""Integer formats: scales, zero points and codes of 2 to 8 bits. The definition of right, in plain torch.
+
+    value = (code - zero_point) * scale,    code = clamp(round(value / scale) + zero_point)
+
+Rounding is to nearest, ties to even. Division is true division in FP32, so the codes are the same on every machine.
+A `Tile` says what shares a scale: tensorwise, rowwise (a channel of a weight, a token of an activation) or a group of a
+row, `Tile(1, 32)`. Where a group's size does not divide the row, its last group is shorter; nothing is padded.
+
+Ranges. Symmetric INT8 is -127..127: so weights negate exactly, and consumers agree (ONNX Runtime, TensorRT, llama.cpp's
+Q8_0). INT4 is -8..7, not -7..7: a sixteenth of the codes is too much to give away. Its symmetric scale is the smallest
+that clips nothing, the larger of max / 7 and -min / 8.
+
+A tile with an element that is not finite gets the scale NaN, and every value of it comes back as NaN: integers have no
+code for it, and an overflow must stay visible. An empty tensor has codes and scales of no elements; a tile of zeros has
+the smallest scale and decodes to zeros.
+
+Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewright.formats.nibbles import pack_nibbles, unpack_nibbles
+from tilewright.formats.scaling import Tile, spread_scale
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal FP32. What is below half of it becomes zero."""
+
+
+@dataclass(frozen=True)
+class IntSpec:
+    """Signed integers of `bits` bits.
+
+    Args:
+        bits: 2 to 8.
+        narrow: leave the lowest code out, so that the range is symmetric (-127..127).
+
+    Raises:
+        ValueError: another number of bits.
+
+    Example:
+        >>> (INT8.lowest, INT8.highest), (INT4.lowest, INT4.highest), INT8_AFFINE.lowest, INT4.name
+        ((-127, 127), (-8, 7), -128, 'int4')
+    """
+
+    bits: int
+    narrow: bool = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"integer formats have 2 to 8 bits, not {self.bits}")
+
+    @property
+    def name(self) -> str:
+        """As recipes and reports write it."""
+        return f"int{self.bits}"
+
+    @property
+    def lowest(self) -> int:
+        """Smallest code."""
+        return -(1 << (self.bits - 1)) + self.narrow
+
+    @property
+    def highest(self) -> int:
+        """Largest code."""
+        return (1 << (self.bits - 1)) - 1
+
+
+INT8 = IntSpec(8, narrow=True)
+"""Symmetric INT8."""
+INT8_AFFINE = IntSpec(8)
+"""INT8 with a zero point: all 256 codes."""
+INT4 = IntSpec(4)
+
+
+@dataclass(frozen=True)
+class IntegerTensor:
+    """A matrix in integer codes. Value of an element = (code - zero point of its tile) * scale of its tile.
+
+    Args:
+        codes: int8 [M, K], one code per byte; `packed` gives what is stored.
+        scale: FP32 [GM, GK], positive; NaN where the tile held a value that was not finite.
+        zero_point: int8 [GM, GK], or None where it is zero everywhere (symmetric).
+        tile: which elements share a scale.
+        spec: the format.
+
+    Raises:
+        ValueError: shapes or dtypes that do not belong together.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    tile: Tile
+    spec: IntSpec
+
+    def __post_init__(self) -> None:
+        points = self.scale.to(torch.int8) if self.zero_point is None else self.zero_point
+        if (self.codes.dtype, self.scale.dtype, points.dtype) != (torch.int8, torch.float32, torch.int8):
+            raise ValueError(f"codes are int8 and scales FP32, not {self.codes.dtype} and {self.scale.dtype}")
+        grid = self.tile.grid(self.shape) if self.codes.ndim == 2 else ()
+        if not grid or tuple(self.scale.shape) != grid or tuple(points.shape) != grid:
+            raise ValueError(
+                f"codes {list(self.codes.shape)} in tiles of {self.tile} need scales {list(grid)}, not "
+                f"{list(self.scale.shape)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored: packed codes, scales, zero points."""
+        rows, cols = self.shape
+        codes = rows * -(-cols // 2) if self.spec.bits <= 4 else rows * cols
+        return codes + self.scale.nbytes + (0 if self.zero_point is None else self.zero_point.nbytes)
+
+    def packed(self) -> Tensor:
+        """The codes as stored: uint8 [M, ceil(K / 2)] up to 4 bits (see `nibbles`), else int8 [M, K]."""
+        return pack_nibbles(self.codes) if self.spec.bits <= 4 else self.codes
+
+    @classmethod
+    def from_packed(
+        cls, stored: Tensor, cols: int, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec
+    ) -> "IntegerTensor":
+        """The matrix of `cols` columns whose `packed()` is `stored`."""
+        codes = unpack_nibbles(stored, cols) if spec.bits <= 4 else stored
+        return cls(codes, scale, zero_point, tile, spec)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values [M, K], computed in FP32."""
+        return decode_integer(self.codes, self.scale, self.zero_point, self.tile).to(dtype)
+
+
+def quantize_integer(x_MK: Tensor, spec: IntSpec, tile: Tile, *, symmetric: bool = True) -> IntegerTensor:
+    """Scale each tile by its own range and round.
+
+    Symmetric: values are at most half a step from what they were. Affine: zero stays exactly zero, the range is widened
+    to hold it, and only the end of the range may be off by up to one step (the zero point is an integer).
+
+    Args:
+        x_MK: [M, K], any float dtype and size; computed in FP32.
+        spec: the format.
+        tile: which elements share a scale.
+        symmetric: zero point zero.
+
+    Example:
+        >>> from tilewright.formats.scaling import TENSORWISE
+        >>> x = torch.tensor([[0.0, 1.0, 2.54]])
+        >>> quantize_integer(x, INT8, TENSORWISE).codes.tolist()
+        [[0, 50, 127]]
+        >>> affine = quantize_integer(x, INT8_AFFINE, TENSORWISE, symmetric=False)
+        >>> affine.codes.tolist(), affine.zero_point.item()
+        ([[-128, -28, 127]], -128)
+    """
+    scale, zero_point = scale_of_range(*tile_range(x_MK, tile), spec, symmetric=symmetric)
+    return IntegerTensor(encode_integer(x_MK, scale, zero_point, tile, spec), scale, zero_point, tile, spec)
+
+
+def tile_range(x_MK: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of each tile and zero: FP32 [GM, GK] each. NaN where an element is."""
+    shape = (x_MK.shape[0], x_MK.shape[1])
+    (rows, cols), (grid_rows, grid_cols) = tile.sizes(shape), tile.grid(shape)
+    if x_MK.numel() == 0:
+        empty = torch.zeros((grid_rows, grid_cols), dtype=torch.float32, device=x_MK.device)
+        return empty, empty
+    missing = (grid_rows * rows - shape[0], grid_cols * cols - shape[1])
+    x = F.pad(x_MK.to(torch.float32), (0, missing[1], 0, missing[0])) if any(missing) else x_MK.to(torch.float32)
+    tiles = x.reshape(grid_rows, rows, grid_cols, cols)
+    return tiles.amin(dim=(1, 3)).clamp(max=0), tiles.amax(dim=(1, 3)).clamp(min=0)
+
+
+def scale_of_range(low: Tensor, high: Tensor, spec: IntSpec, *, symmetric: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point (None: symmetric) for values from `low` to `high`, FP32, low <= 0 <= high."""
+    if symmetric:
+        scale = torch.maximum(high / _like(high, spec.highest), low / _like(low, spec.lowest))
+        return _valid(scale, low, high), None
+    steps = _like(high, spec.highest - spec.lowest)
+    scale = _valid(high / steps - low / steps, low, high)  # each divided first: the difference may overflow
+    zero_point = (spec.lowest - low / scale).round().clamp(spec.lowest, spec.highest)
+    return scale, torch.nan_to_num(zero_point).to(torch.int8)
+
+
+def encode_integer(x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec) -> Tensor:
+    """Codes under given scales: int8 [M, K]; values beyond the range are clipped, NaN becomes 0."""
+    shape = (x_MK.shape[0], x_MK.shape[1])
+    steps = (x_MK.to(torch.float32) / spread_scale(scale, tile, shape)).round()
+    if zero_point is not None:
+        steps = steps + spread_scale(zero_point, tile, shape)
+    return torch.nan_to_num(steps.clamp(spec.lowest, spec.highest), nan=0.0).to(torch.int8)
+
+
+def decode_integer(codes_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile) -> Tensor:
+    """FP32 values [M, K] of codes."""
+    shape = (codes_MK.shape[0], codes_MK.shape[1])
+    steps = codes_MK.to(torch.float32)
+    if zero_point is not None:
+        steps = steps - spread_scale(zero_point, tile, shape)
+    return steps * spread_scale(scale, tile, shape)
+
+
+def _valid(scale: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    finite = torch.isfinite(low) & torch.isfinite(high)
+    return torch.where(finite, scale.clamp(min=SMALLEST_SCALE), torch.nan)
+
+
+def _like(x: Tensor, value: float) -> Tensor:
+    """By a tensor: on a GPU torch divides by a number through its inverse, which rounds twice."""
+    return torch.full_like(x, value)

@@ -1,0 +1,17 @@
+"""The law for INT8 matmuls: the codes multiplied as FP64 numbers, which holds every sum exactly.
+
+Legend: M rows  N out features  K columns.
+"""
+
+import torch
+from torch import Tensor
+
+
+def int8_matmul(codes_MK: Tensor, qdata_NK: Tensor, packed: Tensor) -> Tensor:
+    """See `ops.int8_linear`."""
+    return (codes_MK.double() @ qdata_NK.double().T).to(torch.float32)
+
+
+def prepack(qdata_NK: Tensor) -> Tensor:
+    """Nothing to prepare: no elements."""
+    return qdata_NK.new_empty(0)

@@ -1,0 +1,283 @@
+"""`IntegerQuantizer`: values rounded to INT8 or INT4 and back, with a gradient: quantisation-aware training.
+
+The interface is that of `FP8Quantizer`, with zero points and a step that can be learned. The values are bit for bit
+those of `formats.integer`; what is computed afterwards stays in the input's dtype.
+
+See: Esser et al., "Learned Step Size Quantization", 2020 (gradient of the step, its scale and initial value).
+
+Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.core.errors import ConfigError
+from tilewright.formats.integer import (
+    SMALLEST_SCALE,
+    IntegerTensor,
+    IntSpec,
+    encode_integer,
+    scale_of_range,
+    tile_range,
+)
+from tilewright.formats.scaling import TENSORWISE, Tile, spread_scale
+
+IntegerGranularity = Literal["tensor", "token", "channel", "group"]
+FIXED = ("tensor", "channel", "group")
+"""Granularities that may have a fixed scale; a token's is always its own."""
+
+
+class IntegerQuantizer(nn.Module):
+    """Rounds to integers and back; the gradient passes straight through, and is zero where a value was clipped.
+
+    Args:
+        scale: fixed step, value = (code - zero_point) * scale: a number, or a tensor of the granularity's scales. None:
+            from the range of each input, or of the first `calibrate_batches`.
+        zero_point: code of zero, a whole number; 0 unless a scale is given.
+        bits: 2 to 8.
+        symmetric: zero point 0 for scales that are found.
+        granularity: what shares a scale: "tensor"; "token" (the last dim); "channel" (all but the first dim) and
+            "group" (`group` elements of a channel, the last one shorter where they do not divide) for weights.
+        group: elements per scale of granularity "group".
+        calibrate_batches: number of first inputs that each round with their own scale, and whose common range fixes it
+            for those that follow. 0: never fixed.
+        learned: `scale` is a parameter with the gradient of LSQ; begin with `lsq_step(weight, ...)`.
+        clip_gradient: gradient zero where a value was clipped; False: one everywhere.
+
+    Raises:
+        ConfigError: an unknown name, a scale that is no positive number, a zero point out of range, or options that
+            exclude one another.
+
+    Example:
+        >>> IntegerQuantizer(0.5, bits=4)(torch.tensor([0.3, 1.1, 9.0])).tolist()
+        [0.5, 1.0, 3.5]
+        >>> layer = nn.Linear(64, 4)
+        >>> step = lsq_step(layer.weight, bits=4, granularity="group", group=32)
+        >>> quantizer = IntegerQuantizer(step, bits=4, granularity="group", group=32, learned=True)
+        >>> _ = nn.utils.parametrize.register_parametrization(layer, "weight", quantizer)
+        >>> layer(torch.ones(2, 64)).sum().backward(); quantizer.scale.grad.shape
+        torch.Size([4, 2])
+    """
+
+    def __init__(
+        self,
+        scale: float | Tensor | None = None,
+        zero_point: int | Tensor = 0,
+        *,
+        bits: int = 8,
+        symmetric: bool = True,
+        granularity: IntegerGranularity = "tensor",
+        group: int = 32,
+        calibrate_batches: int = 0,
+        learned: bool = False,
+        clip_gradient: bool = True,
+    ):
+        super().__init__()
+        _check(scale, zero_point, bits, granularity, group, calibrate_batches, learned)
+        self.spec = IntSpec(bits, narrow=symmetric and bits == 8)
+        self.symmetric, self.learned, self.clip_gradient = symmetric, learned, clip_gradient
+        self.granularity, self.group = granularity, group
+        self.calibrate_batches = calibrate_batches
+        self._batches_left = 0 if scale is not None else calibrate_batches
+        value = None if scale is None else torch.as_tensor(scale, dtype=torch.float32).detach().clone()
+        self.scale: Tensor | None
+        self.zero_point: Tensor | None
+        self.low: Tensor | None
+        self.high: Tensor | None
+        if learned and value is not None:
+            self.scale = nn.Parameter(value)
+        else:
+            self.register_buffer("scale", value)
+        point = torch.as_tensor(zero_point, dtype=torch.int8)
+        self.register_buffer("zero_point", point.clone() if bool(point.any()) else None)
+        self.register_buffer("low", None, persistent=False)
+        self.register_buffer("high", None, persistent=False)
+
+    @property
+    def tile(self) -> Tile:
+        """Which elements of the input's matrix share a scale."""
+        return _tile(self.granularity, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
+        x_MK = _matrix(x, self.granularity)
+        if self.learned:
+            return self._learned(x_MK).view(x.shape)
+        if self.scale is not None:
+            scale, zero_point = self._fixed(self.scale, x_MK), self.zero_point
+            zero_point = None if zero_point is None else self._fixed(zero_point, x_MK)
+        else:
+            low, high = tile_range(x_MK.detach(), self.tile)
+            scale, zero_point = scale_of_range(low, high, self.spec, symmetric=self.symmetric)
+            if self._batches_left:
+                self._observe(low, high)
+        clip = self.scale is not None and self.clip_gradient
+        return _Rounded.apply(x_MK, scale, zero_point, self.tile, self.spec, clip).view(x.shape)
+
+    def quantize(self, x: Tensor) -> IntegerTensor:
+        """The integers that `forward` rounds a calibrated or learned weight to: codes, scale and zero point."""
+        x_MK = _matrix(x.detach(), self.granularity)
+        if self.scale is None:
+            scale, zero_point = scale_of_range(*tile_range(x_MK, self.tile), self.spec, symmetric=self.symmetric)
+        else:
+            scale = self._fixed(_positive(self.scale.detach()), x_MK).contiguous()
+            zero_point = None if self.zero_point is None else self._fixed(self.zero_point, x_MK).contiguous()
+        codes = encode_integer(x_MK, scale, zero_point, self.tile, self.spec)
+        return IntegerTensor(codes, scale, zero_point, self.tile, self.spec)
+
+    def reset(self) -> None:
+        """Forget a range that was observed and calibrate again."""
+        if self.learned:
+            raise ValueError("a learned scale has nothing to calibrate")
+        self.scale, self.zero_point, self.low, self.high = None, None, None, None
+        self._batches_left = self.calibrate_batches
+
+    def _observe(self, low: Tensor, high: Tensor) -> None:
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
+        self._batches_left -= 1
+        if not self._batches_left:
+            self.scale, self.zero_point = scale_of_range(self.low, self.high, self.spec, symmetric=self.symmetric)
+
+    def _learned(self, x_MK: Tensor) -> Tensor:
+        """LSQ: autograd of s * round(clamp(x / s)) with rounding passed through; the step's gradient is scaled down."""
+        assert self.scale is not None
+        shape = (x_MK.shape[0], x_MK.shape[1])
+        count = max(x_MK.numel() / max(self.scale.numel(), 1), 1)
+        factor = (count * self.spec.highest) ** -0.5
+        step = _positive(self.scale)
+        step = spread_scale(self._fixed(step.detach() + factor * (step - step.detach()), x_MK), self.tile, shape)
+        steps = (x_MK.to(torch.float32) / step).clamp(self.spec.lowest, self.spec.highest)
+        return ((steps + (steps.round() - steps).detach()) * step).to(x_MK.dtype)
+
+    def _fixed(self, values: Tensor, x_MK: Tensor) -> Tensor:
+        grid = self.tile.grid((x_MK.shape[0], x_MK.shape[1]))
+        if values.numel() not in (1, grid[0] * grid[1]):
+            raise ConfigError(
+                "Static scale does not fit the tensor",
+                got=f"{list(values.shape)} scales",
+                need=f"one, or {list(grid)} of granularity {self.granularity!r}",
+                try_="a scale for this tensor, or scale = None",
+                where="scale",
+            )
+        return values.reshape(1, 1).expand(grid) if values.numel() == 1 else values.reshape(grid)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A scale and zero point that were found come with the checkpoint, and end the calibration."""
+        if not self.learned and (stored := state_dict.get(prefix + "scale")) is not None:
+            self.scale, self._batches_left = torch.empty_like(stored, dtype=torch.float32), 0
+            point = state_dict.get(prefix + "zero_point")
+            self.zero_point = None if point is None else torch.empty_like(point)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        found = f"scale fixed in {self._batches_left} batches" if self._batches_left else "scale of each input"
+        source = "learned scale" if self.learned else "fixed scale" if self.scale is not None else found
+        kind = "symmetric" if self.symmetric else "affine"
+        return f"{self.spec.name} {kind}, scale per {self.granularity}, {source}"
+
+
+def lsq_step(weight: Tensor, *, bits: int = 8, granularity: IntegerGranularity = "tensor", group: int = 32) -> Tensor:
+    """Initial step of a learned scale: 2 mean|w| / sqrt(highest code) of each tile, FP32 [GM, GK]."""
+    weight_MK, tile = _matrix(weight.detach(), granularity), _tile(granularity, group)
+    spec = IntSpec(bits, narrow=bits == 8)
+    shape = (weight_MK.shape[0], weight_MK.shape[1])
+    (rows, cols), grid = tile.sizes(shape), tile.grid(shape)
+    row = (torch.arange(shape[0], device=weight.device) // rows)[:, None]
+    index = (row * grid[1] + torch.arange(shape[1], device=weight.device) // cols).flatten()
+    sums = torch.zeros((2, grid[0] * grid[1]), device=weight.device)
+    sums[0].index_add_(0, index, weight_MK.float().abs().flatten())
+    sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float32))
+    return _positive((2 * sums[0] / sums[1].clamp(min=1) / spec.highest**0.5).view(grid))
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds in forward; the gradient passes, but where `clip` and the value lay outside of the range."""
+
+    @staticmethod
+    def forward(ctx, x_MK, scale, zero_point, tile, spec, clip):
+        shape = (x_MK.shape[0], x_MK.shape[1])
+        if clip:
+            point = 0 if zero_point is None else zero_point.float()
+            low, high = ((end - point) * scale for end in (spec.lowest, spec.highest))
+            inside = (x_MK >= spread_scale(low, tile, shape)) & (x_MK <= spread_scale(high, tile, shape))
+            ctx.save_for_backward(inside)
+        ctx.clip = clip
+        codes = encode_integer(x_MK, scale, zero_point, tile, spec)
+        return IntegerTensor(codes, scale, zero_point, tile, spec).dequantize(x_MK.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_MK):
+        grad = torch.where(ctx.saved_tensors[0], grad_MK, 0.0) if ctx.clip else grad_MK
+        return grad, None, None, None, None, None
+
+
+def _positive(scale: Tensor) -> Tensor:
+    """An optimizer may carry a step through zero: its sign means nothing."""
+    return scale.abs().clamp(min=SMALLEST_SCALE)
+
+
+def _matrix(x: Tensor, granularity: str) -> Tensor:
+    if x.ndim == 0:
+        return x.reshape(1, 1)
+    if granularity in ("channel", "group"):
+        return x.flatten(1) if x.ndim > 1 else x[:, None]
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
+
+
+def _tile(granularity: str, group: int) -> Tile:
+    return {"tensor": TENSORWISE, "group": Tile(1, group)}.get(granularity, Tile(1, 0))
+
+
+def _check(scale, zero_point, bits, granularity, group, calibrate_batches, learned) -> None:
+    if not (isinstance(bits, int) and 2 <= bits <= 8):
+        raise ConfigError(
+            "Unknown number of bits", got=repr(bits), need="a whole number from 2 to 8", try_="bits = 8", where="bits"
+        )
+    if granularity not in ("tensor", "token", "channel", "group") or group < 1:
+        raise ConfigError(
+            "Unknown granularity",
+            got=f"{granularity!r}, group = {group}",
+            need="tensor, token, channel, or group with at least one element",
+            try_='granularity = "channel"',
+            where="granularity",
+        )
+    if scale is not None:
+        values = torch.as_tensor(scale, dtype=torch.float32)
+        if not bool((torch.isfinite(values) & (values > 0)).all()):
+            raise ConfigError(
+                "Scale is not a positive number",
+                got=f"{scale}",
+                need="finite values above 0",
+                try_="scale = None, which finds it",
+                where="scale",
+            )
+    point = torch.as_tensor(zero_point)
+    if bool(point.ne(0).any()) and (scale is None or learned or bool((point.abs() > 1 << (bits - 1)).any())):
+        raise ConfigError(
+            "Zero point without a fixed scale, or out of range",
+            got=f"zero_point = {zero_point}, scale = {scale}",
+            need=f"a fixed scale that is not learned, and a code of {bits} bits",
+            try_="zero_point = 0; symmetric = False finds one",
+            where="zero_point",
+        )
+    static = calibrate_batches or learned or (isinstance(scale, Tensor) and scale.numel() > 1)
+    if static and granularity not in FIXED:
+        raise ConfigError(
+            f'Scales of granularity "{granularity}" cannot be static',
+            got="learned" if learned else f"calibrate_batches = {calibrate_batches}",
+            need=f"one of {', '.join(FIXED)}: of these every input has equally many",
+            try_='granularity = "tensor", or a scale of each input',
+            where="granularity",
+        )
+    if learned and (scale is None or calibrate_batches):
+        raise ConfigError(
+            "Learned scale has no initial value",
+            got=f"scale = {scale}, calibrate_batches = {calibrate_batches}",
+            need="an initial step of each tile, known before the optimizer is made",
+            try_="scale = lsq_step(weight, bits=..., granularity=...)",
+            where="scale",
+        )

@@ -1,0 +1,130 @@
+"""The matrix of exports: each artefact of a run, what became of it in its consumer, and the baselines beside them.
+
+Made from exports.json, which other programs may have damaged: a value of another type than expected is left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.compress.exports_file import change_since
+from tilewright.core.units import format_bytes
+from tilewright.report.run_data.clean import Row, number
+
+COLUMNS = (
+    "Target",
+    "Consumer",
+    "State",
+    "Bytes",
+    "Of FP32",
+    "KL",
+    "Worst domain",
+    "Same ids",
+    "Prefill 32",
+    "Prefill 256",
+    "Cached token",
+    "Memory",
+)
+STATES = {"ran": "good", "lint only": "not_measured", "unavailable": "not_measured", "failed": "bad"}
+"""State of a row -> class of its badge on the page; others are worth a look."""
+
+
+@dataclass(frozen=True)
+class Exports:
+    """What the page shows: a line of conditions, cells under `COLUMNS`, remarks as (target, text)."""
+
+    conditions: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    remarks: list[tuple[str, str]]
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], run: Path) -> "Exports":
+        """From exports.json as read."""
+        return cls(conditions(record), COLUMNS, table_rows(record), remarks(record, run))
+
+    @staticmethod
+    def css_class(state: str) -> str:
+        """Of a state's badge."""
+        return f"state state-{STATES.get(state, 'look')}"
+
+
+def table_rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Cells under `COLUMNS`, the baselines first."""
+    whole = number(record.get("fp32_bytes"))
+    baselines = [{**row, "target": row.get("name"), "consumer": "tilewright"} for row in _rows(record, "baselines")]
+    return [_cells(row, whole) for row in [*baselines, *_rows(record, "artefacts")]]
+
+
+def remarks(record: Mapping[str, Any], run: Path) -> list[tuple[str, str]]:
+    """(target, text): reasons, notes, and artefacts that are no longer what was proven."""
+    found = []
+    for row in _rows(record, "artefacts"):
+        notes = [row.get("notes"), row.get("runtime_notes")]
+        texts = [row.get("reason"), *(text for some in notes if isinstance(some, list) for text in some)]
+        texts.append(change_since(row, run))
+        found += [(str(row.get("target", "")), text) for text in texts if isinstance(text, str) and text]
+    for row in _rows(record, "baselines"):
+        if isinstance(row.get("reason"), str) and row["reason"]:
+            found.append((str(row.get("name", "")), row["reason"]))
+    return found
+
+
+def conditions(record: Mapping[str, Any]) -> str:
+    """What was measured on, in a line."""
+    machine = record.get("machine")
+    machine = machine if isinstance(machine, dict) else {}
+    threads, clock = number(machine.get("threads")), number(machine.get("clock_mhz"))
+    parts = [str(machine.get("cpu") or "a CPU that is not recorded")]
+    parts += [f"at {clock:.0f} MHz"] if clock else []
+    parts += [f"{threads:.0f} {'thread' if threads == 1 else 'threads'}"] if threads else []
+    return ", ".join(parts) + f"; weights of {record.get('checkpoint')}"
+
+
+def _rows(record: Mapping[str, Any], key: str) -> list[Row]:
+    rows = record.get(key)
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _cells(row: Row, fp32_bytes: float | None) -> tuple[str, ...]:
+    size, kl, memory = (number(row.get(key)) for key in ("bytes", "kl", "peak_bytes"))
+    prefill = row.get("prefill_s") if isinstance(row.get("prefill_s"), dict) else {}
+    times = sorted((int(n), s) for n, value in prefill.items() if n.isdigit() and (s := number(value)) is not None)
+    return (
+        str(row.get("target", "")),
+        str(row.get("consumer", "")),
+        str(row.get("state", "")),
+        format_bytes(size) if size else "",
+        f"{size / fp32_bytes:.3f}x" if size and fp32_bytes else "",
+        f"{kl:.1e}" if kl is not None else "",
+        _worst(row.get("loss")),
+        _ids(row.get("token_ids")),
+        _milliseconds(times[0][1] if times else None),
+        _milliseconds(times[-1][1] if len(times) > 1 else None),
+        _milliseconds(number(row.get("cached_token_s"))),
+        format_bytes(memory) if memory else "",
+    )
+
+
+def _worst(loss: object) -> str:
+    """The largest relative change of a domain's loss."""
+    changes = []
+    for name, both in loss.items() if isinstance(loss, dict) else ():
+        ours, theirs = (number(both.get(key)) if isinstance(both, dict) else None for key in ("fp32", "consumer"))
+        if ours and theirs is not None:
+            changes.append((theirs / ours - 1, name))
+    if not changes:
+        return ""
+    change, name = max(changes)
+    return f"{100 * change:+.2f} % {name}"
+
+
+def _ids(ids: object) -> str:
+    if not isinstance(ids, dict):
+        return ""
+    return f"{ids.get('equal')} of {ids.get('documents')}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.2f} ms"

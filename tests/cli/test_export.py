@@ -1,0 +1,202 @@
+"""`export` end to end on a run that took a second: what is written, recorded, shown, and refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cli.tuned import arguments, make_model, make_talks
+from tests.training.tiny import tiny, write_text
+from tilewright.cli.app import run
+from tilewright.cli.load_run import open_to_export
+from tilewright.compress.export.targets import TARGETS, default_targets
+from tilewright.compress.export_run import export_run, vocabulary_size
+from tilewright.compress.exports_file import read_exports
+from tilewright.compress.prove.held_out import ask_held_out
+from tilewright.compress.prove.limits import ConsumerLimits
+from tilewright.compress.prove.proof import Proof
+from tilewright.core.errors import NumericsError
+from tilewright.report.page import write_report
+from tilewright.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    write_text(folder / "text")
+    train(tiny(folder, folder / "runs", log__report="false"))
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture
+def finished(trained, tmp_path):
+    """A run of its own for each test; the data stays where it is."""
+    return Path(shutil.copytree(trained, tmp_path / "tiny", symlinks=True))
+
+
+def row(folder, target):
+    return next(row for row in read_exports(folder)["artefacts"] if row["target"] == target)
+
+
+@pytest.mark.slow
+def test_runtimes_give_what_the_run_gives_beside_the_baselines(finished, capsys):
+    assert run(["export", str(finished), "--to", "gguf-q8_0,hf", "--threads", "1", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [found["state"] for found in record["baselines"]] == ["ran"] * 3
+    assert record["baselines"][0]["kl"] < 1e-9
+    assert record["baselines"][0]["log_prob_max"] < 1e-4
+    for target, kl in (("hf", 1e-3), ("gguf-q8_0", 5e-3)):
+        found = row(finished, target)
+        assert found["state"] == "ran", found["reason"]
+        assert found["kl"] < kl
+        assert found["token_ids"]["equal"] == found["token_ids"]["documents"] > 5
+        assert set(found["loss"]) == {"alpha", "beta"}
+    assert record["machine"]["threads"] == 1
+    assert "transformers 5" in write_report(finished).read_text()
+
+
+def test_llama_cpp_on_the_held_out_text_of_a_run(finished, tmp_path):
+    given = open_to_export(finished)
+    asked = ask_held_out(given.recipe, given.data, given.tokenizer, given.model, vocabulary_size(given))
+    target = next(target for target in TARGETS if target.name == "gguf-f16")
+    written = target.write(given, tmp_path / "model.gguf")
+    (tmp_path / "proof").mkdir()
+    proof = Proof(tmp_path / "proof", *asked, 1, ConsumerLimits.of_this_machine(60))
+    found = proof.of(target.consumer.module, tmp_path / "model.gguf", written.options)
+    assert found["state"] == "ran", found["reason"]
+    assert found["kl"] < 1e-5
+    assert found["answers"] > 50
+    assert found["token_ids"]["equal"] == found["token_ids"]["documents"] > 5
+    # The same rows by the run's own evaluation: of each domain the mean over the asked targets.
+    question, expected = asked
+    for index, name in enumerate(expected.domains):
+        with torch.no_grad():
+            losses = [
+                torch.nn.functional.cross_entropy(
+                    given.model(torch.from_numpy(question.rows[at[0]])[None])[0, at[1]].double(),
+                    torch.tensor(label),
+                )
+                for at, label, domain in zip(question.positions_N2, expected.labels_N, expected.domain_N, strict=True)
+                if domain == index
+            ]
+        assert found["loss"][name]["fp32"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+        assert found["loss"][name]["consumer"] == pytest.approx(found["loss"][name]["fp32"], rel=1e-3)
+
+
+def test_the_report_says_what_became_of_artefacts(finished):
+    assert run(["export", str(finished), "--to", "gguf-q8_0,hf", "--no-proof"]) == 0
+    page = write_report(finished).read_text()
+    assert 'id="exports"' in page
+    assert "not proven" in page
+    assert "changed after its proof" not in page
+    artefact = finished / row(finished, "gguf-q8_0")["path"]
+    artefact.write_bytes(artefact.read_bytes()[:-1] + b"\7")
+    shutil.rmtree(finished / row(finished, "hf")["path"])
+    page = write_report(finished).read_text()
+    assert "gguf-q8_0: the artefact was changed after its proof" in page
+    assert "hf: the artefact is gone" in page
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": 1, "artefacts": [3, {"target": 5, "prefill_s": 3, "loss": []}]}']
+)
+def test_a_damaged_record_neither_stops_the_report_nor_the_next_export(finished, text):
+    (finished / "exports.json").write_text(text)
+    write_report(finished)
+    assert run(["export", str(finished), "--to", "gguf-f16", "--no-proof"]) == 0
+    assert row(finished, "gguf-f16")["bytes"] > 0
+
+
+def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
+    given = open_to_export(finished)
+    with torch.no_grad():
+        given.model.lm_head.weight[3, 2] = float("nan")
+    with pytest.raises(NumericsError, match="not finite"):
+        export_run(given, list(TARGETS), tmp_path / "out", prove=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_proof_everything_is_written_and_said_to_be_unproven(finished, tmp_path, capsys):
+    every = ",".join(target.name for target in TARGETS if target.name.startswith(("hf", "fp8", "gguf")))
+    assert run(["export", str(finished), "--to", every, "--no-proof", "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "not proven" in shown
+    record = read_exports(finished)
+    assert {found["state"] for found in record["artefacts"]} == {"not proven"}
+    assert record["baselines"] == []
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["tiny-bf16", "tiny-f16.gguf", "tiny-fp8", "tiny-q4_0.gguf", "tiny-q8_0.gguf"]
+    for name in ("tiny-bf16", "tiny-fp8"):
+        assert (tmp_path / "out" / name / "tokenizer.json").is_file()
+
+
+def test_an_artefact_that_is_there_is_replaced_whole(finished):
+    for _ in range(2):
+        assert run(["export", str(finished), "--to", "hf,gguf-f16", "--no-proof", "-q"]) == 0
+    assert sorted(path.name for path in (finished / "exports").iterdir()) == ["tiny-bf16", "tiny-f16.gguf"]
+    assert len(read_exports(finished)["artefacts"]) == 2
+
+
+def test_the_default_is_one_target_for_each_use(finished):
+    chosen = default_targets(open_to_export(finished))
+    assert [target.use for target in chosen] == ["training", "serving", "edge"]
+
+
+def test_a_missing_runtime_is_named_with_its_extra(finished, capsys, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "gguf" else real(name, *more))
+    assert run(["export", str(finished), "--to", "gguf-f16,hf", "--no-proof"]) == 0
+    assert row(finished, "gguf-f16")["state"] == "unavailable"
+    assert "pip install 'tilewright[gguf]'" in row(finished, "gguf-f16")["reason"]
+    assert run(["export", str(finished), "--to", "gguf-f16", "--no-proof"]) == 2
+    assert "tilewright[gguf]" in capsys.readouterr().err
+
+
+def test_a_run_that_has_not_finished_says_so(trained, tmp_path, capsys):
+    other = Path(shutil.copytree(trained, tmp_path / "tiny"))
+    recipe = (other / "run.toml").read_text()
+    (other / "run.toml").write_text(recipe.replace("steps = 12 ", "steps = 99 "))
+    assert run(["export", str(other), "--to", "gguf-f16", "--no-proof"]) == 0
+    assert "at step 12 of 99; its newest checkpoint is exported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("to", "said"), [("onnx-int3", "onnx-int3"), (",", "an empty list"), ("hf,ggfu-f16", "ggfu-f16")]
+)
+def test_a_target_that_is_none(finished, capsys, to, said):
+    assert run(["export", str(finished), "--to", to]) == 2
+    error = capsys.readouterr().err
+    assert "No such export target" in error
+    assert said in error
+
+
+def test_an_output_folder_that_cannot_be_made(finished, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(["export", str(finished), "--to", "gguf-f16", "--no-proof", "--out", str(tmp_path / "file")]) == 2
+    assert "Export cannot be written" in capsys.readouterr().err
+    assert (tmp_path / "file").is_file()
+
+
+def test_adapters_are_merged(tmp_path):
+    """A fine-tuned Qwen3 with LoRA: the file has what the adapted model computes, and the chat template."""
+    model = make_model(tmp_path / "model", "qwen3")
+    talks = make_talks(tmp_path / "talks.jsonl")
+    assert run(["finetune", str(model), str(talks), "--how", "lora", *arguments(tmp_path)]) == 0
+    folder = tmp_path / "runs" / "tuned"
+    given = open_to_export(folder)
+    target = next(target for target in TARGETS if target.name == "gguf-f16")
+    target.write(given, tmp_path / "tuned.gguf")
+    from gguf import GGUFReader, dequantize
+
+    reader = GGUFReader(tmp_path / "tuned.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    ours = given.model.net.model.layers[0].self_attn.q_proj.weight
+    stored = tensors["blk.0.attn_q.weight"]
+    theirs = torch.from_numpy(np.array(dequantize(stored.data, stored.tensor_type)))
+    assert (ours - theirs).abs().max() < 2**-10 * ours.abs().max()
+    assert "<|im_start|>" in reader.fields["tokenizer.chat_template"].contents()
