@@ -37,7 +37,7 @@ def groups() -> list[Group]:
         Group("Default job", [*first_hour_rows.default_job(), *first_hour_rows.muon()]),
         Group("Fine-tuning", list(finetune_rows.rows()),
               "python -m benchmarks.finetune_memory, .finetune_quality, .generate"),
-        Group("Server of models", list(serve_rows.rows()), "python -m benchmarks.serve"),
+        Group("Server of models", list(serve_rows.rows())),
         Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(), *first_hour_rows.watch()]),
     ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import click
 
-from tilewright.cli.print_error import print_error
+from tilewright.cli.error_text import print_error
 from tilewright.core import env
 from tilewright.core.errors import EXIT_INPUT, ConfigError, TilewrightError
 

@@ -14,8 +14,8 @@ import torch
 
 from tilewright.cli.commands.chat_models.tuned_recipe import kind_of
 from tilewright.cli.common import find_run
+from tilewright.cli.error_text import told_without_settings
 from tilewright.cli.load_run import reopen
-from tilewright.cli.option_errors import told_without_settings
 from tilewright.core.config.recipe import ModelSection, Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.hardware import Machine, detect_machine

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilewright.cli.common import verbosity
+from tilewright.cli.error_text import print_error
 from tilewright.cli.model_options import model_argument, model_options
-from tilewright.cli.print_error import print_error
 from tilewright.core.errors import DataError
 from tilewright.core.log import say
 

@@ -1,12 +1,34 @@
-"""Errors of what reads recipes, told in the words of a command that reads none."""
+"""Errors of the command line: on the screen without a traceback, and in the words of a command without a recipe."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tilewright.core.config.schema import fields
+import click
+
+from tilewright.core import env
 from tilewright.core.errors import Problem, TilewrightError
+from tilewright.core.log import wrap_text
+
+
+def print_error(error: TilewrightError) -> None:
+    """Print an error on standard error, in colour on a terminal."""
+    for number, problem in enumerate(error.problems):
+        if number:
+            click.echo("", err=True)
+        title, *rest = problem.lines()
+        first = wrap_text(f"tilewright: {title}", env.columns()).removeprefix("tilewright:")
+        click.echo(f"{click.style('tilewright:', fg='red', bold=True)}{first}", err=True, color=_color())
+        for line in (wrap_text(line, env.columns(), hang=7) for line in rest):
+            click.echo(f"{click.style(line[:9], dim=True)}{line[9:]}", err=True, color=_color())
+    if len(error.problems) > 1:
+        click.echo(f"\n{len(error.problems)} problems; nothing was run.", err=True)
+
+
+def _color() -> bool | None:
+    """False under NO_COLOR, else click's own choice: colour on a terminal."""
+    return False if env.no_color() else None
 
 
 @contextmanager
@@ -26,6 +48,8 @@ def told_without_settings(try_: str, where: str) -> Iterator[None]:
           where  --chat-template
           try    --chat-template FILE.jinja
     """
+    from tilewright.core.config.schema import fields
+
     try:
         yield
     except TilewrightError as error:
