@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
-from tilewright.compress.export import folder, gguf
+from tilewright.compress.export import aoti, executorch, folder, gguf, onnx, openvino
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Target, missing
 from tilewright.core.errors import ConfigError
 
-TARGETS: tuple[Target, ...] = (folder.HF, folder.FP8, gguf.F16, gguf.Q8_0, gguf.Q4_0)
+TARGETS: tuple[Target, ...] = (
+    *(folder.HF, folder.FP8, gguf.F16, gguf.Q8_0, gguf.Q4_0),
+    *(onnx.ONNX, onnx.ONNX_INT8, openvino.OPENVINO, executorch.EXECUTORCH, aoti.AOTI),
+)
 
 PREFERRED = {
     "training": ("fp8", "hf"),

@@ -1,0 +1,40 @@
+"""Target `aoti`: the model compiled ahead of time by AOTInductor into one .pt2 file, in FP32, for this processor.
+
+Inputs and outputs are those of `onnx`.
+"""
+
+import shutil
+from pathlib import Path
+
+from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.target import Consumer, Target, Written
+from tilewright.compress.graph.trace import graph_of, trace, why_no_graph
+
+
+def _why_not(source: ExportSource) -> str | None:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return "AOTInductor compiles C++, and neither g++ nor clang++ is there"
+    return why_no_graph(source.model, source.task)
+
+
+def _write(source: ExportSource, path: Path) -> Written:
+    import torch
+
+    graph = graph_of(source.model)
+    between = path.with_name(f"{path.name}.pt2")  # it takes no other ending
+    torch._inductor.aoti_compile_and_package(trace(graph), package_path=str(between))
+    between.rename(path)
+    notes = ["for processors with this one's instructions"]
+    if not graph.kept:
+        notes.append("whole rows only: the model keeps no keys and values")
+    return Written(notes=notes, options={"kept": [[heads, width] for _, (heads, _, width) in graph.kept]})
+
+
+AOTI = Target(
+    name="aoti",
+    use="serving",
+    file="{run}.pt2",
+    write=_write,
+    why_not=_why_not,
+    consumer=Consumer("AOTInductor", "tilewright.compress.prove.graphs.aoti_package"),
+)

@@ -1,0 +1,58 @@
+"""Target `executorch-8da4w`: a program for phones and small computers, 4-bit weights on XNNPACK.
+
+Weights are INT4 in groups of 32, activations INT8 per token at run time, the embedding INT8 per row. Inputs and outputs
+are those of `onnx`; at most `LONGEST` new and kept tokens.
+"""
+
+import logging
+from pathlib import Path
+
+from tilewright.compress.export.source import ExportSource
+from tilewright.compress.export.target import Consumer, Target, Written
+from tilewright.compress.graph.quantized import quantize_8da4w, why_not_8da4w
+from tilewright.compress.graph.trace import graph_of, trace, why_no_graph
+
+LONGEST = 1024
+"""Tokens that the program plans its memory for."""
+
+
+def _why_not(source: ExportSource) -> str | None:
+    return why_no_graph(source.model, source.task) or why_not_8da4w(source.model)
+
+
+def _write(source: ExportSource, path: Path) -> Written:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+
+    graph = graph_of(source.model)
+    quantized, formats = quantize_8da4w(graph)
+    logging.getLogger("executorch").setLevel(logging.ERROR)
+    lowered = to_edge_transform_and_lower(
+        trace(quantized, longest=LONGEST),
+        partitioner=[XnnpackPartitioner()],
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+    )
+    program = lowered.to_executorch(ExecutorchBackendConfig(extract_delegate_segments=True))
+    with path.open("wb") as file:
+        program.write_to_file(file)
+    notes = () if graph.kept else ("whole rows only: the model keeps no keys and values",)
+    kept = [[heads, width] for _, (heads, _, width) in graph.kept]
+    return Written(notes=notes, quantized=formats, options={"kept": kept, "longest": LONGEST})
+
+
+_EXECUTORCH = Consumer(
+    "ExecuTorch",
+    "tilewright.compress.prove.graphs.executorch_program",
+    packages=("executorch",),
+    extra="executorch",
+)
+EXECUTORCH = Target(
+    name="executorch-8da4w",
+    use="edge",
+    file="{run}-8da4w.pte",
+    write=_write,
+    why_not=_why_not,
+    consumer=_EXECUTORCH,
+    packages=("executorch", "torchao"),
+    extra="executorch",
+)

@@ -1,0 +1,85 @@
+"""Our decoder as a graph: token ids and what is kept of earlier tokens in, logits and what is kept of all tokens out.
+
+One graph serves a prompt (nothing kept yet) and each token after it. All its linear layers are plain `nn.Linear`,
+layers of one input joined, so that quantisers find them; the head is one of them, with the embedding's values where
+both are tied.
+
+Legend: S new positions  T all positions so far  D model width  V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.compress.graph.attention import GroupedQueryGraph, LatentGraph
+from tilewright.compress.graph.layers import GraphNorm, Rotary, causal_bias, join
+from tilewright.compress.graph.mlp import GraphExperts, GraphMLP
+from tilewright.models.decoder.decoder import Block, Decoder
+
+
+class GraphBlock(nn.Module):
+    """`models.decoder.decoder.Block`."""
+
+    def __init__(self, block: Block, latent: bool):
+        super().__init__()
+        self.attention_norm = GraphNorm(block.input_layernorm.weight, block.input_layernorm.eps)
+        self.attention = LatentGraph(block.self_attn) if latent else GroupedQueryGraph(block.self_attn)
+        self.mlp_norm = GraphNorm(block.post_attention_layernorm.weight, block.post_attention_layernorm.eps)
+        self.mlp = GraphExperts(block.mlp) if block.is_moe else GraphMLP(block.mlp)
+
+    def forward(
+        self, x_1SD: Tensor, cos: Tensor, sin: Tensor, bias_ST: Tensor, past: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `attention.GroupedQueryGraph.forward`."""
+        attended, kept = self.attention(self.attention_norm(x_1SD), cos, sin, bias_ST, past)
+        x_1SD = x_1SD + attended
+        return x_1SD + self.mlp(self.mlp_norm(x_1SD)), kept
+
+
+class DecoderGraph(nn.Module):
+    """A `Decoder` in FP32 on the CPU, for one row.
+
+    Args:
+        decoder: with plain layers (no adapters, no quantised layers). Its weights are read, not kept.
+
+    Example:
+        >>> from tilewright.models.build import init_weights
+        >>> from tilewright.models.decoder.config import DecoderConfig
+        >>> model = Decoder(DecoderConfig.of(vocab_size=50, dim=32, num_heads=4, num_layers=1))
+        >>> init_weights(model, seed=0)
+        >>> graph = DecoderGraph(model)
+        >>> empty = [torch.zeros(1, heads, 0, width) for _, (heads, _, width) in graph.kept]
+        >>> logits, key, value = graph(torch.arange(6)[None], *empty)
+        >>> logits.shape, key.shape
+        (torch.Size([1, 6, 50]), torch.Size([1, 4, 6, 8]))
+    """
+
+    def __init__(self, decoder: Decoder):
+        super().__init__()
+        config = decoder.config
+        latent = config.attention == "mla"
+        self.embed = nn.Embedding.from_pretrained(decoder.model.embed_tokens.weight.detach().float())
+        self.rotary = Rotary(config.rope_dim, config.rope_theta)
+        self.blocks = nn.ModuleList(GraphBlock(block, latent) for block in decoder.blocks)
+        self.norm = GraphNorm(decoder.model.norm.weight, decoder.model.norm.eps)
+        self.head = join([decoder.lm_head])
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+        self.kept = tuple(
+            (f"{name}.{layer}", shape)
+            for layer, block in enumerate(self.blocks)
+            for name, shape in block.attention.kept
+        )
+        """Name and shape (heads, positions as -1, width) of each tensor that is kept, in order."""
+
+    def forward(self, ids_1S: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+        """Ids [1, S] int64 and the kept tensors [1, heads, T - S, width] -> logits [1, S, V] and the kept tensors
+        [1, heads, T, width]."""
+        query_S = torch.arange(past[0].shape[2], past[0].shape[2] + ids_1S.shape[1])
+        bias_ST = causal_bias(query_S, torch.arange(past[0].shape[2] + ids_1S.shape[1]))
+        cos, sin = self.rotary(query_S)
+        x_1SD = self.embed(ids_1S)
+        kept: list[Tensor] = []
+        for layer, block in enumerate(self.blocks):
+            x_1SD, more = block(x_1SD, cos, sin, bias_ST, past[2 * layer : 2 * layer + 2])
+            kept += more
+        return (self.head(self.norm(x_1SD)), *kept)
