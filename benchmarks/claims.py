@@ -7,7 +7,7 @@ A claim that needs a GPU is a row without a measurement until there is a result 
 from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
 
-from benchmarks import finetune_rows, first_hour_rows
+from benchmarks import finetune_rows, first_hour_rows, serve_rows
 from benchmarks.claim_rows import Group, Row, read, read_all
 from benchmarks.verdict import (
     MISS,
@@ -37,6 +37,7 @@ def groups() -> list[Group]:
         Group("Default job", [*first_hour_rows.default_job(), *first_hour_rows.muon()]),
         Group("Fine-tuning", list(finetune_rows.rows()),
               "python -m benchmarks.finetune_memory, .finetune_quality, .generate"),
+        Group("Server of models", list(serve_rows.rows())),
         Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(), *first_hour_rows.watch()]),
     ]  # fmt: skip
 

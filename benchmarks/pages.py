@@ -230,9 +230,9 @@ def default_job() -> list[str]:
         rungs = {key: row for key, row in result.results.items() if isinstance(row, dict)}
         lines = [*lines, ""] if lines else []
         lines += [
-            f"{_where(result)}; mean of the seeds and their range.",
+            f"{_where(result)}; mean of the runs (a seed on a text each) and their range.",
             "",
-            "| | steps | seconds of training | bits per byte | seeds |",
+            "| | steps | seconds of training | bits per byte | runs |",
             "|---|---:|---:|---:|---:|",
         ]
         for row in rungs.values():

@@ -64,7 +64,7 @@ def main() -> None:
             server.terminate()
             code = server.wait(30)
     results |= {"parameters": num_params, "clients": CLIENTS, "exit_code_after_sigterm": code}
-    claim = "8 clients, 200 requests and 50 malformed ones: none lost, every malformed one 4xx, memory flat"
+    claim = "8 clients, 200 requests and 50 malformed ones: none lost, every malformed one 4xx"
     write_result("serve", claim, results)
     print(json.dumps({key: value for key, value in results.items() if key != "seconds"}, indent=1))
 

@@ -13,7 +13,7 @@ from tilewright.cli.commands.chat_models.plan_model import named_model
 from tilewright.cli.commands.chat_models.tuned_recipe import tuned_recipe, with_passes
 from tilewright.cli.plan_output import to_json
 from tilewright.core.errors import ConfigError
-from tilewright.core.units import parse_bytes
+from tilewright.core.units import format_bytes, parse_bytes
 from tilewright.training.assemble import set_up
 from tilewright.training.components.dataset import prepare_data
 
@@ -75,12 +75,13 @@ def test_the_pasted_command_plans_what_the_row_says(request, name, talks, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_pasted_command_measures_what_the_row_says(model, talks, tmp_path, capsys):
+def test_the_dry_run_of_the_pasted_command_has_the_planned_peak_of_the_row(model, talks, tmp_path, capsys):
     found = planned(capsys, model, *settings_of(tmp_path, talks))
     for way in found["ways"]:
         assert run([*shlex.split(way["command"])[1:], "--dry-run"]) == 0
         said = " ".join(capsys.readouterr().out.split())
-        assert f"plan: {way['plan']['verdict']}" in said, said
+        peaks = {name: format_bytes(sum(owners.values())) for name, owners in way["plan"]["phases"].items()}
+        assert any(f"peak {peak} " in said for peak in peaks.values()), (peaks, said)
 
 
 def test_a_folder_a_configuration_and_a_table(model, talks, tmp_path, capsys):

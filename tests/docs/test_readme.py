@@ -26,6 +26,9 @@ def test_the_first_screen_says_what_where_and_how():
         "tilewright train",
         "make train",
         "make test",
+        "tilewright finetune ",
+        "tilewright chat",
+        "tilewright serve",
         "bits per byte",
         "It has not been run on a GPU yet",
     ):

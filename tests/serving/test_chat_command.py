@@ -1,19 +1,26 @@
 """`tilewright chat` and `serve` as commands: pipes, single answers, runs, adapters, and what is refused."""
 
 import io
+import os
 import signal
 import socket
 import subprocess
 import sys
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.cli.tuned import arguments, make_model, make_talks
+from tests.models.hub_server import FakeHub
+from tests.models.hub_server import serving as serving_hub
 from tests.serving.served import post
 from tilewright.cli.app import run
 from tilewright.cli.open_model import open_model
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
+
+IDS = torch.arange(5, 245)[None]
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +90,31 @@ def test_a_run_its_folder_and_its_merged_folder_answer_alike(model, how, tmp_pat
     assert opened.max_positions == 256
 
 
-def test_bf16_folders_stay_bf16(tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM
+@torch.no_grad()
+def test_a_run_in_bf16_is_its_merged_model_in_transformers_bf16(tmp_path):
+    """Adapters on an FP8 base, whose codes and rotary tables are buffers; far from the first position too."""
+    model, talks = make_model(tmp_path / "model", "qwen3"), make_talks(tmp_path / "talks.jsonl")
+    settings = arguments(tmp_path, train__steps=1, train__eval_batches=1, train__sample_tokens=0)
+    with torch.enable_grad():
+        assert run(["finetune", str(model), str(talks), "--how", "lora_fp8", *settings]) == 0
+    folder, merged = tmp_path / "runs" / "tuned", tmp_path / "merged"
+    assert run(["merge", str(folder), "--out", str(merged), "--format", "fp32"]) == 0
+    exact = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)(IDS).logits[0, -1]
+    theirs = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16)(IDS).logits[0, -1].float()
+    fp32, bf16 = (open_model(str(folder), device="cpu", dtype=dtype).model for dtype in ("fp32", "bf16"))
+    assert {param.dtype for param in bf16.parameters()} == {torch.bfloat16}
+    kept = {name: buffer for name, buffer in fp32.named_buffers(remove_duplicate=False)}
+    assert kept
+    for name, buffer in bf16.named_buffers(remove_duplicate=False):
+        torch.testing.assert_close(buffer, kept[name], rtol=0, atol=0)
+    mine, limit = bf16.next_token_logits(IDS)[0], 2 * (theirs - exact).abs().max()
+    for reference in (theirs, exact):
+        error = (mine - reference).abs()
+        worst = int(error.argmax())
+        assert error.max() < limit, (worst, float(mine[worst]), float(reference[worst]), float(limit))
 
+
+def test_bf16_folders_stay_bf16(tmp_path):
     for name, kind in (("llama", Decoder), ("qwen3", HFModel)):
         folder = make_model(tmp_path / name, name)
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
@@ -96,8 +124,44 @@ def test_bf16_folders_stay_bf16(tmp_path):
             assert {param.dtype for param in opened.model.parameters()} == {expected}
 
 
+def test_a_server_without_its_extra_says_what_to_install(model):
+    code = """
+import sys
+sys.modules["uvicorn"] = None  # as where it is not installed
+from tilewright.cli.app import run
+sys.exit(run(["serve", sys.argv[1]]))
+"""
+    done = process("-c", code, str(model))
+    assert done.returncode == 5
+    assert all(word in done.stderr for word in ("got", "need", "try", "pip install 'tilewright[serve]'"))
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_of_the_hub_is_downloaded_and_pinned(model, tmp_path):
+    code = "from tilewright.cli.open_model import open_model; import sys; print(open_model(sys.argv[1]).name)"
+    with serving_hub(FakeHub({"org/tiny": {path.name: path.read_bytes() for path in model.iterdir()}})) as hub:
+        home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        done = process("-c", code, "org/tiny", **home)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == f"org/tiny@{hub.commit('org/tiny')}"
+
+
+def test_the_screen_is_clean_with_torchao_installed(tmp_path):
+    pytest.importorskip("torchao")
+    folder = make_model(tmp_path / "model", "qwen3")
+    done = process("-m", "tilewright", "chat", str(folder), "--device", "cpu", "--message", "hello", "--tokens", "2")
+    assert done.returncode == 0, done.stderr
+    assert not any(word in done.stderr for word in ("torchao", "pytree", "Failed"))
+
+
+def process(*arguments, **environ):
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environ
+    return subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.dist
-def test_the_server_takes_the_next_port_and_ends_cleanly(model):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_server_takes_the_next_port_and_ends_cleanly(model, number):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -109,7 +173,7 @@ def test_the_server_takes_the_next_port_and_ends_cleanly(model):
         assert found != port
         ask = {"model": "model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
         assert post(found, "/v1/chat/completions", ask)[0] == 200
-        server.send_signal(signal.SIGINT)
+        server.send_signal(number)
         out, err = server.communicate(timeout=30)
         assert server.returncode == 0
         assert "server ended" in out

@@ -78,11 +78,35 @@ def test_a_stop_string_ends_the_text_wherever_it_is_split(text, stops, data):
         given_out += stop.push(part)
         assert not any(one in given_out for one in stops)
     given_out += stop.flush()
-    # Of two stop strings the one that is complete first ends the text; with one, the first place does.
-    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(one) for one in stops)]
-    assert stop.stopped == bool(ends)
-    if not ends:
-        assert given_out == text
-    else:
-        assert text.startswith(given_out)
-        assert any(text[len(given_out) :].startswith(one) for one in stops)
+    expected, stopped = letter_by_letter(text, stops)
+    assert (given_out, stop.stopped) == (expected, stopped)
+
+
+def letter_by_letter(text, stops):
+    """By definition: the first end of a stop string ends the text, and the longest that ends there is cut off."""
+    for end in range(1, len(text) + 1):
+        found = [one for one in stops if text[:end].endswith(one)]
+        if found:
+            return text[: end - len(max(found, key=len))], True
+    return text, False
+
+
+def test_of_stop_strings_within_each_other_the_first_complete_one_counts():
+    for parts in (["abcd"], list("abcd"), ["ab", "cd"]):
+        stop = StopFilter(["abcd", "bc"])
+        assert "".join(stop.push(part) for part in parts) == "a"
+
+
+@given(before=st.lists(WORDS | CHARACTERS, max_size=12), parts=st.lists(WORDS | CHARACTERS, max_size=12))
+def test_a_continued_text_and_its_beginning_are_the_text_of_all_ids(before, parts):
+    before, ids = [i for part in before for i in part], [i for part in parts for i in part]
+    stream = TextStream(MARKS, before)
+    text = "".join([stream.push(i) for i in ids] + [stream.flush()])
+    assert MARKS.decode(before) + text == MARKS.decode([*before, *ids])
+
+
+def test_a_context_that_would_begin_within_a_character_is_longer():
+    for count in range(1, 13):
+        before = [0] + [4 + byte for byte in ("é€🦊" * 4)[:count].encode()]
+        stream = TextStream(MARKS, before)
+        assert "".join(stream.push(i) for i in [*(4 + byte for byte in "é".encode()), 1]) == "é you"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import click
 
+from tilewright.cli.error_text import print_error
 from tilewright.core import env
 from tilewright.core.errors import EXIT_INPUT, ConfigError, TilewrightError
-from tilewright.core.log import wrap_text
 
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -142,13 +142,13 @@ def run(args: list[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except TilewrightError as error:
-        _print_error(error)
+        print_error(error)
         if state.verbosity:
             raise
         return error.exit_code
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "tilewright"
-        _print_error(ConfigError(error.format_message(), try_=f"{command} --help"))
+        print_error(ConfigError(error.format_message(), try_=f"{command} --help"))
         return EXIT_INPUT
     except (KeyboardInterrupt, click.Abort):
         click.echo("\nstopped", err=True)
@@ -157,22 +157,3 @@ def run(args: list[str]) -> int:
         # The reader (head, less) is gone: nothing left to say, and Python must not say it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
-
-
-def _print_error(error: TilewrightError) -> None:
-    """The four parts of each problem, on standard error, in colour on a terminal."""
-    for number, problem in enumerate(error.problems):
-        if number:
-            click.echo("", err=True)
-        title, *rest = problem.lines()
-        first = wrap_text(f"tilewright: {title}", env.columns()).removeprefix("tilewright:")
-        click.echo(f"{click.style('tilewright:', fg='red', bold=True)}{first}", err=True, color=_color())
-        for line in (wrap_text(line, env.columns(), hang=7) for line in rest):
-            click.echo(f"{click.style(line[:9], dim=True)}{line[9:]}", err=True, color=_color())
-    if len(error.problems) > 1:
-        click.echo(f"\n{len(error.problems)} problems; nothing was run.", err=True)
-
-
-def _color() -> bool | None:
-    """False under NO_COLOR, else click's own choice: colour on a terminal."""
-    return False if env.no_color() else None

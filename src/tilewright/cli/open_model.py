@@ -14,6 +14,7 @@ import torch
 
 from tilewright.cli.commands.chat_models.tuned_recipe import kind_of
 from tilewright.cli.common import find_run
+from tilewright.cli.error_text import told_without_settings
 from tilewright.cli.load_run import reopen
 from tilewright.core.config.recipe import ModelSection, Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
@@ -92,11 +93,12 @@ def open_model(name: str, *, device: str = "auto", dtype: Dtype = "auto", chat_t
             need="a run folder or its name below runs, a folder with a config.json, or a model of the hub, org/name",
             try_="ls runs, or the path of a model's folder",
         )
-    if (path / ADAPTER).is_file():
-        return _open_adapter(path, device, dtype, chat_template)
-    found = find_model(name)
-    shown = found.name if is_hub_name(name) else found.folder.resolve().name
-    return _open_folder(found.folder, shown, device, dtype, chat_template)
+    with told_without_settings("another run or model, or copy the folder again", name):
+        if (path / ADAPTER).is_file():
+            return _open_adapter(path, device, dtype, chat_template)
+        found = find_model(name)
+        shown = found.name if is_hub_name(name) else found.folder.resolve().name
+        return _open_folder(found.folder, shown, device, dtype, chat_template)
 
 
 def _open_run(run: Path, device: str, dtype: Dtype, template: str) -> OpenModel:
@@ -105,7 +107,7 @@ def _open_run(run: Path, device: str, dtype: Dtype, template: str) -> OpenModel:
     if section.task != "causal_lm":
         raise _not_causal(section, run)
     if dtype == "bf16":
-        opened.model.to(torch.bfloat16)
+        _cast_params(opened.model, torch.bfloat16)
     limit = opened.recipe.data.seq_len
     files = Path(local_folder(section.path)).expanduser() if section.weights == "load" else None
     if files is not None:
@@ -128,8 +130,7 @@ def _open_folder(folder: Path, name: str, device: str, dtype: Dtype, template: s
         check_vocab(config.vocab_size, tokenizer.vocab_size, str(folder))
         with shapes_only():
             decoder = Decoder(config, Kernels.default())
-        for param in decoder.parameters():  # buffers (a router's biases) stay FP32, as transformers keeps them
-            param.data = param.data.to(chosen)
+        _cast_params(decoder, chosen)
         materialize(decoder, machine.device)
         load_weights(decoder, folder)
         model = decoder
@@ -165,9 +166,16 @@ def _open_adapter(folder: Path, device: str, dtype: Dtype, template: str) -> Ope
 
 
 def _chat(folder: Path, tokenizer: Tokenizer, chosen: str) -> ChatTemplate | None:
-    if not chosen and not folder_templates(folder):
-        return None
-    return ChatTemplate.load(str(folder), tokenizer, chosen)
+    with told_without_settings("--chat-template chatml, or --chat-template FILE.jinja", "--chat-template"):
+        if not chosen and not folder_templates(folder):
+            return None
+        return ChatTemplate.load(str(folder), tokenizer, chosen)
+
+
+def _cast_params(model: Model, dtype: torch.dtype) -> None:
+    """Buffers (rotary tables, a router's biases, an FP8 base) stay as they are, as transformers keeps them."""
+    for param in model.parameters():
+        param.data = param.data.to(dtype)
 
 
 def _dtype(folder: Path, machine: Machine, asked: Dtype) -> torch.dtype:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from tilewright.core.errors import ConfigError, DataError
-from tilewright.data.chat.template import ChatTemplate, Message
+from tilewright.data.chat.template import ChatError, ChatTemplate, Message
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
 from tilewright.models.generate import stream
 from tilewright.models.sampling import Sampling
+from tilewright.serving.messages import check_messages, check_text
 from tilewright.serving.text import StopFilter, TextStream
 
 
@@ -45,8 +46,8 @@ class AnswerStream:
     `finish_reason` is "stop" (an end of turn, or a stop string) or "length", and None before the end.
     """
 
-    def __init__(self, tokens: Iterator[int], tokenizer: Tokenizer, stop: Sequence[str], max_tokens: int):
-        self._tokens, self._text, self._stop = tokens, TextStream(tokenizer), StopFilter(stop)
+    def __init__(self, tokens: Iterator[int], text: TextStream, stop: Sequence[str], max_tokens: int):
+        self._tokens, self._text, self._stop = tokens, text, StopFilter(stop)
         self._max_tokens = max_tokens
         self.num_tokens = 0
         """Drawn so far, without the one that ends a turn."""
@@ -93,9 +94,23 @@ class Session:
 
         Raises:
             ConfigError: there is no template.
-            ChatError: the template refuses the conversation.
+            DataError: no messages, one without role or content, text that is no Unicode, or a conversation that the
+                template refuses.
         """
-        return self.template().encode(messages, add_generation_prompt=True)
+        template = self.template()
+        check_messages(messages)
+        try:
+            return template.encode(messages, add_generation_prompt=True)
+        except ChatError as error:
+            roles = ", ".join(str(message["role"]) for message in messages[:20])
+            raise DataError(
+                "Chat template refuses the conversation",
+                got=f"{error.problems[0].got or error.reason}; roles {roles}",
+                need="roles in an order that the template knows: mostly user and assistant in turn, after at most one "
+                "system message",
+                try_="the conversation without its system message, or another order of messages",
+                where=template.where,
+            ) from error
 
     def template(self) -> ChatTemplate:
         """The chat template.
@@ -113,7 +128,12 @@ class Session:
         return self.chat
 
     def text_ids(self, text: str) -> list[int]:
-        """The ids of the beginning of a document."""
+        """The ids of the beginning of a document.
+
+        Raises:
+            DataError: the text is no Unicode.
+        """
+        check_text(text, "prompt")
         return [self.tokenizer.bos_id, *self.tokenizer.encode(text)]
 
     def room(self, ids: Sequence[int]) -> int | None:
@@ -148,7 +168,9 @@ class Session:
         tokens = stream(
             self.model, ids_S, num_tokens, sampling=settings.sampling, stop_ids=stop_ids, seed=settings.seed
         )
-        return AnswerStream(tokens, self.tokenizer, stop, num_tokens)
+        # An answer is a text of its own; what continues a text keeps the space before its first word.
+        text = TextStream(self.tokenizer, () if turn else ids)
+        return AnswerStream(tokens, text, stop, num_tokens)
 
 
 def fitting(session: Session, messages: Sequence[dict[str, Any]], room: int) -> tuple[list[dict[str, Any]], list[int]]:
@@ -157,7 +179,7 @@ def fitting(session: Session, messages: Sequence[dict[str, Any]], room: int) -> 
     A system message at the beginning stays, and so does the last message. What begins behind it is a user's turn.
 
     Raises:
-        ChatError: the template refuses the conversation.
+        DataError: as `Session.chat_ids`.
     """
     kept = list(messages)
     first = 1 if kept and kept[0]["role"] == "system" else 0

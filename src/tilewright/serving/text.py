@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _BROKEN = "\ufffd"
+_CONTEXT = 16
+"""Tokens before a text that are decoded with it, or more where they begin within a character."""
 
 
 class DecodesIds(Protocol):
@@ -23,6 +25,10 @@ class TextStream:
     Bytes that are no UTF-8 come out as replacement characters; of tokenizers with byte tokens (SentencePiece) decoding
     all at once may then replace good characters beside them too.
 
+    Args:
+        tokenizer: gives no text for special tokens.
+        before: ids of a text that this one continues, and that are no part of it.
+
     Example:
         >>> from tilewright.data.common.tokenizer import train_tokenizer
         >>> tok = train_tokenizer(["low lower " * 9], 270)
@@ -31,10 +37,10 @@ class TextStream:
         (['', 'é', '!'], '')
     """
 
-    def __init__(self, tokenizer: DecodesIds):
+    def __init__(self, tokenizer: DecodesIds, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._done = 0
+        self._ids = _context(tokenizer, before)
+        self._done = len(self._ids)
         """Of `_ids`: those whose text was given. They are the context of the next ones."""
 
     def push(self, token: int) -> str:
@@ -56,8 +62,17 @@ class TextStream:
         return text[len(before) :]
 
 
+def _context(tokenizer: DecodesIds, before: Sequence[int]) -> list[int]:
+    size = _CONTEXT
+    while size < len(before) and tokenizer.decode(before[-size:]).startswith(_BROKEN):
+        size *= 2
+    return list(before[-size:])
+
+
 class StopFilter:
     """Holds back what could become a stop string, and ends at the first one.
+
+    Of several the one that is complete first counts, of those the longest. So it does not matter how the text is split.
 
     Args:
         stops: the strings; none of them is empty.
@@ -78,10 +93,10 @@ class StopFilter:
         if self.stopped:
             return ""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

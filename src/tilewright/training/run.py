@@ -22,7 +22,7 @@ from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
-from tilewright.training.components.dataset import data_events
+from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.components.signals import StopRequest
@@ -116,6 +116,8 @@ class Run:
         """
         steps, first = self.recipe.train.steps, self.step
         if first == 0 and self.recipe.model.weights == "load":  # what it could do before
+            line = evaluation_line(self.recipe, self.parts.held_out, self.setup.other_text)
+            self.recorder.event(0, "evaluating", line)
             self._evaluate()
             self._write_samples()
         while self.step < steps and stop.reason is None:
@@ -140,8 +142,7 @@ class Run:
             if self.resumed and self.step == first + 1:
                 self._tell_recovery()
             self._between_steps()
-        finished = self.step >= steps
-        if finished:
+        if finished := self.step >= steps:
             self._evaluate()
         if self.recipe.checkpoint.save_last or not finished:
             self._save_at_end()
@@ -311,8 +312,7 @@ class Run:
             CheckpointError: it is not there.
         """
         self._save(now=True)
-        failed = self._tell_saves()
-        if failed is not None and failed.step == self.step:
+        if (failed := self._tell_saves()) is not None and failed.step == self.step:
             raise CheckpointError(
                 f"Checkpoint of step {self.step} could not be written",
                 got=failed.error or "",

@@ -57,4 +57,6 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float, top_k: int
         eos_id=opened.tokenizer.eos_id,
         generator=torch.Generator().manual_seed(seed),
     )
-    click.echo(prompt + opened.tokenizer.decode(written[0, ids.shape[1] :].tolist()))
+    # Together: alone, the tokenizers that mark the beginnings of words would lose the space before the first new one.
+    before, text = opened.tokenizer.decode(ids[0].tolist()), opened.tokenizer.decode(written[0].tolist())
+    click.echo(prompt + text[len(before) :])

@@ -78,10 +78,13 @@ class GroupedQueryAttention(nn.Module):
     ) -> Tensor:
         """x [B, S, D], cos and sin [B or 1, S, R/2] FP32 -> [B, S, D]. With a cache x are the next positions."""
         heads = (-1, self.head_dim)
-        q_BSHD = self.kernels.rope(self.q_proj(x_BSD).unflatten(-1, heads), cos_BSR, sin_BSR)
-        k_BSHD = self.kernels.rope(self.k_proj(x_BSD).unflatten(-1, heads), cos_BSR, sin_BSR)
-        v_BSHD = self.v_proj(x_BSD).unflatten(-1, heads)
-        if cache is not None:
+        q_BSHD, k_BSHD, v_BSHD = (project(x_BSD).unflatten(-1, heads) for project in self.readers())
+        if cache is None:
+            q_BSHD = self.kernels.rope(q_BSHD, cos_BSR, sin_BSR)
+            k_BSHD = self.kernels.rope(k_BSHD, cos_BSR, sin_BSR)
+        else:  # of one token, calls take the time: all heads in one
+            both_BSHD = self.kernels.rope(torch.cat((q_BSHD, k_BSHD), dim=2), cos_BSR, sin_BSR)
+            q_BSHD, k_BSHD = both_BSHD.split((q_BSHD.shape[2], k_BSHD.shape[2]), dim=2)
             k_BSHD, v_BSHD = cache.extend(k_BSHD, v_BSHD)
         return self.o_proj(self.core(q_BSHD, k_BSHD, v_BSHD, segments_BS))
 

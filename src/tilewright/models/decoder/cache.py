@@ -3,14 +3,16 @@
 Grouped-query attention keeps rotated keys and values; latent attention keeps the narrow latent and the rotated key
 that all heads share, and expands the latent again for each token. Memory is taken once, for the asked length.
 
-Legend: B rows  S new positions  T positions so far.
+Legend: B rows  S new positions  T positions so far  R rotary width.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+Angles = tuple[Tensor, Tensor]
 
 
 class LayerCache:
@@ -23,16 +25,12 @@ class LayerCache:
     def extend(self, *new: Tensor) -> Sequence[Tensor]:
         """Tensors [B, S, ...] of the new positions -> the same of all positions so far [B, T, ...], views."""
         start, end = self.owner.length, self.owner.length + new[0].shape[1]
-        if len(new[0]) != self.owner.rows or end > self.owner.capacity:
-            raise ValueError(
-                f"a cache for {self.owner.rows} rows of {self.owner.capacity} positions, {start} of them used, cannot "
-                f"take {new[0].shape[1]} more of {len(new[0])} rows"
-            )
+        self.owner.check_room(len(new[0]), new[0].shape[1])
         if not self._kept:
             self._kept = [t.new_empty((len(t), self.owner.capacity, *t.shape[2:])) for t in new]
         for kept, tensor in zip(self._kept, new, strict=True):
-            kept[:, start:end] = tensor
-        return [kept[:, :end] for kept in self._kept]
+            kept.narrow(1, start, end - start).copy_(tensor)
+        return [kept.narrow(1, 0, end) for kept in self._kept]
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +59,27 @@ class DecoderCache:
         self.length = 0
         """Positions held. Advanced when all layers have run, so a pass that fails leaves the cache as it was."""
         self.layers = [LayerCache(self) for _ in range(num_layers)]
+        self._angles: Angles | None = None
+
+    def angles(self, num_new: int, make: Callable[[Tensor], Angles], device: torch.device) -> Angles:
+        """Cosine and sine [1, S, R/2] of the next positions. `make` gives those of position ids [1, T]; it is called
+        once, for all positions that there is room for: for each token it would take longer than a layer."""
+        if self._angles is None:
+            self._angles = make(torch.arange(self.capacity, device=device)[None])
+        cos, sin = self._angles
+        return cos.narrow(1, self.length, num_new), sin.narrow(1, self.length, num_new)
+
+    def check_room(self, rows: int, positions: int) -> None:
+        """Raise where the next `positions` of `rows` rows do not fit.
+
+        Raises:
+            ValueError: other rows than the cache is for, or more positions than are left.
+        """
+        if rows != self.rows or self.length + positions > self.capacity:
+            raise ValueError(
+                f"a cache for {self.rows} rows of {self.capacity} positions, {self.length} of them used, cannot "
+                f"take {positions} more of {rows} rows"
+            )
 
     def advance(self, positions: int) -> None:
         """Count positions that all layers have written."""
@@ -70,8 +89,3 @@ class DecoderCache:
     def num_bytes(self) -> int:
         """Bytes that all layers reserve."""
         return sum(layer.num_bytes for layer in self.layers)
-
-
-def position_ids(cache: DecoderCache, num_new: int, device: torch.device) -> Tensor:
-    """[1, S]: where the next tokens stand."""
-    return torch.arange(cache.length, cache.length + num_new, device=device)[None]

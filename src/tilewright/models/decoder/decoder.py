@@ -33,7 +33,7 @@ from tilewright.models.base.head import head_loss, row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
-from tilewright.models.decoder.cache import DecoderCache, LayerCache, position_ids
+from tilewright.models.decoder.cache import DecoderCache, LayerCache
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.hf_weights import save_decoder
 from tilewright.models.decoder.layers import MLP, RMSNorm, rope_angles
@@ -268,9 +268,7 @@ class Decoder(nn.Module):
         ids_BS, positions_BS = batch["input_ids"], batch.get("positions")
         if positions_BS is None:
             positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
-        cos, sin = rope_angles(positions_BS, self.config.rope_dim, self.config.rope_theta)
-        x_BSD = self.model.embed_tokens(ids_BS)
-        return x_BSD.to(self.residual_dtype or x_BSD.dtype), (cos, sin, batch.get("segments"))
+        return self._embedded(ids_BS), (*self._angles(positions_BS), batch.get("segments"))
 
     def layer(self, index: int, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """One layer; see `Block.forward`."""
@@ -294,11 +292,13 @@ class Decoder(nn.Module):
         if cache is None:
             return self.lm_head(self.hidden(input_ids_BS)[:, -1:])[:, 0].float()
         with torch.no_grad():
-            positions_BS = position_ids(cache, input_ids_BS.shape[1], input_ids_BS.device)
-            x_BSD, context = self.prologue({"input_ids": input_ids_BS, "positions": positions_BS})
+            rows, num_new = input_ids_BS.shape
+            cache.check_room(rows, num_new)
+            cos, sin = cache.angles(num_new, self._angles, input_ids_BS.device)
+            x_BSD = self._embedded(input_ids_BS)
             for block, kept in zip(self.blocks, cache.layers, strict=True):
-                x_BSD, _ = block(x_BSD, *context, kept)
-            cache.advance(input_ids_BS.shape[1])
+                x_BSD, _ = block(x_BSD, cos, sin, None, kept)
+            cache.advance(num_new)
             return self.lm_head(self.model.norm(x_BSD[:, -1:]))[:, 0].float()
 
     def logits_at(self, input_ids_BS: Tensor, wanted_BS: Tensor) -> Tensor:
@@ -355,6 +355,13 @@ class Decoder(nn.Module):
     ) -> None:
         """Write a Hugging Face folder of Llama or DeepSeek-V3 layout. See `hf_weights.save_decoder`."""
         save_decoder(self, folder, dtype=dtype, extra=extra, live=live)
+
+    def _embedded(self, ids_BS: Tensor) -> Tensor:
+        x_BSD = self.model.embed_tokens(ids_BS)
+        return x_BSD.to(self.residual_dtype or x_BSD.dtype)
+
+    def _angles(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+        return rope_angles(positions_BS, self.config.rope_dim, self.config.rope_theta)
 
     def _run_layers(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Tensor]]:
         loads = []

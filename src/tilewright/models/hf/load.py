@@ -7,7 +7,10 @@ parts.
 """
 
 import copy
-from collections.abc import Mapping
+import importlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,6 +142,10 @@ def draw_module(owner: Any, name: str, module: nn.Module, seed: int) -> None:
 def _transformers() -> Any:
     try:
         import transformers
+
+        with _errors_only("torchao", "torch.utils._pytree"):
+            # Imports torchao where it is installed, which says which of its kernels are for other machines.
+            importlib.import_module("transformers.quantizers")
     except ImportError as error:
         raise HardwareError(
             'model.kind = "hf" needs the package transformers',
@@ -148,6 +155,20 @@ def _transformers() -> Any:
             where="model.kind",
         ) from error
     return transformers
+
+
+@contextmanager
+def _errors_only(*names: str) -> Iterator[None]:
+    """Loggers without their warnings."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _read_hf_config(transformers: Any, path: Path | str) -> Any:

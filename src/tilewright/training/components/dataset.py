@@ -20,7 +20,10 @@ from tilewright.models.folder.resolve import local_folder
 Prepared = PreparedData | PreparedChat | PreparedImages
 
 _OTHER_BYTES, _OTHER_SHARE = 2_000_000, 0.2
-"""Of other text: bytes read, and the share of them that is evaluated."""
+"""Of other text: bytes read, and the share of them that may be evaluated."""
+_OTHER_ROWS = 4
+"""Rows of each domain of other text that are evaluated. The same ones each time, so their change is that of the model;
+it is measured before the first step, where a user waits for it."""
 
 
 def prepare_data(recipe: Recipe) -> Prepared:
@@ -99,7 +102,20 @@ def other_text(recipe: Recipe, prepared: Prepared) -> HeldOut:
         own_process=True,
     )
     assert isinstance(text, PreparedData)
-    return held_out(recipe, text)
+    one_by_one = 1, _OTHER_ROWS
+    return HeldOut(
+        {domain: text.eval_batches(domain, *one_by_one) for domain in text.domains},
+        {domain: text.eval_bytes(domain, *one_by_one) for domain in text.domains},
+    )
+
+
+def evaluation_line(recipe: Recipe, *texts: HeldOut) -> str:
+    """What is done before the first step of loaded weights: it can take longer than a step."""
+    batches = (batch for text in texts for rows in text.batches.values() for batch in rows)
+    line = f"before the first step {sum(len(batch['labels']) for batch in batches)} held-out rows are evaluated"
+    if recipe.train.sample_tokens and recipe.model.task == "causal_lm":
+        line += f", then samples of at most {recipe.train.sample_tokens} tokens are written"
+    return line
 
 
 def _rows_per_batch(recipe: Recipe) -> int:

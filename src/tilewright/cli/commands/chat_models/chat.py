@@ -1,5 +1,6 @@
 """`tilewright chat`: a conversation with a run or a model, at the terminal or through a pipe."""
 
+import io
 import sys
 import unicodedata
 from collections.abc import Iterator
@@ -8,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilewright.cli.common import verbosity
+from tilewright.cli.error_text import print_error
 from tilewright.cli.model_options import model_argument, model_options
+from tilewright.core.errors import DataError
 from tilewright.core.log import say
 
 if TYPE_CHECKING:
@@ -66,11 +69,11 @@ def chat(
     session = Session(opened.model, opened.tokenizer, opened.chat, opened.device, opened.max_positions)
     session.template()
     settings = AnswerSettings(tokens, Sampling(temperature, top_k, top_p), tuple(text for text in stop if text), seed)
-    talk = _Talk(session, settings, system)
+    interactive = message is None and sys.stdin.isatty()
+    talk = _Talk(session, settings, system, interactive)
     if message is not None:
         talk.answer(message)
         return
-    interactive = sys.stdin.isatty()
     if interactive:
         say(f"{opened.name}. {_HELP}.")
     for line in _lines(interactive):
@@ -80,10 +83,23 @@ def chat(
             talk.reset()
             say("The conversation begins anew.", error=True)
         elif line.strip():
-            talk.answer(line)
+            _answer(talk, line, interactive)
+
+
+def _answer(talk: "_Talk", line: str, interactive: bool) -> None:
+    """A message that cannot be answered ends a script, and not a conversation at the terminal."""
+    try:
+        talk.answer(line)
+    except DataError as error:
+        if not interactive:
+            raise
+        print_error(error)
+        say("The conversation goes on without this message.", error=True)
 
 
 def _lines(interactive: bool) -> Iterator[str]:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # which the session tells as its own error
     if not interactive:
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
@@ -102,8 +118,8 @@ def _lines(interactive: bool) -> Iterator[str]:
 class _Talk:
     """The conversation so far. A message that cannot be answered is no part of it."""
 
-    def __init__(self, session: "Session", settings: "AnswerSettings", system: str | None):
-        self._session, self._settings = session, settings
+    def __init__(self, session: "Session", settings: "AnswerSettings", system: str | None, interactive: bool):
+        self._session, self._settings, self._interactive = session, settings, interactive
         self._system = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, Any]] = list(self._system)
         self._said_drop = False
@@ -131,6 +147,8 @@ class _Talk:
                 click.echo(_shown(piece) if sys.stdout.isatty() else piece, nl=False)
                 sys.stdout.flush()
         except KeyboardInterrupt:
+            if not self._interactive:
+                raise
             say("\nstopped", error=True)
         click.echo()
         if answer.finish_reason == "length":

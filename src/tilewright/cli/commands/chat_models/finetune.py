@@ -88,8 +88,8 @@ def _tell_plan(setup: "RunContext") -> None:
 def _next(loaded: Loaded, run: Path) -> None:
     """Where the result is, and what can be done with it."""
     shown = Path(loaded.recipe.run.dir) / run.name
-    if loaded.recipe.lora.rank:
-        say(f"adapter: {shown / 'hf'}")
+    adapted = bool(loaded.recipe.lora.rank)
+    say(f"{'adapter' if adapted else 'model'}: {shown / 'hf'}")
+    say(f"next   tilewright chat {shown}      talk to it")
+    if adapted:
         say(f"next   tilewright merge {shown} --out FOLDER      the whole model as a Hugging Face folder")
-    else:
-        say(f"model: {shown / 'hf'}")

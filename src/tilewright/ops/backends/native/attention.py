@@ -48,13 +48,14 @@ def attention_to_past(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: flo
     v = padded_values(q_BHSD, v_BKTD)
     num_new, num_all, num_keys = q_BHSD.shape[2], k_BKTD.shape[2], k_BKTD.shape[1]
     if num_new == 1:  # the queries of a key head see the same positions: one row each of one matmul
-        q_BKGD = q_BHSD.squeeze(2).unflatten(1, (num_keys, -1))
-        out = F.scaled_dot_product_attention(q_BKGD, k_BKTD, v, scale=scale).flatten(1, 2).unsqueeze(2)
+        rows, num_heads, _, dim = q_BHSD.shape
+        q_BKGD = q_BHSD.reshape(rows, num_keys, num_heads // num_keys, dim)
+        out = F.scaled_dot_product_attention(q_BKGD, k_BKTD, v, scale=scale).reshape(q_BHSD.shape)
     else:
         allowed_ST = torch.ones(num_new, num_all, dtype=torch.bool, device=q_BHSD.device).tril(num_all - num_new)
         grouped = q_BHSD.shape[1] != num_keys
         out = F.scaled_dot_product_attention(q_BHSD, k_BKTD, v, attn_mask=allowed_ST, scale=scale, enable_gqa=grouped)
-    return out[..., : v_BKTD.shape[-1]]
+    return out if v is v_BKTD else out[..., : v_BKTD.shape[-1]]
 
 
 def padded_values(q_BHSD: Tensor, v_BKSD: Tensor) -> Tensor:
