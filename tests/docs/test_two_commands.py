@@ -20,6 +20,7 @@ SHORT = {
     "RUN_THREADS": "1",
     "DATA_SOURCE": "text",
     "DATA_CACHE_DIR": "cache",
+    "DATA_HOLDOUT": "0.2",
     "DATA_VOCAB_SIZE": "300",
     "DATA_SEQ_LEN": "32",
     "MODEL_DIM": "64",
