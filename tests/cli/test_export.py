@@ -58,7 +58,10 @@ def test_runtimes_give_what_the_run_gives_beside_the_baselines(finished, capsys)
         assert found["token_ids"]["equal"] == found["token_ids"]["documents"] > 5
         assert set(found["loss"]) == {"alpha", "beta"}
     assert record["machine"]["threads"] == 1
-    assert "transformers 5" in write_report(finished).read_text()
+    assert row(finished, "hf")["runtime"].startswith("transformers 5")
+    page = write_report(finished).read_text()
+    for name in ("bf16 compiled", "transformers", "llama.cpp"):
+        assert f">{name}<" in page
 
 
 def test_llama_cpp_on_the_held_out_text_of_a_run(finished, tmp_path):
