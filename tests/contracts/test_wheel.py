@@ -26,8 +26,9 @@ TINY = {
 }  # fmt: skip
 IMPORT_ALL = """
 import importlib, pkgutil, tilewright
+of_extras = ("tilewright.integrations", "tilewright.serving.app", "tilewright.serving.run")
 for module in pkgutil.walk_packages(tilewright.__path__, "tilewright."):
-    if not module.name.startswith(("tilewright.integrations", "tilewright.ops.backends.triton", "tilewright.__main__")):
+    if not module.name.startswith((*of_extras, "tilewright.ops.backends.triton", "tilewright.__main__")):
         importlib.import_module(module.name)
 for name in tilewright.__all__:
     getattr(tilewright, name)
