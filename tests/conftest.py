@@ -6,6 +6,7 @@ other tests are collected (by transformers and torch's compiler): so it stands h
 
 import gc
 import json
+import logging
 import os
 
 import pytest
@@ -27,6 +28,15 @@ gc.disable()  # while tests are collected: imports make few objects that are gar
 
 def pytest_collection_finish():
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_it_was():
+    """A command run with --quiet leaves nothing to the next test."""
+    root = logging.getLogger("tilewright")
+    before = root.level, root.handlers[:], root.propagate
+    yield
+    root.level, root.handlers[:], root.propagate = before
 
 
 @pytest.fixture(scope="module", autouse=True)

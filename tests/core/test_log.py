@@ -2,17 +2,7 @@
 
 import logging
 
-import pytest
-
 from tilewright.core import log
-
-
-@pytest.fixture(autouse=True)
-def _restored():
-    root = logging.getLogger(log.ROOT)
-    before = root.level, root.handlers[:], root.propagate
-    yield
-    root.level, root.handlers[:], root.propagate = before
 
 
 def test_plain_text_without_a_terminal(capsys):

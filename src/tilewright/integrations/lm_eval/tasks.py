@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
+from yaml import YAMLError
 
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.common.progress import ProgressBar
@@ -25,7 +25,7 @@ _REFUSALS = (
     RuntimeError,
     AssertionError,
     ImportError,
-    yaml.YAMLError,
+    YAMLError,
     jinja2.TemplateError,
 )
 """How tasks of many authors fail."""
