@@ -81,7 +81,7 @@ def chat(
             return
         if line.strip() == "/reset":
             talk.reset()
-            say("The conversation begins anew.", error=True)
+            say("The conversation starts from the beginning.", error=True)
         elif line.strip():
             _answer(talk, line, interactive)
 
