@@ -43,7 +43,7 @@ def test_a_pipe_is_a_conversation(model, capsys, monkeypatch):
     assert run(["chat", str(model), "--device", "cpu", "--tokens", "40", "--seed", "1", "--system", "you are"]) == 0
     said = capsys.readouterr().err
     assert said.count("oldest turns are dropped") == 1
-    assert said.count("begins anew") == 1
+    assert said.count("starts from the beginning") == 1
 
 
 def test_the_last_turn_depends_on_the_ones_before(model, capsys, monkeypatch):

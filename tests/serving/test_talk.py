@@ -112,7 +112,7 @@ def test_a_conversation_at_a_terminal_goes_on(model, tmp_path):
     os.kill(process, signal.SIGINT)
     read_until(end, b"\n> ")
     os.write(end, b"/reset\n")
-    read_until(end, b"begins anew.\r\n> ")
+    read_until(end, b"starts from the beginning.\r\n> ")
     os.write(end, b"\x04")
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
     os.close(end)
