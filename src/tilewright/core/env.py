@@ -78,6 +78,7 @@ VARIABLES = (
     Variable("RANK", "", "an integer", "rank of this process, set by torchrun; only rank 0 prints"),
     Variable("LOCAL_RANK", "", "an integer", "rank of this process on its machine, set by torchrun"),
     Variable("WORLD_SIZE", "", "an integer", "number of processes, set by torchrun"),
+    Variable("LOCAL_WORLD_SIZE", "", "an integer", "number of processes on this machine, set by torchrun"),
 )
 _NO_SETTINGS = {row.name for row in VARIABLES if not row.sets}
 
@@ -204,11 +205,13 @@ def of_consumer(folder: Path, threads: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that torchrun started. One process alone: 0, 0, 1."""
+    """This process among those that torchrun started. One process alone: 0, 0, 1, 1."""
 
     rank: int
     local_rank: int
     world: int
+    local_world: int = 1
+    """Processes on this machine."""
 
 
 @contextmanager
@@ -236,7 +239,7 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
         ConfigError: one of them is not an integer.
     """
     environ = os.environ if environ is None else environ
-    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    found = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     found |= {name: environ[name] for name in found if environ.get(name)}
     for name, text in found.items():
         if not text.isdecimal():

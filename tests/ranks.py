@@ -1,0 +1,97 @@
+"""Tests on several ranks: functions that run once per rank in processes of their own, over gloo.
+
+Processes come from a fork server that has imported torch already, so eight of them start within a second. A lock
+lets one such test run at a time, whatever number of test processes there are: ranks on two cores wait for each other.
+"""
+
+import fcntl
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = [
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "numpy",
+    "tests.ranks", "tilewright.optim.adam", "tilewright.models.decoder.decoder",
+]  # fmt: skip
+
+
+LOCK = Path(tempfile.gettempdir()) / "tilewright-ranks.lock"
+
+
+def on_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
+    """What `function(rank, *args)` returns on each rank, inside an initialised group of gloo.
+
+    Args:
+        world: number of ranks.
+        function: of a test module, by name; what it returns is pickled.
+        args: the same for all ranks.
+        seconds: after which the ranks are killed.
+
+    Raises:
+        AssertionError: a rank raised (its traceback is in the message), died, or did not end in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder, LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ends: list[Connection] = []
+        processes = []
+        for rank in range(world):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(theirs, folder, rank, world, function, args), daemon=True)
+            process.start()
+            theirs.close()
+            ends.append(mine)
+            processes.append(process)
+        try:
+            return _collect(ends, seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(ends: list[Connection], seconds: float) -> list[Any]:
+    """Results by rank; the first failure ends the wait."""
+    results: dict[int, Any] = {}
+    until = time.monotonic() + seconds
+    while len(results) < len(ends):
+        open_ends = [end for rank, end in enumerate(ends) if rank not in results]
+        ready = wait(open_ends, timeout=max(0.0, until - time.monotonic()))
+        missing = [rank for rank in range(len(ends)) if rank not in results]
+        assert ready, f"ranks {missing} of {len(ends)} did not end in {seconds:g} s"
+        for end in ready:
+            rank = ends.index(end)
+            try:
+                failed, value = end.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} of {len(ends)} died") from None
+            assert not failed, f"rank {rank} of {len(ends)}:\n{value}"
+            results[rank] = value
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _rank(end: Connection, folder: str, rank: int, world: int, function: Callable[..., Any], args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in local.items()})
+    store = dist.FileStore(f"{folder}/meeting", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    try:
+        found = False, function(rank, *args)
+    except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
+        found = True, traceback.format_exc()
+    end.send(found)
+    end.close()
+    if not found[0]:
+        dist.destroy_process_group()
