@@ -36,6 +36,8 @@ from benchmarks.common import RESULTS, current_commit, machine_facts
 from benchmarks.gpu_targets import table
 
 TAIL_CHARACTERS = 6000
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HYPOTHESIS_PROFILE": "fuzz", "GPU_TESTS_ON": "cpu"}
+"""Of parts: tests draw new inputs each time, and run on a CPU where there is no GPU (`tests/gpu/device.py`)."""
 TINY_LIMIT_S = 600
 """Of a small form, on whatever processor."""
 
@@ -127,7 +129,7 @@ def run_part(part: Part, arguments: tuple[str, ...], limit_s: float) -> dict[str
         with log.open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "OUT": folder, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **ENVIRONMENT, "OUT": folder},
             )  # fmt: skip
             try:
                 code: int | str = process.wait(limit_s)

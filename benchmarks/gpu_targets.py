@@ -204,7 +204,8 @@ TARGETS: dict[str, tuple[Target, ...]] = {
     ),
     "paths": (
         Target("paths trainer", "hf_layers", "tokens/s of a Hugging Face Llama, layers compiled, against `Trainer` "
-               "with bf16, torch_compile and fused AdamW", "at least 1x", _turns("tilewright_hf over trainer", at_least=1)),
+               "with bf16, torch_compile and fused AdamW", "at least 1x",
+               _turns("tilewright_hf over trainer", at_least=1)),
         Target("paths eager", "hf_layers", "the same against its layers run eagerly", "at least 1x",
                _turns("tilewright_hf over tilewright_hf_eager", at_least=1)),
         Target("paths lora", "lora", "adapters on an FP8 base against peft's on BF16, layers of the 8B model's size",

@@ -54,17 +54,13 @@ class TiledTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, [M, K]. Exact in FP32, and in BF16 where the scales are powers of two."""
-        return dequantize(self.qdata, self.scale_inv, self.tile, self.spec, dtype)
+        value = decode(self.qdata, self.spec) * spread_scale(self.scale_inv, self.tile, self.shape)
+        # Compiled by torch 2.11, a conversion to the dtype that is there loses the gradient at an autograd.Function's end.
+        return value if value.dtype == dtype else value.to(dtype)
 
     def transposed(self) -> "TiledTensor":
         """The transposed matrix: the same codes and scales seen the other way, nothing copied or rounded."""
         return TiledTensor(self.qdata.T, self.scale_inv.T, self.tile.transposed(), self.spec)
-
-
-def dequantize(qdata_MK: Tensor, scale_inv: Tensor, tile: Tile, spec: FloatSpec, dtype: torch.dtype) -> Tensor:
-    """As `TiledTensor.dequantize`, of its fields."""
-    shape = qdata_MK.shape[0], qdata_MK.shape[1]
-    return (decode(qdata_MK, spec) * spread_scale(scale_inv, tile, shape)).to(dtype)
 
 
 class WithCopies(NamedTuple):

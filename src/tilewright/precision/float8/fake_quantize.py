@@ -18,7 +18,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.formats.quantize import encode_with
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile, scale_inv_of, spread_scale, tile_amax
 from tilewright.formats.spec import FP8_SPECS, FloatSpec
-from tilewright.formats.tiled import dequantize
+from tilewright.formats.tiled import TiledTensor
 
 Granularity = Literal["tensor", "token", "channel", "tile", "block"]
 _TILES: dict[str, Tile] = {
@@ -154,9 +154,8 @@ class _Rounded(torch.autograd.Function):
             reach = spread_scale(scale_inv * spec.max, tile, (x_MK.shape[0], x_MK.shape[1]))
             ctx.save_for_backward(x_MK.abs() <= reach)
         ctx.clip = clip
-        # No object is made of codes and scales here: compiled by torch 2.11, the gradient is zero then.
-        qdata = encode_with(x_MK, scale_inv, spec, tile, power_of_two)
-        return dequantize(qdata, scale_inv, tile, spec, x_MK.dtype)
+        tiled = TiledTensor(encode_with(x_MK, scale_inv, spec, tile, power_of_two), scale_inv, tile, spec)
+        return tiled.dequantize(x_MK.dtype)
 
     @staticmethod
     def backward(ctx, grad_MK):

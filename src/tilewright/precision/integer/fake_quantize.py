@@ -18,7 +18,6 @@ from tilewright.formats.integer import (
     SMALLEST_SCALE,
     IntegerTensor,
     IntSpec,
-    decode_integer,
     encode_integer,
     scale_of_range,
     tile_range,
@@ -208,8 +207,7 @@ class _Rounded(torch.autograd.Function):
             ctx.save_for_backward(inside)
         ctx.clip = clip
         codes = encode_integer(x_MK, scale, zero_point, tile, spec)
-        # No object is made of them here: compiled by torch 2.11, the gradient is zero then.
-        return decode_integer(codes, scale, zero_point, tile).to(x_MK.dtype)
+        return IntegerTensor(codes, scale, zero_point, tile, spec).dequantize(x_MK.dtype)
 
     @staticmethod
     def backward(ctx, grad_MK):
