@@ -105,7 +105,7 @@ PATHS_PARTS = (
     Part("generate", ("-m", *GENERATE, "--tokens", "256"), 50, ("-m", *GENERATE, "--tokens", "8")),
     Part(
         "plan_measured", ("-m", "benchmarks.plan_measured", "--device", "cuda", "--rounds", "5"), 170,
-        _tiny("plan_measured", "--rounds", "2"),
+        _tiny("plan_measured", "--rounds", "1", "--only", "llama"),
     ),
 )  # fmt: skip
 LOSS = ("-m", "benchmarks.loss_gpu", "--minutes", "{minutes}")

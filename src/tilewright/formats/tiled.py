@@ -55,7 +55,7 @@ class TiledTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, [M, K]. Exact in FP32, and in BF16 where the scales are powers of two."""
         value = decode(self.qdata, self.spec) * spread_scale(self.scale_inv, self.tile, self.shape)
-        # Compiled by torch 2.11, a conversion to the dtype that is there loses the gradient at an autograd.Function's end.
+        # torch 2.11 loses the gradient of a compiled autograd.Function that ends in a conversion to the dtype it has.
         return value if value.dtype == dtype else value.to(dtype)
 
     def transposed(self) -> "TiledTensor":
