@@ -168,6 +168,8 @@ def cap_device(gib: float) -> dict[str, str]:
 
 def contend(name: str, steps: int, tiny: bool, device_gib: float) -> dict[str, Any]:
     """A contender's steps: the first two warm up, one where there are three or fewer."""
+    if name == "torchao_offload" and DEVICE == "cpu":
+        return {"not_run": "torchao's CPUOffloadOptimizer needs a GPU"}
     settings = cap_device(device_gib)
     try:
         if name == "layer_major":
