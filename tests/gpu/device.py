@@ -13,8 +13,8 @@ from tilewright.ops.base.dispatch import Candidate, Case, Op
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 TRIED = os.environ.get("GPU_TESTS_ON") == "cpu"
-ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device"))
-ON_A_GPU_OR_TRIED = (pytest.mark.gpu, pytest.mark.skipif(not CUDA and not TRIED, reason="no CUDA device"))
+ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device")]
+ON_A_GPU_OR_TRIED = [pytest.mark.gpu, pytest.mark.skipif(not CUDA and not TRIED, reason="no CUDA device")]
 MOST = 700 if CUDA else 200
 """Rows and columns."""
 MANY = settings(
