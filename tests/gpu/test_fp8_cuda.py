@@ -139,8 +139,10 @@ def test_tile_gemm(name, case, out_dtype):
     out = run(to_device(a), to_device(b), None if bias is None else bias.to(DEVICE), out_dtype)
     assert out.shape == (case.m, case.n)
     assert out.dtype == out_dtype
-    matmuls = case.k * 2.0**-23 if name in ("dequant", "ref") else 2.0**-12
-    assert_product(out, a, b, bias, matmuls, torch.bfloat16 if name == "dequant" and case.power_of_two else None)
+    matmuls = case.k * 2.0**-23 if name in ("cpu", "dequant", "ref") else 2.0**-12
+    assert_product(
+        out, a, b, bias, matmuls, torch.bfloat16 if name in ("cpu", "dequant") and case.power_of_two else None
+    )
 
 
 @names(TILE_GEMM)
