@@ -72,7 +72,7 @@ def test_too_many_members(kind, tmp_path):
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.txt.xz", "a.txt.bz2", "a.zip", "a.zip.gz"])
 def test_a_bomb(name, tmp_path):
-    bomb = b"word and line\n" * (3 << 20)
+    bomb = b"word and line\n" * (1 << 20)
     path = tmp_path / name
     if "zip" in name:
         bomb = zip_bytes({"a.txt": bomb})

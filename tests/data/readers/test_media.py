@@ -17,6 +17,7 @@ from tests.data.readers.made import image_bytes, one, pixels, read, refusal, sou
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.media.images import near_images
 from tilewright.data.readers.media.log_mel import log_mel
+from tilewright.data.readers.open import read_file
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
@@ -90,7 +91,7 @@ def test_transcripts_of_a_manifest_one_folder_up(tmp_path):
     (tmp_path / "clips").mkdir()
     (tmp_path / "clips" / "a.wav").write_bytes(wav_bytes())
     (tmp_path / "manifest.jsonl").write_text(json.dumps({"audio_filepath": "clips/a.wav", "text": "hello"}) + "\n")
-    record = one(tmp_path / "clips" / "a.wav")
+    (record,) = read_file(tmp_path / "clips" / "a.wav", "clips/a.wav", "d")
     assert (record.modality, record.text, record.facts["caption_from"]) == ("audio", "hello", "manifest.jsonl")
 
 
@@ -132,7 +133,7 @@ def test_other_formats_of_sound(kind, tmp_path):
 
 
 @settings(max_examples=20)
-@given(st.sampled_from([8000, 11025, 16000, 22050, 44100, 48000]), st.integers(300, 40_000), st.integers(0, 99))
+@given(st.sampled_from([8000, 16000, 32000, 44100, 48000]), st.integers(300, 40_000), st.integers(0, 99))
 def test_log_mel_is_that_of_transformers(rate, size, seed):
     samples = np.random.default_rng(seed).normal(0, 0.1, max(size, rate // 30)).astype(np.float32)
     window, hop = round(0.025 * rate), round(0.01 * rate)

@@ -107,8 +107,8 @@ def test_rows(kind, tmp_path):
     assert all(r.part.startswith("row ") for r in records)
     if kind == "jsonl":
         assert [json.loads(path.read_bytes()[r.start : r.stop])["text"] for r in records] == ["first row", "second row"]
-    (reject,) = read(path, options=ReadOptions(text_field="id"))[1][:1]
-    assert "id" in reject.rule
+    rejects = read(path, options=ReadOptions(text_field="absent"))[1]
+    assert {reject.rule for reject in rejects} == {"no field 'absent'"}
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)

@@ -1,10 +1,8 @@
 """One file that is read, or one member of an archive, and the records and rejects that come of it.
 
-Also what the readers share: which errors of a parser mean damaged input, and the reject of a missing package.
+Also the reject of a package that is not installed.
 """
 
-import struct
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,12 +15,6 @@ from tilewright.data.records import Modality, Record, Rejected
 STAGE = "read"
 INSTALL = 'pip install "tilewright[data]"'
 _MISSING = "missing package "
-
-PARSER_ERRORS = (
-    *(ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, SyntaxError),
-    *(OSError, EOFError, RuntimeError, MemoryError, BufferError, struct.error, zlib.error),
-)
-"""What other projects' parsers raise on damaged files, by experience with random ones. Only around calls of them."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +38,11 @@ class Entry:
         """The entry of a file that was unpacked to `path` out of this one and is `shown` as part of it."""
         return replace(self, path=path, inner=inner, part=self.join(shown), depth=self.depth + 1)
 
+    @property
+    def folders(self) -> int:
+        """How many folders up from the file, its own included, are in the source, two at most; 0 in an archive."""
+        return 0 if self.part else min(2, 1 + self.name.count("/"))
+
     def join(self, part: str) -> str:
         """`part` of this entry, as a part of the source's file."""
         return f"{self.part} > {part}" if self.part and part else self.part or part
@@ -58,9 +55,9 @@ class Entry:
         self, rule: str, value: float | str, threshold: float | str = "", excerpt: str = "", part: str = "", **sums: int
     ) -> Rejected:
         """A reject of `part` of this entry; `sums` are `count` and `num_bytes`."""
-        return Rejected(
-            self.name, self.join(part), STAGE, rule, value, threshold, excerpt[:200], domain=self.domain, **sums
-        )
+        value = _written(value) if isinstance(value, str) else value
+        said = _written(excerpt[:200])
+        return Rejected(self.name, self.join(part), STAGE, rule, value, threshold, said, self.domain, **sums)
 
     def missing(self, package: str) -> Rejected | None:
         """A reject if `package` is not installed."""
@@ -69,9 +66,9 @@ class Entry:
         return self.reject(_MISSING + package, "not installed", INSTALL, num_bytes=self.path.stat().st_size)
 
 
-def failure(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}".rstrip(": ")
+def _written(text: str) -> str:
+    """`text` as UTF-8 can hold it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def missing_once(items: Iterable[Record | Rejected]) -> Iterator[Record | Rejected]:

@@ -5,19 +5,20 @@ time, so that captions and transcripts are found beside images and sounds as the
 must follow each other in a tar, as WebDataset has it.
 """
 
+import math
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from tilewright.data.readers.entry import PARSER_ERRORS, Entry, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.kinds import COMPRESSED_MAGIC
 from tilewright.data.records import Rejected
-from tilewright.data.sources.decompress import FREE_EXPANSION, decompressed, expands_too_much
+from tilewright.data.sources.decompress import FREE_EXPANSION, decompressed
 from tilewright.data.sources.documents import Reject, printable
 
 _PIECE = 1 << 20
@@ -27,37 +28,6 @@ _SHORT_SUFFIX = 12
 
 Group = list[Entry]
 """Members whose names differ in the suffix only."""
-
-
-def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
-    """The one file in a compressed file. What came before damage is kept, and a reject says that there was some."""
-    limits, size, given = entry.limits, entry.path.stat().st_size, 0
-    name = PurePosixPath(entry.inner)
-    inner = name.stem + (".tar" if name.suffix == ".tgz" else "")
-    with _folder() as folder:
-        target, problem = folder / f"member{_suffix(inner)}", None
-        with target.open("wb") as out:
-            for piece in decompressed(entry.name, entry.path, kind, limits.ratio):
-                if isinstance(piece, Reject):
-                    problem = _told(entry, piece, given / max(1, size))
-                    break
-                given += len(piece)
-                if given > limits.unpacked_bytes:
-                    problem = entry.reject("unpacked bytes", float(given), limits.unpacked_bytes)
-                    break
-                out.write(piece)
-        if target.stat().st_size:
-            yield [entry.member(target, inner, inner)]
-        elif problem is None:
-            problem = entry.reject("empty file", 0.0, 1.0)
-        if problem is not None:
-            yield problem
-
-
-def _told(entry: Entry, reject: Reject, ratio: float) -> Rejected:
-    if reject.reason == expands_too_much("", 0, 0, entry.limits.ratio).reason:
-        return entry.reject("compression ratio", ratio, entry.limits.ratio, reject.example)
-    return entry.reject(reject.reason, reject.example or "ends early", "a whole stream")
 
 
 @dataclass
@@ -83,6 +53,29 @@ class _Budget:
         if self.members > self.entry.limits.members:
             return self.entry.reject("members of an archive", float(self.members), self.entry.limits.members)
         return None
+
+
+def unpack_compressed(entry: Entry, kind: str) -> Iterator[Group | Rejected]:
+    """The one file in a compressed file. What came before damage is kept, and a reject says that there was some."""
+    budget, name = _Budget(entry, entry.path.stat().st_size), PurePosixPath(entry.inner)
+    inner = name.stem + (".tar" if name.suffix == ".tgz" else "")
+    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+        target, problem = Path(folder) / f"member{_suffix(inner)}", None
+        with target.open("wb") as out:
+            for piece in decompressed(entry.name, entry.path, kind, math.inf):
+                if isinstance(piece, Reject):
+                    problem = entry.reject(piece.reason, piece.example or "ends early", "a whole stream")
+                else:
+                    problem = budget.spend(len(piece))
+                if problem is not None:
+                    break
+                out.write(piece)
+        if target.stat().st_size:
+            yield [entry.member(target, inner, printable(inner))]
+        elif problem is None:
+            problem = entry.reject("empty file", 0.0, 1.0)
+        if problem is not None:
+            yield problem
 
 
 def unpack_zip(entry: Entry) -> Iterator[Group | Rejected]:
@@ -153,6 +146,13 @@ def _tar_files(entry: Entry, file: Any, lost: list[Rejected]) -> Iterator[tuple[
                     yield member.name, lambda member=member: archive.extractfile(member)
                 elif not member.isdir():
                     others, example = others + 1, member.name
+            end = archive.offset
+        file.seek(end)
+        rest = file.read(tarfile.BLOCKSIZE)
+        if rest.strip(b"\0"):
+            lost.append(entry.reject("damaged tar, the rest is lost", "no header", "a header or the end"))
+        elif not rest:
+            lost.append(entry.reject("truncated tar, members may be lost", "no end", "a block of zeros", count=0))
     except (tarfile.TarError, *PARSER_ERRORS) as error:
         _raise_if_disk(error)
         lost.append(entry.reject("damaged tar, the rest is lost", failure(error)))
@@ -252,12 +252,6 @@ class _Folders:
         if self._held is not None:
             self._held.cleanup()
             self._held = None
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        yield Path(folder)
 
 
 def _stem(name: str) -> str:

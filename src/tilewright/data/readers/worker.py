@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.core import env
-from tilewright.data.readers.entry import PARSER_ERRORS, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, failure
 from tilewright.data.readers.text import parse
 
 _WALL = 20
@@ -86,7 +86,7 @@ class ParserProcess:
             yield from whole
 
     def _end(self) -> int:
-        """Make sure that it is gone; the signal that ended it."""
+        """Make sure that it is gone; the signal that ended it, 0 where it ended by itself."""
         child, self._child = self._child, None
         if child is None:
             return 0

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.data.readers.entry import PARSER_ERRORS, Entry, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.media.captions import caption_of
 from tilewright.data.readers.media.log_mel import log_mel
 from tilewright.data.records import Record, Rejected
@@ -20,6 +21,7 @@ SILENCE_DB = -50.0
 _BLOCK = 1 << 16
 _LEAST_DB = -120.0
 _UNKNOWN = (0, 0xFFFFFFFF, 0x7FFFFFFF)  # what a recorder that streams writes for a length
+_MOST_CHUNKS = 10_000
 Blocks = Iterator[np.ndarray]
 
 
@@ -55,7 +57,7 @@ def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
     elif num < frames or not num:
         yield entry.reject("truncated audio", num, float(max(frames, 1)), "frames", num_bytes=size)
     else:
-        caption = caption_of(entry.path, limits.document_bytes)
+        caption = caption_of(entry.path, limits.document_bytes, entry.folders)
         facts: dict[str, Any] = {"duration_s": num / rate, "rate": rate, "channels": channels, **measured}
         if caption.source:
             facts["caption_from"] = caption.source
@@ -71,7 +73,9 @@ def _wave_bytes_lost(entry: Entry) -> int:
         if head[:4] != b"RIFF" or head[8:] != b"WAVE":
             return 0
         at = 12
-        while at + 8 <= size:
+        for _ in range(_MOST_CHUNKS):
+            if at + 8 > size:
+                break
             file.seek(at)
             kind, length = file.read(4), int.from_bytes(file.read(4), "little")
             if kind == b"data":
@@ -90,7 +94,8 @@ def _pcm(entry: Entry) -> tuple[int, int, int, Blocks] | None:
     except (wave.Error, EOFError):
         return None
     width, frames = sound.getsampwidth(), sound.getnframes()
-    if width not in (1, 2, 3, 4) or not sound.getnchannels() or frames >= 1 << 30:
+    size = frames * width * sound.getnchannels()
+    if width not in (1, 2, 3, 4) or not 0 < size <= entry.path.stat().st_size:
         sound.close()
         return None
 

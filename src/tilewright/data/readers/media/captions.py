@@ -33,8 +33,11 @@ class Caption:
     source: str = ""
 
 
-def caption_of(path: Path, longest: int) -> Caption:
-    """What the files beside an image or sound say about it. Files of more than `longest` bytes are not read."""
+def caption_of(path: Path, longest: int, folders: int) -> Caption:
+    """What the files beside an image or sound say about it, or tables in as many folders upwards as `folders`.
+
+    Files of more than `longest` bytes are not read.
+    """
     text, alt, sources = "", "", []
     for suffix in _SIDE:
         found = _side_file(path.with_suffix(suffix), longest)
@@ -43,7 +46,7 @@ def caption_of(path: Path, longest: int) -> Caption:
             sources.append(suffix)
     if sources:
         return Caption(text, alt, " ".join(sources))
-    for folder in (path.parent, path.parent.parent):
+    for folder in (path.parent, path.parent.parent)[:folders]:
         for table in _tables(folder):
             found = _table(str(table), *_version(table)).get(path.relative_to(folder).as_posix())
             if found is not None:
@@ -53,10 +56,10 @@ def caption_of(path: Path, longest: int) -> Caption:
 
 def described_file(path: Path, longest: int) -> str:
     """The name of the image or sound that the file at `path` describes, of one of them if it is a table; else ""."""
-    if path.suffix in _SIDE and _side_file(path, longest) is not None:
-        for suffix in media_suffixes():
-            if path.with_suffix(suffix).is_file():
-                return path.with_suffix(suffix).name
+    if path.suffix in _SIDE:
+        media = next((s for s in media_suffixes() if path.with_suffix(s).is_file()), "")
+        if media and _side_file(path, longest) is not None:
+            return path.with_suffix(media).name
     if path in _tables(path.parent):
         rows = _table(str(path), *_version(path))
         return next((name for name in list(rows)[:100] if _is_file(path.parent / name)), "")

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.data.readers.entry import PARSER_ERRORS, Entry, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.media.captions import caption_of
 from tilewright.data.records import Record, Rejected
 
@@ -42,7 +43,7 @@ def read_image(entry: Entry) -> Iterator[Record | Rejected]:
         yield entry.reject(rule, failure(item), threshold, num_bytes=size)
     else:
         facts, arrays = item
-        caption = caption_of(entry.path, entry.limits.document_bytes)
+        caption = caption_of(entry.path, entry.limits.document_bytes, entry.folders)
         said = {"alt": caption.alt, "caption_from": caption.source}
         facts |= {name: value for name, value in said.items() if value}
         yield entry.record("image", caption.text, stop=size, facts=facts, arrays=arrays)

@@ -28,7 +28,7 @@ def log_mel(samples: np.ndarray, rate: int) -> np.ndarray:
     padded = np.pad(samples.astype(np.float32, copy=False), window // 2, mode=mode)
     frames_FW = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop][: 1 + len(samples) // hop]
     hann_W = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
-    filters_KM = mel_filters(1 + window // 2, rate)
+    filters_KM = mel_filters(window, rate)
     out_FM = np.empty((len(frames_FW), NUM_MELS), np.float32)
     for start in range(0, len(frames_FW), _FRAMES):
         spectrum_FK = np.fft.rfft(frames_FW[start : start + _FRAMES] * hann_W)
@@ -36,11 +36,11 @@ def log_mel(samples: np.ndarray, rate: int) -> np.ndarray:
     return out_FM
 
 
-def mel_filters(num_bins: int, rate: int) -> np.ndarray:
-    """Weights [num_bins, 80] of frequencies from 0 to rate / 2: triangles of unit area between equal steps in mel."""
+def mel_filters(window: int, rate: int) -> np.ndarray:
+    """Weights [1 + window // 2, 80] of the frequencies of a transform: triangles of unit area, equal steps in mel."""
     top = min(_TOP_HZ, rate / 2)
     corners = _to_hertz(np.linspace(0.0, _to_mel(np.array(top)), NUM_MELS + 2))
-    bins = np.linspace(0.0, rate / 2, num_bins)[:, None]
+    bins = np.arange(1 + window // 2)[:, None] * (rate / window)
     low, mid, high = corners[:-2], corners[1:-1], corners[2:]
     rising, falling = (bins - low) / (mid - low), (high - bins) / (high - mid)
     return np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (high - low))

@@ -100,7 +100,7 @@ def _parsed(entry: Entry, **request: Any) -> Iterator[Any]:
             value = f"over {limits.parse_s}"
             yield entry.reject("parser's processor seconds", value, limits.parse_s, num_bytes=_size(entry))
         elif "killed" in item or str(item.get("error", "")).startswith("MemoryError"):
-            value = f"signal {item['killed']}" if "killed" in item else "MemoryError"
+            value = f"ended, signal {item['killed']}" if "killed" in item else "MemoryError"
             yield entry.reject("parser's memory in bytes", value, limits.parse_memory_bytes, num_bytes=_size(entry))
         else:
             yield item

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from tilewright.data.readers.damage import PARSER_ERRORS, failure
+
 _DROP = "script style noscript template nav aside footer form iframe svg button select"
 _LINK_SHARE = 0.5
 _MAIN_SHARE = 0.2
@@ -27,9 +29,12 @@ def html_document(html: str) -> dict[str, str]:
         >>> html_document('<title>A  b</title><nav>Home</nav><p>One <b>two</b>.<p><img alt="A cat"><script>x</script>')
         {'title': 'A b', 'language': '', 'text': 'One two.\\n\\nA cat'}
     """
-    from selectolax.lexbor import LexborHTMLParser
+    from selectolax.lexbor import LexborHTMLParser, SelectolaxError
 
-    tree = LexborHTMLParser(html)
+    try:
+        tree = LexborHTMLParser(html)
+    except SelectolaxError as error:
+        raise ValueError(str(error)) from None
     head = tree.css_first("title")
     title = _SPACE.sub(" ", head.text()).strip() if head is not None else ""
     root = tree.css_first("html")
@@ -128,19 +133,24 @@ def pdf_pages(path: str, max_pages: int, max_bytes: int) -> Iterator[dict[str, A
     Last comes {"pages": number of all, "bytes": of their text}, and nothing after `max_bytes` of text.
     """
     from pypdf import PdfReader
-
-    from tilewright.data.readers.entry import PARSER_ERRORS, failure
+    from pypdf.errors import PyPdfError
 
     with open(path, "rb") as file:
-        reader = PdfReader(file, strict=False)
-        if reader.is_encrypted and not reader.decrypt(""):
+        try:
+            reader = PdfReader(file, strict=False)
+            encrypted = reader.is_encrypted and not reader.decrypt("")
+            num = 0 if encrypted else len(reader.pages)
+        except (PyPdfError, *PARSER_ERRORS) as error:
+            yield {"error": failure(error)}
+            return
+        if encrypted:
             yield {"encrypted": True}
             return
-        num, size = len(reader.pages), 0
+        size = 0
         for index in range(min(num, max_pages)):
             try:
                 text = reader.pages[index].extract_text()
-            except PARSER_ERRORS as error:
+            except (PyPdfError, *PARSER_ERRORS) as error:
                 yield {"page": index + 1, "error": failure(error)}
                 continue
             text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text

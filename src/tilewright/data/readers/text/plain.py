@@ -18,7 +18,7 @@ from tilewright.data.sources.lines import segment_lines
 BLOCK_BYTES = 1 << 20
 """Text of a large file comes in records of about this size."""
 _FRONT_MATTER = re.compile(rb"\A(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?\n)??---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
-_TITLE = re.compile(r"^(?:#[ \t]+|title:[ \t]*)(.*?)[\s#\"']*$", re.MULTILINE)
+_TITLE = re.compile(r"^(?:#[ \t]+|title:[ \t]*)(.{1,200})", re.MULTILINE)
 
 Items = Iterator[Record | Rejected]
 
@@ -33,9 +33,9 @@ def read_markdown(entry: Entry) -> Items:
     with entry.path.open("rb") as file:
         head = file.read(1 << 16)
     front = _FRONT_MATTER.match(head)
-    title = _TITLE.search(head.decode("utf-8", "ignore").replace('title: "', "title: ").replace("title: '", "title: "))
-    facts = {"title": title[1][:200]} if title and title[1] else {}
-    yield from _text(entry, front.end() if front else 0, facts)
+    found = _TITLE.search(head.decode("utf-8", "ignore"))
+    title = found[1].strip(" \t\r#\"'") if found else ""
+    yield from _text(entry, front.end() if front else 0, {"title": title} if title else {})
 
 
 def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
@@ -45,6 +45,9 @@ def _text(entry: Entry, start: int, facts: dict[str, str]) -> Items:
     if wide:
         yield from _wide(entry, wide, facts)
         return
+    size = entry.path.stat().st_size
+    if start >= size:
+        yield entry.reject("blank text", 0.0, 1.0, num_bytes=size)
     encoding = ""
     for at, block in _blocks(entry, start):
         if isinstance(block, Rejected):
@@ -83,6 +86,11 @@ def text_record(entry: Entry, text: str, start: int, stop: int, facts: dict, par
             return
         text, lines = undo_mojibake(text)
         facts = facts | ({"repaired": lines} if lines else {})
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        yield entry.reject("half a Unicode surrogate pair", "a surrogate", "none", part=part, num_bytes=stop - start)
+        return
     if text.strip():
         yield entry.record("text", text, part, start=start, stop=stop, facts=facts, **fields)
     else:
@@ -125,33 +133,39 @@ def _length(path: Path, start: int) -> float:
 
 def _wide(entry: Entry, encoding: str, facts: dict[str, str]) -> Items:
     """Text of UTF-16 or UTF-32, in pieces that end between two characters, at a line end where there is one."""
-    size, at = entry.path.stat().st_size, 0
+    size, at, width = entry.path.stat().st_size, 0, 4 if "32" in encoding else 2
     with entry.path.open("rb") as file:
+        encoding, at = _endian(encoding, file.read(4))
+        if at >= size:
+            yield entry.reject("blank text", 0.0, 1.0, num_bytes=size)
         while at < size:
             file.seek(at)
             block = file.read(BLOCK_BYTES)
-            if not at:
-                encoding, skip = _endian(encoding, block)
-                at, block = skip, block[skip:]
-            if not block:
-                return
-            end = block.rfind("\n".encode(encoding)) if len(block) >= BLOCK_BYTES - 4 else -1
-            width = 4 if "32" in encoding else 2
-            while end > 0 and end % width:
-                end = block.rfind("\n".encode(encoding), 0, end)
-            block = block[: end + width] if end > 0 else block
+            more = at + len(block) < size
+            if more:
+                block = block[: _line_end(block, "\n".encode(encoding), width)]
+            lost = ""
             try:
                 text = block.decode(encoding)
             except UnicodeDecodeError as error:
-                if error.start and len(block) - error.start <= 4 and at + len(block) < size:
-                    block = block[: error.start]
-                    text = block.decode(encoding)
-                else:
-                    lost = size - at
-                    yield entry.reject(f"not {encoding}", error.reason, "all bytes decode", num_bytes=lost)
-                    return
-            yield from text_record(entry, text, at, at + len(block), {"encoding": encoding, **facts})
+                if not more or len(block) - error.start > 4:  # not a character that the next piece completes
+                    lost = error.reason
+                block = block[: error.start]
+                text = block.decode(encoding)
+            if block:
+                yield from text_record(entry, text, at, at + len(block), {"encoding": encoding, **facts})
             at, facts = at + len(block), {}
+            if lost:
+                yield entry.reject(f"not {encoding}", lost, "all bytes decode", num_bytes=size - at)
+                return
+
+
+def _line_end(block: bytes, mark: bytes, width: int) -> int:
+    """Where the last line of `block` ends, or its length."""
+    end = block.rfind(mark)
+    while end > 0 and end % width:
+        end = block.rfind(mark, 0, end + width - 1)
+    return end + width if end > 0 else len(block)
 
 
 def _endian(encoding: str, head: bytes) -> tuple[str, int]:

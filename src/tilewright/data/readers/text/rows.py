@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from tilewright.core.units import format_bytes
-from tilewright.data.readers.entry import PARSER_ERRORS, Entry, failure
+from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
 from tilewright.data.readers.text.plain import Items, text_record
 from tilewright.data.records import Rejected
@@ -21,6 +22,14 @@ from tilewright.data.sources.tables import arrow_parts, parquet_parts
 
 def read_rows(entry: Entry, kind: str) -> Items:
     """The texts of a file of rows."""
+    found = 0
+    for found, item in enumerate(_rows(entry, kind), 1):  # noqa: B007
+        yield item
+    if not found:
+        yield entry.reject("no rows", 0.0, 1.0, num_bytes=entry.path.stat().st_size)
+
+
+def _rows(entry: Entry, kind: str) -> Items:
     field, longest = entry.options.text_field, entry.limits.line_bytes
     with entry.path.open("rb") as file:
         wide = bool(wide_encoding_of(file.read(4096)))
@@ -63,14 +72,7 @@ def _json_lines(entry: Entry, field: str) -> Items:
             if isinstance(item, Reject):
                 yield told(entry, item, part)
             else:
-                yield from _row(entry, item.text, start, stop, part)
-
-
-def _row(entry: Entry, text: str, start: int, stop: int, part: str) -> Items:
-    if any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False:
-        yield entry.reject("half a Unicode surrogate pair", "a surrogate", "none", part=part)
-    else:
-        yield from text_record(entry, text, start, stop, {}, part)
+                yield from text_record(entry, item.text, start, stop, {}, part)
 
 
 def _converted(entry: Entry, found: Iterator[Document | Reject]) -> Items:
@@ -88,7 +90,7 @@ def _converted(entry: Entry, found: Iterator[Document | Reject]) -> Items:
             continue
         group, _, number = item.name.removeprefix(entry.name).rpartition(":")
         part = f"row {number}" + (f" of group {group[1:]}" if group.startswith("@") else "")
-        yield from _row(entry, item.text, 0, 0, part)
+        yield from text_record(entry, item.text, 0, 0, {}, part)
 
 
 def told(entry: Entry, reject: Reject, part: str = "") -> Rejected:
