@@ -152,7 +152,9 @@ def _rows_in_list(
 ) -> Iterator[Document | Reject]:
     """The items of every list that opens at `depth`: 1 for the outermost value, 2 for those in it."""
     for number, item in enumerate(_items(head, pieces, depth, longest), 1):
-        if isinstance(item, str):
+        if isinstance(item, str) and len(item) > longest:
+            yield too_long(name, longest, len(item))
+        elif isinstance(item, str):
             yield from row(name, f"row {number}", item.encode("utf-8", "surrogateescape"), field, bare=True)
         elif item < 0:
             yield Reject(name, "truncated JSON, the rest is lost", num_bytes=-item)

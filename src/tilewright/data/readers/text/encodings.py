@@ -2,8 +2,8 @@
 
 UTF-8 is taken for UTF-8. Other bytes go to charset-normalizer, which finds most encodings from a few sentences. Turkish
 it takes for Central European, and encodings that write a text with the same bytes cannot be told apart. Where nothing
-fits, nothing is guessed. Mojibake (UTF-8 that was read as a legacy encoding) is undone by ftfy, line by line, and only in
-lines that a cheap test suspects: ftfy reads 3 MB/s.
+fits, nothing is guessed. Mojibake (UTF-8 that was read as a legacy encoding) is undone by ftfy, line by line, and only
+in lines that a cheap test suspects: ftfy reads 3 MB/s.
 """
 
 import re
@@ -83,6 +83,10 @@ def decode_text(data: bytes, hint: str = "") -> tuple[str, str, list[bytes]]:
         The text without the lost lines, as "utf-8" or "utf-8 + koi8_r", and the lost lines. Where no encoding fits,
         all lines are lost.
     """
+    if b"\x1b$" in data:  # ISO-2022 writes everything with the bytes of ASCII
+        text = _try(data, "iso2022_jp_2") or _try(data, "iso2022_kr")
+        if text is not None:
+            return text, "iso2022_jp_2" if _try(data, "iso2022_jp_2") else "iso2022_kr", []
     try:
         return data.decode("utf-8"), "utf-8", []
     except UnicodeDecodeError:

@@ -12,7 +12,7 @@ def _identifier() -> Any:
     """Loading the model takes half a second."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-    return LanguageIdentifier.from_pickled_model(MODEL_FILE, norm_probs=True)
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
 def find_language(text: str) -> tuple[str, float]:

@@ -33,8 +33,8 @@ def html_document(html: str) -> dict[str, str]:
 
     try:
         tree = LexborHTMLParser(html)
-    except SelectolaxError as error:
-        raise ValueError(str(error)) from None
+    except SelectolaxError as error:  # any text is HTML: what can fail is to hold it
+        raise MemoryError(str(error)) from None
     head = tree.css_first("title")
     title = _SPACE.sub(" ", head.text()).strip() if head is not None else ""
     root = tree.css_first("html")
