@@ -154,7 +154,6 @@ def _tar_files(entry: Entry, file: Any, lost: list[Rejected]) -> Iterator[tuple[
         elif not rest:
             lost.append(entry.reject("truncated tar, members may be lost", "no end", "a block of zeros", count=0))
     except (tarfile.TarError, *PARSER_ERRORS) as error:
-        _raise_if_disk(error)
         lost.append(entry.reject("damaged tar, the rest is lost", failure(error)))
     if others:
         lost.append(entry.reject("link or device in an archive", printable(example[:99]), "a file", count=others))
@@ -263,9 +262,3 @@ def _suffix(name: str) -> str:
     suffix = PurePosixPath(name).suffix.lower()
     known = suffix[1:].isalnum() and suffix.isascii() and len(suffix) <= _SHORT_SUFFIX
     return suffix if known or suffix in COMPRESSED_MAGIC else ""
-
-
-def _raise_if_disk(error: BaseException) -> None:
-    """Raise `error` again if the disk is full, which is no damage of the input."""
-    if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
-        raise error
