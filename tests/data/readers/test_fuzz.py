@@ -19,7 +19,7 @@ OPTIONS = ReadOptions(image_size=8, log_mel=True)
 def damage(data: bytes, how: str, draw: random.Random) -> bytes:
     """`data` cut off, with bits flipped, with a piece overwritten, repeated or taken out."""
     if how == "cut":
-        return data[: draw.randrange(1, len(data))]
+        return data[: draw.randint(1, len(data))]
     out = bytearray(data)
     if how == "flip":
         for _ in range(draw.randint(1, 8)):
