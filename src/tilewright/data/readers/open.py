@@ -60,7 +60,11 @@ def _read(entry: Entry) -> Items:
         elif not status.st_size:
             yield entry.reject("empty file", 0.0, 1.0)
         else:
-            yield from _of_kind(entry, status.st_size)
+            found = 0
+            for found, item in enumerate(_of_kind(entry, status.st_size), 1):  # noqa: B007
+                yield item
+            if not found:  # an archive without members, a PDF without pages, a table without rows
+                yield entry.reject("nothing in it", 0.0, 1.0, num_bytes=status.st_size)
     except OSError as error:
         if error.errno in _FULL:
             raise

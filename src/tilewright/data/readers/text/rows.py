@@ -22,14 +22,6 @@ from tilewright.data.sources.tables import arrow_parts, parquet_parts
 
 def read_rows(entry: Entry, kind: str) -> Items:
     """The texts of a file of rows."""
-    found = 0
-    for found, item in enumerate(_rows(entry, kind), 1):  # noqa: B007
-        yield item
-    if not found:
-        yield entry.reject("no rows", 0.0, 1.0, num_bytes=entry.path.stat().st_size)
-
-
-def _rows(entry: Entry, kind: str) -> Items:
     field, longest = entry.options.text_field, entry.limits.line_bytes
     with entry.path.open("rb") as file:
         wide = bool(wide_encoding_of(file.read(4096)))
