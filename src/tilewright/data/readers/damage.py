@@ -16,4 +16,4 @@ PARSER_ERRORS = (
 
 def failure(error: BaseException) -> str:
     """What an error says, in one line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}".rstrip(": ")
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")

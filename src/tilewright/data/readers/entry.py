@@ -55,20 +55,19 @@ class Entry:
         self, rule: str, value: float | str, threshold: float | str = "", excerpt: str = "", part: str = "", **sums: int
     ) -> Rejected:
         """A reject of `part` of this entry; `sums` are `count` and `num_bytes`."""
-        value = _written(value) if isinstance(value, str) else value
-        said = _written(excerpt[:200])
+        value = self._said(value) if isinstance(value, str) else value
+        said = self._said(excerpt)[:200]
         return Rejected(self.name, self.join(part), STAGE, rule, value, threshold, said, self.domain, **sums)
+
+    def _said(self, text: str) -> str:
+        """What a parser says, as UTF-8 can hold it and without the place of the file on this machine."""
+        return text.replace(str(self.path), self.inner).encode("utf-8", "backslashreplace").decode()
 
     def missing(self, package: str) -> Rejected | None:
         """A reject if `package` is not installed."""
         if find_spec(package):
             return None
         return self.reject(_MISSING + package, "not installed", INSTALL, num_bytes=self.path.stat().st_size)
-
-
-def _written(text: str) -> str:
-    """`text` as UTF-8 can hold it."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def missing_once(items: Iterable[Record | Rejected]) -> Iterator[Record | Rejected]:
