@@ -361,6 +361,7 @@ UNUSED = {
     "default_job_steps_avx512": "seconds per step, from which the rungs of the default job get their steps",
     "int8_linear_avx512": "measured beside other jobs on the same cores; the claim waits for a quiet machine",
     "default_peer_steps_avx512": "seconds per step, from which the peer of the default job gets its steps",
+    "readers_avx512": "processor time of the readers alone, beside other jobs; the claim is on all stages of a build",
 }
 """Result files without a row, and why."""
 
