@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tests.ranks import on_ranks
-from tests.training.sharded import loaded, saved
+from tests.training.sharded import joined, loaded, saved, sharded_state
+from tilewright.core.errors import CheckpointError
 from tilewright.training.checkpoint.store import CheckpointStore, read_meta, stored_tensors
 
 pytestmark = pytest.mark.dist
@@ -53,3 +54,44 @@ def test_it_loads_into_one_process(of_four):
     found = loaded(0, path, 1)
     assert_equal(found["tensors"], ranks[0]["tensors"])
     assert found["meta"]["of_rank"] == 0
+
+
+def test_of_one_process_into_ranks(tmp_path):
+    """And ranks that the checkpoint does not know draw numbers of their own."""
+    wrote = saved(0, tmp_path, 1)
+    path = CheckpointStore(tmp_path).path_of(3)
+    assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "meta.json"]
+    first, *others = on_ranks(3, loaded, path, 3)
+    again = on_ranks(3, loaded, path, 3)
+    for found in (first, *others):
+        assert_equal(found["tensors"], wrote["tensors"])
+    assert len({tuple(found["next"]) for found in (first, *others)}) == 3
+    assert [found["next"] for found in again] == [found["next"] for found in (first, *others)]
+
+
+def _wrong_on_one(rank, path):
+    if rank == 1:
+        path = path.with_name("step_00000099")
+    try:
+        loaded(rank, path, 2)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all(of_four):
+    first, second = on_ranks(2, _wrong_on_one, of_four[0])
+    assert "step_00000099 is not a checkpoint" in first
+    assert first == second
+
+
+def _states_as_stored(rank, path, shard):
+    """The optimizer's states are not there yet, and are made as the checkpoint has them."""
+    state, _ = sharded_state(joined(shard), seed=1)
+    state.restore(path)
+    return {key: type(value).__name__ for key, value in state.optimizer.state[state.model.up.weight].items()}
+
+
+def test_states_are_cut_as_their_parameters(of_four):
+    for kinds in on_ranks(2, _states_as_stored, of_four[0], 2):
+        assert kinds == {"step": "Tensor", "exp_avg": "DTensor", "exp_avg_sq": "DTensor"}
