@@ -35,31 +35,38 @@ def test_one_process_has_nothing_to_compare():
     assert find_differences(None, {("w", None): 1}) == []
 
 
-def _compared(rank, wrong):
-    """Four ranks, two replicas of two shards; `wrong` says which rank holds what wrongly."""
+CASES = [
+    ({}, []),
+    ({2: ["whole"]}, ["whole on rank 2, against ranks 0, 1, 3"]),
+    ({1: ["uneven"]}, ["uneven on rank 3, against rank 1"]),  # of two, nobody knows which
+    (
+        {0: ["short"], 1: ["whole"], 3: ["whole"]},
+        ["short on rank 2, against rank 0", "whole on ranks 1, 3, against ranks 0, 2"],
+    ),
+]
+"""What each rank holds wrongly; what is said."""
+
+
+def _compared(rank):
+    """Four ranks, two replicas of two shards."""
     world = join(env.ranks(), MeshSizes(2, 2), torch.device("cpu"))
-    tensors = {
-        "whole": torch.arange(5.0),
-        "uneven": distribute_tensor(torch.arange(9.0).view(3, 3), world.mesh["dp_shard"], [Shard(0)]),
-        "short": distribute_tensor(torch.arange(2.0), world.mesh["dp_shard"], [Shard(0)]),
-    }
-    own = {f"only {rank}": torch.tensor(rank)}  # what one rank has is compared with nothing
-    for name in wrong.get(rank, ()):
-        local_part(tensors[name])[0] += 1
-    sums = {place_of(name, tensor): checksum(local_part(tensor)) for name, tensor in (tensors | own).items()}
-    return [str(difference) for difference in find_differences(world.data_group, sums)]
+    said = []
+    for wrong, _ in CASES:
+        tensors = {
+            "whole": torch.arange(5.0),
+            "uneven": distribute_tensor(torch.arange(9.0).view(3, 3), world.mesh["dp_shard"], [Shard(0)]),
+            "short": distribute_tensor(torch.arange(2.0), world.mesh["dp_shard"], [Shard(0)]),
+        }
+        own = {f"only {rank}": torch.tensor(rank)}  # what one rank has is compared with nothing
+        for name in wrong.get(rank, ()):
+            local_part(tensors[name])[0] += 1
+        sums = {place_of(name, tensor): checksum(local_part(tensor)) for name, tensor in (tensors | own).items()}
+        said.append([str(difference) for difference in find_differences(world.data_group, sums)])
+    return said
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({}, []),
-        ({2: ["whole"]}, ["whole on rank 2, against ranks 0, 1, 3"]),
-        ({1: ["uneven"]}, ["uneven on rank 3, against rank 1"]),  # of two, nobody knows which
-        ({0: ["short"], 1: ["whole"], 3: ["whole"]},
-         ["short on rank 2, against rank 0", "whole on ranks 1, 3, against ranks 0, 2"]),
-    ],
-)  # fmt: skip
-def test_ranks_name_what_differs(wrong, said):
-    assert on_ranks(4, _compared, wrong) == [said] * 4
+def test_ranks_name_what_differs():
+    for found in on_ranks(4, _compared):
+        for said, (wrong, wanted) in zip(found, CASES, strict=True):
+            assert said == wanted, wrong

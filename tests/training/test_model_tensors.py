@@ -9,10 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.ranks import on_ranks
-from tests.training.sharded import joined, sharded_state
 from tilewright.memory.offload.layout import placeholder
-from tilewright.training.checkpoint.state import model_fingerprint, model_tensors
+from tilewright.training.checkpoint.state import model_tensors
 
 KINDS = ("plain", "same object", "same memory", "view", "buffer", "same buffer", "empty", "unsaved")
 
@@ -112,18 +110,3 @@ def mesh():
 @given(ENTRIES)
 def test_each_parameter_once_in_shards(mesh, entries):
     _no_memory(entries, lambda value: distribute_tensor(value, mesh, [Shard(0)]))
-
-
-def _names(rank, shard):
-    state, _ = sharded_state(joined(shard), seed=0)
-    return list(model_tensors(state.model)), model_fingerprint(state.model), list(state.tensors())
-
-
-@pytest.mark.dist
-def test_ranks_have_the_names_of_one_process():
-    """Also a rank of whose tensors some are empty; and the model is known by the same fingerprint."""
-    names, fingerprint, _ = _names(0, 1)
-    assert "model.embed.weight" in names
-    assert "model.head.weight" not in names
-    for found in on_ranks(4, _names, 4):
-        assert found[:2] == (names, fingerprint)
