@@ -110,6 +110,8 @@ def update_all(
     coefficients = hyper.coefficients()
     firsts = firsts or [0] * len(params)
     for number, first, *tensors in zip(numbers, firsts, params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        if not tensors[0].numel():  # a rank without rows, and no reason to compile
+            continue
         device = tensors[0].device
         flat = [tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1) for tensor in tensors]
         update_one(*flat, coefficients.to(device), hyper.streams(number, first).to(device))
