@@ -1,5 +1,6 @@
 """What ranks run in the tests of sharded optimizers: light to import, since each rank does."""
 
+import functools
 from dataclasses import dataclass
 from itertools import product
 
@@ -24,6 +25,12 @@ FORMATS = [
 """Every dtype of parameters with every storage of states that goes with it."""
 
 
+@functools.cache
+def kernels_with(adam) -> Kernels:
+    """Of this machine."""
+    return Kernels(detect_machine("cpu"), {} if adam is None else {"adam": adam})
+
+
 @dataclass(frozen=True)
 class Case:
     """Parameters that one optimizer updates. `whole`: those whose placement is Replicate."""
@@ -37,7 +44,7 @@ class Case:
     @property
     def options(self):
         """Of the optimizer. BF16 moments without the compiler, which takes its time; tests/ops compare the two."""
-        kernels = Kernels(detect_machine("cpu"), {"adam": "ref"} if self.format[1:] != ("fp32", "fp32") else {})
+        kernels = kernels_with(None if self.format[1:] == ("fp32", "fp32") else "ref")
         return {"moments": self.format[1], "master": self.format[2], "kernels": kernels, "seed": 5}
 
 
@@ -85,14 +92,13 @@ def step(case, optimizer, params, number, mesh=None):
     optimizer.step()
 
 
-def full(tensor):
-    """All of a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def difference(got, want, name) -> list[str]:
-    """What differs, in words."""
-    got, want = full(got).detach(), want.detach()
+    """How a tensor, of a sharded one what this rank holds, differs from a whole one; in words."""
+    if isinstance(got, DTensor):
+        assert got.shape == want.shape
+        want = distribute_tensor(want.detach(), got.device_mesh, got.placements, src_data_rank=None).to_local()
+        got = got.to_local()
+    got, want = got.detach(), want.detach()
     if got.shape != want.shape or got.dtype != want.dtype:
         return [f"{name}: {got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}"]
     places = (got != want).nonzero()
