@@ -42,7 +42,8 @@ def groups() -> list[Group]:
         Group("Fine-tuning", list(finetune_rows.rows()),
               "python -m benchmarks.finetune_memory, .finetune_quality, .generate"),
         Group("Server of models", list(serve_rows.rows())),
-        Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(), *first_hour_rows.watch()]),
+        Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(),
+                              *first_hour_rows.sharded_checkpoint(), *first_hour_rows.watch()]),
     ]  # fmt: skip
 
 

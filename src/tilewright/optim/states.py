@@ -7,13 +7,12 @@ states had the scales of the flat tensor; they get those of its rows (`scales_by
 """
 
 import functools
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import CheckpointError
 from tilewright.formats import quadratic_map
@@ -136,20 +135,6 @@ def loadable(
         step = torch.tensor(int(state["step"]), dtype=torch.int64)  # torch's is FP32
         states[param] = {"step": step, **{name: beside(state[name], param) for name in layout}}
     return states
-
-
-def update_scales(param: Tensor, state: MutableMapping[str, Any]) -> None:
-    """Give a state that was loaded in place the scales of its rows, beside its parameter. See `scales_by_row`.
-
-    Codes of an older checkpoint may be sharded already, its scales are whole then: where rows are no number of whole
-    blocks, all ranks wait for each other.
-    """
-    scales = [name for name in ("exp_avg_scale", "exp_avg_sq_scale") if name in state]
-    if all(state[name].ndim == 2 for name in scales):
-        return
-    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
-    made = scales_by_row(whole)
-    state.update({name: beside(value, param) for name, value in made.items() if name != "step"})
 
 
 def scales_by_row(state: Mapping[str, Any]) -> Mapping[str, Any]:
