@@ -167,7 +167,7 @@ def load_data_toml(path: Path) -> DataBuild:
             "No such data.toml",
             got=str(path),
             need="a TOML file with the settings of a data build",
-            try_='echo \'read.source = "FOLDER"\' > data.toml',
+            try_="echo 'read.source = \"FOLDER\"' > data.toml",
         )
     toml = read_toml(path)
     problems: list[Problem] = []

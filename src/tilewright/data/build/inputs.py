@@ -137,9 +137,7 @@ def _segments(path: Path, size: int, shard_bytes: int) -> Iterator[tuple[int, in
 
 def _refused(reject: Reject, domain: str = "", prefix: str = "") -> Rejected:
     where, example = printable(reject.where), reject.example
-    return Rejected(
-        prefix + where, "", "list", reject.reason, example, "", "", domain, reject.count, reject.num_bytes
-    )
+    return Rejected(prefix + where, "", "list", reject.reason, example, "", "", domain, reject.count, reject.num_bytes)
 
 
 def _within(wanted: dict[str, list[Item]], read: ReadSection) -> dict[str, list[Item]]:

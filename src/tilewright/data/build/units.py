@@ -1,4 +1,4 @@
-"""Units of work on disk: a folder per (stage, unit) that is whole or not there, with a receipt of what it was made from.
+"""Units of work on disk: a folder per (stage, unit), whole or not there, with a receipt of what it was made from.
 
 A unit is built in a folder of another name and renamed. Its receipt holds a fingerprint (of the stage's version and
 settings and of the outputs that it read), the sizes and hashes of its files, counts, and seconds. A unit with the
@@ -33,6 +33,8 @@ class Units:
 
     def __init__(self, root: Path):
         self.root = root
+        self.mark = str(os.getpid())
+        """In the names of unfinished units, so that processes do not meet in one."""
         self._known: dict[tuple[str, int], dict[str, Any]] = {}
 
     def folder(self, stage: str, index: int) -> Path:
@@ -76,7 +78,7 @@ class Units:
             DataError: the disk is full, or the folder cannot be written. Units that are finished stay.
         """
         final = self.folder(stage, index)
-        part = final.with_name(f"{final.name}.part-{os.getpid()}")
+        part = final.with_name(f"{final.name}.part-{self.mark}")
         try:
             part.mkdir(parents=True)
             started = time.perf_counter()
@@ -101,9 +103,9 @@ class Units:
                 shutil.rmtree(part, ignore_errors=True)
         self.forget(stage, index)
 
-    def clean(self) -> None:
-        """Remove what processes left that were killed."""
-        for left in self.root.glob("*/*.part-*"):
+    def clean(self, mark: str) -> None:
+        """Remove what processes with this mark ("*": any) left that were killed."""
+        for left in self.root.glob(f"*/*.part-{mark}"):
             shutil.rmtree(left, ignore_errors=True)
 
     def remove_beyond(self, stage: str, num: int) -> None:

@@ -1,8 +1,8 @@
 """Last stage: the dataset. Streams of all shards joined, domain by domain, and what the build has to say of itself.
 
 `tokens/` is what training reads: `train.npy`, `holdout.npy` and beside them `holdout.bytes.npy` and, of windows with
-context, `*.trained.npy`; `documents.parquet` (one row per run of tokens, training first), the tokenizer, `rejects.jsonl`
-and `summary.json`. Records and rejects are Parquet files per shard, which Hugging Face datasets opens.
+context, `*.trained.npy`; `documents.parquet` (one row per run of tokens, training first), the tokenizer,
+`rejects.jsonl` and `summary.json`. Records and rejects are Parquet files per shard, which Hugging Face datasets opens.
 """
 
 import json
@@ -196,9 +196,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
         "duplicates": done.duplicates["exact"],
         "near_duplicates": done.duplicates["near"],
         "read": {k: {"found": read[k] + lost[k], "used": read[k], "refused": lost[k]} for k in read},
-        "refused": {
-            r: refused.reasons[r] | {"examples": ", ".join(refused.reasons[r]["examples"])} for r in reasons
-        },
+        "refused": {r: refused.reasons[r] | {"examples": ", ".join(refused.reasons[r]["examples"])} for r in reasons},
         "file_types_not_read": {},
         "changed": {},
         "notes": split_notes["notes"],

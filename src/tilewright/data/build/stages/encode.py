@@ -19,11 +19,13 @@ from tilewright.data.build.config import ChunkSection, TokenizerSection
 from tilewright.data.build.stages.exact import doc_of, row_of, shard_of
 from tilewright.data.build.stages.split import DROPPED, HELD, TRAIN
 from tilewright.data.build.stages.windows import Window, windows
-from tilewright.data.build.tables import RECORDS, TableWriter, batches, rows
+from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.corpus.account import TOO_SMALL
 from tilewright.data.corpus.encode import NpyWriter, token_dtype
 from tilewright.data.corpus.long_words import short_words
+from tilewright.data.records import Rejected
 
 SPLIT_NAMES = {TRAIN: "train", HELD: "holdout"}
 TOKENIZER_BYTES = 16_000_000
@@ -34,8 +36,8 @@ RUNS = pa.schema(
         *(pa.field(name, pa.int64()) for name in ("bytes", "tokens", "length", "context", "cluster")),
     ]
 )
-"""A record of the dataset; `bytes` and `tokens` of its text, `length` of its run in the stream, `context` positions of that which
-repeat the run before, `cluster` of near-copies."""
+"""A record of the dataset; `bytes` and `tokens` of its text, `length` of its run in the stream, `context` positions of
+that which repeat the run before, `cluster` of near-copies."""
 
 _BATCH = 256  # records that are encoded together
 
@@ -60,7 +62,7 @@ class Shard:
     split: Path
 
     def texts(self) -> Iterator[KeptText]:
-        """All that stay; a record whose tail is held out comes twice. Those without text are left out."""
+        """All that stay so far; a record whose tail is held out comes twice. Those without text are left out."""
         cut = {int(doc): at for doc, at in json.loads((self.split / "split.json").read_bytes())["cut"].items()}
         where = np.load(self.split / f"{self.number:05}.npy")
         alive = zip(rows(self.kept / "kept.parquet"), where.tolist(), strict=True)
@@ -75,7 +77,7 @@ class Shard:
                 if doc in cut:
                     yield KeptText(record, doc, TRAIN, data[: cut[doc]])
                     yield KeptText(record, doc, HELD, data[cut[doc] :])
-                elif part != DROPPED and data:
+                elif data:
                     yield KeptText(record, doc, part, data)
                 side, part = next(alive, (None, 0))
 
@@ -126,17 +128,27 @@ def encode_shard(
         parts = {
             part: _Part(files, folder, name, tokenizer, chunk, sized=part == HELD) for part, name in SPLIT_NAMES.items()
         }
+        rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
         known = np.load(clusters / "clusters.npy")
         texts = shard.texts()
         while batch := list(islice(texts, _BATCH)):
+            for text in batch:
+                if text.part == DROPPED:
+                    rejects.append(reject_row(_too_small(text)))
             for part, into in parts.items():
                 mine = [text for text in batch if text.part == part]
                 if mine:
                     into.add(mine, known)
-        counts: dict[str, Any] = {}
+        counts: dict[str, Any] = {"rejects": rejects.num_rows}
         for into in parts.values():
             counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
     return counts
+
+
+def _too_small(text: KeptText) -> Rejected:
+    row, size = text.record, len(text.data)
+    place = row["path"], row["part"], "split", TOO_SMALL
+    return Rejected(*place, 1.0, 2.0, row["text"], row["domain"], 1, size, row["id"])
 
 
 class _Part:

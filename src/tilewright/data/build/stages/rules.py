@@ -94,9 +94,7 @@ def _identity(row: Mapping[str, Any], data: bytes) -> bytes:
     return data if row["modality"] == "text" else f"{row['modality']}\0{row['facts']}\0".encode() + data
 
 
-def _broken_rule(
-    row: Mapping[str, Any], active: list[Threshold], histograms: dict[str, np.ndarray]
-) -> Rejected | None:
+def _broken_rule(row: Mapping[str, Any], active: list[Threshold], histograms: dict[str, np.ndarray]) -> Rejected | None:
     """The reject of the first rule that the record breaks, or None; measures go into the histograms."""
     text = Measured(row["text"])
     broken: Rejected | None = None

@@ -66,9 +66,7 @@ def joined(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.frombuffer(b"".join(parts), np.uint8), np.cumsum(sizes) - sizes, sizes
 
 
-def sketch_shard(
-    records: Path, kept: Path, drops: np.ndarray, shard: int, num: int, folder: Path
-) -> Mapping[str, Any]:
+def sketch_shard(records: Path, kept: Path, drops: np.ndarray, shard: int, num: int, folder: Path) -> Mapping[str, Any]:
     """Write the bands of the sketches of a shard's records over `num` ranges. Records without a word have none."""
     found = [np.zeros(0, BAND)]
     for rows, texts, _ in surviving_texts(records, kept, drops):
