@@ -47,6 +47,9 @@ class Listing:
     rejects: list[Rejected] = field(default_factory=list)
     found_files: int = 0
     found_bytes: int = 0
+    left_files: int = 0
+    left_bytes: int = 0
+    """What `max_bytes` and `domains` leave out."""
 
     def keys(self, shard: int) -> list[dict[str, Any]]:
         """What identifies the content of a shard; not where on this machine it lies."""
@@ -61,7 +64,7 @@ def list_inputs(read: ReadSection) -> Listing:
     """
     listing = Listing()
     items = list(_items(read, listing))
-    listing.found_files = len({(item.path, item.name) for item in items}) + len(listing.rejects)
+    listing.found_files = len({item.name for item in items}) + len(listing.rejects)
     listing.found_bytes = sum(item.size for item in items) + sum(reject.num_bytes for reject in listing.rejects)
     domains = sorted({item.domain for item in items})
     unknown = sorted(set(read.domains) - set(domains))
@@ -75,6 +78,10 @@ def list_inputs(read: ReadSection) -> Listing:
         )
     wanted = {name: [i for i in items if i.domain == name] for name in read.domains or domains}
     chosen = _within(wanted, read) if read.max_bytes else wanted
+    taken = [item for name in chosen for item in chosen[name]]
+    listing.left_bytes = sum(item.size for item in items) - sum(item.size for item in taken)
+    names = {item.name for item in taken}
+    listing.left_files = len({item.name for item in items} - names)
     for name in sorted(chosen):
         listing.shards += _shards(chosen[name], read.shard_bytes)
     if not listing.shards:

@@ -17,13 +17,11 @@ from tilewright.core.errors import DataError
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import WORK, Context
 from tilewright.data.build.executors import UnitExecutor
+from tilewright.data.build.open_built import DATASET, FORMAT
 from tilewright.data.build.plan import STAGES
 from tilewright.data.build.units import cannot_write, fingerprint_of
 from tilewright.data.common.progress import ProgressBar
 
-DATASET = "dataset.json"
-"""The file that makes a folder a built dataset: written last, removed first."""
-FORMAT = 1
 _PARTS = ("tokens", "records", "rejects")
 _README = """---
 configs:
@@ -119,7 +117,7 @@ def _publish(context: Context) -> dict[str, Any]:
     )
     lines = "\n".join(f"  - split: {split}\n    path: records/{split}-*.parquet" for split in splits)
     (out / "README.md").write_text(_README.format(splits=lines))
-    write_whole(path, json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False))
+    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False))
     return content
 
 

@@ -173,6 +173,9 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
         entry = refused.entry("file of which no record stays")
         entry["files"], entry["file_bytes"] = len(idle), sum(files[name] for name in idle)
         entry["examples"] = idle[:3]
+    if done.listing.left_bytes:
+        entry = refused.entry("left out by max_bytes or domains")
+        entry["files"], entry["file_bytes"] = done.listing.left_files, done.listing.left_bytes
     read = {
         "files": len(files) - len(idle),
         "file_bytes": sum(files.values()) - sum(files[name] for name in idle),
@@ -180,7 +183,8 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
         "text_bytes": total["bytes"],
     }
     lost = {name: sum(reason[name] for reason in refused.reasons.values()) for name in read}
-    reasons = sorted(refused.reasons, key=lambda r: (-refused.reasons[r]["text_bytes"], r))
+    sizes = {name: (-reason["file_bytes"] - reason["text_bytes"], name) for name, reason in refused.reasons.items()}
+    reasons = sorted(refused.reasons, key=lambda name: sizes[name])
     domains: dict[str, Any] = {}
     for name, counts in sorted(by_domain.items()):
         domains[name] = {k: counts[k] for k in ("docs", "bytes", "tokens", "holdout_docs", "holdout_tokens")}
