@@ -1,6 +1,7 @@
 """Settings that the rest of the recipe makes void. A user who wrote one must hear about it; the loader says it."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from tilewright.core.config.recipe import Recipe
 
@@ -71,6 +72,12 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
         'data.source = "installed"',
         "data",
         ("text_field",),
+    ),
+    (
+        lambda r: not r.data.sources and (Path(r.data.source).expanduser() / "dataset.json").is_file(),
+        "data.source is a built dataset",
+        "data",
+        ("max_bytes", "holdout", "vocab_size", "text_field"),
     ),
     (lambda r: bool(r.data.sources), "data.sources are given", "data", ("source",)),
     (lambda r: r.data.format != "preferences", 'data.format is not "preferences"', "train", ("dpo_beta",)),

@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tilewright.core.errors import DataError
 from tilewright.data.build.tables import rows
+from tilewright.data.common.cache import file_digest
+from tilewright.data.common.tokenizer import load_tokenizer
 
 DATASET = "dataset.json"
 """The file that makes a folder a built dataset: written last, removed first."""
@@ -56,3 +59,59 @@ def find_records(folder: Path, kind: str, wanted: str, most: int) -> Iterator[di
                 most -= 1
                 if not most:
                     return
+
+
+@dataclass(frozen=True)
+class BuiltTokens:
+    """What training reads of a built dataset: the folder of its token streams, and what names their content."""
+
+    tokens: Path
+    fingerprint: str
+
+
+def built_tokens(folder: Path, format: str, tokenizer: str, domains: tuple[str, ...]) -> BuiltTokens:
+    """The tokens of a built dataset, checked against what a run wants of it.
+
+    Args:
+        folder: of the dataset.
+        format: of the rows that are wanted; a dataset holds text.
+        tokenizer: of loaded weights, or the one that is asked for; "" where none is.
+        domains: those that are wanted.
+
+    Raises:
+        DataError: the dataset is damaged, or is not what the run wants.
+    """
+    content = read_dataset(folder)
+    if format != "text":
+        need, try_ = "rows of text", "data.source = the files themselves"
+        raise DataError("Built dataset holds no conversations", where="data.source", got=format, need=need, try_=try_)
+    for name, (size, digest) in content["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size or file_digest(path) != digest:
+            raise DataError(
+                "Built dataset is damaged",
+                where=str(path),
+                got="a file that is missing" if not path.is_file() else "a file that has changed",
+                need=f"{size} bytes, as the build wrote them",
+                try_="the same `tilewright data build` again, which makes only what is missing",
+            )
+    tokens = folder / "tokens"
+    if tokenizer and not _same_tokenizer(Path(tokenizer).expanduser(), tokens / "tokenizer"):
+        raise DataError(
+            "Built dataset was encoded with another tokenizer",
+            where="data.tokenizer",
+            got=f"{tokenizer} for the run, {content['settings']['tokenizer']['path'] or 'a trained one'} for {folder}",
+            need="one and the same: ids of another tokenizer mean other words",
+            try_=f'path = "{tokenizer}" in [tokenizer] of data.toml, and `tilewright data build` again',
+        )
+    unknown = sorted(set(domains) - set(content["summary"]["domains"]))
+    if unknown:
+        known = ", ".join(content["summary"]["domains"])
+        need, try_ = f"some of: {known}", "data.domains = []   (all of them)"
+        raise DataError("Unknown data domain", where="data.domains", got=", ".join(unknown), need=need, try_=try_)
+    return BuiltTokens(tokens, content["fingerprint"])
+
+
+def _same_tokenizer(wanted: Path, built: Path) -> bool:
+    """Whether both give the same ids."""
+    return load_tokenizer(wanted).backend.to_str() == load_tokenizer(built).backend.to_str()

@@ -100,6 +100,7 @@ def _publish(context: Context) -> dict[str, Any]:
     content = {
         "format": FORMAT,
         "fingerprint": context.one("dataset"),
+        "files": (context.units.receipt("dataset", 0) or {})["files"],
         "summary": json.loads((source / "tokens" / "summary.json").read_bytes()),
         "settings": context.build.model_dump(mode="json"),
         "stages": {name: fingerprint_of(digests) for name, digests in stages.items()},
