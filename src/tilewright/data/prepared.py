@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import torch
 
 from tilewright.core.errors import DataError
 from tilewright.data.batches.masking import mask_tokens
 from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.pack import Packing
 from tilewright.data.batches.rows import IGNORE, TextRows
+from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.corpus.build import SPLITS, TOKEN_BYTES
 
@@ -81,7 +81,7 @@ class PreparedData:
             "segments": np.full((1, self.seq_len), -1, np.int32),
         }
 
-    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[dict[str, torch.Tensor]]:
+    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
         """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""
         chosen = self._eval_rows(domain, micro_batch_size * num)
         batches = []
@@ -90,7 +90,7 @@ class PreparedData:
             batch = self._rows["holdout"].gather(rows)
             if self.task == "masked_lm":
                 batch = self._masked(batch, _EVAL_SEED, rows)
-            batches.append({name: torch.from_numpy(array) for name, array in batch.items()})
+            batches.append(as_tensors(batch))
         return batches
 
     def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> int | None:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from tilewright.core.errors import CheckpointError
 from tilewright.optim.states import update_scales
 from tilewright.precision.snapshot import host_states, set_host_states, set_torch_states, torch_states
-from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
+from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.executor.layer_major_setup import LayerMajorParts
 from tilewright.training.executor.summon import SummonedParams
 from tilewright.training.executor.transaction import Stateful

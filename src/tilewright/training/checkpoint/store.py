@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tilewright.core.atomic_io import check_manifest, publish_folder, write_manifest
 from tilewright.core.errors import CheckpointError
 from tilewright.training.checkpoint.index import IndexFormatError, TensorLoadPlanner, TensorReader
+from tilewright.training.checkpoint.meta import META
 from tilewright.training.checkpoint.staging import Staging
 
-META = "meta.json"
 _PREFIX = "step_"
 _PARTIAL = ".partial"
 _REJECTED = ".rejected"
@@ -229,26 +229,6 @@ class CheckpointStore:
         for path in left:
             shutil.rmtree(path)
         return left
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """The part of a checkpoint that is not tensors.
-
-    Raises:
-        CheckpointError: there is no readable meta.json.
-    """
-    try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-        if not isinstance(meta, dict):
-            raise ValueError(f"{type(meta).__name__} instead of a JSON object")
-        return meta
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint that can be read",
-            got=f"{META}: {error}",
-            need=f"a folder written by tilewright, with {META}, manifest.json and .metadata",
-            try_="name a folder checkpoints/step_... of a run",
-        ) from error
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

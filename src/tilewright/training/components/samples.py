@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.core.config.load import load_recipe
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
-from tilewright.data.batches.stream import Stream
-from tilewright.training.checkpoint.store import read_meta
-from tilewright.training.components.dataset import prepare_data
+from tilewright.data.batches.stream import Rows, Stream
+from tilewright.data.build.open_built import is_built
+from tilewright.data.prepare import prepare
+from tilewright.training.checkpoint.meta import read_meta
 
 
 def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
@@ -28,7 +30,7 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
         )
     rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
     size = recipe.train.global_batch_size // rows
-    prepared = prepare_data(recipe)
+    prepared = _prepared(recipe)
     with Stream(
         prepared, seed=recipe.run.seed, weights=recipe.data.weights, batch_size=size, micro_batch_size=size, prefetch=0
     ) as stream:
@@ -36,3 +38,14 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
         if checkpoints:
             stream.load_state_dict(read_meta(checkpoints[-1].parent)["parts"]["stream"])
         return [stream.explain(sample) for sample in range((step - 1) * size, step * size)]
+
+
+def _prepared(recipe: Recipe) -> Rows:
+    """The run's data. A built dataset is opened without the model, whose libraries take seconds to load."""
+    data = recipe.data
+    if not data.sources and data.source != "installed" and is_built(Path(data.source).expanduser()):
+        wanted = {"task": recipe.model.task, "domains": data.domains, "seq_len": data.seq_len}
+        return prepare(data.source, **wanted, cache_dir=data.cache_dir, own_process=True)
+    from tilewright.training.components.dataset import prepare_data
+
+    return prepare_data(recipe)
