@@ -190,6 +190,8 @@ def _describe(annotation: object) -> str:
     if annotation in words:
         return words[typing.cast(type, annotation)]
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _describe(args[0]) + _bounds([item for info in args[1:] for item in info.metadata])
     if origin is typing.Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in args)
     if origin in (typing.Union, types.UnionType):

@@ -53,6 +53,10 @@ class Context:
             self._digests[stage] = fingerprint_of([self.one(stage, i) for i in range(count)])
         return self._digests[stage]
 
+    def told(self, stage: str) -> str:
+        """Hash of what all shards of a stage tell of themselves: rejects."""
+        return fingerprint_of([self.units.digest(stage, i, told=True) for i in range(self.num_shards)])
+
     def total(self, stage: str, count: str) -> int:
         """Sum of a count over all shards of a finished stage."""
         receipts = (self.units.receipt(stage, i) for i in range(self.num_shards))

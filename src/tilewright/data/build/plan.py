@@ -255,7 +255,7 @@ STAGES = (
         *("dataset", "joining the dataset", 1, _one),
         lambda c, i: [
             *(c.one("tokenizer"), c.one("split"), source_label(c)),
-            *(c.every(stage) for stage in REJECTING),
+            *(c.every("encode"), *(c.told(stage) for stage in REJECTING)),
             [c.listing.found_bytes, [[r.path, r.rule, str(r.value)] for r in c.listing.rejects]],
         ],
         _dataset,

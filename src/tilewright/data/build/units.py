@@ -22,6 +22,8 @@ from tilewright.core.errors import DataError
 from tilewright.core.units import format_bytes
 
 RECEIPT = "receipt.json"
+_TOLD = ("rejects.parquet", "histograms.json")
+"""Files that tell what a unit did. No stage but the last reads them, so that only that runs again for them."""
 
 
 class Units:
@@ -60,11 +62,11 @@ class Units:
         """Look at the disk again when the receipt is asked for next: another process may have written it."""
         self._known.pop((stage, index), None)
 
-    def digest(self, stage: str, index: int) -> str:
-        """Hash of a finished unit's outputs."""
+    def digest(self, stage: str, index: int, *, told: bool = False) -> str:
+        """Hash of what a finished unit hands on; `told`: of what it tells of itself."""
         receipt = self.receipt(stage, index)
         assert receipt is not None, f"{stage} {index} is read before it is finished"
-        return receipt["digest"]
+        return receipt["told" if told else "digest"]
 
     def is_done(self, stage: str, index: int, fingerprint: str) -> bool:
         """Whether the unit is finished as it would be made now."""
@@ -87,7 +89,8 @@ class Units:
             listed = {name: [path.stat().st_size, hash_file(path)] for name, path in files.items()}
             receipt = {
                 "fingerprint": fingerprint,
-                "digest": fingerprint_of(listed),
+                "digest": fingerprint_of({name: file for name, file in listed.items() if name not in _TOLD}),
+                "told": fingerprint_of({name: file for name, file in listed.items() if name in _TOLD}),
                 "files": listed,
                 "counts": counts,
                 "seconds": round(time.perf_counter() - started, 4),

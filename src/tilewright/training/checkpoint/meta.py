@@ -1,4 +1,4 @@
-"""`meta.json`: the part of a checkpoint that is not tensors, read without torch, so that a question is answered fast."""
+"""`meta.json`: the part of a checkpoint that is not tensors. Reading it needs no torch, so it is read at once."""
 
 import json
 from pathlib import Path
