@@ -18,6 +18,7 @@ from tilewright.core import env
 from tilewright.core.errors import DataError, HardwareError
 from tilewright.data.build.context import Context
 from tilewright.data.build.executors import LocalExecutor
+from tilewright.data.build.plan import stage_named
 from tilewright.data.build.stages.read import read_shard
 from tilewright.data.build.tables import rows
 from tilewright.data.build.units import RECEIPT
@@ -167,14 +168,48 @@ def test_a_worker_that_is_killed_is_tried_alone(tmp_path):
 
 
 @pytest.mark.dist
-def test_a_worker_that_is_killed_again_is_an_error_with_its_files(tmp_path):
+def test_files_that_kill_their_process_are_set_aside(tmp_path):
+    """The workers are killed until the first file was tried alone: that one is set aside, all others are read."""
     source = write_corpus(tmp_path / "in")
+    context = Context(settings(source), tmp_path / "out")
+    stage = stage_named("read")
+    units = [(i, stage.fingerprint(context, i)) for i in range(context.num_shards)]
     killer = Killer(10**6)
     killer.start()
+    tried = LocalExecutor(2)
+    items = context.listing.shards[0]
+    real, seen = tried._processes_of, []
+
+    def processes_of(num: int):
+        seen.append(num)
+        if seen == [2, 1, 1, 1]:  # the pool, the unit alone, its first file alone: now its second file
+            killer.stop = True
+            killer.join()
+        return real(num)
+
+    tried._processes_of = processes_of
+    with tried:
+        tried.run(context, stage, units, lambda n: None)
+    reasons = {row["path"]: row["rule"] for row in rows(tmp_path / "out/work/read/00000/rejects.parquet")}
+    assert reasons.pop(items[0].name) == "process that read it was killed, twice"
+    assert not any("killed" in rule for rule in reasons.values())
+    assert build(settings(source), tmp_path / "out")["summary"]["refused"]["process that read it was killed, twice"]
+
+
+@pytest.mark.dist
+def test_a_later_stage_whose_process_is_killed_twice_is_an_error(tmp_path):
+    source = write_corpus(tmp_path / "in")
+    context = Context(settings(source), tmp_path / "out")
+    with LocalExecutor(1) as one:
+        stage = stage_named("read")
+        one.run(context, stage, [(i, stage.fingerprint(context, i)) for i in range(context.num_shards)], lambda n: None)
+    killer = Killer(10**6)
+    killer.start()
+    stage = stage_named("repair")
+    units = [(i, stage.fingerprint(context, i)) for i in range(context.num_shards)]
     try:
-        with LocalExecutor(2) as executor, pytest.raises(HardwareError, match="killed, and again") as caught:
-            build(settings(source), tmp_path / "out", executor)
+        with LocalExecutor(2) as two, pytest.raises(HardwareError, match="unit 0 of the stage repair"):
+            two.run(context, stage, units, lambda n: None)
     finally:
         killer.stop = True
         killer.join()
-    assert "prose/00.txt" in str(caught.value)

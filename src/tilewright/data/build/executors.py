@@ -22,6 +22,8 @@ from tilewright.core.log import get_logger
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import Context
 from tilewright.data.build.plan import BuildStage, stage_named
+from tilewright.data.build.stages.read import STAGE as READ
+from tilewright.data.build.stages.read import read_item, read_shard
 
 log = get_logger(__name__)
 
@@ -45,7 +47,10 @@ class UnitExecutor(Protocol):
 
 
 class LocalExecutor:
-    """Processes of this machine; 1: this process alone. A context manager."""
+    """Processes of this machine; 1: this process alone. A context manager.
+
+    A unit whose process was killed is tried alone; if it is killed again, the files that do it are set aside.
+    """
 
     is_first, mark = True, "*"
 
@@ -57,7 +62,7 @@ class LocalExecutor:
         """See `UnitExecutor`.
 
         Raises:
-            HardwareError: a process was killed while it made a unit alone.
+            HardwareError: a process was killed while it made a unit alone, of a later stage than the first.
         """
         if self._processes == 1 or len(todo) == 1:
             for index, fingerprint in todo:
@@ -74,29 +79,41 @@ class LocalExecutor:
         """After a process was killed: each unit that is left alone, so that it has the memory of all."""
         log.warning("a process that was %s was killed; the units left run one at a time", stage.says)
         for unit in todo:
+            context.units.forget(stage.name, unit[0])
             if context.units.is_done(stage.name, *unit):
                 continue
             try:
                 self._submit(context, stage, [unit], advance, 1)
             except BrokenProcessPool as error:
-                raise HardwareError(
-                    "Process of a data build was killed, and again when it ran alone",
-                    got=f"unit {unit[0]} of the stage {stage.name}: {_content(context, unit[0])}",
-                    need="enough memory for it: Linux kills processes when there is none left",
-                    try_="a smaller read.shard_bytes, or without this file; finished units stay",
-                    where=str(context.folder(stage.name, unit[0])),
-                ) from error
+                self._close()
+                if stage.name != READ:
+                    raise _killed(context, stage, unit[0]) from error
+                self._set_aside(context, unit)
+                advance(1)
             finally:
                 self._close()
+
+    def _set_aside(self, context: Context, unit: tuple[int, str]) -> None:
+        """Make a unit of the first stage without the files that kill the process that reads them."""
+        items = context.listing.shards[unit[0]]
+        setting, bad = context.build.model_dump_json(), []
+        for number, item in enumerate(items):
+            try:
+                with env.one_thread(), self._processes_of(1) as alone:
+                    alone.submit(try_item, setting, str(context.out), unit[0], number).result()
+            except BrokenProcessPool:
+                log.warning("%s is set aside: the process that read it was killed", item.name)
+                bad.append(item)
+        good = [item for item in items if item not in bad]
+        read = context.build.read
+        context.units.make(READ, *unit, lambda folder: read_shard(good, read, folder, killed=bad))
 
     def _submit(
         self, context: Context, stage: BuildStage, todo: Sequence[tuple[int, str]], advance: Done, processes: int
     ) -> None:
         setting = context.build.model_dump_json()
         with env.one_thread():  # around submitting, too: that is when processes start
-            if self._pool is None:
-                spawn = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(processes, spawn, initializer=_watch_parent, initargs=(os.getpid(),))
+            self._pool = self._pool or self._processes_of(processes)
             place = setting, str(context.out), stage.name
             jobs = [self._pool.submit(make_unit, *place, *unit) for unit in todo]
         for job in as_completed(jobs):
@@ -104,6 +121,10 @@ class LocalExecutor:
             advance(1)
         for index, _ in todo:
             context.units.forget(stage.name, index)
+
+    def _processes_of(self, num: int) -> ProcessPoolExecutor:
+        spawn = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(num, spawn, initializer=_watch_parent, initargs=(os.getpid(),))
 
     def _close(self) -> None:
         if self._pool is not None:
@@ -158,7 +179,7 @@ class RankExecutor:
 def make_unit(setting: str, out: str, stage: str, index: int, fingerprint: str) -> None:
     """In a worker: make one unit of the build with settings `setting` (JSON) in the folder `out`."""
     context = _context(setting, out)
-    if stage == "read":
+    if stage == READ:
         context.listing.shards  # noqa: B018  listed once per worker, outside of the unit's time
     found = stage_named(stage)
     context.units.make(stage, index, fingerprint, lambda folder: found.run(context, index, folder))
@@ -180,9 +201,18 @@ def _watch_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _content(context: Context, shard: int) -> str:
-    """A few files of a shard."""
-    if shard >= context.num_shards:
-        return "a range of hashes"
-    names = [item.name for item in context.listing.shards[shard]]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
+def try_item(setting: str, out: str, shard: int, number: int) -> None:
+    """In a worker: read one item of a shard, and keep nothing of it."""
+    context = _context(setting, out)
+    for _ in read_item(context.listing.shards[shard][number], context.build.read):
+        pass
+
+
+def _killed(context: Context, stage: BuildStage, index: int) -> HardwareError:
+    return HardwareError(
+        "Process of a data build was killed, and again when it ran alone",
+        got=f"unit {index} of the stage {stage.name}",
+        need="enough memory for it: Linux kills processes when there is none left",
+        try_="a smaller read.shard_bytes; units of earlier stages that do not change stay",
+        where=str(context.folder(stage.name, index)),
+    )

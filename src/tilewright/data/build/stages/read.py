@@ -5,7 +5,7 @@ UTF-8 text or rows of JSON. Nothing is repaired here, so that places are those o
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,27 +30,38 @@ _BLOCK_BYTES = 1 << 20
 Items = Iterator[Record | Rejected]
 
 
-def read_shard(items: list[Item], read: ReadSection, folder: Path) -> Mapping[str, Any]:
-    """Write the records and rejects of `items` into `folder`; returns counts."""
+def read_shard(items: list[Item], read: ReadSection, folder: Path, killed: Sequence[Item] = ()) -> Mapping[str, Any]:
+    """Write the records and rejects of `items` into `folder`; returns counts.
+
+    Args:
+        items: files, or ranges of them.
+        read: settings.
+        folder: gets `records.parquet` and `rejects.parquet`.
+        killed: items that are refused unread: the processes that read them were killed.
+    """
     num_bytes = 0
     with (
         TableWriter(folder / "records.parquet", RECORDS) as records,
         TableWriter(folder / "rejects.parquet", REJECTS) as rejects,
     ):
         for item in items:
-            for found in _watched(item, read):
+            for found in read_item(item, read):
                 for one in _cut(found, read.max_chars) if isinstance(found, Record) else (found,):
                     if isinstance(one, Record):
                         records.append(record_row(one))
                         num_bytes += len(one.text.encode())
                     else:
                         rejects.append(reject_row(one))
+        for item in killed:
+            rule = "process that read it was killed, twice"
+            one = Rejected(item.name, "", STAGE, rule, "killed", "", "", item.domain, 1, item.size)
+            rejects.append(reject_row(one))
         file_bytes = sum(item.size for item in items)
         counts = {"records": records.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
     return counts | {"file_bytes": file_bytes}
 
 
-def _watched(item: Item, read: ReadSection) -> Items:
+def read_item(item: Item, read: ReadSection) -> Items:
     """What an item gives, or a reject where it cannot be read, and another where it changed meanwhile."""
     try:
         yield from _read(item, read)
