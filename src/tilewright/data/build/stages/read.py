@@ -86,7 +86,7 @@ def _read(item: Item, read: ReadSection) -> Items:
         if suffix == ".jsonl":
             yield from _json_lines(item, path, read.text_field)
             return
-        if item.stop or item.size <= _BLOCK_BYTES:
+        if item.stop or item.size <= LONGEST_LINE:
             yield from _blocks(item, path)
             return
     for part in parts_of_file(path.parent, item.name, path, path.stat(), read.text_field):
