@@ -8,6 +8,10 @@ import pytest
 
 from tests.data.build.corpora import write_corpus
 from tilewright.cli.app import run
+from tilewright.core.config.load import load_recipe
+from tilewright.core.errors import DataError
+from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
+from tilewright.data.prepare import prepare
 
 TOML = '[read]\nsource = "in"\n[rules]\nmin_words = 20\n[tokenizer]\nvocab_size = 400\n'
 SMALL = {
@@ -32,7 +36,7 @@ def here(tmp_path, monkeypatch) -> Path:
 def test_build_then_inspect(here, capsys):
     assert run(["data", "build", "--processes", "1"]) == 0
     told = capsys.readouterr().out
-    assert "67 documents" in told
+    assert "60 of 68 documents" in told
     assert "3 exact duplicates" not in told
     assert "2 exact duplicates and 1 near-copies dropped" in told
     assert "tilewright train --data.source data" in told
@@ -98,19 +102,31 @@ def test_from_a_step_to_its_files(here, capsys):
         assert document["text"].strip("\ufffd") in text
     assert run(["data", "inspect", "--run", "a", "--step", "3"]) == 2
     assert "1 to 2" in capsys.readouterr().err
-    assert run([*train, "--run.name", "b", "--data.max_bytes", "5"]) == 0
-    assert "data.max_bytes has no effect here: data.source is a built dataset" in " ".join(
-        capsys.readouterr()[0].split()
-    )
-    assert run([*train, "--run.name", "c", "--data.domains", '["none"]']) == 2
-    assert "some of: prose, rows" in capsys.readouterr().err
-    torn = here / "data" / "tokens" / "train.npy"
+
+
+def test_what_a_run_cannot_have_of_a_built_dataset(here):
+    assert run(["data", "build", "--processes", "1", "-q"]) == 0
+    notes = load_recipe(None, {"data.source": "data", "data.max_bytes": "5", "data.holdout": "0.1"}, environ={}).notes
+    assert [note.partition(" ")[0] for note in notes] == ["data.max_bytes", "data.holdout"]
+    assert all("data.source is a built dataset" in note for note in notes)
+    cache = {"cache_dir": "cache", "seq_len": 32}
+    assert prepare("data", domains=("rows",), **cache).domains == ("rows",)
+    with pytest.raises(DataError, match="some of: prose, rows"):
+        prepare("data", domains=("none",), **cache)
+    with pytest.raises(DataError, match="holds no conversations"):
+        prepare("data", format="chat", **cache)
+    own = Path("data/tokens/tokenizer")
+    assert prepare("data", tokenizer=str(own), **cache).vocab_size == load_tokenizer(own).vocab_size
+    train_tokenizer(["other text " * 50], 300).save("other")
+    with pytest.raises(DataError, match="another tokenizer"):
+        prepare("data", tokenizer="other", **cache)
+    torn = Path("data/tokens/train.npy")
     data = bytearray(torn.read_bytes())
     data[-1] ^= 1
     torn.unlink()
     torn.write_bytes(data)
-    assert run([*train, "--run.name", "d"]) == 2
-    assert "Built dataset is damaged" in capsys.readouterr().err
+    with pytest.raises(DataError, match="Built dataset is damaged"):
+        prepare("data", **cache)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ def test_repeated_lines_go_where_that_is_asked(tmp_path):
             text = f"Home | About | Contact | {domain}\n{prose(i + 100 * num)}All rights reserved by nobody\n"
             (source / domain / f"{i}.txt").write_text(text)
     build(settings(source, repair={"repeated_lines": 10}), tmp_path / "out")
-    texts = {row["path"]: row["text"] for row in pq.read_table(tmp_path / "out" / "records").to_pylist()}
+    texts: dict[str, str] = {}
+    for row in pq.read_table(tmp_path / "out" / "records").to_pylist():
+        texts[row["path"]] = texts.get(row["path"], "") + row["text"]  # a small domain holds out the end of a text
     for path, text in texts.items():
         assert ("rights reserved" in text, "Home |" in text) == (path.startswith("other"),) * 2, path

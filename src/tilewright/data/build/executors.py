@@ -6,6 +6,7 @@ byte. Ranks need nothing of each other but the folder: each takes every world-th
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -191,7 +192,9 @@ def _context(setting: str, out: str) -> Context:
 
 
 def _watch_parent(parent: int) -> None:
-    """End this worker when its parent is gone: a pool's workers wait for work for ever otherwise."""
+    """End this worker when its parent is gone: a pool's workers wait for work for ever otherwise. An interrupt is the
+    parent's, which lets the units that run come to their end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         while os.getppid() == parent:

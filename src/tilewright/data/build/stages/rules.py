@@ -30,6 +30,7 @@ KEPT = pa.schema(
     ]
 )
 _NUM_BINS = 32
+_LANGUAGE_CHARS = 4096  # of a text: from more, nothing is learned about one in one language
 _LONG_SCALE = ("chars", "words", "stop_words", "sentences", "curly_brackets")  # counts: bins of powers of two
 
 Language = Callable[[str], tuple[str, float]]
@@ -156,13 +157,13 @@ def _language() -> Language:
             "Rule on languages without the library that finds them",
             where="rules.languages",
             got=str(error),
-            need="py3langid, which carries its model",
+            need="py3langid from 0.4 on, which carries its model",
             try_="pip install py3langid",
         ) from error
-    identifier = LanguageIdentifier.from_pickled_model(MODEL_FILE, norm_probs=True)
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
     def find(text: str) -> tuple[str, float]:
-        code, score = identifier.classify(text)
+        code, score = identifier.classify(text[:_LANGUAGE_CHARS])
         return str(code), float(score)
 
     return find
