@@ -15,7 +15,7 @@ import xxhash
 
 from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.batches.build_rows import build_rows
-from tilewright.data.build.open_built import built_tokens, is_built
+from tilewright.data.build.finished.open_built import built_tokens, is_built
 from tilewright.data.chat.build import build_chat
 from tilewright.data.chat.load import template_source
 from tilewright.data.chat.pack import pack_chat

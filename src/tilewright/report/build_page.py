@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.units import format_bytes, format_count, format_seconds
-from tilewright.data.build.account import BuildAccount, MeasureHistogram, StageCount
+from tilewright.data.build.finished.account import BuildAccount, MeasureHistogram, StageCount
 from tilewright.report.figures.run_figures import Figure
 from tilewright.report.summary import SummaryCard
 from tilewright.report.svg.charts import Mark, Series, line_chart

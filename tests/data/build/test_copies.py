@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.build.corpora import build, changed, prose, settings
-from tilewright.data.build.stages import near
+from tilewright.data.build.stages.copies import near
 
 NO_NEAR = {"near": False, "exact": False}
 

@@ -11,7 +11,7 @@ import numpy as np
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.inputs import Listing, list_inputs
 from tilewright.data.build.ranges import slice_of
-from tilewright.data.build.stages.exact import DROP, doc_of
+from tilewright.data.build.stages.copies.exact import DROP, doc_of
 from tilewright.data.build.units import Units, fingerprint_of
 
 WORK = "work"

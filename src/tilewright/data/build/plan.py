@@ -12,13 +12,14 @@ from typing import Any
 import tokenizers
 
 from tilewright.data.build.context import Context
-from tilewright.data.build.stages import encode, exact, lines, near, sketches
+from tilewright.data.build.stages import encode, lines
+from tilewright.data.build.stages.copies import exact, near, sketches
+from tilewright.data.build.stages.copies.unique import unique_records
 from tilewright.data.build.stages.dataset import Finished, assemble
 from tilewright.data.build.stages.read import read_shard
 from tilewright.data.build.stages.repair import repair_shard
 from tilewright.data.build.stages.rules import apply_rules
 from tilewright.data.build.stages.split import split_records
-from tilewright.data.build.stages.unique import unique_records
 from tilewright.data.build.units import fingerprint_of
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.tokenizer_folder import tokenizer_files

@@ -17,7 +17,7 @@ from tilewright.core.errors import DataError
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import WORK, Context
 from tilewright.data.build.executors import UnitExecutor
-from tilewright.data.build.open_built import DATASET, FORMAT
+from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.plan import STAGES
 from tilewright.data.build.units import cannot_write, fingerprint_of
 from tilewright.data.common.progress import ProgressBar

@@ -11,7 +11,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.data.batches.stream import Rows, Stream
-from tilewright.data.build.open_built import is_built
+from tilewright.data.build.finished.open_built import is_built
 from tilewright.data.prepare import prepare
 from tilewright.training.checkpoint.meta import read_meta
 

@@ -50,7 +50,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
         content = build_dataset(loaded, folder, running, progress)
     if not chosen.is_first:
         return
-    from tilewright.data.build.account import build_account
+    from tilewright.data.build.finished.account import build_account
     from tilewright.report.build_page import write_build_page
 
     page = write_build_page(build_account(folder))

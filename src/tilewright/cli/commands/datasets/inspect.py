@@ -46,7 +46,7 @@ def inspect_data(
         return
     if folder is None:
         raise click.UsageError("DIR, the folder of a built dataset, or --run RUN --step N.", ctx)
-    from tilewright.data.build.open_built import find_records, read_dataset
+    from tilewright.data.build.finished.open_built import find_records, read_dataset
 
     content = read_dataset(folder)
     if other is not None:
@@ -87,7 +87,7 @@ def _rows(found: list[dict[str, Any]], what: str, as_json: bool) -> None:
 
 
 def _diff(here: dict[str, Any], there: dict[str, Any], as_json: bool) -> None:
-    from tilewright.data.build.diff import differences
+    from tilewright.data.build.finished.diff import differences
 
     found = differences(here, there)
     if as_json:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from tilewright.data.build.config import ChunkSection, TokenizerSection
-from tilewright.data.build.stages.exact import doc_of, row_of, shard_of
+from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.build.stages.split import DROPPED, HELD, TRAIN
 from tilewright.data.build.stages.windows import Window, windows
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows

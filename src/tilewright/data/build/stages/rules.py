@@ -38,7 +38,7 @@ Language = Callable[[str], tuple[str, float]]
 
 
 @dataclass(frozen=True)
-class Threshold:
+class ActiveRule:
     """One rule: `name` of its setting, the measure that it looks at, and the value up to (or from) which it passes."""
 
     name: str
@@ -50,13 +50,13 @@ class Threshold:
         return found >= self.value if self.is_least else found <= self.value
 
 
-def thresholds(rules: RulesSection) -> list[Threshold]:
+def thresholds(rules: RulesSection) -> list[ActiveRule]:
     """The rules that are on, in the order of the settings."""
     found = []
     for name, value in rules:
         kind, _, measure = name.partition("_")
         if kind in ("min", "max") and measure in MEASURES and value is not None:
-            found.append(Threshold(name, measure, value, kind == "min"))
+            found.append(ActiveRule(name, measure, value, kind == "min"))
     return found
 
 
@@ -95,7 +95,9 @@ def _identity(row: Mapping[str, Any], data: bytes) -> bytes:
     return data if row["modality"] == "text" else f"{row['modality']}\0{row['facts']}\0".encode() + data
 
 
-def _broken_rule(row: Mapping[str, Any], active: list[Threshold], histograms: dict[str, np.ndarray]) -> Rejected | None:
+def _broken_rule(
+    row: Mapping[str, Any], active: list[ActiveRule], histograms: dict[str, np.ndarray]
+) -> Rejected | None:
     """The reject of the first rule that the record breaks, or None; measures go into the histograms."""
     text = Measured(row["text"])
     broken: Rejected | None = None

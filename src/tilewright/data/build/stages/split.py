@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.core.errors import DataError
-from tilewright.data.build.stages.exact import doc_of, row_of, shard_of
+from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.build.tables import batches
 from tilewright.data.corpus.holdout import choose_holdout
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.build.ranges import num_ranges, read_range, write_ranges
-from tilewright.data.build.stages.exact import doc_of
+from tilewright.data.build.stages.copies.exact import doc_of
 from tilewright.data.build.stages.rules import survivors
 from tilewright.data.build.tables import batches
 from tilewright.data.common.hashing import hash64, mix64

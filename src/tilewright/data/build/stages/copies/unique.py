@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.data.build.stages.exact import DROP, row_of, shard_of
+from tilewright.data.build.stages.copies.exact import DROP, row_of, shard_of
 from tilewright.data.build.stages.rules import KEPT, survivors
 from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row
 from tilewright.data.records import Rejected

@@ -13,7 +13,7 @@ import numpy as np
 
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import WORK
-from tilewright.data.build.open_built import read_dataset
+from tilewright.data.build.finished.open_built import read_dataset
 from tilewright.data.build.plan import STAGES
 from tilewright.data.build.stages.rules import bin_starts, thresholds
 from tilewright.data.build.tables import rows

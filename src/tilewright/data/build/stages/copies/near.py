@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from tilewright.data.build.ranges import read_range, read_rows
-from tilewright.data.build.stages.exact import DROP, doc_of, row_of, shard_of
-from tilewright.data.build.stages.sketches import PAIR, joined, surviving_texts
+from tilewright.data.build.stages.copies.exact import DROP, doc_of, row_of, shard_of
+from tilewright.data.build.stages.copies.sketches import PAIR, joined, surviving_texts
 from tilewright.data.corpus.encode import NpyWriter
 from tilewright.data.corpus.near_dup import shingle_hashes
 
