@@ -111,8 +111,8 @@ def fuzz(folder: Path, out: Path, num: int, seed: int) -> None:
     """`num` files: good ones of every kind with bytes changed, cut off or put in, under any suffix."""
     rng = random.Random(seed)
     table = folder / "seed.parquet"
-    pq.write_table(pa.table({"text": [prose(i, 40) for i in range(20)]}), table)
-    rows = "".join(json.dumps({"text": prose(i, 40)}) + "\n" for i in range(20)).encode()
+    pq.write_table(pa.table({"text": [prose(2000 + i, 40) for i in range(20)]}), table)
+    rows = "".join(json.dumps({"text": prose(2000 + i, 40)}) + "\n" for i in range(20)).encode()
     seeds = [
         prose(1).encode(),
         rows,
