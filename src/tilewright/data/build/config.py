@@ -17,6 +17,9 @@ from tilewright.core.config.recipe import Bytes
 from tilewright.core.config.section import Count, Section
 from tilewright.core.config.toml import NONE, read_toml
 from tilewright.core.errors import ConfigError, Problem
+from tilewright.core.log import get_logger
+
+log = get_logger(__name__)
 
 Share = Annotated[float, Field(ge=0, le=1)] | None
 Number = Annotated[int, Field(ge=0, le=2**31 - 1)] | None
@@ -195,7 +198,23 @@ def load_data_toml(path: Path) -> DataBuild:
     problems += _conflicts(build, places)
     if problems:
         raise ConfigError.from_problems(sorted(problems, key=by_line))
+    for setting, why in without_effect(build).items():
+        if setting in values:
+            log.warning("%s has no effect here: %s (%s)", setting, why, places[setting])
     return _absolute(build, path.parent)
+
+
+def without_effect(build: DataBuild) -> dict[str, str]:
+    """Settings that the others make void, with what does it."""
+    void = (
+        (bool(build.read.sources), "read.sources are given", ("read.source",)),
+        (not build.read.max_bytes, "read.max_bytes = 0", ("read.seed",)),
+        (not build.repair.repeated_lines, "repair.repeated_lines = 0", ("repair.repeated_line_chars",)),
+        (not build.duplicates.near, "duplicates.near = false", ("duplicates.threshold", "duplicates.keep")),
+        (not build.chunk.tokens, "chunk.tokens = 0", ("chunk.overlap", "chunk.overlap_loss")),
+        (bool(build.tokenizer.path), "tokenizer.path is given", ("tokenizer.vocab_size",)),
+    )
+    return {name: why for is_so, why, names in void if is_so for name in names}
 
 
 def _strict(values: dict[str, object]) -> DataBuild:
