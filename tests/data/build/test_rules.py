@@ -9,6 +9,7 @@ import pytest
 from tests.data.build.corpora import build, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError
 from tilewright.data.build.config import RepairSection, RulesSection
+from tilewright.data.build.stages import rules
 from tilewright.data.build.stages.measures import MEASURES, Measured
 from tilewright.data.build.stages.repair import line_hash, repaired, without_lines
 from tilewright.data.build.stages.rules import thresholds
@@ -58,10 +59,10 @@ def test_every_threshold_is_a_rule():
 
 def test_rules_drop_with_value_and_threshold_and_are_counted(tmp_path):
     source = write_corpus(tmp_path / "in")
-    rules = {"min_words": 20, "max_duplicate_lines": 0.5, "domains": ("prose",)}
+    on = {"min_words": 20, "max_duplicate_lines": 0.5, "domains": ("prose",)}
     (source / "rows" / "tiny.txt").write_text("tiny")
     (source / "prose" / "again.txt").write_text("the same line of words over and over\n" * 30)
-    build(settings(source, rules=rules), tmp_path / "out")
+    build(settings(source, rules=on), tmp_path / "out")
     found = {r["path"]: r for r in pq.read_table(tmp_path / "out" / "rejects").to_pylist() if r["stage"] == "rules"}
     assert {path: (row["rule"], row["value"], row["threshold"]) for path, row in found.items()} == {
         "prose/short.txt": ("min_words", "2", "20"),
@@ -89,6 +90,16 @@ def test_languages(tmp_path):
     kept = pq.read_table(tmp_path / "out" / "records").to_pylist()
     assert {row["path"][:2] for row in kept} == {"en"}
     assert {row["language"] for row in kept} == {"en"}
+
+
+@pytest.mark.parametrize(("score", "rule"), [(0.5, "min_language_score"), (0.9, None)])
+def test_a_language_that_is_not_sure(tmp_path, monkeypatch, score, rule):
+    """The threshold of the score, with an identifier that says what the test wants."""
+    monkeypatch.setattr(rules, "find_languages", lambda: lambda text: ("en", score if text.startswith("b") else 1.0))
+    source = write_corpus(tmp_path / "in")
+    build(settings(source, rules={"languages": ("en",), "min_language_score": 0.8}), tmp_path / "out")
+    found = {row["rule"] for row in pq.read_table(tmp_path / "out" / "rejects").to_pylist() if row["stage"] == "rules"}
+    assert found == ({rule} if rule else set())
 
 
 def test_languages_without_the_library_are_an_error(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.build import test_rules
 from tests.data.build.corpora import build, prose, settings, write_corpus
 from tilewright.core.config import schema
 from tilewright.data.build.config import DataBuild, load_data_toml
@@ -89,6 +90,7 @@ def here(tmp_path_factory) -> Path:
 
 def test_every_setting_has_a_probe():
     assert set(PROBES) | set(ELSEWHERE) == {item.path for item in schema.fields(DataBuild)}
+    assert all(hasattr(test_rules, name) for name in ELSEWHERE.values())
 
 
 @pytest.mark.parametrize("setting", PROBES)

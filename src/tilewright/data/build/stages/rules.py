@@ -63,7 +63,7 @@ def thresholds(rules: RulesSection) -> list[ActiveRule]:
 def apply_rules(source: Path, rules: RulesSection, folder: Path) -> Mapping[str, Any]:
     """Judge the records of `source`; writes `kept.parquet`, `rejects.parquet` and `histograms.json` into `folder`."""
     active = thresholds(rules)
-    language = _language() if rules.languages else None
+    language = find_languages() if rules.languages else None
     histograms: dict[str, np.ndarray] = {}
     with (
         TableWriter(folder / "kept.parquet", KEPT) as kept,
@@ -146,7 +146,7 @@ def bin_starts(measure: str) -> list[float]:
     return [i * width for i in range(_NUM_BINS)]
 
 
-def _language() -> Language:
+def find_languages() -> Language:
     """Finds languages with py3langid.
 
     Raises:
