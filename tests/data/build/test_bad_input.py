@@ -114,12 +114,12 @@ def fuzz(folder: Path, out: Path, num: int, seed: int) -> None:
     pq.write_table(pa.table({"text": [prose(2000 + i, 40) for i in range(20)]}), table)
     rows = "".join(json.dumps({"text": prose(2000 + i, 40)}) + "\n" for i in range(20)).encode()
     seeds = [
-        prose(1).encode(),
+        prose(1000).encode(),
         rows,
         gzip.compress(rows),
         table.read_bytes(),
         b'text,n\n"a, b",1\n' * 40,
-        os.urandom(0),
+        b"",
     ]
     table.unlink()
     suffixes = (".txt", ".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json", ".arrow", ".txt.zst", ".md.xz", "", ".bin")
