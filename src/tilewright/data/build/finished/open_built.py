@@ -1,6 +1,7 @@
 """A built dataset's folder, found and read: by training, which takes its tokens, and by `tilewright data inspect`."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ FORMAT = 1
 
 def is_built(folder: Path) -> bool:
     """Whether `folder` holds a dataset that `tilewright data build` finished."""
-    return (folder / DATASET).is_file()
+    return os.path.isfile(folder / DATASET)  # False, too, where no file can have this name
 
 
 def read_dataset(folder: Path) -> dict[str, Any]:
