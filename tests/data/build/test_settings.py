@@ -32,7 +32,7 @@ PROBES: dict[str, tuple[object, dict]] = {
     "rules.min_mean_word_chars": (4.0, {}),
     "rules.max_mean_word_chars": (5.0, {}),
     "rules.max_symbol_share": (0.01, {}),
-    "rules.max_bullet_lines": (0.5, {}),
+    "rules.max_bullet_lines": (0.05, {}),
     "rules.max_ellipsis_lines": (0.5, {}),
     "rules.min_alphabetic_words": (0.9, {}),
     "rules.min_stop_words": (1, {}),
@@ -62,9 +62,10 @@ PROBES: dict[str, tuple[object, dict]] = {
     "tokenizer.vocab_size": (500, {}),
 }
 ELSEWHERE = {
-    "rules.languages": "test_rules.py::test_languages",
-    "rules.min_language_score": "test_rules.py::test_languages",
+    "rules.languages": "test_languages",
+    "rules.min_language_score": "test_a_language_that_is_not_sure",
 }
+"""Tests in `test_rules`."""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,8 @@ def here(tmp_path_factory) -> Path:
     (source / "rows" / "fields.jsonl").write_text(
         "".join(json.dumps({"text": prose(900 + i), "other": prose(800 + i)}) + "\n" for i in range(3))
     )
+    for i in range(20):
+        (source / "rows" / f"big{i}.txt").write_text(prose(4000 + i, 600))
     build(settings(source), folder / "base")
     from tilewright.data.common.tokenizer import train_tokenizer
 
