@@ -149,7 +149,7 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         while not self.stop and self.killed < self.most:
-            for child in multiprocessing.active_children():
+            for child in multiprocessing.active_children()[: self.most - self.killed]:
                 child.kill()
                 self.killed += 1
             time.sleep(0.01)
