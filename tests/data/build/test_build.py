@@ -40,9 +40,9 @@ def test_every_drop_has_its_reason(corpus, built):
     found = {(row["path"], row["rule"]) for row in rejects(built)}
     assert {
         ("prose/empty.txt", "empty file"),
-        ("prose/blank.txt", "blank record"),
+        ("prose/blank.txt", "blank text"),
         ("prose/short.txt", "min_words"),
-        ("rows/image.bin", "file type .bin is not read"),
+        ("rows/image.bin", "file type is not read"),
         ("rows/rows.jsonl", "line is not JSON"),
         ("rows/rows.jsonl", "no field 'text'"),
         ("prose/copy.txt", "exact duplicate"),

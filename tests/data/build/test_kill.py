@@ -135,7 +135,7 @@ def test_a_file_that_changes_while_it_is_read_is_told(tmp_path):
     shard = next(items for items in context.listing.shards if any(item.path == str(target) for item in items))
     target.write_text("something else " * 50)  # after it was listed
     (tmp_path / "unit").mkdir()
-    read_shard(shard, context.build.read, tmp_path / "unit")
+    read_shard(shard, context.build, tmp_path / "unit")
     rules = {row["path"]: row["rule"] for row in rows(tmp_path / "unit" / "rejects.parquet")}
     assert rules["prose/01.txt"] == "file changed while it was read"
 

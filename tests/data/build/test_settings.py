@@ -8,7 +8,10 @@ import pytest
 from tests.data.build import test_rules
 from tests.data.build.corpora import build, prose, settings, write_corpus
 from tilewright.core.config import schema
-from tilewright.data.build.config import DataBuild, load_data_toml
+from tilewright.data.build.config import DataBuild, LimitsSection, load_data_toml
+from tilewright.data.build.inputs import list_inputs
+from tilewright.data.build.stages import read
+from tilewright.data.readers.limits import ReadLimits
 
 # setting -> (value that changes the dataset, settings that it needs)
 PROBES: dict[str, tuple[object, dict]] = {
@@ -20,6 +23,7 @@ PROBES: dict[str, tuple[object, dict]] = {
     "read.seed": (4, {"read": {"max_bytes": 60_000}}),
     "read.shard_bytes": (1 << 20, {}),
     "read.max_chars": (512, {}),
+    "limits.line_bytes": (1 << 10, {}),
     "repair.unicode": ("none", {}),
     "repair.mask": (("email",), {}),
     "repair.repeated_lines": (2, {}),
@@ -61,6 +65,8 @@ PROBES: dict[str, tuple[object, dict]] = {
     "tokenizer.path": ("tokenizer.json", {}),
     "tokenizer.vocab_size": (500, {}),
 }
+LIMITS = {item.path for item in schema.fields(DataBuild) if item.path.startswith("limits.")} - {"limits.line_bytes"}
+"""Of readers, whose tests prove each; here `test_limits_reach_the_readers` shows that they get there."""
 ELSEWHERE = {
     "rules.languages": "test_languages",
     "rules.min_language_score": "test_a_language_that_is_not_sure",
@@ -92,8 +98,19 @@ def here(tmp_path_factory) -> Path:
 
 
 def test_every_setting_has_a_probe():
-    assert set(PROBES) | set(ELSEWHERE) == {item.path for item in schema.fields(DataBuild)}
+    assert set(PROBES) | set(ELSEWHERE) | LIMITS == {item.path for item in schema.fields(DataBuild)}
     assert all(hasattr(test_rules, name) for name in ELSEWHERE.values())
+
+
+def test_limits_reach_the_readers(tmp_path, monkeypatch):
+    """Every one as it is set."""
+    seen = []
+    monkeypatch.setattr(read, "read_file", lambda path, name, domain, limits, options: seen.append(limits) or iter(()))
+    values = {name: getattr(LimitsSection(), name) // 2 for name in LimitsSection.model_fields}
+    (tmp_path / "a.txt").write_text("text")
+    config = settings(tmp_path, limits=values)
+    list(read.read_item(list_inputs(config.read).shards[0][0], config))
+    assert seen == [ReadLimits(**values)]
 
 
 @pytest.mark.parametrize("setting", PROBES)

@@ -45,6 +45,31 @@ class ReadSection(Section):
     """Longer texts are cut into records of at most this many characters, at a blank line where there is one."""
 
 
+class LimitsSection(Section):
+    ratio: float = Field(default=256.0, gt=1)
+    """Most bytes out of one compressed byte, above 4 MiB that are free."""
+    unpacked_bytes: Bytes = Field(default=4 << 30, ge=1)
+    """Most bytes that a compressed file, or an archive with all of its members, may unpack to."""
+    document_bytes: Bytes = Field(default=32 << 20, ge=1)
+    """Most bytes of a document that is in memory whole: HTML, a caption; of a PDF, its text."""
+    line_bytes: Bytes = Field(default=16 << 20, ge=1 << 10)
+    """Most bytes of a line of text or a row."""
+    members: Annotated[Count, Field(ge=1)] = 100_000
+    """Most files in an archive."""
+    depth: Annotated[Count, Field(ge=1)] = 3
+    """Most archives and compressed files inside of each other."""
+    pixels: Annotated[Count, Field(ge=1)] = 1 << 26
+    """Greatest width times height of an image."""
+    audio_s: float = Field(default=7200.0, gt=0)
+    """Most seconds of a sound."""
+    pages: Annotated[Count, Field(ge=1)] = 5000
+    """Most pages of a PDF that are read."""
+    parse_s: Annotated[Count, Field(ge=1)] = 60
+    """Most processor seconds for one HTML document or PDF, which a process of its own reads."""
+    parse_memory_bytes: Bytes = Field(default=1 << 30, ge=1 << 26)
+    """Most address space of that process."""
+
+
 class RepairSection(Section):
     unicode: Literal["nfc", "none"] = "nfc"
     """Unicode normal form of the text."""
@@ -151,6 +176,7 @@ class DataBuild(Section):
     """A whole data.toml."""
 
     read: ReadSection = ReadSection()
+    limits: LimitsSection = LimitsSection()
     repair: RepairSection = RepairSection()
     rules: RulesSection = RulesSection()
     duplicates: DuplicatesSection = DuplicatesSection()

@@ -106,8 +106,7 @@ class LocalExecutor:
                 log.warning("%s is set aside: the process that read it was killed", item.name)
                 bad.append(item)
         good = [item for item in items if item not in bad]
-        read = context.build.read
-        context.units.make(READ, *unit, lambda folder: read_shard(good, read, folder, killed=bad))
+        context.units.make(READ, *unit, lambda folder: read_shard(good, context.build, folder, killed=bad))
 
     def _submit(
         self, context: Context, stage: BuildStage, todo: Sequence[tuple[int, str]], advance: Done, processes: int
@@ -207,7 +206,7 @@ def _watch_parent(parent: int) -> None:
 def try_item(setting: str, out: str, shard: int, number: int) -> None:
     """In a worker: read one item of a shard, and keep nothing of it."""
     context = _context(setting, out)
-    for _ in read_item(context.listing.shards[shard][number], context.build.read):
+    for _ in read_item(context.listing.shards[shard][number], context.build):
         pass
 
 

@@ -69,7 +69,7 @@ def _pair_ranges(c: Context) -> int:
 
 
 def _read(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
-    return read_shard(c.listing.shards[i], c.build.read, folder)
+    return read_shard(c.listing.shards[i], c.build, folder)
 
 
 def _repair(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
@@ -155,7 +155,7 @@ def _tokenizer_key(c: Context) -> list[str]:
 STAGES = (
     BuildStage(
         *("read", "reading files", 1, _shards),
-        lambda c, i: [c.listing.keys(i), c.build.read.text_field, c.build.read.max_chars],
+        lambda c, i: [c.listing.keys(i), c.build.read.text_field, c.build.read.max_chars, c.build.limits.model_dump()],
         _read,
     ),
     BuildStage(

@@ -114,7 +114,7 @@ def _publish(context: Context) -> dict[str, Any]:
             shutil.rmtree(out / part)
         shutil.copytree(source / part, out / part, copy_function=_link)
     splits = sorted(
-        {file.name.partition("-")[0] for file in (out / "records").iterdir()}, key=["train", "holdout"].index
+        {file.name.partition("-")[0] for file in (out / "records").iterdir()}, key=["train", "holdout", "media"].index
     )
     lines = "\n".join(f"  - split: {split}\n    path: records/{split}-*.parquet" for split in splits)
     (out / "README.md").write_text(_README.format(splits=lines))

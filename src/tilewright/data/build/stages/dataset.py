@@ -60,7 +60,7 @@ def assemble(done: Finished, folder: Path) -> Mapping[str, Any]:
                 _join([one / f"{name}{suffix}.npy" for one in done.encoded], tokens / f"{name}{suffix}.npy")
     _documents(done.encoded, tokens / "documents.parquet")
     (folder / "records").mkdir()
-    for name in SPLIT_NAMES.values():
+    for name in (*SPLIT_NAMES.values(), "media"):
         filled = [one / f"{name}.parquet" for one in done.encoded if pq.read_metadata(one / f"{name}.parquet").num_rows]
         for number, one in enumerate(filled):
             shutil.copyfile(one, folder / "records" / f"{name}-{number:05}-of-{len(filled):05}.parquet")
@@ -163,6 +163,11 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
                 used.update(xxhash.xxh3_64_intdigest(path.encode()) for path in set(batch["path"]))
                 if split == "holdout":
                     _take(held, batch)
+    media = 0
+    for one in done.encoded:
+        for _, batch in batches(one / "media.parquet", ("path",)):
+            media += len(batch["path"])
+            used.update(xxhash.xxh3_64_intdigest(path.encode()) for path in set(batch["path"]))
     split_notes = json.loads((done.split / "split.json").read_bytes())
     total = sum(by_domain.values(), Counter())
     files = {item.name: 0 for items in done.listing.shards for item in items}
@@ -179,7 +184,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
     read = {
         "files": len(files) - len(idle),
         "file_bytes": sum(files.values()) - sum(files[name] for name in idle),
-        "documents": total["records"],
+        "documents": total["records"] + media,
         "text_bytes": total["bytes"],
     }
     lost = {name: sum(reason[name] for reason in refused.reasons.values()) for name in read}
@@ -196,6 +201,7 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
         "bytes": total["bytes"],
         "tokens": total["tokens"],
         "bytes_per_token": round(total["bytes"] / max(1, total["tokens"]), 3),
+        "media": media,
         "vocab_size": load_tokenizer(tokens / "tokenizer").vocab_size,
         "duplicates": done.duplicates["exact"],
         "near_duplicates": done.duplicates["near"],

@@ -62,7 +62,7 @@ class Shard:
     split: Path
 
     def texts(self) -> Iterator[KeptText]:
-        """All that stay so far; a record whose tail is held out comes twice. Those without text are left out."""
+        """All that stay so far; a record whose tail is held out comes twice."""
         cut = {int(doc): at for doc, at in json.loads((self.split / "split.json").read_bytes())["cut"].items()}
         where = np.load(self.split / f"{self.number:05}.npy")
         alive = zip(rows(self.kept / "kept.parquet"), where.tolist(), strict=True)
@@ -77,7 +77,7 @@ class Shard:
                 if doc in cut:
                     yield KeptText(record, doc, TRAIN, data[: cut[doc]])
                     yield KeptText(record, doc, HELD, data[cut[doc] :])
-                elif data:
+                else:
                     yield KeptText(record, doc, part, data)
                 side, part = next(alive, (None, 0))
 
@@ -122,12 +122,16 @@ def _sample(shards: list[Shard], seed: int) -> Iterator[str]:
 def encode_shard(
     shard: Shard, tokenizer_folder: Path, chunk: ChunkSection, clusters: Path, folder: Path
 ) -> Mapping[str, Any]:
-    """Write both streams of a shard, their rows, and what each held-out token stands for, into `folder`."""
+    """Write both streams of a shard, their rows, and what each held-out token stands for, into `folder`.
+
+    Images and sounds without a text have no tokens and are in `media.parquet`.
+    """
     tokenizer = load_tokenizer(tokenizer_folder)
     with ExitStack() as files:
         parts = {
             part: _Part(files, folder, name, tokenizer, chunk, sized=part == HELD) for part, name in SPLIT_NAMES.items()
         }
+        media = files.enter_context(TableWriter(folder / "media.parquet", RUNS))
         rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
         known = np.load(clusters / "clusters.npy")
         texts = shard.texts()
@@ -135,11 +139,13 @@ def encode_shard(
             for text in batch:
                 if text.part == DROPPED:
                     rejects.append(reject_row(_too_small(text)))
+                elif not text.data:
+                    media.append(text.record)
             for part, into in parts.items():
-                mine = [text for text in batch if text.part == part]
+                mine = [text for text in batch if text.part == part and text.data]
                 if mine:
                     into.add(mine, known)
-        counts: dict[str, Any] = {"rejects": rejects.num_rows}
+        counts: dict[str, Any] = {"rejects": rejects.num_rows, "media": media.num_rows}
         for into in parts.values():
             counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
     return counts

@@ -13,15 +13,16 @@ from typing import Any
 
 import xxhash
 
-from tilewright.data.build.config import ReadSection
+from tilewright.data.build.config import DataBuild
 from tilewright.data.build.inputs import Item
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
+from tilewright.data.readers.limits import ReadLimits, ReadOptions
+from tilewright.data.readers.open import read_file
 from tilewright.data.records import Record, Rejected
-from tilewright.data.sources.documents import Document, Part, Reject, cut, decode, wide_encoding
-from tilewright.data.sources.files import TEXT_SUFFIXES, parts_of_file
+from tilewright.data.sources.documents import Document, Part, Reject, cut, decode
 from tilewright.data.sources.installed import installed_source
 from tilewright.data.sources.json_rows import row
-from tilewright.data.sources.lines import LONGEST_LINE, segment_lines, too_long
+from tilewright.data.sources.lines import segment_lines, too_long
 
 STAGE = "read"
 _BLOCK_BYTES = 1 << 20
@@ -30,12 +31,12 @@ _BLOCK_BYTES = 1 << 20
 Items = Iterator[Record | Rejected]
 
 
-def read_shard(items: list[Item], read: ReadSection, folder: Path, killed: Sequence[Item] = ()) -> Mapping[str, Any]:
+def read_shard(items: list[Item], build: DataBuild, folder: Path, killed: Sequence[Item] = ()) -> Mapping[str, Any]:
     """Write the records and rejects of `items` into `folder`; returns counts.
 
     Args:
         items: files, or ranges of them.
-        read: settings.
+        build: settings.
         folder: gets `records.parquet` and `rejects.parquet`.
         killed: items that are refused unread: the processes that read them were killed.
     """
@@ -45,8 +46,8 @@ def read_shard(items: list[Item], read: ReadSection, folder: Path, killed: Seque
         TableWriter(folder / "rejects.parquet", REJECTS) as rejects,
     ):
         for item in items:
-            for found in read_item(item, read):
-                for one in _cut(found, read.max_chars) if isinstance(found, Record) else (found,):
+            for found in read_item(item, build):
+                for one in _cut(found, build.read.max_chars) if isinstance(found, Record) else (found,):
                     if isinstance(one, Record):
                         records.append(record_row(one))
                         num_bytes += len(one.text.encode())
@@ -61,10 +62,10 @@ def read_shard(items: list[Item], read: ReadSection, folder: Path, killed: Seque
     return counts | {"file_bytes": file_bytes}
 
 
-def read_item(item: Item, read: ReadSection) -> Items:
+def read_item(item: Item, build: DataBuild) -> Items:
     """What an item gives, or a reject where it cannot be read, and another where it changed meanwhile."""
     try:
-        yield from _read(item, read)
+        yield from _read(item, build)
         if item.path:
             now = os.stat(item.path)
             if item.key != f"{now.st_size} {now.st_mtime_ns}":
@@ -75,30 +76,16 @@ def read_item(item: Item, read: ReadSection) -> Items:
         yield Rejected(item.name, "", STAGE, "cannot be read", why, "", "", item.domain, 1, item.size)
 
 
-def _read(item: Item, read: ReadSection) -> Items:
+def _read(item: Item, build: DataBuild) -> Items:
     path = Path(item.path)
     if not item.path:
         yield from _documents(item, _installed()[item.domain, item.name].read())
-        return
-    suffix = path.suffix.lower()
-    plain = suffix in TEXT_SUFFIXES.split() or suffix == ".jsonl"
-    if plain and not _is_wide(path):
-        if suffix == ".jsonl":
-            yield from _json_lines(item, path, read.text_field)
-            return
-        if item.stop or item.size <= LONGEST_LINE:
-            yield from _blocks(item, path)
-            return
-    for part in parts_of_file(path.parent, item.name, path, path.stat(), read.text_field):
-        if isinstance(part, Reject):
-            yield refused(part, item.domain)
-        else:
-            yield from _documents(item, part.read())
-
-
-def _is_wide(path: Path) -> bool:
-    with path.open("rb") as file:
-        return bool(wide_encoding(file.read(4)))
+    elif item.stop:  # a range of a large file of lines
+        rows = path.suffix.lower() == ".jsonl"
+        yield from _json_lines(item, path, build) if rows else _blocks(item, path, build.limits.line_bytes)
+    else:
+        limits = ReadLimits(**build.limits.model_dump())
+        yield from read_file(path, item.name, item.domain, limits, ReadOptions(text_field=build.read.text_field))
 
 
 @lru_cache(maxsize=1)
@@ -117,10 +104,11 @@ def _documents(item: Item, found: Iterator[Document | Reject]) -> Items:
             yield Record("", "text", item.domain, one.text, path=item.name, part=part, stop=stop)
 
 
-def _json_lines(item: Item, path: Path, field: str) -> Items:
-    for start, line in segment_lines(path, item.start, item.stop or item.size, LONGEST_LINE):
-        if len(line) > LONGEST_LINE:
-            yield refused(too_long(item.name, LONGEST_LINE, len(line)), item.domain)
+def _json_lines(item: Item, path: Path, build: DataBuild) -> Items:
+    longest, field = build.limits.line_bytes, build.read.text_field
+    for start, line in segment_lines(path, item.start, item.stop or item.size, longest):
+        if len(line) > longest:
+            yield refused(too_long(item.name, longest, len(line)), item.domain)
             continue
         for one in row(item.name, f"byte {start}", line, field):
             if isinstance(one, Reject):
@@ -130,13 +118,13 @@ def _json_lines(item: Item, path: Path, field: str) -> Items:
                 yield Record("", "text", item.domain, one.text, path=item.name, part="row", start=start, stop=stop)
 
 
-def _blocks(item: Item, path: Path) -> Items:
+def _blocks(item: Item, path: Path, longest: int) -> Items:
     """Text of a plain file in pieces of about `_BLOCK_BYTES`, at line ends."""
     held: list[bytes] = []
     first = at = item.start
-    for start, line in segment_lines(path, item.start, item.stop or item.size, LONGEST_LINE):
-        if len(line) > LONGEST_LINE:
-            yield refused(too_long(item.name, LONGEST_LINE, len(line)), item.domain)
+    for start, line in segment_lines(path, item.start, item.stop or item.size, longest):
+        if len(line) > longest:
+            yield refused(too_long(item.name, longest, len(line)), item.domain)
             continue
         if not held:
             first = start
