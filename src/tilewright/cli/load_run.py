@@ -18,8 +18,9 @@ from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.models.base.protocols import Model
 from tilewright.ops.kernels import Kernels
 from tilewright.precision.lora.lora import merge_lora
+from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.state import raise_on_difference
-from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
+from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.components.lora_model import build_adapted
 
 _MODEL = "model."

@@ -13,7 +13,8 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_seconds
 from tilewright.training.assemble import Components
-from tilewright.training.checkpoint.store import CheckpointStore, Rejection, read_meta
+from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.checkpoint.store import CheckpointStore, Rejection
 from tilewright.training.components.signals import SettingChange, recipe_changes
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder, move_away
