@@ -17,7 +17,9 @@ from tilewright.core.log import say
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.models.base.protocols import Model
 from tilewright.ops.kernels import Kernels
+from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import merge_lora
+from tilewright.precision.policy.policy import Policy, in_fp32
 from tilewright.training.checkpoint.state import raise_on_difference
 from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
 from tilewright.training.components.lora_model import build_adapted
@@ -36,8 +38,13 @@ class Reopened:
     device: torch.device
 
 
-def reopen(run: Path, device: str = "auto") -> Reopened:
+def reopen(run: Path, device: str = "auto", *, rounded: bool = True) -> Reopened:
     """The model of a run folder, in evaluation mode.
+
+    Args:
+        run: its folder.
+        device: auto, cpu or cuda.
+        rounded: where the run rounds weights to integers, so does the model; else it is as plain as any other.
 
     Raises:
         CheckpointError: no valid checkpoint is there, or it is of another model than the run's recipe builds.
@@ -51,6 +58,9 @@ def reopen(run: Path, device: str = "auto") -> Reopened:
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
     model = build_adapted(plain, tokenizer.vocab_size, kernels, machine.device)
     checkpoint = load_newest(run, model)
+    policy = Policy.from_section(recipe.precision, machine.device)
+    if rounded and policy.rounds_to_integers:
+        convert(model, in_fp32(policy), kernels=kernels)
     return Reopened(recipe, tokenizer, model.eval(), checkpoint, torch.device(machine.device))
 
 
@@ -61,7 +71,7 @@ def open_to_export(run: Path, without_tokenizer: bool = False) -> ExportSource:
         CheckpointError: no valid checkpoint is there.
         ConfigError: the run's model has no text.
     """
-    opened = reopen(run, "cpu")
+    opened = reopen(run, "cpu", rounded=False)
     merge_lora(opened.model)
     step, asked = read_meta(opened.checkpoint)["parts"]["counters"]["step"], opened.recipe.train.steps
     if step < asked:

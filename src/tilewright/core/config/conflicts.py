@@ -17,6 +17,7 @@ def conflicts(recipe: Recipe) -> list[Conflict]:
         _data,
         _images_of_several,
         _preferences,
+        _integers,
         _precision,
         _precision_control,
         _optim,
@@ -113,6 +114,19 @@ def _preferences(recipe: Recipe) -> Iterator[Conflict]:
             f'memory.executor = "{recipe.memory.executor}", data.format = "preferences"',
             "both answers of a pair through the whole model before its loss",
             'memory.executor = "standard", and lora.rank = 16 where memory is short',
+        )
+
+
+def _integers(recipe: Recipe) -> Iterator[Conflict]:
+    """An adapter is merged into weights that were never rounded with it: nothing of what was trained would be kept."""
+    rounded = [rule.compute for rule in recipe.precision.rules if rule.compute.startswith("int")]
+    if rounded and recipe.lora.rank and recipe.precision.enabled:
+        yield Conflict(
+            ("precision.rules", "lora.rank"),
+            "Adapters cannot be trained for integers",
+            f'compute = "{rounded[0]}" in precision.rules, lora.rank = {recipe.lora.rank}',
+            "all parameters trained: what is exported is the base with the adapter in it, rounded anew",
+            "lora.rank = 0",
         )
 
 

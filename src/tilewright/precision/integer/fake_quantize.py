@@ -114,7 +114,7 @@ class IntegerQuantizer(nn.Module):
             if self._batches_left:
                 self._observe(low, high)
         clip = self.scale is not None and self.clip_gradient
-        return _Rounded.apply(x_MK, scale, zero_point, self.tile, self.spec, clip).view(x.shape)
+        return round_to_integers(x_MK, scale, zero_point, self.tile, self.spec, clip=clip).view(x.shape)
 
     def quantize(self, x: Tensor) -> IntegerTensor:
         """The integers that `forward` rounds a calibrated or learned weight to: codes, scale and zero point."""
@@ -192,6 +192,19 @@ def lsq_step(weight: Tensor, *, bits: int = 8, granularity: IntegerGranularity =
     sums[0].index_add_(0, index, weight_MK.float().abs().flatten())
     sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float32))
     return _positive((2 * sums[0] / sums[1].clamp(min=1) / spec.highest**0.5).view(grid))
+
+
+def round_to_integers(
+    x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec, *, clip: bool
+) -> Tensor:
+    """x rounded to the integers of a grid and back, in its own dtype; the gradient passes straight through.
+
+    Args:
+        x_MK: [M, K], FP32, BF16 or FP16.
+        scale: FP32, one for each tile; `zero_point` int8 beside it, or None.
+        clip: gradient zero where a value lies outside of the grid.
+    """
+    return _Rounded.apply(x_MK, scale, zero_point, tile, spec, clip)
 
 
 class _Rounded(torch.autograd.Function):
