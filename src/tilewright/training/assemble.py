@@ -5,6 +5,7 @@ Components take plain arguments; this is the one file that reads a whole recipe.
 """
 
 import random
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ from tilewright.data.prepared_images import PreparedImages
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.memory.tracking.tracker import MemoryTracker
+from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
@@ -56,6 +58,7 @@ from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.components.precision_modes import PrecisionModes
+from tilewright.training.components.teacher import Teacher, open_teacher
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.layer_major_setup import (
@@ -66,7 +69,7 @@ from tilewright.training.executor.layer_major_setup import (
     make_executor,
     slice_up,
 )
-from tilewright.training.executor.standard import Executor, StandardExecutor, all_finite
+from tilewright.training.executor.standard import Batch, Executor, StandardExecutor, all_finite
 from tilewright.training.executor.summon import SummonedParams, passing
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
@@ -169,6 +172,8 @@ class Components:
     setup: RunContext
     control: PrecisionHook | None
     """Moves single matmuls between formats; None where nothing of the kind was asked for."""
+    teacher: Teacher | None = None
+    """Whose distributions are learned too."""
     sliced: LayerMajorParts | None = None
     """The model in slices, where the executor is layer-major."""
 
@@ -189,6 +194,8 @@ class Components:
             small["scaler"] = self.scaler
         if self.control is not None:
             small["control"] = self.control.control
+        if self.teacher is not None:
+            small["teacher"] = self.teacher
         if isinstance(self.executor, LayerMajorExecutor) and self.executor.delayed is not None:
             small["delayed"] = self.executor.delayed
         return TrainState(self.model, self.optimizer, small, self.sliced)
@@ -199,6 +206,10 @@ class Components:
         self.memory_tracker.close()
         if isinstance(self.executor, LayerMajorExecutor):
             self.executor.close()
+
+    def taught(self, microbatches: Sequence[Batch]) -> Sequence[Batch]:
+        """Micro-batches as the executor takes them: with what the teacher makes of them, if there is one."""
+        return microbatches if self.teacher is None else self.teacher.taught(microbatches, self.setup.device)
 
     def passing(self) -> AbstractContextManager[None]:
         """Forward passes of the model are possible inside, wherever its slices are stored."""
@@ -305,7 +316,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
     )
     stream = _stream(recipe, setup.prepared)
     run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, Counters(), setup, control
-    return Components(model, *run_parts, sliced)
+    return Components(model, *run_parts, _teacher(setup, model, policy), sliced)
 
 
 def seed_everything(seed: int) -> None:
@@ -371,6 +382,14 @@ def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, b
         scaled |= set_mode(model, policy.in_mode(last)).needs_loss_scaling
         set_mode(model, policy.in_mode(first))
     return policy, schedule, scaled
+
+
+def _teacher(setup: RunContext, model: Model, policy: Policy) -> Teacher | None:
+    section, tokenizer = setup.recipe.distill, setup.tokenizer
+    if not section.teacher or tokenizer is None:
+        return None
+    rows = find_heads(model)[-1].out_features  # type: ignore[arg-type]
+    return open_teacher(section, tokenizer, rows, policy, setup.kernels, setup.device)
 
 
 def _control(setup: RunContext, model: Model) -> PrecisionHook | None:

@@ -193,7 +193,9 @@ class Run:
         looks = replanner.watches or (replanner.active and (due or length != replanner.forecast.row_length))
         if looks:
             replanner.before_step(number, length)
-        result = run_with_retries(partial(executor.step, microbatches, lr), partial(replanner.reduce_memory, number))
+        reduce_memory = partial(replanner.reduce_memory, number)
+        microbatches = run_with_retries(partial(self.parts.taught, microbatches), reduce_memory)
+        result = run_with_retries(partial(executor.step, microbatches, lr), reduce_memory)
         if looks or replanner.watches or executor.transaction.oom_messages:
             replanner.after_step(number, result.seconds)
         return result

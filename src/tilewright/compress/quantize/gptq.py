@@ -11,7 +11,7 @@ Legend: N out features  K in features  G groups of a row.
 import torch
 from torch import Tensor
 
-from tilewright.formats.integer import IntegerTensor, IntSpec, scale_of_range, tile_range
+from tilewright.formats.integer import IntegerTensor, IntSpec, half_scale, scale_of_range, tile_range
 from tilewright.formats.scaling import Tile
 
 DAMPING = 0.01
@@ -26,6 +26,7 @@ def gptq(
     tile: Tile,
     *,
     symmetric: bool = True,
+    half_scales: bool = False,
     damping: float = DAMPING,
 ) -> IntegerTensor:
     """Codes and scales of a weight.
@@ -36,6 +37,7 @@ def gptq(
         spec: the format.
         tile: `Tile(1, group)`, or `Tile(1, 0)` for one scale per row.
         symmetric: no zero points.
+        half_scales: scales are numbers of FP16; without zero points only.
         damping: see `DAMPING`.
 
     Example: inputs that are always equal, so only the sum counts. The second weight takes up what the first lost.
@@ -60,6 +62,7 @@ def gptq(
                     ahead[:, end - k :] -= errors[:, : k - start] @ upper[start:k, end : k + group]
                 low, high = tile_range(ahead.float(), Tile(1, 0))
                 scale, point = scale_of_range(low, high, spec, symmetric=symmetric)
+                scale = half_scale(scale) if half_scales else scale
                 scales.append(scale)
                 points.append(torch.zeros_like(scale, dtype=torch.int8) if point is None else point)
                 scale_N, point_N = scale[:, 0].double(), points[-1][:, 0].double()

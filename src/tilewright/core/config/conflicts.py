@@ -17,6 +17,7 @@ def conflicts(recipe: Recipe) -> list[Conflict]:
         _data,
         _images_of_several,
         _preferences,
+        _distill,
         _integers,
         _precision,
         _precision_control,
@@ -114,6 +115,19 @@ def _preferences(recipe: Recipe) -> Iterator[Conflict]:
             f'memory.executor = "{recipe.memory.executor}", data.format = "preferences"',
             "both answers of a pair through the whole model before its loss",
             'memory.executor = "standard", and lora.rank = 16 where memory is short',
+        )
+
+
+def _distill(recipe: Recipe) -> Iterator[Conflict]:
+    if not recipe.distill.teacher:
+        return
+    if recipe.data.format == "preferences" or recipe.model.task != "causal_lm":
+        yield Conflict(
+            ("distill.teacher", "data.format", "model.task"),
+            "A teacher needs a causal language model and one answer per row",
+            f'model.task = "{recipe.model.task}", data.format = "{recipe.data.format}"',
+            'model.task = "causal_lm" and data.format = "text" or "chat"',
+            'distill.teacher = ""',
         )
 
 
