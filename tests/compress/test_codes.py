@@ -17,6 +17,7 @@ from tilewright.compress.gguf.tensors import to_neighbours
 from tilewright.compress.graph.quantized import quantize_8da4w
 from tilewright.compress.graph.trace import graph_of
 from tilewright.core.config.edit import changed
+from tilewright.core.config.load import load_recipe
 from tilewright.formats.integer import INT4, quantize_integer
 from tilewright.formats.scaling import Tile
 from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
@@ -25,7 +26,8 @@ from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
 def trained_source(tmp_path, name, **shape):
     """A run whose rules round everything to `name`."""
     found = source(decoder(**shape), our_tokenizer(), tmp_path / "run")
-    return replace(found, recipe=changed(found.recipe, {"precision.rules": [{"compute": name}]}))
+    settings = {"data.seq_len": "64", "precision.rules": f'[{{compute = "{name}"}}]'}
+    return replace(found, recipe=load_recipe(None, settings, environ={}).recipe)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -143,8 +145,7 @@ class _Rows:
         self.batch = {"input_ids": self._ids, "labels": self._ids.roll(-1, 1)}
 
     def train_arrays(self, picks, seed):
-        rows = np.array([row for _, row in picks])
-        return {name: value.numpy()[rows] for name, value in self.batch.items()}
+        return {name: value.numpy()[picks.row] for name, value in self.batch.items()}
 
     def blank_row(self):
         return {name: value.numpy()[:1] for name, value in self.batch.items()}

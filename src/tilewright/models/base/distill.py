@@ -47,17 +47,15 @@ def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[s
     x_ND, weight_VD = head_operands(head, x_ND)
     temperature, weight = batch[HOW].tolist()
     rows = max(1, kernels.loss_chunk_bytes // (4 * weight_VD.shape[0]))
-    hidden_NE, zero = batch[HIDDEN].flatten(0, 1), torch.zeros((), device=x_ND.device)
+    hidden_NE = batch[HIDDEN].flatten(0, 1)
     parts = [
-        zero + checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], temperature, use_reentrant=False)
+        checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], temperature, use_reentrant=False)
         for x_CD, labels_C, hidden_CE in zip(x_ND.split(rows), labels_N.split(rows), hidden_NE.split(rows), strict=True)
     ]
     entropy, divergence = torch.stack(parts).sum(0)
     count = (labels_N != IGNORED_LABEL).sum()
-    shown = {
-        "cross_entropy": entropy.detach() / count.clamp_min(1),
-        "distillation": divergence.detach() / count.clamp_min(1),
-    }
+    means = torch.stack((entropy, divergence)).detach() / count.clamp_min(1)
+    shown = {"cross_entropy": means[0], "distillation": means[1]}
     return LossOutput((1 - weight) * entropy + weight * divergence, count, shown)
 
 
