@@ -248,18 +248,18 @@ def test_gptq_loses_less_than_rounding_in_llama_cpp(tmp_path):
     assert found["gptq"]["formats"] == found["rtn"]["formats"]
     assert found["gptq"]["kl"] < found["rtn"]["kl"]
     assert any("by GPTQ" in note for note in found["gptq"]["notes"])
-    worst = {m: max(each["consumer"] - each["fp32"] for each in r["loss"].values()) for m, r in found.items()}
-    print({m: (r["kl"], worst[m]) for m, r in found.items()})
+    print({method: each["kl"] for method, each in found.items()})
 
 
 def test_rows_of_an_earlier_export_keep_what_they_were_measured_on(finished, capsys):
-    assert run(["export", str(finished), "--to", "hf", "--threads", "1"]) == 0
+    assert run(["export", str(finished), "--to", "hf", "--threads", "1", "--no-proof"]) == 0
     record = read_exports(finished)
     assert record["artefacts"][0]["measured"]["threads"] == 1
+    record["artefacts"][0]["state"] = "ran"
     record["artefacts"][0]["measured"] |= {"cpu": "another CPU", "date": "2020-01-01"}
     write_exports(finished, {name: value for name, value in record.items() if name != "format"})
     capsys.readouterr()
-    assert run(["export", str(finished), "--to", "gguf-f16", "--threads", "1"]) == 0
+    assert run(["export", str(finished), "--to", "gguf-f16", "--threads", "1", "--no-proof"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "hf: kept from an earlier export, measured on another CPU" in shown
     assert "2020-01-01" in shown

@@ -5,7 +5,6 @@ Components take plain arguments; this is the one file that reads a whole recipe.
 """
 
 import random
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +30,6 @@ from tilewright.data.prepared_images import PreparedImages
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.memory.tracking.tracker import MemoryTracker
-from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
@@ -69,7 +67,7 @@ from tilewright.training.executor.layer_major_setup import (
     make_executor,
     slice_up,
 )
-from tilewright.training.executor.standard import Batch, Executor, StandardExecutor, all_finite
+from tilewright.training.executor.standard import Executor, StandardExecutor, all_finite
 from tilewright.training.executor.summon import SummonedParams, passing
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
@@ -173,7 +171,6 @@ class Components:
     control: PrecisionHook | None
     """Moves single matmuls between formats; None where nothing of the kind was asked for."""
     teacher: Teacher | None = None
-    """Whose distributions are learned too."""
     sliced: LayerMajorParts | None = None
     """The model in slices, where the executor is layer-major."""
 
@@ -190,12 +187,9 @@ class Components:
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""
         small = {"counters": self.counters, "clip": self.clip, "stream": self.stream, "audit": self.audit}
-        if self.scaler is not None:
-            small["scaler"] = self.scaler
-        if self.control is not None:
-            small["control"] = self.control.control
-        if self.teacher is not None:
-            small["teacher"] = self.teacher
+        control = self.control.control if self.control is not None else None
+        maybe = {"scaler": self.scaler, "control": control, "teacher": self.teacher}
+        small |= {name: part for name, part in maybe.items() if part is not None}
         if isinstance(self.executor, LayerMajorExecutor) and self.executor.delayed is not None:
             small["delayed"] = self.executor.delayed
         return TrainState(self.model, self.optimizer, small, self.sliced)
@@ -206,10 +200,6 @@ class Components:
         self.memory_tracker.close()
         if isinstance(self.executor, LayerMajorExecutor):
             self.executor.close()
-
-    def taught(self, microbatches: Sequence[Batch]) -> Sequence[Batch]:
-        """Micro-batches as the executor takes them: with what the teacher makes of them, if there is one."""
-        return microbatches if self.teacher is None else self.teacher.taught(microbatches, self.setup.device)
 
     def passing(self) -> AbstractContextManager[None]:
         """Forward passes of the model are possible inside, wherever its slices are stored."""
@@ -314,9 +304,9 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
-    stream = _stream(recipe, setup.prepared)
-    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, Counters(), setup, control
-    return Components(model, *run_parts, _teacher(setup, model, policy), sliced)
+    run_parts = modes, optimizer, scaler, clip, rates, _stream(recipe, setup.prepared), memory_tracker
+    run_parts += executor, Counters(), setup, control
+    return Components(model, *run_parts, open_teacher(recipe.distill, setup.tokenizer, model, policy), sliced)
 
 
 def seed_everything(seed: int) -> None:
@@ -382,14 +372,6 @@ def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, b
         scaled |= set_mode(model, policy.in_mode(last)).needs_loss_scaling
         set_mode(model, policy.in_mode(first))
     return policy, schedule, scaled
-
-
-def _teacher(setup: RunContext, model: Model, policy: Policy) -> Teacher | None:
-    section, tokenizer = setup.recipe.distill, setup.tokenizer
-    if not section.teacher or tokenizer is None:
-        return None
-    rows = find_heads(model)[-1].out_features  # type: ignore[arg-type]
-    return open_teacher(section, tokenizer, rows, policy, setup.kernels, setup.device)
 
 
 def _control(setup: RunContext, model: Model) -> PrecisionHook | None:

@@ -124,7 +124,7 @@ def _distill(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.data.format == "preferences" or recipe.model.task != "causal_lm":
         yield Conflict(
             ("distill.teacher", "data.format", "model.task"),
-            "A teacher needs a causal language model and one answer per row",
+            "Teacher needs a causal language model and one answer per row",
             f'model.task = "{recipe.model.task}", data.format = "{recipe.data.format}"',
             'model.task = "causal_lm" and data.format = "text" or "chat"',
             'distill.teacher = ""',

@@ -19,6 +19,7 @@ from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
 from tilewright.models.base import distill
 from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.protocols import Model
 from tilewright.models.build import build_model, kind_of
 from tilewright.models.decoder.decoder import Decoder
@@ -34,25 +35,26 @@ class Teacher:
 
     Args:
         model: on the device, converted to what it computes in.
-        temperature, weight: of the loss, see `models.base.distill`.
-        name: for errors.
+        section: how it teaches, and its name for errors.
+        device: where it is.
     """
 
-    def __init__(self, model: Model, temperature: float, weight: float, name: str) -> None:
-        self.model, self.name = model.eval().requires_grad_(False), name  # type: ignore[attr-defined]
-        self._how = torch.tensor([temperature, weight])
+    def __init__(self, model: Model, section: DistillSection, device: torch.device) -> None:
+        self.model, self.name = model.eval().requires_grad_(False), section.teacher  # type: ignore[attr-defined]
+        self.device = device
+        self._how = torch.tensor([section.temperature, section.weight])
         digest = xxhash.xxh3_64()
         for tensor in self.model.state_dict().values():
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else b"")
         self._digest = digest.hexdigest()
 
     @torch.no_grad()
-    def taught(self, microbatches: Sequence[Mapping[str, Tensor]], device: torch.device) -> list[dict[str, Tensor]]:
+    def taught(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """The micro-batches with what the teacher makes of them."""
         found = []
         with evaluation(self.model):  # type: ignore[arg-type]
             for batch in microbatches:
-                there = {name: tensor.to(device) for name, tensor in batch.items()}
+                there = {name: tensor.to(self.device) for name, tensor in batch.items()}
                 extra = {
                     distill.HIDDEN: _hidden(self.model, there),
                     distill.HEAD: _head(self.model),
@@ -81,29 +83,22 @@ class Teacher:
             )
 
 
-def open_teacher(
-    section: DistillSection,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    policy: Policy,
-    kernels: Kernels,
-    device: torch.device,
-) -> Teacher:
-    """The teacher of a run.
+def open_teacher(section: DistillSection, tokenizer: Tokenizer | None, student: Any, policy: Policy) -> Teacher | None:
+    """The teacher of a run; None where there is none.
 
     Args:
         section: names it.
         tokenizer: of the student's data.
-        vocab_size: rows of the student's embedding.
+        student: a causal language model; its kernels serve the teacher too.
         policy: of the student; the teacher computes in the same format, 8 bits and rules apart.
-        kernels: implementations of the operations.
-        device: of the student.
 
     Raises:
         ConfigError: no such run or folder, or another tokenizer.
         CheckpointError: weights that cannot be read.
     """
-    path = Path(section.teacher).expanduser()
+    if not section.teacher or tokenizer is None:
+        return None
+    path, kernels, device = Path(section.teacher).expanduser(), student.kernels, torch.device(policy.device_type)
     run = next((place for place in (path, Path("runs") / section.teacher) if (place / "run.toml").is_file()), None)
     if run is not None:
         model, own, rules = _of_run(run, kernels, device)
@@ -119,10 +114,10 @@ def open_teacher(
             try_='distill.teacher = "runs/latest"',
             where="distill.teacher",
         )
-    _check_vocabulary(section.teacher, own, tokenizer, _head(model).shape[0], vocab_size)
+    _check_vocabulary(section.teacher, own, tokenizer, _head(model).shape[0], find_heads(student)[-1].out_features)
     mode = "bf16_mixed" if policy.matmul == "bf16" else "fp32"
     convert(model, Policy(mode, rules, device_type=device.type), kernels=kernels)
-    return Teacher(model, section.temperature, section.weight, section.teacher)
+    return Teacher(model, section, device)
 
 
 def _of_run(run: Path, kernels: Kernels, device: torch.device):
