@@ -80,8 +80,8 @@ SURFACE = {
     ],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
     "export": [
-        *("--help", "--json", "--no-proof", "--out", "--quiet", "--threads", "--time-limit", "--to", "--verbose"),
-        *("--without-tokenizer", "run"),
+        *("--help", "--json", "--method", "--no-proof", "--out", "--quiet", "--threads", "--time-limit", "--to"),
+        *("--verbose", "--without-tokenizer", "run"),
     ],
     "inspect": ["--diff", "--help", "--json", "--quiet", "--schema", "--verbose", "target"],
     "report": ["--help", "--open", "--quiet", "--verbose", "run"],
