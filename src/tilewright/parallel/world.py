@@ -68,6 +68,9 @@ class World:
     sizes: MeshSizes = MeshSizes()
     mesh: DeviceMesh | None = None
     """Of two axes, `dp_replicate` and `dp_shard`; None for one process."""
+    waiting_group: dist.ProcessGroup | None = None
+    """All ranks, over gloo and with a patience of weeks: for work of one rank that the others wait for. None for one
+    process."""
 
     @staticmethod
     def alone() -> "World":

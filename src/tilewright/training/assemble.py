@@ -6,19 +6,16 @@ Components take plain arguments; this is the one file that reads a whole recipe.
 
 import random
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
 
-from tilewright.core import env
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
@@ -36,25 +33,25 @@ from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
+from tilewright.parallel.launch import check_equal, in_turn, on_first
+from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
 from tilewright.planner.replan import Replanner
 from tilewright.planner.summary import PlanSummary
-from tilewright.precision.controller.runtime import PrecisionController
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.audit import Audit
 from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
-from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule
+from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
 from tilewright.training.components.export import check_export
 from tilewright.training.components.lora_model import build_adapted, fill_lazy
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
-from tilewright.training.components.precision_hook import PrecisionHook
+from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
 from tilewright.training.components.precision_modes import PrecisionModes
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.layer_major import LayerMajorExecutor
@@ -84,6 +81,8 @@ class RunContext:
     planned: ResolvedPlan
     other_text: HeldOut
     """Rows of `data.eval_source`."""
+    world: World = field(default_factory=World.alone)
+    """The processes of the run."""
 
     @property
     def loaded(self) -> Loaded:
@@ -219,36 +218,49 @@ class Components:
         return all_finite(self.model.named_buffers())
 
 
-def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool = False) -> RunContext:
-    """Machine, kernels, data and plan of a run.
+def set_up(
+    loaded: Loaded,
+    *,
+    world: World = World.alone(),  # noqa: B008 (frozen)
+    run_plan: PlanFile | None = None,
+    resuming: bool = False,
+) -> RunContext:
+    """Machine, kernels, data and plan of a run. Of several ranks the first prepares, measures and plans.
 
     Args:
         loaded: the recipe.
+        world: the processes of the run; those of one machine share its cores and memory.
         run_plan: the plan that the run resumes under.
         resuming: the run has a checkpoint: nothing is decided that changes a number.
 
     Raises:
-        HardwareError: the device is not there, or several processes were started.
+        HardwareError: the device is not there.
         CheckpointError: a model of the hub that cannot be had.
         DataError: the data cannot be used.
-        ConfigError: the data's settings do not fit the model, or a plan file that cannot be used.
+        ConfigError: the data's settings do not fit the model, or a plan file that cannot be used, or ranks whose data
+            differ.
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
-    check_one_rank()
-    loaded = pinned(loaded)
+    loaded = in_turn(world, lambda: pinned(loaded))
     recipe = loaded.recipe
-    machine = detect_machine(recipe.run.device)
+    machine = detect_machine(recipe.run.device).shared_by(world.local_size)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
-    prepared = prepare_data(recipe)
-    rates = ceilings.measure(machine, progress=say, own_process=True)
-    run = recipe.run
-    offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
-    site = PlanContext(prepared.vocab_size, machine, rates, offload_dir)
-    planned = plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
+    prepared = in_turn(world, lambda: prepare_data(recipe))
+    check_equal(world, {"prepared data": prepared.fingerprint})
+
+    def planned() -> ResolvedPlan:
+        rates = ceilings.measure(machine, progress=say, own_process=True)
+        run = recipe.run
+        offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
+        site = PlanContext(prepared.vocab_size, machine, rates, offload_dir, sizes=world.sizes)
+        return plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
+
+    plan = on_first(world, planned)
     trim_malloc()  # what all of this used; a plan is of the run
-    settings = planned.loaded.recipe
+    settings = plan.loaded.recipe
     kernels = Kernels.from_sections(machine, settings.ops, settings.memory)
-    return RunContext(machine, kernels, prepared, planned, other_text(settings, prepared))
+    other = in_turn(world, lambda: other_text(settings, prepared))
+    return RunContext(machine, kernels, prepared, plan, other, world)
 
 
 def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = None) -> Components:
@@ -286,7 +298,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
     optim = recipe.optim
     clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
-    control = _control(setup, model)
+    control = precision_hook(recipe, model, device)
     executor: Executor
     if sliced is not None:
         check_no_loss_scaling(scaler is not None)
@@ -303,7 +315,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
-    stream = _stream(recipe, setup.prepared)
+    stream = _stream(recipe, setup.prepared, setup.world)
     run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, Counters(), setup, control
     return Components(model, *run_parts, sliced)
 
@@ -315,23 +327,7 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def check_one_rank() -> None:
-    """Several processes would each train a whole run into one folder.
-
-    Raises:
-        HardwareError: torchrun, or an initialised `torch.distributed`, says that there is more than one.
-    """
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else env.ranks().world
-    if world > 1:
-        raise HardwareError(
-            "More than one process",
-            got=f"{world} processes",
-            need="1",
-            try_="start it without torchrun; training.step.StandardExecutor trains replicas from Python",
-        )
-
-
-def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
+def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages, world: World) -> Stream:
     rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
     return Stream(
         prepared,
@@ -340,6 +336,8 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
         batch_size=recipe.train.global_batch_size // rows,
         micro_batch_size=max(1, recipe.train.micro_batch_size // rows),
         prefetch=recipe.data.prefetch,
+        rank=world.rank,
+        world=world.size,
     )
 
 
@@ -371,29 +369,3 @@ def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, b
         scaled |= set_mode(model, policy.in_mode(last)).needs_loss_scaling
         set_mode(model, policy.in_mode(first))
     return policy, schedule, scaled
-
-
-def _control(setup: RunContext, model: Model) -> PrecisionHook | None:
-    """The controller of single matmuls, if the recipe asks for it or for a schedule of them.
-
-    Raises:
-        FitError: its budget cannot be kept.
-    """
-    section = setup.recipe.precision
-    if not section.moves_matmuls:
-        return None
-    settings = None
-    control = section.controller
-    if control.enabled:
-        settings = ControllerSettings(
-            granularity=control.granularity,
-            budget=control.budget,
-            interval=control.interval,
-            cooldown=control.cooldown,
-            patience=control.patience,
-            recalibrate_interval=control.recalibrate_interval,
-            retry_steps=control.retry_steps,
-            spike_factor=control.spike_factor,
-        )
-    schedule = FormatSchedule.from_section(section, setup.recipe.train.steps)
-    return PrecisionHook(PrecisionController(model, settings, schedule), model, setup.device, section.lr_noise_damping)

@@ -12,6 +12,8 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_seconds
+from tilewright.parallel.launch import on_first
+from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
 from tilewright.training.checkpoint.store import CheckpointStore, Rejection, read_meta
 from tilewright.training.components.signals import SettingChange, recipe_changes
@@ -36,16 +38,33 @@ class ResumePoint:
     """A run has written here before."""
 
 
-def open_folder(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
+def open_folder(
+    recipe: Recipe,
+    name: str,
+    world: World = World.alone(),  # noqa: B008 (frozen)
+) -> tuple[RunFolder, Path | None]:
     """The run's folder, locked, and where the run that was in it went with `checkpoint.resume = "never"`.
 
     Args:
         recipe: `[run]` says where; `[checkpoint]` whether to continue.
         name: of the folder where the recipe names none.
+        world: whose first rank opens it; the others follow.
 
     Raises:
         ConfigError: the folder cannot be written, or another process trains in it.
     """
+    mine: list[RunFolder] = []
+
+    def opened() -> tuple[Path, Path | None]:
+        folder, moved_to = _open(recipe, name)
+        mine.append(folder)
+        return folder.path, moved_to
+
+    path, moved_to = on_first(world, opened)
+    return mine[0] if mine else RunFolder(path, follows=True), moved_to
+
+
+def _open(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
     path = Path(recipe.run.dir) / (recipe.run.name or name)
     folder = RunFolder(path)
     if recipe.checkpoint.resume != "never" or not folder.has_run():
