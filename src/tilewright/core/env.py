@@ -79,6 +79,10 @@ VARIABLES = (
     Variable("LOCAL_RANK", "", "an integer", "rank of this process on its machine, set by torchrun"),
     Variable("WORLD_SIZE", "", "an integer", "number of processes, set by torchrun"),
     Variable("LOCAL_WORLD_SIZE", "", "an integer", "number of processes on this machine, set by torchrun"),
+    Variable("MASTER_ADDR", "", "a host", "where the processes meet, set by torchrun"),
+    Variable("MASTER_PORT", "", "an integer", "port of that host, set by torchrun"),
+    Variable("TORCHELASTIC_USE_AGENT_STORE", "", "True or False", "whether torchrun itself is there, set by it"),
+    Variable("TORCHELASTIC_RESTART_COUNT", "", "an integer", "how often torchrun has started all processes again"),
 )
 _NO_SETTINGS = {row.name for row in VARIABLES if not row.sets}
 
@@ -248,6 +252,22 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
                 f"{name} is not a number", got=repr(text), need="an integer", try_=f"unset {name}", where=where
             )
     return Ranks(*map(int, found.values()))
+
+
+def agent_store(environ: Mapping[str, str] | None = None) -> tuple[str, int, str] | None:
+    """Host and port of torchrun's store, and how often it has started the ranks again; None without torchrun."""
+    environ = os.environ if environ is None else environ
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not host or not port.isdecimal():
+        return None
+    return host, int(port), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def of_ranks(world: int, port: int) -> list[dict[str, str]]:
+    """Environments of `world` processes on this machine, as torchrun would set them, for who starts them itself."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    shared = os.environ | meeting | {"LOCAL_WORLD_SIZE": str(world)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
 @contextmanager
