@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tilewright.core.atomic_io import check_manifest
 from tilewright.core.errors import CheckpointError
-from tilewright.training.checkpoint import store as checkpoint
+from tilewright.training.checkpoint import writing
 from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
 
 
@@ -165,15 +165,15 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, background):
 
 def _disk(monkeypatch, folder, num_bytes: int) -> None:
     """No more than so many bytes in the folder: the last write of a checkpoint fails as on a full disk."""
-    write = checkpoint.write_manifest
+    write = writing.write_entries
 
-    def write_manifest(path):
-        size = write(path)
+    def write_entries(path, entries):
+        size = write(path, entries)
         if sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) > num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path / "manifest.json"))
         return size
 
-    monkeypatch.setattr(checkpoint, "write_manifest", write_manifest)
+    monkeypatch.setattr(writing, "write_entries", write_entries)
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -251,10 +251,10 @@ def test_what_is_no_checkpoint_is_a_four_part_error(tmp_path):
 
 
 def test_a_bug_in_the_writing_thread_is_not_swallowed(tmp_path, monkeypatch):
-    def broken(folder):
+    def broken(folder, entries):
         raise KeyError("a bug of ours")
 
-    monkeypatch.setattr(checkpoint, "write_manifest", broken)
+    monkeypatch.setattr(writing, "write_entries", broken)
     store = CheckpointStore(tmp_path)
     store.save(1, {"w": torch.zeros(3)}, {})
     with pytest.raises(KeyError, match="a bug of ours"):

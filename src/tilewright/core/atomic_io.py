@@ -7,12 +7,21 @@ finds truncated and corrupt files; it is no protection against someone who means
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypedDict
 
 import xxhash
 
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 22
+
+
+class FileEntry(TypedDict):
+    """What a manifest says of a file."""
+
+    bytes: int
+    xxh3_128: str
 
 
 def fsync_path(path: Path) -> None:
@@ -48,15 +57,24 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def file_entries(folder: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
+    """Size and hash of files of a folder, by their names in it."""
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": hash_file(path)}
+        for path in sorted(paths)
+    }
+
+
+def write_entries(folder: Path, entries: Mapping[str, FileEntry]) -> int:
+    """Write a folder's manifest; returns the bytes of its files together."""
+    write_whole(folder / MANIFEST, json.dumps({"files": dict(sorted(entries.items()))}, indent=1))
+    return sum(entry["bytes"] for entry in entries.values())
+
+
 def write_manifest(folder: Path) -> int:
     """Record size and hash of every file in `folder`; returns their bytes together."""
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": hash_file(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
-    }
-    write_whole(folder / MANIFEST, json.dumps({"files": files}, indent=1))
-    return sum(entry["bytes"] for entry in files.values())
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    return write_entries(folder, file_entries(folder, paths))
 
 
 def check_manifest(folder: Path) -> str | None:
@@ -79,6 +97,11 @@ def check_manifest(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is damaged ({error!r})"
     return None
+
+
+def listed_files(folder: Path) -> set[str]:
+    """Names of the files in a manifest that `check_manifest` has found right."""
+    return set(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
 
 
 def publish_folder(partial: Path, final: Path) -> None:

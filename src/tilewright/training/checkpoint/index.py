@@ -164,7 +164,30 @@ def _tensor(name: Any, entry: Any, storage: dict[MetadataIndex, Any]) -> tuple[s
         parts.append(part)
     if sum(math.prod(part.sizes) for part in parts) != math.prod(size):
         raise _refused("parts that are not the whole", name)
+    if _overlap(parts):
+        raise _refused("parts on top of each other", name)
     return name, TensorStorageMetadata(TensorProperties(dtype=dtype), size, parts)
+
+
+def _overlap(parts: list[ChunkStorageMetadata]) -> bool:
+    """Whether two parts of a tensor, one per rank that holds some of it, share an element. What one of them covered twice
+    would be missing elsewhere, and be read as what was in memory before.
+
+    Parts are taken in the order in which they begin along the dim with the most beginnings; each is compared with those
+    that have not ended there.
+    """
+    boxes = [(part.offsets, part.sizes) for part in parts if 0 not in part.sizes]
+    if len(boxes) < 2 or not boxes[0][0]:
+        return len(boxes) > 1
+    dim = max(range(len(boxes[0][0])), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
+    active: list[tuple[torch.Size, torch.Size]] = []
+    for offsets, sizes in sorted(boxes, key=lambda box: box[0][dim]):
+        active = [box for box in active if box[0][dim] + box[1][dim] > offsets[dim]]
+        for other, lengths in active:
+            if all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, other, lengths, strict=True)):
+                return True
+        active.append((offsets, sizes))
+    return False
 
 
 def _dtype(properties: Any) -> torch.dtype:

@@ -1,13 +1,16 @@
 """Host copies of a training state, in buffers that are reused from save to save.
 
 The copy is what training waits for; the disk is not. Buffers of CUDA tensors are pinned, so that their copies
-run at the speed of the link. They hold as many bytes as the state itself, from the first save on.
+run at the speed of the link. They hold as many bytes as the state itself, from the first save on; of a state in shards,
+as many as this rank's.
 """
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from tilewright.parallel.parts import local_part
 
 
 class Staging:
@@ -22,14 +25,16 @@ class Staging:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Contiguous host copies of `tensors` under the same names; done when this returns.
+        """Contiguous host copies of `tensors` under the same names, of DTensors this rank's shards; done when this
+        returns.
 
         Values, dtypes and shapes are those of the tensors at the moment of the call.
         """
+        tensors = {name: local_part(tensor) for name, tensor in tensors.items()}
         for name in self._buffers.keys() - tensors.keys():
             del self._buffers[name]
         for name, tensor in tensors.items():
-            self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True)
+            self._buffer(name, tensor).copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
         return dict(self._buffers)

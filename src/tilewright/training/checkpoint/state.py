@@ -3,24 +3,30 @@
 Tensors (model, optimizer, torch's generators) under flat names, the rest (Python's and numpy's generators, loss
 scale, clipping, data cursor, counters) as JSON:
 
-    model.<fqn>   optimizer.<fqn>.<state>   rng.cpu   rng.cuda.<i>
+    model.<fqn>   optimizer.<fqn>.<state>   rng.cpu   rng.cuda.<i>   rng.rank<r>.<...>
 
-Parameters that share storage (tied embeddings) are held once, under their first name. Tensors are restored in
-place, so the model is never in memory twice. Writing and finding checkpoints is `checkpoint`'s matter.
+Tied parameters are held once, under their first name. Tensors are restored in place, so the model is never in memory
+twice. Of several ranks each saves and loads its shards of DTensors, on any mesh whatever the mesh that saved. The JSON
+is the first rank's; generators are each rank's own (`generators`). Writing and finding checkpoints is `store`'s matter.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import empty as distributed_empty
 
-from tilewright.core.errors import CheckpointError
-from tilewright.precision.snapshot import host_states, set_host_states, set_torch_states, torch_states
+from tilewright.core.errors import CheckpointError, Problem
+from tilewright.parallel.agree import gather
+from tilewright.parallel.world import World
+from tilewright.precision.snapshot import host_states
+from tilewright.training.checkpoint.generators import generator_tensors, set_generators, stored_generators
 from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
 from tilewright.training.executor.layer_major_setup import LayerMajorParts
 from tilewright.training.executor.summon import SummonedParams
@@ -40,12 +46,14 @@ class TrainState:
         optimizer: its states are saved under the names of their parameters.
         parts: components with a small state, by name.
         sliced: the model in layer groups, if it is: while some are stored off the device, one is live at a time.
+        world: the processes that train together; each calls `save` and `restore`.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     parts: Mapping[str, Stateful]
     sliced: LayerMajorParts | None = None
+    world: World = field(default_factory=World.alone)
 
     @contextmanager
     def live(self, *, changes: bool = False) -> Iterator[SummonedParams | None]:
@@ -62,13 +70,13 @@ class TrainState:
         """Save everything; see `CheckpointStore.save`."""
         with self.live() as visit:
             if visit is None:
-                return store.save(step, self.tensors(), meta, now=now)
-            return store.save(step, visit.sorted(self.tensors()), meta, live=visit.tensor)
+                return store.save(step, self.tensors(), meta, now=now, compared=self._compared())
+            tensors = visit.sorted(self.tensors())
+            return store.save(step, tensors, meta, live=visit.tensor, compared=self._compared())
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors by name, and copies of the generators' states."""
-        generators = {f"rng.{name}": state for name, state in torch_states().items()}
-        return model_tensors(self.model) | self._optimizer_tensors() | generators
+        return model_tensors(self.model) | self._optimizer_tensors() | generator_tensors(self.world)
 
     def meta(self) -> dict[str, Any]:
         """Everything that is not a tensor, in JSON types."""
@@ -88,23 +96,47 @@ class TrainState:
         Raises:
             CheckpointError: the checkpoint is of another model or optimizer, or cannot be read.
         """
-        meta = read_meta(path)
-        stored = stored_tensors(path)
-        _check_model(path, self.model, stored)
-        self._make_optimizer_states(path, stored)
-        targets = model_tensors(self.model) | self._optimizer_tensors()
-        rng = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored.items() if name[:4] == "rng."}
-        with torch.no_grad(), self.live(changes=True) as visit:
-            if visit is None:
-                read_tensors(path, targets | rng)
-            else:
-                read_tensors(path, visit.sorted(targets | rng), visit.tensor)
+        with self._together():
+            meta = read_meta(path)
+            stored = stored_tensors(path)
+            _check_model(path, self.model, stored)
+            self._make_optimizer_states(path, stored)
+            targets = model_tensors(self.model) | self._optimizer_tensors()
+            rng = {
+                name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored_generators(stored, self.world)
+            }
+            with torch.no_grad(), self.live(changes=True) as visit:
+                if visit is None:
+                    read_tensors(path, targets | rng)
+                else:
+                    read_tensors(path, visit.sorted(targets | rng), visit.tensor)
         for name, part in self.parts.items():
             if name in meta["parts"]:
                 part.load_state_dict(meta["parts"][name])
-        set_torch_states({name.removeprefix("rng."): state for name, state in rng.items()})
-        set_host_states(meta["rng"])
+        set_generators(rng, meta["rng"], self.world)
         return meta
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Where one rank cannot read its shards, all ranks raise its error."""
+        if self.world.data_group is None:
+            yield
+            return
+        problems: tuple[Problem, ...] = ()
+        own = None
+        try:
+            yield
+        except CheckpointError as error:
+            problems, own = error.problems, error
+        found = [problem for of_rank in gather(self.world.data_group, problems) for problem in of_rank]
+        if found:
+            raise CheckpointError.from_problems(list(dict.fromkeys(found))) from own
+
+    def _compared(self) -> frozenset[str]:
+        """Names of what ranks that hold the same part of it hold with the same bits. Buffers may follow each rank's own
+        data, as running means do."""
+        params = {f"model.{name}" for name, _ in self.model.named_parameters()}
+        return frozenset(params | self._optimizer_tensors().keys())
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         names = {param: name for name, param in self.model.named_parameters()}
@@ -125,21 +157,40 @@ class TrainState:
             prefix = f"optimizer.{name}."
             for key, (dtype, shape) in stored.items():
                 if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                    device = param.device if shape else "cpu"
-                    self.optimizer.state[param][key[len(prefix) :]] = torch.empty(shape, dtype=dtype, device=device)
+                    self.optimizer.state[param][key[len(prefix) :]] = _empty_state(param, shape, dtype)
+
+
+def _empty_state(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A state of a parameter, cut as the parameter is where it has rows like it."""
+    if isinstance(param, DTensor) and shape[:1] == param.shape[:1]:
+        return distributed_empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=param.placements)
+    return torch.empty(shape, dtype=dtype, device=param.device if shape else "cpu")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers as `model.<fqn>`, detached, each storage once under its first name."""
+    """Parameters and persistent buffers as `model.<fqn>`, detached, each once under its first name.
+
+    The same object is the same tensor (tied parameters), and so is the same view of memory that holds its values. A
+    DTensor, a tensor on the meta device and the place of a parameter that is stored elsewhere have no such memory.
+    """
     named, seen = {}, set()
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise AssertionError(f"{name} in the model's state_dict is no tensor: {type(value).__name__}")
-        key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
-        if key not in seen:
-            seen.add(key)
+        keys = {("object", id(value))} | _memory(value)
+        if seen.isdisjoint(keys):
             named[f"model.{name}"] = value.detach()
+        seen |= keys
     return named
+
+
+def _memory(tensor: Tensor) -> set[tuple[Any, ...]]:
+    """What tells a tensor's memory and its view of it from others; nothing where its values are not in it."""
+    if isinstance(tensor, DTensor) or tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
+        return set()
+    if not tensor.numel():
+        return set()
+    return {("memory", tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)}
 
 
 def _check_model(path: Path, model: nn.Module, stored: Stored) -> None:

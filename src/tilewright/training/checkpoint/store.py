@@ -2,39 +2,57 @@
 
 A checkpoint is a folder `step_00000100` with the tensors in the format of `torch.distributed.checkpoint` (DCP),
 `meta.json` (everything that is not a tensor) and `manifest.json` (a hash of each file). It is written as
-`step_00000100.partial` and renamed at the end, so a crash or a full disk leaves the older ones as they were.
-What goes into a checkpoint is `state`'s matter; this file moves names, tensors and JSON. Reading one executes
-nothing in it (`index`).
+`step_00000100.partial` and renamed at the end (`writing`), so a crash or a full disk leaves the older ones as they
+were. What goes into a checkpoint is `state`'s matter; this file moves names, tensors and JSON. Reading one executes
+nothing in it (`index`), and takes any number of processes, whatever number wrote it.
 """
 
-import errno
 import json
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tilewright.core.atomic_io import check_manifest, publish_folder, write_manifest
+from tilewright.core.atomic_io import check_manifest
 from tilewright.core.errors import CheckpointError
+from tilewright.parallel.checksum import Difference
+from tilewright.parallel.world import World
+from tilewright.training.checkpoint.failures import (
+    DISK_ERRORS,
+    RanksFailedError,
+    is_full,
+    on_all,
+    short_reason,
+)
 from tilewright.training.checkpoint.index import IndexFormatError, TensorLoadPlanner, TensorReader
+from tilewright.training.checkpoint.soundness import why_unsound
 from tilewright.training.checkpoint.staging import Staging
+from tilewright.training.checkpoint.writing import (
+    META,
+    Content,
+    Live,
+    ReplicasDifferError,
+    partial_of,
+    quiet_dcp,
+    write_folder,
+)
 
-META = "meta.json"
+T = TypeVar("T")
 _PREFIX = "step_"
 _PARTIAL = ".partial"
 _REJECTED = ".rejected"
-
-Live = Callable[[str, Tensor], Tensor]
-"""A tensor with its bytes, from its name and one that has its shape and dtype."""
+_PATIENCE = timedelta(hours=2)
+"""For which ranks that have written wait for one that has not. A rank that dies ends the wait at once."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,9 @@ class SaveRecord:
     error: str | None
     dropped: tuple[str, ...] = ()
     """Names of older checkpoints that were deleted because the disk was full."""
+    differing: tuple[Difference, ...] = ()
+    """Tensors that ranks should hold alike and do not: the run's numbers are corrupt since some step after the newest
+    checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +84,36 @@ class Rejection:
 
 
 class CheckpointStore:
-    """Saves and finds the checkpoints of one run folder. One process, one store a folder.
+    """Saves and finds the checkpoints of one run folder. One store per folder and process.
+
+    The ranks of a run have one each, for the same folder, on a disk that all of them see. `save` is called by all of
+    them, with the same step; what became of it is the same on all. Finding, setting aside and removing concern the
+    folder, and are for one rank.
 
     Args:
         folder: holds the checkpoints; made where it is missing, at the first save, in a folder that is there.
         keep: newest checkpoints kept; older ones are deleted only after a newer one is in place. On a full disk fewer
             are kept: the oldest is deleted while a newer one is valid, and the save tried again.
         background: copy the state into host buffers and write it in a thread while training continues.
+        world: the processes that save together. They make a group of their own at the first save, so that writing and
+            training never wait in each other's collectives.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 3, background: bool = True) -> None:
+    def __init__(self, folder: Path, *, keep: int = 3, background: bool = True, world: World | None = None) -> None:
         if keep < 1:
             raise AssertionError(f"keep must be at least 1, got {keep}")
         self.folder = Path(folder)
         self.keep = keep
         self.background = background
+        self.world = world or World.alone()
+        self._group: dist.ProcessGroup | None = None
         self._staging = Staging()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[SaveRecord] | None = None
         self._finished: list[SaveRecord] = []
         self._saved_step: int | None = None
+        self._lost: str | None = None
+        """Why nothing is saved any more."""
 
     # ---- saving ----
 
@@ -94,6 +125,7 @@ class CheckpointStore:
         *,
         now: bool = False,
         live: Live | None = None,
+        compared: Collection[str] = (),
     ) -> float:
         """Save the state after `step`; returns the seconds that training stood still. Never raises for a bad disk.
 
@@ -101,20 +133,39 @@ class CheckpointStore:
         tensor's bytes when it is its turn, where `tensors` have only shapes.
         A save that is still being written is waited for first, and that wait counts. What became of the save is
         a `SaveRecord` in `finished()`. A step that is already in place is not written again.
+
+        Args:
+            step: number of steps done.
+            tensors: by name; of DTensors each rank writes its shards. Whole tensors of the same name are the same on
+                all ranks, and written by one.
+            meta: JSON; the first rank's is written.
+            now: see above.
+            live: see above.
+            compared: names of tensors whose copies on other ranks have to have the same bits, or the save fails.
         """
         started = time.perf_counter()
         self.wait()
         if step == self._saved_step:
             return time.perf_counter() - started
+        if self._lost is not None:
+            self._finished.append(SaveRecord(step, self.path_of(step), 0.0, 0.0, 0, False, self._lost))
+            return time.perf_counter() - started
+        if self.world.size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         text = json.dumps(meta, allow_nan=False)
+        content = Content(tensors, text, live, frozenset(compared))
         if now or live is not None or not self.background:
-            record = self._write(step, tensors, text, live=live)
+            record = self._write(step, content)
             stall_s = time.perf_counter() - started
             self._finished.append(replace(record, stall_s=stall_s, background=False))
             return stall_s
         staged = self._staging.copy(tensors)
+        if self._group is None:
+            content = Content(staged, text)
+        else:  # DTensors say where the staged parts belong
+            content = replace(content, live=lambda name, _: staged[name])
         stall_s = time.perf_counter() - started
-        self._running = self._writer.submit(self._write, step, staged, text, stall_s)
+        self._running = self._writer.submit(self._write, step, content, stall_s, again=True)
         return stall_s
 
     def wait(self) -> None:
@@ -135,28 +186,47 @@ class CheckpointStore:
         self.wait()
         self._writer.shutdown()
 
-    def _write(
-        self, step: int, tensors: Mapping[str, Tensor], meta: str, stall_s: float = 0.0, live: Live | None = None
-    ) -> SaveRecord:
+    def _write(self, step: int, content: Content, stall_s: float = 0.0, *, again: bool | None = None) -> SaveRecord:
+        """Write a checkpoint, `again` where that made room on a full disk: by default, where nothing is given once."""
         final = self.path_of(step)
+        again = content.live is None if again is None else again
         begun = time.perf_counter()
-        size, error, dropped = 0, None, []
+        size, error, differing, dropped = 0, None, (), []
         while True:
             try:
-                size = self._write_folder(final, tensors, meta, live)
+                size = write_folder(content, final, self._group)
                 self._saved_step, error = step, None
-                self._prune()
-            except (OSError, CheckpointException, RuntimeError) as problem:
-                # RuntimeError: torch's zip writer reports a failed write that way, not as OSError.
-                error = _short_reason(problem)
-                shutil.rmtree(_partial(final), ignore_errors=True)
-                oldest = self._make_room() if _is_full(problem) else None
+                self._on_first(self._prune)
+            except DISK_ERRORS as problem:
+                error, oldest = short_reason(problem), None
+                differing = problem.differences if isinstance(problem, ReplicasDifferError) else ()
+                if self._group is None or isinstance(problem, RanksFailedError | ReplicasDifferError):
+                    full = is_full(problem)
+                    oldest = self._on_first(lambda: self._clear_up(final, full))  # noqa: B023 - called before it ends
+                else:
+                    self._leave(error)
                 if oldest is not None:
-                    dropped.append(oldest.name)
-                    if live is None:  # it gives each tensor once: the next save has the room
+                    dropped.append(oldest)
+                    if again:
                         continue
             write_s = time.perf_counter() - begun
-            return SaveRecord(step, final, stall_s, write_s, size, True, error, tuple(dropped))
+            return SaveRecord(step, final, stall_s, write_s, size, True, error, tuple(dropped), differing)
+
+    def _on_first(self, work: Callable[[], T]) -> T | None:
+        """What the first rank's work returns, on all ranks."""
+        return on_all(self._group, lambda: work() if self.world.is_first else None)[0]
+
+    def _clear_up(self, final: Path, full: bool) -> str | None:
+        """Remove what a failed save left; the name of the checkpoint that was deleted because the disk is full."""
+        shutil.rmtree(partial_of(final), ignore_errors=True)
+        oldest = self._make_room() if full else None
+        return None if oldest is None else oldest.name
+
+    def _leave(self, error: str) -> None:
+        """Leave the group, in which a rank has died, so that none waits for this one. Nothing is saved any more."""
+        self._lost = f"the ranks cannot save together any more ({error})"
+        group, self._group = self._group, None
+        dist.destroy_process_group(group)
 
     def _make_room(self) -> Path | None:
         """Delete the oldest checkpoint where the newest is another one and valid; its path, None where it is not."""
@@ -171,22 +241,6 @@ class CheckpointStore:
         """Step of the newest checkpoint, unverified; None where there is none."""
         paths = self.paths()
         return int(paths[-1].name.removeprefix(_PREFIX)) if paths else None
-
-    def _write_folder(self, final: Path, tensors: Mapping[str, Tensor], meta: str, live: Live | None) -> int:
-        partial = _partial(final)
-        self.folder.mkdir(exist_ok=True)  # no parents: a run folder that was deleted does not come back
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
-        _quiet_dcp()
-        ahead = {} if live is None else {"per_thread_copy_ahead": 0}  # tensors in the order in which they come
-        writer = dcp.FileSystemWriter(partial, sync_files=False, **ahead)
-        planner = None if live is None else _SaveLive(live)
-        dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
-        (partial / META).write_text(meta, encoding="utf-8")
-        size = write_manifest(partial)
-        publish_folder(partial, final)
-        return size
 
     def _prune(self) -> None:
         """Delete all but the `keep` newest. The newest was just written, so one valid checkpoint always stays."""
@@ -210,7 +264,7 @@ class CheckpointStore:
         """The newest checkpoint whose files are what was written, and the newer ones that are not. Changes nothing."""
         rejected = []
         for path in reversed(self.paths()):
-            reason = check_manifest(path)
+            reason = why_unsound(path)
             if reason is None:
                 return path, rejected
             rejected.append(Rejection(path, reason))
@@ -275,7 +329,7 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor], live: Live | None = 
     Raises:
         CheckpointError: a tensor cannot be read, or is not in the checkpoint.
     """
-    _quiet_dcp()
+    quiet_dcp()
     try:
         planner = TensorLoadPlanner() if live is None else _LoadLive(live)
         dcp.load(dict(targets), storage_reader=TensorReader(path), planner=planner, no_dist=True)
@@ -286,21 +340,10 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor], live: Live | None = 
 def _cannot_load(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be loaded",
-        got=_short_reason(error),
+        got=short_reason(error),
         need="a whole checkpoint of this model, with tensors alone in it",
         try_="remove the folder to use the checkpoint before it",
     )
-
-
-class _SaveLive(dcp.DefaultSavePlanner):
-    """Asks for each tensor when it is written."""
-
-    def __init__(self, live: Live) -> None:
-        super().__init__()
-        self._live = live
-
-    def lookup_object(self, index: Any) -> Any:
-        return self._live(index.fqn, super().lookup_object(index))
 
 
 class _LoadLive(TensorLoadPlanner):
@@ -312,40 +355,3 @@ class _LoadLive(TensorLoadPlanner):
 
     def lookup_tensor(self, index: Any) -> Tensor:
         return self._live(index.fqn, super().lookup_tensor(index))
-
-
-def _partial(final: Path) -> Path:
-    return final.with_name(final.name + _PARTIAL)
-
-
-def _short_reason(error: BaseException) -> str:
-    """The reason in one line: what is inside DCP's wrapper, and the disk's own error where there is one behind it.
-
-    torch's zip writer raises "unexpected pos" while the OSError that caused it is being handled.
-    """
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    error = next(iter([link for link in _chain(error) if isinstance(link, OSError)][::-1]), error)
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, what is inside DCP's wrapper, and what was being handled when each was raised."""
-    if isinstance(error, CheckpointException):
-        for inner, _ in error.failures.values():
-            yield from _chain(inner)
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__ or link.__context__
-
-
-def _is_full(error: BaseException) -> bool:
-    """No room on the disk or in the user's quota."""
-    return any(isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT) for link in _chain(error))
-
-
-def _quiet_dcp() -> None:
-    """DCP warns at each call that one process saves alone, which is what we ask for."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

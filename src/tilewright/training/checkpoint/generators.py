@@ -1,0 +1,94 @@
+"""The random generators of all ranks in one checkpoint.
+
+The first rank's have the names of a run of one process: tensors `rng.<device>`, and Python's and numpy's in the JSON.
+Any other rank's are tensors `rng.rank<r>.<device>` and `rng.rank<r>.host`. Each rank of the run that goes on takes the
+states of its number: in a run of as many ranks, what is drawn then is what would have been drawn without the stop. A
+rank that the checkpoint does not know begins with a seed made of the first rank's state and its own number. A rank has
+one GPU, called `cuda.0` whatever its number on the machine.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from tilewright.parallel.world import World
+from tilewright.precision.snapshot import host_states, set_host_states, set_torch_states, torch_states
+
+_PREFIX, _HOST = "rng.", "host"
+
+Stored = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def generator_tensors(world: World) -> dict[str, Tensor]:
+    """Copies of this rank's states, by name. Python's and numpy's of the first rank are not among them."""
+    if world.size == 1:
+        return {f"{_PREFIX}{name}": state for name, state in torch_states().items()}
+    states = {_PREFIX + _of_rank(world.rank) + _outside(name): state for name, state in _own_states().items()}
+    if not world.is_first:
+        text = json.dumps(host_states()).encode()
+        states[_PREFIX + _of_rank(world.rank) + _HOST] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return states
+
+
+def stored_generators(stored: Stored, world: World) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """The states in a checkpoint that this rank takes, or makes its own from."""
+    own = _PREFIX + _of_rank(world.rank)
+    known = any(name.startswith(own) for name in stored)
+    for name, entry in stored.items():
+        is_firsts = name.startswith(_PREFIX) and not name.startswith(_PREFIX + "rank")
+        if (is_firsts and (world.is_first or not known)) or (not world.is_first and name.startswith(own)):
+            yield name, entry
+
+
+def set_generators(states: Mapping[str, Tensor], host: Mapping[str, list[Any]], world: World) -> None:
+    """Set this rank's generators.
+
+    Args:
+        states: what `stored_generators` named, read.
+        host: Python's and numpy's of the first rank.
+        world: of this run.
+    """
+    own = _PREFIX + _of_rank(world.rank)
+    mine = {name.removeprefix(own): state for name, state in states.items() if name.startswith(own)}
+    if not mine:
+        _seed(states, world.rank)
+        return
+    if not world.is_first:
+        host = json.loads(mine.pop(_HOST).numpy().tobytes())
+    set_host_states(host)
+    set_torch_states(mine if world.size == 1 else {_inside(name): state for name, state in mine.items()})
+
+
+def _seed(states: Mapping[str, Tensor], rank: int) -> None:
+    """Generators of a rank that the checkpoint does not know."""
+    digest = xxhash.xxh3_64(rank.to_bytes(8, "little"))
+    for name in sorted(states):
+        digest.update(states[name].numpy().tobytes())
+    seed = digest.intdigest()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _own_states() -> dict[str, Tensor]:
+    """Of the CPU, and of this rank's GPU if it has one."""
+    has_gpu = torch.cuda.is_initialized()
+    return torch_states(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
+
+
+def _of_rank(rank: int) -> str:
+    return f"rank{rank}." if rank else ""
+
+
+def _outside(name: str) -> str:
+    return "cuda.0" if name.startswith("cuda.") else name
+
+
+def _inside(name: str) -> str:
+    return f"cuda.{torch.cuda.current_device()}" if name.startswith("cuda.") and torch.cuda.is_available() else name

@@ -1,0 +1,179 @@
+"""One checkpoint written into one folder, by one process or by all ranks together, and given its name at the end.
+
+Every rank writes its own parts, in the format of `torch.distributed.checkpoint` (DCP), into `step_N.partial`, and
+hashes what it wrote. The first rank adds `meta.json` and `manifest.json`, with the hashes of all, and renames the
+folder. A part that several ranks hold is written once. Where one rank fails, all do, and none renames anything.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+
+from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publish_folder, write_entries
+from tilewright.parallel.checksum import Difference, checksum, find_differences
+from tilewright.parallel.parts import local_part, place_of
+from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
+
+META = "meta.json"
+
+Live = Callable[[str, Tensor], Tensor]
+"""A tensor with its bytes, from its name and one that has its shape and dtype."""
+
+
+class ReplicasDifferError(RuntimeError):
+    """Ranks that hold the same tensors hold different bits: one of them is corrupt, and so is what they train.
+
+    Args:
+        differences: the tensors.
+    """
+
+    def __init__(self, differences: list[Difference]) -> None:
+        shown = "; ".join(map(str, differences[:5]))
+        more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+        super().__init__(f"ranks hold different bits of the same tensors: {shown}{more}")
+        self.differences = tuple(differences)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint will hold, as one rank has it.
+
+    Args:
+        tensors: by name; DTensors of which this rank holds a part, and whole ones.
+        meta: JSON. The first rank's is written.
+        live: gives the bytes of a tensor when it is its turn; None where `tensors` have them.
+        compared: names of the tensors whose copies on other ranks must have the same bits.
+    """
+
+    tensors: Mapping[str, Tensor]
+    meta: str
+    live: Live | None = None
+    compared: frozenset[str] = frozenset()
+
+    def part(self, name: str) -> Tensor:
+        """The bytes that this rank holds of a tensor."""
+        tensor = self.tensors[name]
+        return local_part(tensor if self.live is None else self.live(name, tensor))
+
+
+def write_folder(content: Content, final: Path, group: dist.ProcessGroup | None) -> int:
+    """Write a checkpoint; returns its bytes.
+
+    Args:
+        content: of this rank.
+        final: the folder's name when it is whole.
+        group: whose ranks all call this, used by nothing else meanwhile; None for one process.
+
+    Raises:
+        OSError, RuntimeError, CheckpointException: it could not be written; nothing is at `final`, the partial folder
+            is left. Of several ranks all raise `RanksFailedError` with the same text, unless one has died.
+        ReplicasDifferError: nothing was written, since the ranks disagree; on all ranks.
+    """
+    partial, rank = partial_of(final), 0 if group is None else dist.get_rank(group)
+    _check_replicas(content, group)
+    on_all(group, lambda: _make(partial) if rank == 0 else None)
+    _write_tensors(content, partial, group)
+    if rank == 0:
+        found = on_all(group, lambda: _own_files(partial, rank, content.meta))
+    else:
+        found = on_all(group, lambda: _own_files(partial, rank, None))
+    entries = {name: entry for files in found for name, entry in files.items()}
+    return on_all(group, lambda: _publish(partial, final, entries) if rank == 0 else 0)[0]
+
+
+def partial_of(final: Path) -> Path:
+    """The name of a checkpoint's folder until it is whole."""
+    return final.with_name(final.name + ".partial")
+
+
+def quiet_dcp() -> None:
+    """DCP warns at each call that one process saves or loads alone, which is what we ask for."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
+def _check_replicas(content: Content, group: dist.ProcessGroup | None) -> None:
+    if group is None or not content.compared:
+        return
+    names = [name for name in content.tensors if name in content.compared]
+    sums = {place_of(name, content.tensors[name]): checksum(content.part(name)) for name in names}
+    differences = find_differences(group, sums)
+    if differences:
+        raise ReplicasDifferError(differences)
+
+
+def _make(partial: Path) -> None:
+    partial.parent.mkdir(exist_ok=True)  # no parents: a run folder that was deleted does not come back
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+
+
+def _write_tensors(content: Content, partial: Path, group: dist.ProcessGroup | None) -> None:
+    quiet_dcp()
+    ahead = {} if content.live is None else {"per_thread_copy_ahead": 0}  # tensors in the order in which they come
+    writer = _Writer(partial, sync_files=False, **ahead)
+    planner = None if content.live is None else _LivePlanner(content)
+    try:
+        dcp.save(
+            dict(content.tensors),
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        if group is None:
+            raise
+        raise of_dcp(error) from error
+
+
+def _own_files(partial: Path, rank: int, meta: str | None) -> dict[str, FileEntry]:
+    """The entries of the files that this rank wrote, which are on the disk then."""
+    if meta is not None:
+        (partial / META).write_text(meta, encoding="utf-8")
+    paths = list(partial.glob(f"__{rank}_*{DEFAULT_SUFFIX}"))
+    if rank == 0:
+        paths += [path for path in partial.iterdir() if path.suffix != DEFAULT_SUFFIX]
+    entries = file_entries(partial, paths)
+    for path in paths:
+        fsync_path(path)
+    return entries
+
+
+def _publish(partial: Path, final: Path, entries: Mapping[str, FileEntry]) -> int:
+    size = write_entries(partial, entries)
+    publish_folder(partial, final)
+    return size
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer, whose errors are the disk's own: what was behind one is lost on the way to other ranks."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except DISK_ERRORS as error:
+            behind = disk_error(error)
+            if behind is None or behind is error:
+                raise
+            raise OSError(behind.errno, behind.strerror) from error
+
+
+class _LivePlanner(dcp.DefaultSavePlanner):
+    """Asks for each tensor's bytes when it is written."""
+
+    def __init__(self, content: Content) -> None:
+        super().__init__()
+        self._content = content
+
+    def lookup_object(self, index: Any) -> Tensor:
+        return self._content.part(index.fqn)
