@@ -55,12 +55,11 @@ def find_differences(group: dist.ProcessGroup | None, sums: Mapping[Place, int])
     """
     if group is None:
         return []
-    mine = [_digest(sums, whole) for whole in (True, False)]
-    alike: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for digests in gather(group, mine):
-        for number, (places, values) in enumerate(digests):
-            alike[str(number), places].add(values)
-    if not any(len(values) > 1 for values in alike.values()):
+    wholes, parts = set(), defaultdict(set)
+    for whole, (places, values) in gather(group, (_digest(sums, True), _digest(sums, False))):
+        wholes.add(whole)
+        parts[places].add(values)
+    if len(wholes) == 1 and all(len(values) == 1 for values in parts.values()):
         return []
     return sorted(_compare(gather(group, dict(sums))), key=lambda difference: difference.name)
 
@@ -68,8 +67,8 @@ def find_differences(group: dist.ProcessGroup | None, sums: Mapping[Place, int])
 def _digest(sums: Mapping[Place, int], whole: bool) -> tuple[str, str]:
     """Of the places and of their checksums; of tensors that every rank holds, or of those in shards."""
     rows = sorted((name, start or (), value) for (name, start), value in sums.items() if (start is None) == whole)
-    places, values = (xxhash.xxh3_128_hexdigest(repr(part)) for part in ([r[:2] for r in rows], [r[2] for r in rows]))
-    return places, values
+    places, values = [row[:2] for row in rows], [row[2] for row in rows]
+    return xxhash.xxh3_128_hexdigest(repr(places).encode()), xxhash.xxh3_128_hexdigest(repr(values).encode())
 
 
 def _compare(by_rank: list[dict[Place, int]]) -> Iterable[Difference]:

@@ -190,7 +190,7 @@ class Components:
             small["control"] = self.control.control
         if isinstance(self.executor, LayerMajorExecutor) and self.executor.delayed is not None:
             small["delayed"] = self.executor.delayed
-        return TrainState(self.model, self.optimizer, small, self.sliced)
+        return TrainState(self.model, self.optimizer, small, self.sliced, self.setup.world)
 
     def close(self) -> None:
         """Give back threads, files and memory off the device."""

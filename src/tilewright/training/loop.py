@@ -68,9 +68,8 @@ def _open_and_train(
 ) -> RunResult:
     recipe = loaded.recipe
     folder, moved_to = open_folder(recipe, loaded.name, world)
-    store = CheckpointStore(
-        folder.checkpoints, keep=recipe.checkpoint.keep_latest_k, background=recipe.checkpoint.async_save
-    )
+    section = recipe.checkpoint
+    store = CheckpointStore(folder.checkpoints, keep=section.keep_latest_k, background=section.async_save, world=world)
     try:
         if moved_to is not None:
             say(f"the run that was in {folder.path} is now {moved_to}")

@@ -246,7 +246,8 @@ class Run:
         if self._evaluated_step == self.step:
             return
         started = time.perf_counter()
-        how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32}
+        group = self.setup.world.waiting_group
+        how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": group}
         texts = self.parts.held_out, self.setup.other_text
         self._give_back()
         with self.parts.passing():
