@@ -18,7 +18,7 @@ from typing import Any
 
 PRELOAD = [
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "numpy",
-    "tests.ranks", "tilewright.optim.adam", "tilewright.models.decoder.decoder",
+    "tests.ranks", "tilewright.training.loop",
 ]  # fmt: skip
 
 

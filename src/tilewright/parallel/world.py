@@ -77,6 +77,19 @@ class World:
         """One process: no groups."""
         return World()
 
+    def of(self, device: str) -> str:
+        """A device's name, and how many processes share the work, for a user.
+
+        Example:
+            >>> World(size=4, sizes=MeshSizes(2, 2)).of("CPU"), World.alone().of("CPU")
+            ('CPU (4 processes: 2 copies in 2 shards)', 'CPU')
+        """
+        if self.size == 1:
+            return device
+        copies = f"{self.sizes.dp_replicate} cop{'ies' if self.sizes.dp_replicate > 1 else 'y'}"
+        shards = f" in {self.sizes.dp_shard} shards" if self.sizes.dp_shard > 1 else ""
+        return f"{device} ({self.size} processes: {copies}{shards})"
+
     @property
     def is_first(self) -> bool:
         """Whether this process prepares data, plans, writes the run folder and prints."""

@@ -10,18 +10,20 @@ returns or raises.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import say
 from tilewright.models.base.protocols import Model
+from tilewright.parallel.heartbeat import take_lost
 from tilewright.parallel.launch import in_turn, launched, on_first
 from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.components.pinned import pinned
-from tilewright.training.components.ranks import Agreement, check_world
+from tilewright.training.components.ranks import RankWatch, check_world
 from tilewright.training.components.reference import attach_reference
 from tilewright.training.components.signals import StopRequest
 from tilewright.training.dry_run import dry_run as run_dry
@@ -78,7 +80,11 @@ def _open_and_train(
         if found.step >= recipe.train.steps:
             say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to continue.")
             return RunResult(folder.path, found.step)
-        return _train_through(loaded, run_plan, folder, store, found, began, world, on_setup)
+        found = replace(found, lost=on_first(world, partial(take_lost, folder.path)))
+        if world.size == 1:
+            return _train_through(loaded, run_plan, folder, store, found, began, None, on_setup)
+        with RankWatch(folder.path, world).running() as watch:
+            return _train_through(loaded, run_plan, folder, store, found, began, watch, on_setup)
     finally:
         store.close()
         folder.close()
@@ -99,7 +105,7 @@ def _train_through(
     store: CheckpointStore,
     found: ResumePoint,
     began: float,
-    world: World,
+    watch: RankWatch | None,
     on_setup: Callable[[RunContext], None] | None,
 ) -> RunResult:
     """Train. A step that cannot be undone sends the run back to its newest checkpoint, and is left out from then on.
@@ -108,9 +114,10 @@ def _train_through(
         UnrecoverableStepError: the third one.
     """
     left_out: set[int] = set()
+    world = World.alone() if watch is None else watch.world
     while True:
         try:
-            return _train(loaded, run_plan, folder, store, found, began, world, frozenset(left_out), on_setup)
+            return _train(loaded, run_plan, folder, store, found, began, watch, frozenset(left_out), on_setup)
         except UnrecoverableStepError as lost:
             left_out.add(lost.step)
             on_setup = None  # it has been told
@@ -128,10 +135,11 @@ def _train(
     store: CheckpointStore,
     found: ResumePoint,
     began: float,
-    world: World,
+    watch: RankWatch | None,
     left_out: frozenset[int],
     on_setup: Callable[[RunContext], None] | None,
 ) -> RunResult:
+    world = World.alone() if watch is None else watch.world
     setup = set_up(loaded, world=world, run_plan=run_plan, resuming=found.checkpoint is not None)
     if on_setup is not None:
         on_setup(setup)
@@ -157,7 +165,7 @@ def _train(
         restore(found, parts, recorder)
         _write_facts(folder, setup, parts)
         resumed = found.checkpoint is not None
-        agreement = Agreement(world) if world.size > 1 else None
+        agreement = None if watch is None else watch.agreement(folder, setup.plan, parts.memory_tracker, recorder)
         replanner = replanner_for(setup, parts, recorder, agreement=agreement)
         run = Run(
             setup, parts, parts.state(), store, folder, recorder, replanner,

@@ -12,6 +12,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_seconds
+from tilewright.parallel.heartbeat import Record
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
@@ -36,6 +37,8 @@ class ResumePoint:
     """Seconds that finding and hashing took."""
     had_run: bool
     """A run has written here before."""
+    lost: tuple[Record, ...] = ()
+    """Ranks that ended without a word the last time."""
 
 
 def open_folder(
@@ -106,6 +109,9 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
     Raises:
         CheckpointError: the checkpoint is of another model, optimizer or data.
     """
+    for record in found.lost:
+        text = f"rank {record.rank} ended without a word, in {record.where} ({record.process})"
+        recorder.event(found.step, "rank_lost", text, rank=record.rank, lost_step=record.step, phase=record.phase)
     for path in found.unfinished:
         text = f"{path.name} was never finished and is removed"
         recorder.event(found.step, "checkpoint_rejected", text)

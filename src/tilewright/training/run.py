@@ -15,6 +15,7 @@ from tilewright.core.errors import CheckpointError, FitError, NumericsError
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
+from tilewright.parallel.launch import on_first
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
@@ -31,7 +32,7 @@ from tilewright.training.executor.transaction import PartialUpdateError, run_wit
 from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
-from tilewright.training.runlog.lifecycle import RunResult, record_done, record_recovery
+from tilewright.training.runlog.lifecycle import RunResult, check_files, record_done, record_recovery
 from tilewright.training.runlog.parameters import in_words, num_parameters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
@@ -62,12 +63,10 @@ class Run:
     _evaluated_step: int = -1
     _stall_s: float = 0.0
     _told_notes: int = 0
-    _drawn: dict[str, Any] | None = None
-    """The stream's state before the batches of a step that has not changed anything yet."""
+    _drawn: dict[str, Any] | None = None  # the stream's state before a step that has not changed anything yet
     _saved_step: int = -1
     _saved_at: float = 0.0
-    _saving: int = 0
-    """Saves whose end has not been reported."""
+    _saving: int = 0  # saves whose end has not been reported
     _stop: StopRequest = field(default_factory=StopRequest)
     _stopped: str | None = None
     """Of several ranks: why any of them was asked to stop, as of the last step."""
@@ -92,7 +91,7 @@ class Run:
         if self.resumed:
             return
         trained, total = num_parameters(self.parts.model)
-        text = f"{in_words(trained, total)} in {self.parts.modes.mode} on {setup.machine.device_name}, "
+        text = f"{in_words(trained, total)} in {self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}, "
         text += f"{recipe.train.steps} steps of {recipe.train.global_batch_size} rows, in {self.folder.path}"
         self.recorder.event(0, "start", text, parameters=total, trained=trained)
         for kind, line, numbers in data_events(setup.prepared):
@@ -155,6 +154,7 @@ class Run:
         parts, number = self.parts, self.step + 1
         if self.step >= parts.modes.next_switch:
             self._enter_mode()
+        self._at("data")
         self._drawn = parts.stream.state_dict()
         microbatches = parts.stream.next_step()
         lr = parts.schedule.lr_at(self.step)
@@ -177,6 +177,8 @@ class Run:
             self._retried(lambda: control.after(self.step - 1, microbatches, self.recorder))
         if due:
             self._check_folder()
+            if self.agreement is not None and memory is not None:
+                self.agreement.table.write(self.step, memory["peak_bytes"])
             self._give_back()  # else free blocks pile up over hundreds of steps
 
     def _compute(self, number: int, microbatches: Sequence[Batch], lr: float, due: bool) -> StepResult:
@@ -185,7 +187,7 @@ class Run:
         replanner, executor = self.replanner, self.parts.executor
         length = row_length(microbatches)
         if self.agreement is not None:
-            length = self.agreement.longest(length)
+            length = self.agreement.before_step(length, self.parts.stream.wait_s)
         looks = replanner.watches or (replanner.active and (due or length != replanner.forecast.row_length))
         if looks:
             replanner.before_step(number, length)
@@ -200,6 +202,11 @@ class Run:
         if self.agreement is not None:
             due, messages = self._minutes_passed(), self.parts.executor.transaction.oom_messages
             self._stopped, self._save_due = self.agreement.after_step(self._stop.reason, due, messages)
+
+    def _at(self, phase: str) -> None:
+        """Of several ranks: say where this one is, for who watches it."""
+        if self.agreement is not None:
+            self.agreement.heartbeat.at(self.step + 1, phase)
 
     def _why_stop(self) -> str | None:
         return self._stop.reason if self.agreement is None else self._stopped
@@ -245,6 +252,7 @@ class Run:
     def _evaluate(self) -> None:
         if self._evaluated_step == self.step:
             return
+        self._at("evaluate")
         started = time.perf_counter()
         group = self.setup.world.waiting_group
         how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": group}
@@ -264,15 +272,8 @@ class Run:
     # ---- checkpoints ----
 
     def _check_folder(self) -> None:
-        """See that what is written still goes into the run's folder.
-
-        Raises:
-            ConfigError: the folder was deleted or moved.
-        """
-        self.folder.check()
-        for name in self.recorder.log.reopen_deleted():
-            text = f"{name} was deleted while the run was under way; its next row is that of step {self.step + 1}"
-            self.recorder.event(self.step, "file_deleted", text)
+        """See that what is written still goes into the run's folder, of several ranks on all; see `check_files`."""
+        on_first(self.setup.world, partial(check_files, self.folder, self.recorder, self.step))
 
     def _is_save_due(self) -> bool:
         """By steps or by minutes."""
@@ -293,6 +294,7 @@ class Run:
 
     def _save(self, now: bool = False) -> float:
         """Save this step and the audit up to it; returns the seconds that training stood still."""
+        self._at("save")
         self._write_audit()
         self._saved_step = self.step
         self._saving += 1

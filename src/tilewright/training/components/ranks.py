@@ -4,7 +4,10 @@ What one rank alone sees (a signal, minutes that have passed, rows of another le
 that is gone) is brought to all before any of them acts on it: the next collective would wait for ever otherwise.
 """
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,10 +19,16 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError, TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.parallel.agree import gather
+from tilewright.parallel.heartbeat import Heartbeat, Watch, watching
 from tilewright.parallel.launch import check_equal, on_first
 from tilewright.parallel.world import World
+from tilewright.planner.summary import PlanSummary
 from tilewright.training.executor.standard import Executor
+from tilewright.training.runlog.rank_table import RankTable
+from tilewright.training.runlog.recorder import MetricsLogger
+from tilewright.training.runlog.run_folder import RunFolder
 
 if TYPE_CHECKING:  # the solver is loaded by who plans
     from tilewright.planner.replan import Replan, Replanner
@@ -32,15 +41,30 @@ class Agreement:
 
     Args:
         world: of more than one process.
+        heartbeat: told where this rank is.
+        table: counts what steps took.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, heartbeat: Heartbeat, table: RankTable) -> None:
         assert world.waiting_group is not None, "one process agrees with nobody"
         self.world = world
+        self.heartbeat = heartbeat
+        self.table = table
         self._group = world.waiting_group
         """Over gloo: what is agreed on is on the host."""
 
     # ---- between steps ----
+
+    def before_step(self, length: int | None, data_s: float) -> int | None:
+        """Tokens of the longest row of any rank; None of images. The executor is called next.
+
+        Args:
+            length: of this rank's rows.
+            data_s: seconds that it waited for them.
+        """
+        found = self.longest(length)
+        self.table.begin_step(data_s)
+        return found
 
     def after_step(self, stop: str | None, save_due: bool, messages: list[str]) -> tuple[str | None, bool]:
         """Why the run is to stop (None where no rank was asked to), and whether a save is due on any of them.
@@ -50,6 +74,7 @@ class Agreement:
             save_due: on this rank.
             messages: of this rank's allocator where a piece of the step was called again. What others said is added.
         """
+        self.table.end_step()
         flags = torch.tensor([stop is not None, save_due, bool(messages)], dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         stops, due, tight = (bool(flag) for flag in flags.tolist())
@@ -125,6 +150,45 @@ class Agreement:
         if problem is None:
             executor.apply_memory_plan(before)
         raise found
+
+
+class RankWatch:
+    """This rank's heartbeat and its eye on the others, from before the data is prepared to the end of the run.
+
+    Args:
+        folder: of the run.
+        world: of more than one process.
+    """
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.heartbeat = Heartbeat(folder, world.rank)
+        self.recorder: MetricsLogger | None = None
+        """Once there is one, on the first rank: told what is seen, from the watching thread."""
+        self.world = world
+        self._watch = Watch(folder, world.size, world.rank)
+
+    @contextmanager
+    def running(self) -> Iterator["RankWatch"]:
+        """Beats and watches inside."""
+        with self.heartbeat, watching(self._watch, self._tell):
+            yield self
+
+    def agreement(
+        self, folder: RunFolder, plan: PlanSummary, memory_tracker: MemoryTracker, recorder: MetricsLogger
+    ) -> Agreement:
+        """What this run agrees with: from here on phases of a step are those of memory, and events are recorded."""
+        self.recorder = recorder
+        memory_tracker.on_phase = self.heartbeat.phase
+        planned = 0 if plan.unknown else plan.phase_bytes(plan.step_phase) + plan.reserve_bytes
+        group = self.world.waiting_group
+        assert group is not None, "of several ranks"
+        return Agreement(self.world, self.heartbeat, RankTable(group, folder, memory_tracker.device, planned))
+
+    def _tell(self, line: str) -> None:
+        if self.recorder is not None and self.world.is_first:
+            self.recorder.event(self.recorder.log.step_done, "rank", line)
+        else:
+            print(f"rank: {line}", file=sys.stderr, flush=True)
 
 
 class PlannerOnFirst:

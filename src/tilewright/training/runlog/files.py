@@ -173,6 +173,8 @@ class RunLog:
         self._precision_path = paths[3]
         self._precision: JsonLines | None = None
         self._interval = Interval()
+        self.step_done = resumed_step or 0
+        """Last step that was counted."""
 
     @property
     def elapsed_s(self) -> float:
@@ -196,7 +198,7 @@ class RunLog:
             wait_s: seconds that it waited for data.
             memory: a memory tracker's snapshot, at steps that have one.
         """
-        seconds = result.seconds + wait_s
+        seconds, self.step_done = result.seconds + wait_s, counters.step
         row = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,

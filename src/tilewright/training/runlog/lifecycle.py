@@ -11,6 +11,7 @@ from tilewright.core.units import format_seconds, format_share
 from tilewright.training.executor.evaluate import DomainLoss
 from tilewright.training.runlog.files import Counters
 from tilewright.training.runlog.recorder import MetricsLogger
+from tilewright.training.runlog.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -61,3 +62,15 @@ def record_done(recorder: MetricsLogger, counters: Counters, stall_s: float, ela
     text += f"held training up for {format_seconds(stall_s)} ({format_share(share)})"
     text += f"; {format_share(goodput)} of all time since the run began went into steps that count"
     recorder.event(counters.step, "done", text, stall_s=stall_s, stall_share=share, goodput=goodput)
+
+
+def check_files(folder: RunFolder, recorder: MetricsLogger, step: int) -> None:
+    """See that what is written still goes into the run's folder. A file of it that was deleted begins again.
+
+    Raises:
+        ConfigError: the folder was deleted or moved.
+    """
+    folder.check()
+    for name in recorder.log.reopen_deleted():
+        text = f"{name} was deleted while the run was under way; its next row is that of step {step + 1}"
+        recorder.event(step, "file_deleted", text)
