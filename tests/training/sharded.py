@@ -14,7 +14,7 @@ from tilewright.core import env
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.world import MeshSizes, World, join
-from tilewright.training.checkpoint.state import TrainState
+from tilewright.training.checkpoint.state import TrainState, model_fingerprint
 from tilewright.training.checkpoint.store import CheckpointStore
 
 
@@ -82,7 +82,14 @@ def saved(rank: int, folder: Path, shard: int, replicate: int = 1, steps: int = 
     after = train(state, 2)
     store.close()
     (record,) = store.finished()
-    return {"tensors": before, "record": record, "after": after, "next": torch.rand(3).tolist()}
+    return {
+        "names": list(state.tensors()),
+        "fingerprint": model_fingerprint(state.model),
+        "tensors": before,
+        "record": record,
+        "after": after,
+        "next": torch.rand(3).tolist(),
+    }
 
 
 def loaded(rank: int, path: Path, shard: int, replicate: int = 1) -> dict[str, Any]:

@@ -12,8 +12,11 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.ranks import on_ranks
 from tests.training.plants import KINDS, Command, planted_index, real_index, replace_index, reseal
+from tests.training.sharded import joined
 from tilewright.core.errors import CheckpointError
 from tilewright.training.checkpoint.index import INDEX, IndexFormatError, parse_index
 from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
@@ -30,6 +33,33 @@ def folder(tmp_path):
     store.save(1, {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}, {"step": 1})
     store.close()
     return store.path_of(1)
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(5, dtype=torch.bfloat16), "whole": torch.ones(2)}
+
+
+def _save_parts(rank, folder):
+    world = joined(2)
+    tensors = _tensors()
+    for name in ("w", "b"):
+        tensors[name] = distribute_tensor(tensors[name], world.fsdp_mesh, [Shard(0)])
+    store = CheckpointStore(folder, background=False, world=world)
+    store.save(1, tensors, {"step": 1})
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def made_by_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    on_ranks(2, _save_parts, folder)
+    return CheckpointStore(folder).path_of(1)
+
+
+@pytest.fixture
+def of_ranks(made_by_ranks, tmp_path):
+    """A copy of a checkpoint of two ranks: two tensors in parts, and a whole one."""
+    return shutil.copytree(made_by_ranks, tmp_path / "c" / made_by_ranks.name)
 
 
 @pytest.fixture
@@ -89,6 +119,71 @@ def test_a_command_in_the_index_does_not_run(folder, mark, kind):
     assert_refused(folder, mark)
     pickle.loads(data)  # the control: as DCP reads it
     assert mark.exists()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_command_in_the_index_of_several_ranks_does_not_run(of_ranks, mark, kind):
+    data = planted_index(of_ranks, kind, mark)
+    replace_index(of_ranks, data)
+    assert_refused(of_ranks, mark)
+    (found,) = CheckpointStore(of_ranks.parent).newest_sound()[1]
+    assert ".metadata is not read" in found.reason
+    assert not mark.exists()
+    pickle.loads(data)
+    assert mark.exists()
+
+
+@pytest.mark.dist
+def test_an_index_of_several_ranks_is_read_as_dcp_reads_it(of_ranks):
+    theirs = dcp.FileSystemReader(of_ranks).read_metadata()
+    ours = parse_index((of_ranks / INDEX).read_bytes())
+    assert [len(entry.chunks) for entry in ours.state_dict_metadata.values()] == [2, 2, 1]
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    read = {"w": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16), "whole": torch.zeros(2)}
+    read_tensors(of_ranks, read)
+    for name, tensor in _tensors().items():
+        assert torch.equal(read[name], tensor), name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["__1_0.distcp", "../out.distcp", "/etc/passwd", "link"])
+def test_a_part_of_another_rank_in_the_wrong_file_is_refused(of_ranks, name):
+    """The first rank's part said to be where it is not; the second rank's file is too short for it, or another's."""
+    (of_ranks.parent / "out.distcp").write_bytes((of_ranks / "__0_0.distcp").read_bytes())
+    (of_ranks / "link").symlink_to(of_ranks.parent / "out.distcp")
+    metadata = real_index(of_ranks)
+    place = metadata.storage_data[MetadataIndex("w", torch.Size([0, 0]))]
+    place.relative_path, place.offset = name, place.offset + 10_000 * (name == "__1_0.distcp")
+    (of_ranks / INDEX).write_bytes(pickle.dumps(metadata))
+    assert_refused(of_ranks)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [((0, 0), (2, 4)), ((1, 0), (1, 4))],
+        [((0, 0), (2, 4)), ((0, 0), (1, 4))],
+        [((0, 0), (3, 2)), ((0, 1), (3, 2))],
+        [((0, 0), (3, 4)), ((3, 0), (0, 4))],
+    ],
+)
+def test_parts_on_top_of_each_other_are_refused(of_ranks, parts):
+    """As many elements as the tensor has, and some are missing; the last of these is right."""
+    metadata = real_index(of_ranks)
+    w = metadata.state_dict_metadata["w"]
+    places = [metadata.storage_data.pop(MetadataIndex("w", chunk.offsets)) for chunk in w.chunks]
+    for chunk, place, (offsets, sizes) in zip(w.chunks, places, parts, strict=True):
+        chunk.offsets, chunk.sizes = torch.Size(offsets), torch.Size(sizes)
+        metadata.storage_data[MetadataIndex("w", chunk.offsets, len(metadata.storage_data))] = place
+    data = pickle.dumps(metadata)
+    if parts[0][1] == (3, 4):
+        assert [chunk.sizes for chunk in parse_index(data).state_dict_metadata["w"].chunks] == [(3, 4), (0, 4)]
+    else:
+        with pytest.raises(IndexFormatError, match=r"on top of each other|part of a tensor|belong to no tensor"):
+            parse_index(data)
 
 
 def test_a_class_that_an_index_may_name_stays_as_it_is(folder):

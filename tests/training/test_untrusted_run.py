@@ -59,8 +59,18 @@ def test_a_planted_index_does_not_run(data, stranger, name, kind, capsys):
     assert run(commands(data, stranger)[name]) == EXIT_INPUT
     assert not mark.exists()
     said = capsys.readouterr().err
-    assert "cannot be loaded" in said
+    assert ".metadata is not read" in said
     assert "Traceback" not in said
+
+
+def test_the_checkpoint_before_a_planted_one_is_used(data, stranger, capsys):
+    mark = stranger.parent / "mark"
+    checkpoint = stranger / "checkpoints" / "step_00000002"
+    replace_index(checkpoint, planted_index(checkpoint, "nested", mark))
+    assert run(commands(data, stranger)["resume"]) == 0
+    assert not mark.exists()
+    assert "step_00000002 cannot be used: .metadata is not read" in "".join(capsys.readouterr())
+    assert (stranger / "checkpoints" / "step_00000002.rejected").is_dir()
 
 
 @pytest.mark.parametrize("text", ["[]", "7", "null", "{", "[" * 100_000, '"x"', "{}"])

@@ -42,6 +42,7 @@ from tilewright.models.folder.safetensors import (
     open_file,
     scan_folder,
 )
+from tilewright.models.folder.spill import spilled
 
 __all__ = [
     "copy_stored",
@@ -203,7 +204,8 @@ def write_shards(
     coded: Collection[str] = (),
     live: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
-    """Write tensors as one safetensors file, or several with an index. One shard at a time is copied or cast.
+    """Write tensors as one safetensors file, or several with an index. One shard at a time is copied or cast; of
+    what comes from `live`, one tensor at a time, and the others wait on the disk.
 
     Routing biases stay FP32, as DeepSeek-V3 keeps them. The weights in `coded` are written in FP8.
     """
@@ -221,13 +223,15 @@ def write_shards(
     weight_map = {}
     for file, names in zip(files, shards, strict=True):
         tensors: dict[str, Tensor] = {}
-        for name in names:
-            value = state[name].detach() if live is None else live(name, state[name]).detach().cpu().clone()
-            tensors |= _as_stored(name, value, dtype, coded)
         partial = folder / f"{file}.partial"
-        save_file(tensors, partial, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        del tensors  # before the next shard is copied
+        with spilled(folder) as spill:
+            for name in names:
+                value = state[name].detach() if live is None else live(name, state[name]).detach()
+                stored = _as_stored(name, value, dtype, coded)
+                tensors |= stored if live is None else {key: spill(tensor) for key, tensor in stored.items()}
+            save_file(tensors, partial, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
+            del tensors  # before the next shard is copied
         partial.replace(folder / file)
     for stale in {p.name for p in folder.glob("model*.safetensors*")} - {*files, INDEX}:
         (folder / stale).unlink()

@@ -31,6 +31,7 @@ from tilewright.models.base.routers import find_routers
 from tilewright.models.folder.fp8_weights import encode_folder
 from tilewright.models.folder.json_file import read_json, write_json
 from tilewright.models.folder.safetensors import check_no_adapters
+from tilewright.models.folder.spill import spilled
 from tilewright.models.hf.cache import HFCache, next_logits, why_no_cache
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.packing import documents_as_rows, forward_arguments
@@ -262,13 +263,11 @@ class HFModel(nn.Module):
         dtype = dtype or self.net.dtype
         plan = plan_fp8(self.net) if dtype == CODE_DTYPE else None
         rest, first = (dtype, dtype) if plan is None else (torch.bfloat16, torch.float32)
-        state = self.net.state_dict()
-        check_no_adapters(state, folder)
-        if live is not None:  # transformers writes whole models
-            state = {name: live(f"net.{name}", tensor).detach().cpu().clone() for name, tensor in state.items()}
-        state = {name: tensor.to(first) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+        check_no_adapters(self.net.state_dict(), folder)
         try:
-            self.net.save_pretrained(folder, state_dict=state)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with spilled(Path(folder)) as spill:
+                self.net.save_pretrained(folder, state_dict=self._state_to_store(first, live, spill))
             config = read_json(folder) | dict(extra or {}) | {"dtype": str(rest).removeprefix("torch.")}
             if plan is not None:
                 (Path(folder) / "config.json").unlink()  # what is there meanwhile is not yet a model
@@ -283,6 +282,22 @@ class HFModel(nn.Module):
                 try_="free space or choose another folder",
                 where=str(folder),
             ) from error
+
+    def _state_to_store(
+        self,
+        dtype: torch.dtype,
+        live: Callable[[str, Tensor], Tensor] | None,
+        spill: Callable[[Tensor], Tensor],
+    ) -> dict[str, Tensor]:
+        """All tensors by name, tied ones as one; what comes from `live` waits on the disk."""
+        stored: dict[int, Tensor] = {}
+        state = self.net.state_dict(keep_vars=True)
+        for name, tensor in state.items():
+            if id(tensor) not in stored:
+                value = (tensor if live is None else live(f"net.{name}", tensor)).detach()
+                value = value.to(dtype) if value.is_floating_point() else value
+                stored[id(tensor)] = value if live is None else spill(value)
+        return {name: stored[id(tensor)] for name, tensor in state.items()}
 
     def _input_style(self, packed: bool) -> InputStyle:
         """What the probe found; what it means for this run is noted the first time."""

@@ -4,13 +4,14 @@ Names are those of the base model's layers, without our wrapper around Hugging F
 `lora` cannot do (another rank for some layers, DoRA, trained biases) is an error. peft itself is not needed.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from tilewright.core.errors import CheckpointError
 from tilewright.models.folder.json_file import read_json, write_json
@@ -35,13 +36,21 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def save_adapter(model: nn.Module, folder: Path | str, *, base_model: str = "") -> None:
+def save_adapter(
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    base_model: str = "",
+    live: Callable[[str, Tensor], Tensor] | None = None,
+) -> None:
     """Write a model's adapters, in FP32.
 
     Args:
         model: with adapters.
         folder: made where it does not exist.
         base_model: where the base model lies, for readers that load it by themselves: a folder, or a hub's name.
+        live: gives a tensor of the model's state_dict, from its name and itself, with all its values: where the model
+            is in shards.
 
     Raises:
         CheckpointError: no adapters, or the folder cannot be written.
@@ -58,11 +67,10 @@ def save_adapter(model: nn.Module, folder: Path | str, *, base_model: str = "") 
     first = next(iter(layers.values()))
     repo, revision = split_name(base_model) if is_hub_name(base_model) else (base_model, "")
     rank = first.lora_A.shape[0]
-    tensors = {
-        f"{_PREFIX}{name}.lora_{part}.weight": getattr(module, f"lora_{part}").detach().float().cpu().contiguous()
-        for name, module in layers.items()
-        for part in "AB"
-    }
+    names = {param: name for name, param in model.named_parameters()}
+    own = {f"{_PREFIX}{n}.lora_{part}.weight": getattr(m, f"lora_{part}") for n, m in layers.items() for part in "AB"}
+    whole = {key: param if live is None else live(names[param], param) for key, param in own.items()}
+    tensors = {key: tensor.detach().float().cpu().contiguous() for key, tensor in whole.items()}
     config = {key: allowed[0] for key, allowed in _ONLY.items()} | {
         "r": rank,
         "lora_alpha": first.lora_scaling * rank,

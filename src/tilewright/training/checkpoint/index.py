@@ -170,8 +170,8 @@ def _tensor(name: Any, entry: Any, storage: dict[MetadataIndex, Any]) -> tuple[s
 
 
 def _overlap(parts: list[ChunkStorageMetadata]) -> bool:
-    """Whether two parts of a tensor, one per rank that holds some of it, share an element. What one of them covered twice
-    would be missing elsewhere, and be read as what was in memory before.
+    """Whether two parts of a tensor, one per rank that holds some of it, share an element. Another would be in none,
+    and keep what was in memory before.
 
     Parts are taken in the order in which they begin along the dim with the most beginnings; each is compared with those
     that have not ended there.

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import CheckpointError, Problem
 from tilewright.core.units import format_bytes, format_share
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.formats.fp8_layout import CODE_DTYPE
@@ -20,8 +22,11 @@ from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.fp8_names import plan_fp8
 from tilewright.models.hf.model import HFModel
+from tilewright.parallel.agree import from_first
+from tilewright.parallel.whole import WholeTensors
 from tilewright.precision.lora.peft_io import save_adapter
 from tilewright.training.checkpoint.state import TrainState
+from tilewright.training.checkpoint.writing import Live
 
 EXPORT_DTYPES: Mapping[str, torch.dtype | None] = {"keep": None, "bf16": torch.bfloat16, "fp8": CODE_DTYPE}
 """`checkpoint.export_format` -> what the weights are cast to."""
@@ -42,17 +47,45 @@ def check_export(recipe: Recipe, model: Model) -> None:
 
 
 def export(recipe: Recipe, model: Model, state: TrainState, tokenizer: Tokenizer | None, target: Path) -> str:
-    """Write the folder; what was written, in words.
+    """Write the folder; what was written, in words. On several ranks all call this, and the first one writes: a tensor
+    of a model in shards is whole when it is its turn.
 
     Raises:
-        CheckpointError: the folder cannot be written.
+        CheckpointError: the folder cannot be written; on all ranks.
     """
+    group, whole = state.world.data_group, WholeTensors(state.world.data_group, model.state_dict(keep_vars=True))
+    written: tuple[str, tuple[Problem, ...]] = "", ()
+    with whole.serving():
+        if state.world.is_first:
+            try:
+                written = _write(recipe, model, state, whole, tokenizer, target), ()
+            except CheckpointError as error:
+                if group is None:
+                    raise
+                written = "", error.problems
+    text, problems = from_first(group, written)
+    if problems:
+        raise CheckpointError.from_problems(problems)
+    return text
+
+
+def _write(
+    recipe: Recipe,
+    model: Model,
+    state: TrainState,
+    whole: WholeTensors,
+    tokenizer: Tokenizer | None,
+    target: Path,
+) -> str:
+    in_shards = any(isinstance(param, DTensor) for param in model.parameters())
+    live: Live | None = (lambda name, _: whole.tensor(name)) if in_shards else None
     if recipe.lora.rank:
-        save_adapter(model, target, base_model=recipe.model.path)
+        save_adapter(model, target, base_model=recipe.model.path, live=live)
         return f"adapter in {target}"
     dtype = EXPORT_DTYPES[recipe.checkpoint.export_format]
     with state.live() as visit:
-        live = None if visit is None else lambda name, tensor: visit.tensor(f"model.{name}", tensor)
+        if visit is not None:
+            live = lambda name, tensor: visit.tensor(f"model.{name}", tensor)  # noqa: E731
         model.save_hf(target, dtype=dtype, extra=config_keys(recipe, tokenizer), live=live)
     text = f"Hugging Face folder in {target}"
     if dtype == CODE_DTYPE:
