@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = [
-    "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "numpy",
-    "tests.ranks", "tilewright.training.loop",
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint",
+    "numpy", "tests.ranks", "tilewright.training.loop",
 ]  # fmt: skip
 
 
