@@ -1,10 +1,10 @@
 """A run's model on several ranks: built without memory, filled and cut so that no rank ever holds all of it.
 
-    model = build_adapted(..., device="meta" if on_meta(recipe, world) else device)
-    values = first_values(recipe, model, world)
-    convert(model, policy)
-    give_weights(recipe, model, world, device, values, fresh=fresh)  # and now it is sharded, where world says so
-    optimizer = make_optimizer(...)  # parameters are new objects
+model = build_adapted(..., device="meta" if on_meta(recipe, world) else device)
+values = first_values(recipe, model, world)
+convert(model, policy)
+give_weights(recipe, model, world, device, values, fresh=fresh)  # and now it is sharded, where world says so
+optimizer = make_optimizer(...)  # parameters are new objects
 """
 
 import torch
@@ -33,7 +33,7 @@ def give_weights(
     values: InitialValues | None,
     *,
     fresh: bool,
-    sharding: Sharding = Sharding(),
+    sharding: Sharding | None = None,
 ) -> None:
     """Give a converted model its memory and first values, and shard it where `world` has shards.
 
