@@ -1,8 +1,6 @@
 """One step of a tiny model on several ranks, and on one process with the same micro-batches: what both tests of
 `parallel` and of the executors compare."""
 
-import copy
-
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -12,8 +10,7 @@ from tilewright.models.build import init_weights
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.load import load_hf
 from tilewright.optim.clip import GradClip
-from tilewright.parallel.fill import shard_from_meta
-from tilewright.parallel.shard import Sharding, shard
+from tilewright.parallel.shard import shard
 from tilewright.parallel.world import MeshSizes, World, join
 from tilewright.precision.convert import convert
 from tilewright.training.executor.standard import StandardExecutor

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.parallel.agree import sum_over
-from tilewright.parallel.shard import fsdp_modules
+from tilewright.parallel.shard import fsdp_modules, keep_fp32_sums
 
 
 class GradientReduction:
@@ -36,6 +36,7 @@ class GradientReduction:
     ) -> None:
         self._group = group
         self._fsdp = list(fsdp_modules(model))
+        self._model = model
         self._reduce_each = reduce_each
         self._whole = [param for param in params if not isinstance(param, DTensor)]
         if len(self._whole) < len(params) and not self._fsdp:
@@ -57,6 +58,8 @@ class GradientReduction:
         Args:
             last: of this step.
         """
+        if self._fsdp:
+            keep_fp32_sums(self._model)
         for module in self._fsdp:
             module.set_requires_gradient_sync(last or self._reduce_each, recurse=False)
             module.set_requires_all_reduce(last, recurse=False)  # copies of a shard are summed once in any case

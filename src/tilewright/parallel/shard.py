@@ -86,24 +86,34 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
 def ready(model: nn.Module) -> None:
     """The last step of `shard`, for a model that was on the meta device: once its parts have memory.
 
-    Gradients of 16-bit parameters are kept in FP32, whole and in parts. FSDP2 casts the sum to the parameter's dtype;
-    what tells it that dtype is settled when a group first runs, and has no public setting.
+    Gradients of 16-bit parameters are FP32, whole and in parts.
     """
     if not any(param.dtype in LOW_DTYPES for param in model.parameters()):
         return
-    fully_shard.state(model)._lazy_init()
+    fully_shard.state(model)._lazy_init()  # of the root first: it must be the one that begins
     for module in fsdp_modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            if group._orig_dtype in LOW_DTYPES:
-                group._orig_dtype = torch.float32
         module.unshard()
-        for param in module.parameters():
-            if param.dtype in LOW_DTYPES and param.requires_grad:
-                param.grad_dtype = torch.float32
+        _give_fp32_gradients(module)
         module.reshard()
-    for param in model.parameters():
+    _give_fp32_gradients(model)
+    keep_fp32_sums(model)
+
+
+def _give_fp32_gradients(module: nn.Module) -> None:
+    for param in module.parameters():
         if param.dtype in LOW_DTYPES:
             param.grad_dtype = torch.float32
+
+
+def keep_fp32_sums(model: nn.Module) -> None:
+    """Let FSDP2 leave the sum of gradients in FP32, which it would cast to the parameter's dtype.
+
+    What it casts to is settled anew by each `unshard()` and has no public setting.
+    """
+    for module in fsdp_modules(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if getattr(group, "_orig_dtype", None) in LOW_DTYPES:
+                group._orig_dtype = torch.float32
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -27,7 +27,6 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
-from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import Model
@@ -36,6 +35,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
+from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
 from tilewright.planner.replan import Replanner
@@ -44,25 +44,23 @@ from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.audit import Audit
-from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
 from tilewright.training.components.export import check_export
-from tilewright.training.components.lora_model import build_adapted, fill_lazy
+from tilewright.training.components.lora_model import build_adapted
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook
 from tilewright.training.components.precision_modes import PrecisionModes
+from tilewright.training.components.sharded_model import first_values, give_weights, on_meta, quantized_weights
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.layer_major_setup import (
     LayerMajorParts,
     check_no_loss_scaling,
-    has_layer_groups,
-    initial_values,
     make_executor,
     slice_up,
 )
@@ -259,19 +257,15 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         fresh: give the model its initial weights; False where a checkpoint overwrites them.
         memory plan: what is done with each layer; None: what the plan, or the recipe, says.
     """
-    recipe, device = setup.recipe, setup.device
+    recipe, device, world = setup.recipe, setup.device, World.alone()
     memory_plan = memory_plan or setup.memory_plan
     seed_everything(recipe.run.seed)
     memory_tracker = MemoryTracker(device)
     with explained(memory_tracker, recipe, "while the model was made"), memory_tracker.phase("load"):
         model, each = _model(setup, fresh, memory_plan)
-        values = initial_values(recipe, model)
+        values = first_values(recipe, model, world)
         policy, schedule, scaled = _precision(setup, model)
-        if values is not None:
-            to_placeholders(model, device)
-            fill_buffers(model, values)
-        else:
-            fill_lazy(recipe, model, device)
+        give_weights(recipe, model, world, device, values, fresh=fresh)
         cut_layers(model, each, compile=setup.compiles)
         optimizer = make_optimizer(recipe.optim, model, setup.kernels, recipe.run.seed)
         sliced = None
@@ -279,7 +273,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
             sliced = slice_up(
                 recipe, model, optimizer, device, folder=setup.offload_dir, values=values, memory_plan=memory_plan
             )
-        qdata = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
+        qdata = quantized_weights(model, optimizer, without=sliced.away if sliced is not None else ())
         modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, qdata)
     memory_tracker.watch(model)
     num_params = sum(param.numel() for param in model.parameters())
@@ -346,7 +340,7 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
 def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tuple[Model, MemoryPlan]:
     """The model, and what is done with each of its layers."""
     recipe = setup.recipe
-    device = "meta" if has_layer_groups(recipe) else setup.device
+    device = "meta" if on_meta(recipe, World.alone()) else setup.device
     lazy, vocab_size = device != "meta", setup.prepared.vocab_size  # layer groups are filled one by one anyhow
     model = build_adapted(recipe, vocab_size, setup.kernels, device, fresh=fresh and lazy, lazy=lazy)
     check_export(recipe, model)

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from tilewright.core.units import bits_per_byte, perplexity
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import TrainableModel
+from tilewright.parallel.agree import sum_of
+from tilewright.parallel.shard import reshard
 from tilewright.precision.convert import evaluating
 from tilewright.training.executor.standard import Batch, count_targets, to_device
 
@@ -45,8 +48,9 @@ def evaluate(
     num_bytes: Mapping[str, int | None] | None = None,
     device: torch.device | str = "cpu",
     fp32: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, DomainLoss]:
-    """Evaluate a model on the batches of each domain.
+    """Evaluate a model on the batches of each domain; of several ranks each takes its share of them.
 
     Args:
         model: in any mode; it is in evaluation mode inside and comes back as it was.
@@ -54,14 +58,17 @@ def evaluate(
         num_bytes: UTF-8 bytes of text that the targets of each domain stand for, for bits per byte.
         device: where batches are moved.
         fp32: compute in FP32 whatever the model's precision (a converted model only).
+        group: ranks that hold copies or parts of the model, and the same batches. All get the result.
     """
     if not batches:
         return {}
     with evaluating(model) if fp32 else evaluation(model):
         sizes = num_bytes or {}
         results = {
-            domain: _domain(model, rows, torch.device(device), sizes.get(domain)) for domain, rows in batches.items()
+            domain: _domain(model, rows, torch.device(device), sizes.get(domain), group)
+            for domain, rows in batches.items()
         }
+    reshard(model)
     return {domain: result for domain, result in results.items() if result is not None}
 
 
@@ -81,15 +88,24 @@ def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
 
 
 def _domain(
-    model: TrainableModel, batches: Sequence[Batch], device: torch.device, num_bytes: int | None
+    model: TrainableModel,
+    batches: Sequence[Batch],
+    device: torch.device,
+    num_bytes: int | None,
+    group: dist.ProcessGroup | None,
 ) -> DomainLoss | None:
     tokens = count_targets(batches)
     if tokens == 0:
         return None
     total = torch.zeros((), dtype=torch.float32 if device.type != "cpu" else torch.float64, device=device)
-    for batch in batches:
-        total += model.loss(to_device(batch, device)).loss_sum
-    return _result(float(total), tokens, num_bytes)
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    for start in range(0, len(batches), ranks):
+        mine = start + rank
+        # Ranks that gather each other's parts run as many passes as each other; this one may be too much.
+        loss_sum = model.loss(to_device(batches[min(mine, len(batches) - 1)], device)).loss_sum
+        if mine < len(batches):
+            total += loss_sum
+    return _result(sum_of(group, float(total), device), tokens, num_bytes)
 
 
 def _result(loss_sum: float, tokens: int, num_bytes: int | None) -> DomainLoss:

@@ -316,7 +316,7 @@ class StandardExecutor:
 
 
 def after_step(model: TrainableModel, group: dist.ProcessGroup | None) -> None:
-    """`model.after_step`, which models that know nothing of ranks have too."""
+    """`model.after_step`; a model for one rank need not take a group."""
     model.after_step() if group is None else model.after_step(group)
 
 
