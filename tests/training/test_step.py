@@ -33,7 +33,7 @@ class Toy(nn.Module):
         )
         return LossOutput(total * self.poison, (batch["labels"] != -100).sum())
 
-    def after_step(self):
+    def after_step(self, group=None):
         self.updates += 1
 
 
@@ -50,9 +50,9 @@ def _split(batch, sizes):
     return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
 
 
-def _executor(model, *, clip=None, scaler=None, lr=0.1):
+def _executor(model, *, clip=None, scaler=None, lr=0.1, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return StandardExecutor(model, optimizer, clip=clip or GradClip(0.0), scaler=scaler)
+    return StandardExecutor(model, optimizer, clip=clip or GradClip(0.0), scaler=scaler, **options)
 
 
 def _grad_of(executor, microbatches):
@@ -217,7 +217,7 @@ def test_what_the_model_tells_besides_its_loss_is_the_mean_over_micro_batches():
             count = (batch["labels"] != -100).sum()
             return LossOutput(self.weight.sum(), count, {"fullest": batch["labels"].float().mean()})
 
-        def after_step(self):
+        def after_step(self, group=None):
             pass
 
     model = Telling()

@@ -24,7 +24,6 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
-from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import Model
@@ -34,6 +33,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
 from tilewright.parallel.launch import check_equal, in_turn, on_first
+from tilewright.parallel.shard import Sharding
 from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
@@ -41,25 +41,23 @@ from tilewright.planner.replan import Replanner
 from tilewright.planner.summary import PlanSummary
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.audit import Audit
-from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
 from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
 from tilewright.training.components.export import check_export
-from tilewright.training.components.lora_model import build_adapted, fill_lazy
+from tilewright.training.components.lora_model import build_adapted
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
 from tilewright.training.components.precision_modes import PrecisionModes
+from tilewright.training.components.sharded_model import first_values, give_weights, on_meta, quantized_weights
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.layer_major_setup import (
     LayerMajorParts,
     check_no_loss_scaling,
-    has_layer_groups,
-    initial_values,
     make_executor,
     slice_up,
 )
@@ -271,19 +269,17 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         fresh: give the model its initial weights; False where a checkpoint overwrites them.
         memory plan: what is done with each layer; None: what the plan, or the recipe, says.
     """
-    recipe, device = setup.recipe, setup.device
+    recipe, device, world = setup.recipe, setup.device, setup.world
     memory_plan = memory_plan or setup.memory_plan
     seed_everything(recipe.run.seed)
     memory_tracker = MemoryTracker(device)
     with explained(memory_tracker, recipe, "while the model was made"), memory_tracker.phase("load"):
         model, each = _model(setup, fresh, memory_plan)
-        values = initial_values(recipe, model)
+        values = first_values(recipe, model, world)
         policy, schedule, scaled = _precision(setup, model)
-        if values is not None:
-            to_placeholders(model, device)
-            fill_buffers(model, values)
-        else:
-            fill_lazy(recipe, model, device)
+        parallel = recipe.parallel
+        sharding = Sharding(parallel.reshard_after_forward, parallel.cpu_offload)
+        give_weights(recipe, model, world, device, values, fresh=fresh, sharding=sharding)
         cut_layers(model, each, compile=setup.compiles)
         optimizer = make_optimizer(recipe.optim, model, setup.kernels, recipe.run.seed)
         sliced = None
@@ -291,26 +287,27 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
             sliced = slice_up(
                 recipe, model, optimizer, device, folder=setup.offload_dir, values=values, memory_plan=memory_plan
             )
-        qdata = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
+        qdata = quantized_weights(model, optimizer, without=sliced.away if sliced is not None else ())
         modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, qdata)
     memory_tracker.watch(model)
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
     optim = recipe.optim
     clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
-    control = precision_hook(recipe, model, device)
+    control = precision_hook(recipe, model, device, world.data_group)
     executor: Executor
     if sliced is not None:
         check_no_loss_scaling(scaler is not None)
         executor = make_executor(
             recipe, model, sliced, optimizer,
             clip=clip, memory_tracker=memory_tracker, kernels=setup.kernels, weights=qdata,
-            folder=setup.offload_dir, memory_plan=memory_plan,
+            folder=setup.offload_dir, memory_plan=memory_plan, group=world.data_group,
         )  # fmt: skip
     else:
         executor = StandardExecutor(
             model, optimizer, scaler=scaler, clip=clip, device=device, memory_tracker=memory_tracker,
             control=control.control if control is not None else None, policy=ActivationPolicy(model, each),
+            group=world.data_group, reduce_each=parallel.reduce_each,
         )  # fmt: skip
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
@@ -344,7 +341,7 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages, world: Worl
 def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tuple[Model, MemoryPlan]:
     """The model, and what is done with each of its layers."""
     recipe = setup.recipe
-    device = "meta" if has_layer_groups(recipe) else setup.device
+    device = "meta" if on_meta(recipe, setup.world) else setup.device
     lazy, vocab_size = device != "meta", setup.prepared.vocab_size  # layer groups are filled one by one anyhow
     model = build_adapted(recipe, vocab_size, setup.kernels, device, fresh=fresh and lazy, lazy=lazy)
     check_export(recipe, model)

@@ -329,6 +329,9 @@ class ParallelSection(Section):
     False keeps them (ZeRO-2): less communication, more memory."""
     cpu_offload: bool = False
     """Sharded: keep each process's part of parameters, gradients and states in host memory, and update it there."""
+    reduce_each: bool = False
+    """Sharded, with gradient accumulation: sum gradients after each micro-batch, so that each process keeps only its
+    part of them between micro-batches. More communication, less memory. False: once per step."""
     timeout_minutes: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """A process that waits so long for the others ends, so that torchrun can start all again. Who is missing is said
     long before."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import format_share
@@ -96,8 +97,16 @@ def _move(row: dict) -> Move:
     return Move(**{name: value for name, value in row.items() if name != "kind"})
 
 
-def precision_hook(recipe: Recipe, model: Model, device: torch.device) -> PrecisionHook | None:
+def precision_hook(
+    recipe: Recipe, model: Model, device: torch.device, group: dist.ProcessGroup | None = None
+) -> PrecisionHook | None:
     """The controller of single matmuls, if the recipe asks for it or for a schedule of them.
+
+    Args:
+        recipe: reads `[precision]` and the number of steps.
+        model: converted.
+        device: where batches are moved.
+        group: ranks that decide alike; None on one rank.
 
     Raises:
         FitError: its budget cannot be kept.
@@ -119,4 +128,5 @@ def precision_hook(recipe: Recipe, model: Model, device: torch.device) -> Precis
             spike_factor=control.spike_factor,
         )
     schedule = FormatSchedule.from_section(section, recipe.train.steps)
-    return PrecisionHook(PrecisionController(model, settings, schedule), model, device, section.lr_noise_damping)
+    controller = PrecisionController(model, settings, schedule, group=group)
+    return PrecisionHook(controller, model, device, section.lr_noise_damping)

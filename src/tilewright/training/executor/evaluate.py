@@ -13,6 +13,7 @@ from tilewright.core.units import bits_per_byte, perplexity
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.parallel.agree import gather
+from tilewright.parallel.shard import reshard
 from tilewright.precision.convert import evaluating
 from tilewright.training.executor.standard import Batch, count_targets, to_device
 
@@ -49,7 +50,7 @@ def evaluate(
     fp32: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, DomainLoss]:
-    """Evaluate a model on the batches of each domain.
+    """Evaluate a model on the batches of each domain; of several ranks each takes its share of them.
 
     Args:
         model: in any mode; it is in evaluation mode inside and comes back as it was.
@@ -64,11 +65,13 @@ def evaluate(
         return {}
     with evaluating(model) if fp32 else evaluation(model):
         sizes = num_bytes or {}
+        results: Mapping[str, DomainLoss | None]
         if group is not None:
-            return _shared(model, batches, torch.device(device), sizes, group)
-        results = {
-            domain: _domain(model, rows, torch.device(device), sizes.get(domain)) for domain, rows in batches.items()
-        }
+            results = _shared(model, batches, torch.device(device), sizes, group)
+        else:
+            where = torch.device(device)
+            results = {domain: _domain(model, rows, where, sizes.get(domain)) for domain, rows in batches.items()}
+    reshard(model)
     return {domain: result for domain, result in results.items() if result is not None}
 
 
@@ -88,7 +91,10 @@ def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
 
 
 def _domain(
-    model: TrainableModel, batches: Sequence[Batch], device: torch.device, num_bytes: int | None
+    model: TrainableModel,
+    batches: Sequence[Batch],
+    device: torch.device,
+    num_bytes: int | None,
 ) -> DomainLoss | None:
     tokens = count_targets(batches)
     if tokens == 0:
