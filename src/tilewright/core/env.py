@@ -264,9 +264,9 @@ def agent_store(environ: Mapping[str, str] | None = None) -> tuple[str, int, str
 
 
 def of_ranks(world: int, port: int) -> list[dict[str, str]]:
-    """Environments of `world` processes on this machine, as torchrun would set them, for who starts them itself."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    shared = os.environ | meeting | {"LOCAL_WORLD_SIZE": str(world)}
+    """What torchrun would set for `world` processes on this machine, for who starts them itself."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}
+    shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 

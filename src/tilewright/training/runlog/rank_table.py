@@ -46,6 +46,8 @@ class RankTable:
         step_s, cpu_s = time.perf_counter() - self._begun[0], time.thread_time() - self._begun[1]
         self._begun = None
         self._steps += 1
+        if self._steps == 1:  # it compiles
+            return
         self._step_s += step_s
         self._wait_s += max(0.0, step_s - cpu_s)
 
@@ -61,13 +63,13 @@ class RankTable:
         self._folder.write_json(FILE, {"step": step, "ranks": rows})
 
     def _row(self) -> dict[str, Any]:
-        steps = max(1, self._steps)
+        steps = max(1, self._steps - 1)
         gpu = f", GPU {torch.cuda.current_device()}" if self._device.type == "cuda" else ""
         return {
             "rank": dist.get_rank(),
             "machine": platform.node() + gpu,
             "steps": self._steps,
-            "step_s": self._step_s / steps,
+            "step_s": self._step_s / steps or None,
             "wait_s": self._wait_s / steps if self._device.type == "cpu" else None,
             "data_s": self._data_s / steps,
             "planned_bytes": self._planned or None,
