@@ -9,6 +9,7 @@ Which data comes, which learning rate, and what is written down is the matter of
 """
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.gradients import GradientReduction, check_as_many
+from tilewright.parallel.oom import OnAllRanksError, oom_on_all
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
@@ -234,18 +236,20 @@ class StandardExecutor:
         over the ranks and clipped."""
         factor = scale / max(num_targets, 1)
         aux: dict[str, Tensor] = {}
-        loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
-        loss_sum = loss_sum.to(self.device)
-        for index, host_batch in enumerate(microbatches):
-            self._gradients.begin(last=index + 1 == len(microbatches))
-            batch = to_device(host_batch, self.device)
-            with self._phase("forward"):
-                output = self.model.loss(batch)
-            with self._phase("backward"):
-                (output.loss_sum * factor).backward()
-            loss_sum += output.loss_sum.detach()
-            for name, value in output.aux.items():
-                aux[name] = aux[name] + value if name in aux else value
+        dtype = torch.float64 if self.device.type == "cpu" else torch.float32
+        loss_sum = torch.zeros((), dtype=dtype, device=self.device)
+        # Copies of a model meet after their passes; parts of one meet in them, where none can stop alone.
+        with nullcontext() if self._gradients.sharded else oom_on_all(self._group, self.device):
+            for index, host_batch in enumerate(microbatches):
+                self._gradients.begin(last=index + 1 == len(microbatches))
+                batch = to_device(host_batch, self.device)
+                with self._phase("forward"):
+                    output = self.model.loss(batch)
+                with self._phase("backward"):
+                    (output.loss_sum * factor).backward()
+                loss_sum += output.loss_sum.detach()
+                for name, value in output.aux.items():
+                    aux[name] = aux[name] + value if name in aux else value
         sum_over(self._group, [loss_sum])
         with self._phase("update"):
             self._gradients.finish()
@@ -292,7 +296,7 @@ class StandardExecutor:
     def _why_half(self, progress: _Progress) -> str | None:
         """Why a step that got so far cannot be taken back; None where it can."""
         if self._group is not None:
-            return "the other ranks have continued"
+            return None if isinstance(sys.exception(), OnAllRanksError) else "the other ranks have continued"
         if progress.updated:
             return "the weights are new, and what follows from them is missing"
         if progress.gradients is None:
