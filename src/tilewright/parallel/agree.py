@@ -23,7 +23,7 @@ def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[Tensor]) -> None
 
 
 def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device | str = "cpu") -> float:
-    """The sum of a number over the group, in FP64 where the device has it."""
+    """The sum of a number over the group, in FP64."""
     if group is None:
         return value
     total = torch.tensor(value, dtype=torch.float64, device=device)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError
 from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.models.base.protocols import InitialValues, Model
 from tilewright.models.folder.resolve import local_folder
@@ -33,7 +34,18 @@ def on_meta(recipe: Recipe, world: World) -> bool:
 
     A sharded model with adapters is not: its base is read and encoded as on one rank, and its FP8 codes, which are no
     parameters, stay whole on each.
+
+    Raises:
+        ConfigError: shards, and the layer-major executor, whose layers travel whole.
     """
+    if has_layer_groups(recipe) and world.fsdp_mesh is not None:
+        raise ConfigError(
+            "Layer-major executor does not shard",
+            got=f'parallel.dp_shard = {world.sizes.dp_shard}, memory.executor = "layer_major"',
+            need="copies of the model, each on a process",
+            try_=f"--parallel.dp_shard 1 --parallel.dp_replicate {world.size}, or --memory.executor standard",
+            where="parallel.dp_shard",
+        )
     return has_layer_groups(recipe) or (world.fsdp_mesh is not None and not recipe.lora.rank)
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import NumericsError
 from tilewright.core.memory_plan import MemoryPlan
@@ -27,6 +28,7 @@ from tilewright.models.base.preference import is_pairs
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
+from tilewright.optim.gradients import all_finite as values_finite
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.gradients import GradientReduction, check_as_many
 from tilewright.parallel.oom import OnAllRanksError, oom_on_all
@@ -395,4 +397,8 @@ def all_finite(named: Iterable[tuple[str, Tensor]]) -> bool:
 
 @torch.no_grad()
 def _not_finite(named: Iterator[tuple[str, Tensor | None]]) -> Iterator[str]:
-    return (name for name, tensor in named if tensor is not None and not bool(torch.isfinite(tensor).all()))
+    return (name for name, tensor in named if tensor is not None and not _is_finite(tensor))
+
+
+def _is_finite(tensor: Tensor) -> bool:  # on all ranks, of a tensor that is in parts
+    return bool(values_finite([tensor]) if isinstance(tensor, DTensor) else torch.isfinite(tensor).all())
