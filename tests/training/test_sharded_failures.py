@@ -15,8 +15,9 @@ from tests.ranks import on_ranks
 from tests.training.ranks_that_die import on_ranks_of_which_one_dies
 from tests.training.sharded import joined, sharded_state, train
 from tilewright.core.atomic_io import MANIFEST, check_manifest
+from tilewright.memory.offload.layout import placeholder
 from tilewright.training.checkpoint import writing
-from tilewright.training.checkpoint.store import CheckpointStore
+from tilewright.training.checkpoint.store import CheckpointStore, read_tensors
 
 pytestmark = pytest.mark.dist
 
@@ -30,10 +31,10 @@ def _save(store, state, step, **how):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """What became of the saves of two ranks of which one has no room: by folder."""
+    """What became of the saves of two ranks of which one has no room, by folder; and of tensors stored elsewhere."""
     folder = tmp_path_factory.mktemp("full")
-    (folder / "limit").mkdir()
-    (folder / "room").mkdir()
+    for name in ("limit", "room", "live"):
+        (folder / name).mkdir()
     return folder, on_ranks(2, _disk_of_one_full, folder / "limit")
 
 
@@ -48,11 +49,12 @@ def _disk_of_one_full(rank, folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     records += [_save(store, state, 2), _save(store, state, 3, now=True)]
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return [*records, _save(store, state, 4)], _room_for_two(rank, folder.with_name("room"))
+    records.append(_save(store, state, 4))
+    return records, _room_for_two(rank, folder.with_name("room")), _not_in_memory(rank, folder.with_name("live"))
 
 
 def test_a_rank_that_cannot_write_fails_the_save_of_all(full):
-    folder, ((first, _), (second, _)) = full
+    folder, ((first, *_), (second, *_)) = full
     folder = folder / "limit"
     assert [record.error for record in first] == [record.error for record in second]
     whole, failed, failed_now, after = first
@@ -80,11 +82,42 @@ def _room_for_two(rank, folder):
 
 
 def test_a_disk_that_is_full_for_one_drops_the_oldest_for_all(full):
-    folder, ((_, first), (_, second)) = full
+    folder, ((_, first, _), (_, second, _)) = full
     for records in (first, second):
         assert [record.error for record in records] == [None] * 3
         assert [record.dropped for record in records] == [(), (), ("step_00000001",)]
     assert sorted(path.name for path in (folder / "room").iterdir()) == ["step_00000002", "step_00000003"]
+
+
+def _not_in_memory(rank, folder):
+    """Two replicas whose tensors are stored elsewhere and come when it is their turn, as layer-major runs have them."""
+    world = joined(1, 2)
+    tensors = {f"w{number}": placeholder((3, 4), torch.float32, "cpu") for number in range(6)}
+    asked = []
+
+    def live(name, tensor):
+        asked.append(name)
+        return torch.full_like(tensor, float(name[1:]))
+
+    store = CheckpointStore(folder, world=world)
+    store.save(1, tensors, {}, live=live, compared=tensors)
+    (record,) = store.finished()
+    return record.error, asked[:6], asked[6:]
+
+
+def test_tensors_that_come_in_turn_are_written_by_one_of_two_replicas(full):
+    folder, ranks = full
+    names = [f"w{number}" for number in range(6)]
+    written = []
+    for *_, (error, compared, own) in ranks:
+        assert error is None
+        assert compared == names  # in order: what is fetched for one is there for the next
+        assert own == sorted(own)
+        written += own
+    assert sorted(written) == names
+    read = {name: torch.empty(3, 4) for name in names}
+    read_tensors(folder / "live" / "step_00000001", read)
+    assert all((tensor == float(name[1:])).all() for name, tensor in read.items())
 
 
 def _flips_a_bit(rank, folder):
