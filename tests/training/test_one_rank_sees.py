@@ -1,4 +1,5 @@
-"""What one rank alone sees is acted on by all: a signal, minutes, memory, an allocator's error, a folder that is gone."""
+"""What one rank alone sees is acted on by all: a signal, minutes, memory, an allocator's error, a folder that is
+gone."""
 
 import shutil
 import signal

@@ -11,7 +11,8 @@ from tilewright.models.base.protocols import LossOutput
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.training.executor.standard import StandardExecutor, all_finite, count_targets
+from tilewright.training.executor.not_finite import all_finite
+from tilewright.training.executor.standard import StandardExecutor, count_targets
 
 
 class Toy(nn.Module):

@@ -61,7 +61,8 @@ from tilewright.training.executor.layer_major_setup import (
     make_executor,
     slice_up,
 )
-from tilewright.training.executor.standard import Executor, StandardExecutor, all_finite
+from tilewright.training.executor.not_finite import all_finite
+from tilewright.training.executor.standard import Executor, StandardExecutor
 from tilewright.training.executor.summon import SummonedParams, passing
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run

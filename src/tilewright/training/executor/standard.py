@@ -11,30 +11,28 @@ Which data comes, which learning rate, and what is written down is the matter of
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from tilewright.core.errors import NumericsError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.preference import is_pairs
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
-from tilewright.optim.gradients import all_finite as values_finite
 from tilewright.parallel.agree import sum_over
 from tilewright.parallel.gradients import GradientReduction, check_as_many
 from tilewright.parallel.oom import OnAllRanksError, oom_on_all
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
+from tilewright.training.executor.not_finite import not_finite_error
 from tilewright.training.executor.transaction import StepTransaction
 
 IGNORED_LABEL = -100
@@ -167,6 +165,7 @@ class StandardExecutor:
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self._group = group
         self._gradients = GradientReduction(model, self._params, group, reduce_each=reduce_each)
+        self._sharded = self._gradients.sharded
         self._bad_steps = 0
         self.transaction = StepTransaction(
             model, self._params, self.device, [part for part in (clip, scaler, control) if part is not None]
@@ -196,7 +195,7 @@ class StandardExecutor:
         started = time.perf_counter()
         progress = _Progress()
         with self.transaction.rollback_on_oom(irrevocable=lambda: self._why_half(progress)) as before:
-            if self._gradients.sharded:
+            if self._sharded:
                 check_as_many(self._group, len(microbatches), self.device)
             num_targets, num_tokens = count_over(self._group, microbatches, self.device)
             scale = self.scaler.scale_value if self.scaler is not None else 1.0
@@ -241,9 +240,11 @@ class StandardExecutor:
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
         loss_sum = torch.zeros((), dtype=dtype, device=self.device)
         # Copies of a model meet after their passes; parts of one meet in them, where none can stop alone.
-        with nullcontext() if self._gradients.sharded else oom_on_all(self._group, self.device):
+        apart = self._group is not None and not self._sharded
+        with oom_on_all(self._group, self.device) if apart else nullcontext():
             for index, host_batch in enumerate(microbatches):
-                self._gradients.begin(last=index + 1 == len(microbatches))
+                if self._sharded:
+                    self._gradients.begin(last=index + 1 == len(microbatches))
                 batch = to_device(host_batch, self.device)
                 with self._phase("forward"):
                     output = self.model.loss(batch)
@@ -252,9 +253,10 @@ class StandardExecutor:
                 loss_sum += output.loss_sum.detach()
                 for name, value in output.aux.items():
                     aux[name] = aux[name] + value if name in aux else value
-        sum_over(self._group, [loss_sum])
         with self._phase("update"):
-            self._gradients.finish()
+            if self._group is not None:
+                sum_over(self._group, [loss_sum])
+                self._gradients.finish()
             loss = float(loss_sum) / max(num_targets, 1)
             norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
         return _StandardAttempt(loss, norm, skipped, aux)
@@ -361,7 +363,8 @@ def _tokens_in(batch: Batch) -> int:
 def count_over(group: dist.ProcessGroup | None, microbatches: Sequence[Batch], device: torch.device) -> tuple[int, int]:
     """Targets and tokens of all ranks of a group."""
     totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)], device=device)
-    sum_over(group, [totals])
+    if group is not None:
+        sum_over(group, [totals])
     num_targets, num_tokens = totals.tolist()
     return num_targets, num_tokens
 
@@ -369,36 +372,3 @@ def count_over(group: dist.ProcessGroup | None, microbatches: Sequence[Batch], d
 def row_length(microbatches: Sequence[Batch]) -> int | None:
     """Tokens of the longest row; None of images."""
     return max((batch["input_ids"].shape[-1] for batch in microbatches if "input_ids" in batch), default=None)
-
-
-def not_finite_error(model: nn.Module, loss: float, steps: int) -> NumericsError:
-    """The error of a run whose gradient stays non-finite, naming where that shows first."""
-    bad_weights = list(_not_finite((name, param) for name, param in model.named_parameters()))
-    named = [(name, param.grad) for name, param in model.named_parameters() if param.grad is not None]
-    bad = list(_not_finite(reversed(named)))  # the backward pass runs from the last module to the first
-    got = [f"loss {loss:.6g}; {len(bad)} of {len(named)} gradients are not finite"]
-    if bad:
-        got.append(f"first in backward order: {bad[0].rpartition('.')[0] or bad[0]} ({bad[0]})")
-    if bad_weights:
-        got.append(f"{len(bad_weights)} parameters are not finite themselves, the first is {bad_weights[0]}")
-    return NumericsError(
-        f"Non-finite gradient in {steps} steps in a row",
-        got="\n".join(got),
-        need="finite losses and gradients; the weights have not changed since the last good step",
-        try_="optim.lr lower, optim.warmup_steps higher, or that module in FP32:\n"
-        '[[precision.rules]] match = "NAME" compute = "fp32"',
-    )
-
-
-def all_finite(named: Iterable[tuple[str, Tensor]]) -> bool:
-    """True where every floating-point tensor is finite."""
-    return not any(True for _ in _not_finite((name, t) for name, t in named if t.is_floating_point()))
-
-
-@torch.no_grad()
-def _not_finite(named: Iterator[tuple[str, Tensor | None]]) -> Iterator[str]:
-    return (name for name, tensor in named if tensor is not None and not _is_finite(tensor))
-
-
-def _is_finite(tensor: Tensor) -> bool:  # on all ranks, of a tensor that is in parts
-    return bool(values_finite([tensor]) if isinstance(tensor, DTensor) else torch.isfinite(tensor).all())
