@@ -92,7 +92,7 @@ def check_one_process(command: str) -> None:
     world = env.ranks().world
     if world > 1 and command not in ON_RANKS:
         raise HardwareError(
-            f"tilewright {command} runs in one process",
+            f"Command {command} runs in one process",
             got=f"{world} processes",
             need="1; " + " and ".join(ON_RANKS) + " share their work",
             try_=f"tilewright {command}, without torchrun; or unset WORLD_SIZE",
@@ -166,10 +166,6 @@ def run(args: list[str]) -> int:
         if state.verbosity:
             raise
         return error.exit_code
-    except RuntimeError as error:  # of several ranks: a connection that broke because another one ended
-        if not is_of_others(error):
-            raise
-        return 1
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "tilewright"
         print_once(ConfigError(error.format_message(), try_=f"{command} --help"))
@@ -181,3 +177,7 @@ def run(args: list[str]) -> int:
         # The reader (head, less) is gone: nothing left to say, and Python must not say it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
+    except RuntimeError as error:  # of several ranks: a connection that broke because another one ended
+        if not is_of_others(error):
+            raise
+        return 1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ from tilewright.parallel.agree import from_first, gather
 from tilewright.parallel.world import MeshSizes, World, join
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=30)
-"""How long ranks wait for work of unknown length that one of them does, such as preparing data."""
+PATIENCE = timedelta(days=7)
+"""How long ranks wait for work of unknown length that one of them does, such as preparing data. Gloo counts in 32 bits
+of milliseconds: from 25 days on it would not even wait for a connection."""
 
 
 @contextmanager
@@ -56,11 +57,22 @@ def launched(*, dp_replicate: int, dp_shard: int, device: str, timeout_s: float)
     if not there:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         gpu = {"device_id": torch.device("cuda", ranks.local_rank)} if on_gpu else {}
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **gpu)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **_meeting(ranks), **gpu)
     world = join(ranks, sizes, torch.device("cuda" if on_gpu else "cpu"))
     yield replace(world, waiting_group=dist.new_group(backend="gloo", timeout=PATIENCE))
     if not there:  # not after an error: the others may be in the middle of a collective
         dist.destroy_process_group()
+
+
+def _meeting(ranks: Ranks) -> dict[str, Any]:
+    """Where the ranks meet, for `init_process_group`. torchrun's store outlives the ranks that it starts again, and
+    holds where those of the attempt before could be reached, so each attempt has a part of it."""
+    found = env.agent_store()
+    if found is None:
+        return {}
+    host, port, attempt = found
+    store = dist.PrefixStore(f"tilewright/attempt/{attempt}", dist.TCPStore(host, port, is_master=False))
+    return {"store": store, "rank": ranks.rank, "world_size": ranks.world}
 
 
 def take_gpu(ranks: Ranks) -> None:

@@ -92,7 +92,7 @@ def _check_parallel(ctx: click.Context, recipe: str, mesh: str, as_json: bool) -
     Raises:
         NumericsError: something is beyond its tolerance.
     """
-    from tilewright.cli.parity import STEPS, compare, parse_sizes
+    from tilewright.cli.commands.outputs.parity import STEPS, compare, parse_sizes
     from tilewright.core.config.load import load_recipe
 
     gaps = compare(load_recipe(recipe, overrides(ctx)), *parse_sizes(mesh))
