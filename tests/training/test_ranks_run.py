@@ -9,7 +9,10 @@ from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
 from tests.training.tiny import last_state, rows, tiny
 from tilewright.core.errors import TilewrightError
+from tilewright.parallel.shard import Sharding
 from tilewright.planner.machine import ceilings
+from tilewright.training import assemble
+from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.loop import train
 
 pytestmark = pytest.mark.dist
@@ -113,3 +116,33 @@ def test_an_error_is_the_same_on_all_ranks(changes, title, data, tmp_path):
     first, second = on(2, data, tmp_path, **changes)
     assert first == second
     assert title in first
+
+
+def options(rank, data, runs, changes):
+    """How the run's model was sharded and its gradients are summed, and the last loss."""
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    seen, give, step = {}, assemble.give_weights, StandardExecutor.step
+
+    def given(*args, **named):
+        seen["sharding"] = named["sharding"]
+        give(*args, **named)
+
+    def stepped(executor, *args):
+        seen["each"] = executor._gradients._reduce_each
+        return step(executor, *args)
+
+    assemble.give_weights, StandardExecutor.step = given, stepped
+    return train(tiny(Path(data), Path(runs), **changes)).loss, seen["sharding"], seen["each"]
+
+
+def test_options_of_a_sharded_model(data, tmp_path):
+    """`reshard_after_forward`, `cpu_offload` and `reduce_each` say where bytes are (`tests/parallel/test_shard.py`), and
+    change no loss."""
+    settings = {"train__steps": 2, "checkpoint__interval": 0, "precision__mode": "fp32"}
+    changed = {f"parallel__{name}": "true" for name in ("cpu_offload", "reduce_each")}
+    changed["parallel__reshard_after_forward"] = "false"
+    plain = on_ranks(2, options, str(data), str(tmp_path / "plain"), settings)
+    other = on_ranks(2, options, str(data), str(tmp_path / "other"), settings | changed)
+    assert plain[0][1:] == (Sharding(), False)
+    assert other[0][1:] == (Sharding(reshard_after_forward=False, cpu_offload=True), True)
+    assert other[0][0] == pytest.approx(plain[0][0], rel=2e-6)

@@ -4,7 +4,8 @@
 run of one process has `World.alone()`: no group, no mesh, and what takes a group gets None and adds nothing.
 
 Axes of the mesh, outermost first: `dp_replicate` (copies of the model), `dp_shard` (FSDP2: parameters, gradients and
-optimizer states in parts). Both see different data, so losses, token counts and decisions are reduced over both.
+optimizer states in parts). Both see different data, so losses, token counts and decisions are reduced over both. Not
+there yet, and refused by the recipe above 1: `tp` (tensors), `ep` (experts), `pp` (pipeline stages), `cp` (context).
 """
 
 from dataclasses import dataclass
