@@ -136,7 +136,7 @@ def options(rank, data, runs, changes):
 
 
 def test_options_of_a_sharded_model(data, tmp_path):
-    """`reshard_after_forward`, `cpu_offload` and `reduce_each` say where bytes are (`tests/parallel/test_shard.py`), and
+    """`reshard_after_forward`, `cpu_offload` and `reduce_each` say where bytes are (tests of `parallel.shard`), and
     change no loss."""
     settings = {"train__steps": 2, "checkpoint__interval": 0, "precision__mode": "fp32"}
     changed = {f"parallel__{name}": "true" for name in ("cpu_offload", "reduce_each")}
