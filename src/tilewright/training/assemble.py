@@ -52,6 +52,7 @@ from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
 from tilewright.training.components.precision_modes import PrecisionModes
+from tilewright.training.components.ranks import unplanned
 from tilewright.training.components.sharded_model import first_values, give_weights, on_meta, quantized_weights
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.layer_major import LayerMajorExecutor
@@ -240,7 +241,7 @@ def set_up(
             differ.
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
-    loaded = in_turn(world, lambda: pinned(loaded))
+    loaded = unplanned(in_turn(world, lambda: pinned(loaded)), world)
     recipe = loaded.recipe
     machine = detect_machine(recipe.run.device).shared_by(world.local_size)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
@@ -251,7 +252,7 @@ def set_up(
         rates = ceilings.measure(machine, progress=say, own_process=True)
         run = recipe.run
         offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
-        site = PlanContext(prepared.vocab_size, machine, rates, offload_dir, sizes=world.sizes)
+        site = PlanContext(prepared.vocab_size, machine, rates, offload_dir)
         return plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
 
     plan = on_first(world, planned)

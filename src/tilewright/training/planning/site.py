@@ -12,7 +12,6 @@ from pathlib import Path
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.log import say
-from tilewright.parallel.world import MeshSizes
 from tilewright.planner.cost.choices import Links
 from tilewright.planner.cost.links import as_links, disk_speed, existing, host_speed
 from tilewright.planner.machine.ceilings import Ceilings
@@ -31,8 +30,6 @@ class PlanContext:
     rates: Ceilings
     offload_dir: Path
     """Of the disk tier."""
-    sizes: MeshSizes = field(default=MeshSizes(), kw_only=True)
-    """Processes of the run: what is planned is what one of them takes."""
     progress: Callable[[str], None] | None = field(default=say, kw_only=True)
     """Called with a line of text before a measurement."""
 

@@ -154,7 +154,10 @@ def tolerance_of(recipe: Recipe) -> tuple[float, float, float]:
     mode = recipe.precision.mode if recipe.precision.enabled else "fp32"
     if mode.startswith("fp8"):
         return TOLERANCE["8-bit"]
-    return TOLERANCE["fp32" if mode in ("fp32", "tf32") and recipe.optim.moments == "fp32" else "16-bit"]
+    loss, gradient, weight = TOLERANCE["fp32" if mode in ("fp32", "tf32") else "16-bit"]
+    if recipe.optim.kind == "muon" or recipe.optim.moments != "fp32":  # the update itself computes in BF16, or rounds
+        weight = max(weight, TOLERANCE["16-bit"][2])
+    return loss, gradient, weight
 
 
 def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], tolerance: tuple[float, float, float]) -> list[Gap]:
