@@ -49,7 +49,7 @@ def test_two_processes_against_one(tmp_path, monkeypatch):
     arguments = [f"--{name}={value}" for name, value in given.items()]
     result = CliRunner().invoke(cli, ["doctor", "--json", "--parallel", "dp_shard=2", "default", *arguments])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.output[result.output.index("{") :])
+    found = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])
     assert found["beyond"] == 0
     kinds = {gap["kind"] for gap in found["gaps"]}
     assert kinds == {"loss", "gradient", "weight"}

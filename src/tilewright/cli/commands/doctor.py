@@ -111,7 +111,8 @@ def _check_parallel(ctx: click.Context, recipe: str, mesh: str, as_json: bool) -
             need="the same loss, gradients and weights but for the order of sums",
             try_=f"tilewright doctor -v --parallel {mesh} {recipe}, and report it",
         )
-    echo(f"{len(gaps)} numbers after {STEPS} steps are those of one process within their tolerance")
+    if not as_json:
+        echo(f"{len(gaps)} numbers after {STEPS} steps are those of one process within their tolerance")
 
 
 def _print_machine(machine: Machine, speed: float | None) -> None:

@@ -230,7 +230,7 @@ def _ranks(ranks: Mapping[int, str]) -> str:
 
 
 def unplanned(loaded: Loaded, world: World) -> Loaded:
-    """The recipe of a sharded run, for which nothing is planned: the planner prices a process that holds the whole model.
+    """The recipe of a run, of a sharded one without a plan: the planner prices a process that holds the whole model.
 
     Args:
         loaded: the recipe.
