@@ -36,7 +36,9 @@ class Row:
 
     @property
     def where(self) -> str:
-        return place(self.result.record) if self.result else self.hardware
+        if self.result is None:
+            return self.hardware
+        return self.result.record["machine"].get("gpu") or place(self.result.record)
 
     @property
     def date(self) -> str:

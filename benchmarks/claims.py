@@ -5,10 +5,14 @@ A claim that needs a GPU is a row without a measurement until there is a result 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks import finetune_rows, first_hour_rows, serve_rows
-from benchmarks.claim_rows import Group, Row, read, read_all
+from benchmarks.claim_rows import Group, Result, Row, read, read_all
+from benchmarks.common import RESULTS
+from benchmarks.gpu_targets import TARGETS, judged, record_of
 from benchmarks.verdict import (
     MISS,
     NO_TARGET,
@@ -29,16 +33,17 @@ def groups() -> list[Group]:
     """All sections of the page."""
     gpu = "python -m benchmarks.gpu"
     return [
-        Group("Speed", [*_throughput(), *_operations(), *_not_run("fp8")], f"{gpu} fp8"),
-        Group("Memory", [*_headlines(), *_other_memory(), *_not_run("memory")], f"{gpu} memory"),
-        Group("Numerics", [*_quality(), *_controller(), *_search(), *_not_run("loss")], f"{gpu} loss"),
+        Group("Speed", [*_throughput(), *_operations(), *gpu_rows("fp8"), *gpu_rows("paths")], f"{gpu} fp8 paths"),
+        Group("Memory", [*_headlines(), *_other_memory(), *gpu_rows("memory")], f"{gpu} memory"),
+        Group("Numerics", [*_quality(), *_controller(), *_search(), *gpu_rows("loss")], f"{gpu} loss"),
         Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver()],
               "python -m benchmarks.plan_measured", PLANS),
         Group("Default job", [*first_hour_rows.default_job(), *first_hour_rows.muon()]),
         Group("Fine-tuning", list(finetune_rows.rows()),
               "python -m benchmarks.finetune_memory, .finetune_quality, .generate"),
         Group("Server of models", list(serve_rows.rows())),
-        Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(), *first_hour_rows.watch()]),
+        Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(),
+                              *first_hour_rows.sharded_checkpoint(), *first_hour_rows.watch()]),
     ]  # fmt: skip
 
 
@@ -49,19 +54,6 @@ PLANS = (
 )
 H200 = "NVIDIA H200"
 TO_RUN = {
-    "fp8": (
-        ("FP8 quantisation bandwidth against a copy", "at least 85 %", H200),
-        ("three GEMMs of a linear layer in FP8, quantisation included, against BF16", "at least 1.4x", H200),
-        ("`fp8_tile` step of an 8B-shaped decoder against `bf16_mixed`", "at least 1.3x, less memory", H200),
-    ),
-    "memory": (
-        ("42B parameters, all trained, on one card: tokens/s, with 130 GiB on the card and 100 GiB on the host at most",
-         "at least 1,100", H200),
-        ("8B parameters layer by layer, against FSDP2 CPU offload and torchao's `CPUOffloadOptimizer`", "-", H200),
-    ),
-    "loss": (
-        ("held-out loss of a 1B-shaped decoder: `fp8_tile` with the controller against BF16", "at most +0.25 %", H200),
-    ),
     "plan": (
         ("seconds per step, planned against measured: FP8, FP32, low-bit moments, smaller micro-batches", "within 15 %",
          "CPU"),
@@ -73,6 +65,16 @@ TO_RUN = {
 def _not_run(part: str) -> Iterator[Row]:
     for number, (metric, target, hardware) in enumerate(TO_RUN[part]):
         yield Row(f"{part} {number}", metric, target, Verdict("-", NOT_RUN), None, hardware)
+
+
+def gpu_rows(group: str, folder: Path = RESULTS / "gpu") -> Iterator[Row]:
+    """What `benchmarks.gpu` measures of a group, from the card's files where there are any."""
+    for target in TARGETS[group]:
+        record = record_of(target.part, folder)
+        verdict = judged(target, record)
+        result = Result(f"gpu/{target.part}", record) if record and verdict.status != NOT_RUN else None
+        row = Row(target.key, target.metric, target.target, verdict, result, "" if result else H200)
+        yield row if result else replace(row, verdict=Verdict("-", NOT_RUN))
 
 
 def _times(number: float) -> str:
@@ -360,6 +362,7 @@ UNUSED = {
     "default_job_steps_avx512": "seconds per step, from which the rungs of the default job get their steps",
     "int8_linear_avx512": "measured beside other jobs on the same cores; the claim waits for a quiet machine",
     "default_peer_steps_avx512": "seconds per step, from which the peer of the default job gets its steps",
+    "readers_avx512": "processor time of the readers alone, beside other jobs; the claim is on all stages of a build",
 }
 """Result files without a row, and why."""
 

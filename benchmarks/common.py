@@ -127,7 +127,7 @@ def write_result(name: str, claim: str, results: dict[str, Any]) -> Path:
     record = {
         "claim": claim,
         "command": "python -m " + " ".join(["benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": current_commit(),
         "date": datetime.date.today().isoformat(),
         "machine": machine_facts(),
         "results": results,
@@ -137,7 +137,8 @@ def write_result(name: str, claim: str, results: dict[str, Any]) -> Path:
     return path
 
 
-def _commit() -> str:
+def current_commit() -> str:
+    """Of the sources, or "unknown"."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 

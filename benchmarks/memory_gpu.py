@@ -4,19 +4,19 @@ Parts, each a command of its own; results are written after every step, so that 
   largest   recipe slice_42b_h200: all parameters trained, 8k tokens per step; loss, tokens/s, device and host peak, and
             the plan's prediction beside them
   offload   an 8B-shaped decoder, the same rows of text: layer-major with 8-bit states on the host, FSDP2 with
-            `CPUOffloadPolicy`, torchao's `CPUOffloadOptimizer`; all with BF16 parameters and recomputed layers
+            `CPUOffloadPolicy`, torchao's `CPUOffloadOptimizer`; all with BF16 parameters and recomputed layers;
+            `--device-gib 24` does it in the memory of a consumer card
+  limit     the most layers of the 42B recipe that the plan fits into this machine, and two steps of them
 
 Floors use the rates of one H200 that were measured before: 790 TFLOP/s BF16; and 50 GB/s of its link (assumed).
 
-python -m benchmarks.memory_gpu largest|offload [--steps 20] [--tiny]
+python -m benchmarks.memory_gpu largest|offload|limit [--steps 20] [--device-gib 24] [--tiny]
 """
 
 import argparse
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import spread, write_result
+from benchmarks.worker import call_worker
 from tilewright.core.config.load import load_recipe
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.flops import count_parameters
@@ -34,6 +35,7 @@ CLAIMS = {
     "largest": "42B parameters, all trained, on one H200: 20 steps or more of 8k tokens, loss falling, at most 130 GiB "
     "of the device and 100 GiB of the host, at least 1,100 tokens/s",
     "offload": "8B parameters: layer_major against the best of FSDP2 CPU offload and torchao's CPUOffloadOptimizer",
+    "limit": "the largest decoder of the 42B recipe's width that trains on this machine",
 }
 RATES = {"bf16_flops": 790e12, "link_bytes": 50e9}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,9 +61,14 @@ TINY = {
 }  # fmt: skip
 
 
-def setup_of(recipe: str, settings: dict[str, str], tiny: bool) -> RunContext:
-    """Machine, data and plan; a plan that says "does not fit" is reported and not obeyed."""
-    settings = {**settings, "plan.enforce": "false", "optim.warmup_steps": "2"} | (TINY if tiny else {})
+def setup_of(recipe: str, settings: dict[str, str], tiny: bool, *, keep: bool = False) -> RunContext:
+    """Machine, data and plan; a plan that says "does not fit" is reported and not obeyed.
+
+    Args:
+        keep: `settings` also where the tiny ones say something else.
+    """
+    asked = {**settings, "plan.enforce": "false", "optim.warmup_steps": "2"} | (TINY if tiny else {})
+    settings = asked | (settings if keep else {})
     return set_up(load_recipe(recipe, settings, environ={}))
 
 
@@ -89,14 +96,31 @@ def device_peak_bytes() -> int:
 
 def largest_part(steps: int, tiny: bool) -> None:
     """Train the recipe, and write after each step."""
+    train_layers("largest", {}, steps, tiny)
+
+
+def limit_part(steps: int, tiny: bool) -> None:
+    """As many layers as the plan fits, found by halving."""
+    fits, over = 1, 8 if tiny else 160
+    while over - fits > 1:
+        number = (fits + over) // 2
+        plan = setup_of("slice_42b_h200", {"model.num_layers": str(number)}, tiny, keep=True).plan
+        fits, over = (number, over) if plan.fits else (fits, number)
+        print(f"{number} layers: {'fit' if plan.fits else 'do not fit'}", flush=True)
+    train_layers("limit", {"model.num_layers": str(fits)}, min(steps, 2), tiny)
+
+
+def train_layers(name: str, settings: dict[str, str], steps: int, tiny: bool) -> None:
+    """Steps of the 42B recipe with other settings."""
     started = time.perf_counter()
-    setup = setup_of("slice_42b_h200", {}, tiny)
+    setup = setup_of("slice_42b_h200", settings, tiny, keep=bool(settings))
     parts = build(setup, fresh=True)
     assert isinstance(parts.model, Decoder)
     parameters = count_parameters(parts.model.config).total
     tokens = setup.recipe.train.global_batch_size * setup.recipe.data.seq_len
     results: dict[str, Any] = {
         "parameters": parameters,
+        "layers": parts.model.config.num_layers,
         "tokens_per_step": tokens,
         "floor": floor(parameters, tokens),
         "planned": {"peak_bytes": setup.plan.peak_bytes, "step_s": setup.plan.step_s, "fits": setup.plan.fits},
@@ -115,33 +139,43 @@ def largest_part(steps: int, tiny: bool) -> None:
             "host_peak_bytes": host_peak_bytes(),
             "owners": parts.memory_tracker.snapshot(parts.model, parts.optimizer),
         }
-        write_result("largest", CLAIMS["largest"], results)
+        write_result(name, CLAIMS[name], results)
         print(f"step {step + 1}: loss {done.loss:.4f}, {done.seconds:.2f} s", flush=True)
 
 
 # ---- 8 billion beside others ----
 
 
-def offload_part(steps: int, tiny: bool) -> None:
+def offload_part(steps: int, tiny: bool, device_gib: float) -> None:
     """Each contender in a process of its own, so that its peaks are its own."""
-    results: dict[str, Any] = {"shape": TINY if tiny else EIGHT_B, "rates": RATES}
+    results: dict[str, Any] = {"shape": TINY if tiny else EIGHT_B, "rates": RATES, "device_gib": device_gib}
     for name in CONTENDERS:
-        command = [sys.executable, "-m", "benchmarks.memory_gpu", "offload", "--worker", name, "--steps", str(steps)]
-        done = subprocess.run(command + ["--tiny"] * tiny, capture_output=True, text=True, check=False)
-        lines = done.stdout.splitlines()
-        if done.returncode or not lines or not lines[-1].startswith("{"):
-            results[name] = {"error": f"exit code {done.returncode}: {(done.stderr or done.stdout)[-2000:]}"}
-        else:
-            results[name] = json.loads(lines[-1])
+        more = ["--worker", name, "--steps", str(steps), "--device-gib", str(device_gib), *["--tiny"] * tiny]
+        results[name] = call_worker("memory_gpu", "offload", *more)
         print(f"{name}: {json.dumps(results[name])[:300]}", flush=True)
         write_result("offload", CLAIMS["offload"], results)
 
 
-def contend(name: str, steps: int, tiny: bool) -> dict[str, Any]:
-    """A contender's steps: the first two warm up."""
-    make = {"layer_major": layer_major, "fsdp2_offload": fsdp2_offload, "torchao_offload": torchao_offload}[name]
+def cap_device(gib: float) -> dict[str, str]:
+    """Let this process have no more of the device, where there is one; what a recipe has to say to plan for that."""
+    if not gib:
+        return {}
+    if DEVICE == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
+    return {"plan.device_memory": str(int(gib * 2**30))}
+
+
+def contend(name: str, steps: int, tiny: bool, device_gib: float) -> dict[str, Any]:
+    """A contender's steps: the first two warm up, one where there are three or fewer."""
+    if name == "torchao_offload" and DEVICE == "cpu":
+        return {"not_run": "torchao's CPUOffloadOptimizer needs a GPU"}
+    settings = cap_device(device_gib)
     try:
-        step, batches, parameters = make(tiny)
+        if name == "layer_major":
+            step, batches, parameters = layer_major(tiny, settings)
+        else:
+            step, batches, parameters = {"fsdp2_offload": fsdp2_offload, "torchao_offload": torchao_offload}[name](tiny)
     except ImportError as error:
         return {"not_run": f"{error.name} cannot be imported"}
     losses, seconds, tokens = [], [], 0
@@ -153,7 +187,7 @@ def contend(name: str, steps: int, tiny: bool) -> dict[str, Any]:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    timed = seconds[2:] or seconds
+    timed = seconds[2 if steps > 3 else 1 :] or seconds
     return {
         "parameters": parameters,
         "losses": losses,
@@ -168,9 +202,9 @@ Contender = tuple[Callable[[list[Batch]], float], Iterator[list[Batch]], int]
 """A step that returns the loss, the micro-batches of each step, and the number of parameters."""
 
 
-def layer_major(tiny: bool) -> Contender:
-    """Ours."""
-    parts = build(setup_of("cpu_10m", EIGHT_B | SLICED, tiny), fresh=True)
+def layer_major(tiny: bool, settings: dict[str, str]) -> Contender:
+    """Ours, planned for what it may have of the device."""
+    parts = build(setup_of("cpu_10m", EIGHT_B | SLICED | settings, tiny), fresh=True)
 
     def step(batch: list[Batch]) -> float:
         result: StepResult = parts.executor.step(batch, 1e-4)
@@ -251,6 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=tuple(CLAIMS))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device-gib", type=float, default=0.0, help="of `offload`: no more of the device than this")
     parser.add_argument("--tiny", action="store_true", help="small sizes, also on a CPU")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -259,9 +294,11 @@ def main() -> None:
     steps = min(args.steps, 4) if args.tiny else args.steps
     torch.manual_seed(0)
     if args.worker:
-        print(json.dumps(contend(args.worker, steps, args.tiny)))
+        print(json.dumps(contend(args.worker, steps, args.tiny, args.device_gib)))
+    elif args.part == "offload":
+        offload_part(steps, args.tiny, args.device_gib)
     else:
-        {"largest": largest_part, "offload": offload_part}[args.part](steps, args.tiny)
+        {"largest": largest_part, "limit": limit_part}[args.part](steps, args.tiny)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,10 @@ rates, over the median step after a memory plan's first; `step_error_before` wha
 measured just before; `step_s_each` with each measurement alone, as the run's `step_s` are of each step. A first pass,
 not counted, prepares data and kernels.
 
-python -m benchmarks.plan_measured [--rounds 8] [--only MODEL ...]
+With `--device cuda` three models, wide enough for a GPU, under four plans each; `layer_major` has its moments in host
+memory then.
+
+python -m benchmarks.plan_measured [--rounds 8] [--only MODEL ...] [--device cuda] [--tiny]
 """
 
 import argparse
@@ -75,6 +78,7 @@ PLANS: dict[str, dict[str, str]] = {
     "small rows": {"train.micro_batch_size": "4"},
 }
 FOUR = ("as it stands", "budget", "recomputed", "layer_major")
+DECODER_ONLY = ("model.dim", "model.num_heads", "model.ffn_dim")
 FOREIGN = {"model.kind": "hf", "model.task": "causal_lm"}
 DEEP = {"model.dim": "128", "model.num_layers": "48", "model.num_heads": "2", "data.seq_len": "256"}
 MODELS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
@@ -84,6 +88,27 @@ MODELS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
     "llama": ("cpu_10m", FOREIGN, (*FOUR, "selective", "fp8_tile")),
     "qwen3": ("cpu_10m", FOREIGN, FOUR),
 }
+WIDE = {
+    "model.dim": "1024", "model.num_heads": "16", "model.ffn_dim": "2816", "data.seq_len": "1024",
+    "train.global_batch_size": "16", "train.micro_batch_size": "8",
+}  # fmt: skip
+ON_CUDA: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
+    "decoder": ("cpu_10m", WIDE | {"model.num_layers": "12"}, FOUR),
+    "experts": ("tiny_moe", WIDE | {"model.num_layers": "6", "model.expert_dim": "1024"}, FOUR),
+    "llama": ("cpu_10m", {key: value for key, value in (FOREIGN | WIDE).items() if key not in DECODER_ONLY}, FOUR),
+}
+WIDE_LLAMA = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "max_position_embeddings": 1024, "vocab_size": 32768,
+}  # fmt: skip
+TINY = {
+    "data.seq_len": "64", "data.vocab_size": "512", "data.max_bytes": "2MB", "train.compile": "off",
+    "train.global_batch_size": "4", "train.micro_batch_size": "4",
+}  # fmt: skip
+TINY_DECODER = {
+    "model.dim": "64", "model.num_layers": "3", "model.num_heads": "2", "model.num_kv_heads": "2",
+    "model.ffn_dim": "128",
+}  # fmt: skip
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 128}
 SHARE = 0.85
 STOLEN = 0.03
@@ -210,33 +235,38 @@ class Case:
         raise SystemExit(f"a case ended with code {self._process.wait()}")
 
 
-def measure(recipe: str, settings: dict[str, str], plans: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
+def measure(
+    recipe: str, settings: dict[str, str], plans: Sequence[str], rounds: int, patience: int
+) -> dict[str, dict[str, Any]]:
     """The plans of a model in turns, and their errors."""
     # Measured here and not in a case's process, because what that leaves there is not a run's.
-    rates = [measured_rates()]
+    device = settings["run.device"]
+    rates = [measured_rates(device)]
     cases: dict[str, Case] = {}
     whole = 0.0
     for plan in plans:
         more = {"plan.device_memory": str(int(SHARE * whole))} if plan == "budget" else PLANS[plan]
+        if device == "cuda" and "memory.offload_optimizer" in more:
+            more = more | {"memory.offload_optimizer": "cpu"}
         cases[plan] = Case(recipe, settings | more)
         cases[plan].step()  # compiles
         if plan == "as it stands":
             whole = planned_bytes(recipe, settings)
     counted = dict.fromkeys(cases, 0)
-    for turn in range(1, PATIENCE * rounds + 1):
+    for turn in range(1, patience * rounds + 1):
         for plan, case in cases.items():
             counted[plan] += case.step()
-        rates.append(measured_rates())
+        rates.append(measured_rates(device))
         enough = min(*counted.values(), sum(share <= STOLEN for _, share in rates)) >= ENOUGH
         if enough and turn >= rounds:
             break
     return {plan: errors(case.end(rates)) for plan, case in cases.items()}
 
 
-def measured_rates() -> tuple[ceilings.Ceilings, float]:
+def measured_rates(device: str) -> tuple[ceilings.Ceilings, float]:
     """The ceilings now, and what was stolen meanwhile."""
     with Stolen() as stolen:
-        found = ceilings.measure(detect_machine("cpu"), refresh=True)
+        found = ceilings.measure(detect_machine(device), refresh=True)
     return found, stolen.share
 
 
@@ -269,7 +299,9 @@ def main() -> None:
     """All cases, written as a model's end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--only", nargs="*", choices=tuple(MODELS), default=tuple(MODELS))
+    parser.add_argument("--only", nargs="*", choices=tuple(MODELS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tiny", action="store_true", help="small models and one round; its numbers mean nothing")
     parser.add_argument("--worker", type=json.loads)
     args = parser.parse_args()
     if args.worker is not None:
@@ -279,18 +311,22 @@ def main() -> None:
     torch.set_num_threads(detect_machine("cpu").physical_cores)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        foreign = {"llama": LLAMA, "qwen3": QWEN3}
+        wide = args.device == "cuda"
+        models = ON_CUDA if wide or args.tiny else MODELS
+        foreign = {"llama": LLAMA | (WIDE_LLAMA if wide and not args.tiny else {}), "qwen3": QWEN3}
         for name, config in foreign.items():
             (Path(folder) / name).mkdir()
             (Path(folder) / name / "config.json").write_text(json.dumps(config))
         order: dict[str, float] = {}
-        common = {"run.dir": folder, "run.device": "cpu", "plan.enforce": "false"}
+        common = {"run.dir": folder, "run.device": args.device, "plan.enforce": "false"}
         common |= {"checkpoint.interval": "100", "train.eval_batches": "1"}
-        for model in args.only:
-            recipe, settings, plans = MODELS[model]
+        for model in args.only or models:
+            recipe, settings, plans = models[model]
+            if args.tiny:
+                settings = settings | TINY | ({} if model in foreign else TINY_DECODER)
             settings = common | settings | ({"model.path": f"{folder}/{model}"} if model in foreign else {})
             planned_bytes(recipe, settings)  # prepares the data
-            cases = measure(recipe, settings, plans, args.rounds)
+            cases = measure(recipe, settings, plans, args.rounds, 1 if args.tiny or wide else PATIENCE)
             pairs = [(row["step_s_planned"], row["measured_step_s"]) for row in cases.values() if "step_error" in row]
             if len(pairs) > 2:
                 order[model] = float(spearmanr(*zip(*pairs, strict=True)).statistic)
@@ -305,7 +341,8 @@ def main() -> None:
             }
             disturbed = [name for name, row in results.items() if "step_error" not in row]
             found = {"cases": results, "worst": worst, "order": order, "without_seconds": disturbed}
-            write_result(f"plan_measured_{machine_kind()}", CLAIM, found)
+            kind = "tiny" if args.tiny else "cuda" if wide else machine_kind()
+            write_result(f"plan_measured_{kind}", CLAIM, found)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ every round compares them under the same conditions:
   trainer   Hugging Face's Trainer with bf16, torch_compile and the fused AdamW: its documentation's fastest settings
   trainer_tuned  the same in a process with huge pages and short spinning, which `tilewright train` sets for itself
   tilewright  our decoder under bf16_mixed through the standard executor, layers compiled
+  tilewright_hf, tilewright_hf_eager  the very Llama of the first three, its layers compiled by us or not
 and the steps that lead there and beyond (the ladder of the README): tilewright without compilation, in fp8_tile (which
 a CPU can only emulate), with BF16 moments, and with layers recomputed in the backward pass.
-All take the same rows (no padding, one document a row), batch 8 x 512, vocabulary 16384, clip norm 1.
+All take the same rows (no padding, one document a row), batch 8 x 512, vocabulary 16384, clip norm 1. With
+`--wide` it is a model of 0.6B parameters and 2 x 2048 tokens, for a GPU.
 
-python -m benchmarks.throughput [--rounds 5] [--tiny]
+python -m benchmarks.throughput [--rounds 5] [--only CONTENDER ...] [--wide] [--tiny]
 """
 
 import argparse
@@ -19,6 +21,7 @@ import functools
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -55,6 +58,7 @@ class Shape:
 
 
 TINY = Shape(2, 32, 512, 64, 2, 2, 128)
+WIDE = Shape(2, 2048, 32768, 2048, 8, 16, 8192)
 WARMUP, STEPS = 3, 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -168,12 +172,14 @@ def run_trainer(shape: Shape) -> None:
 
 
 def run_tilewright(
-    shape: Shape, *, mode: str = "bf16_mixed", compiled: bool = True, moments: str = "fp32", recompute: str = "none"
-) -> None:
-    """Our decoder, policy, optimizer and executor."""
+    shape: Shape, *, mode: str = "bf16_mixed", compiled: bool = True, moments: str = "fp32", recompute: str = "none",
+    foreign: bool = False,
+) -> None:  # fmt: skip
+    """Our decoder (`foreign`: the Llama of the others), policy, optimizer and executor."""
     from tilewright.core.config.recipe import ModelSection
     from tilewright.core.hardware import detect_machine
     from tilewright.models.build import build_model, init_weights
+    from tilewright.models.hf.model import HFModel
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
     from tilewright.optim.clip import GradClip
@@ -184,8 +190,11 @@ def run_tilewright(
 
     kernels = Kernels(detect_machine(), compile=compiled)
     section = ModelSection(dim=shape.dim, num_layers=shape.layers, num_heads=shape.heads, ffn_dim=shape.ffn)
-    model = build_model(section, shape.vocab, kernels, DEVICE)
-    init_weights(model, 0)
+    if foreign:
+        model = HFModel(hf_model(shape), "causal_lm", kernels)
+    else:
+        model = build_model(section, shape.vocab, kernels, DEVICE)
+        init_weights(model, 0)
     convert(model, mode, kernels=kernels)
     model.activation_checkpoint = recompute
     if compiled:
@@ -211,6 +220,8 @@ RUNS = {
     "trainer_tuned": run_trainer,
     "tilewright_eager": functools.partial(run_tilewright, compiled=False),
     "tilewright": run_tilewright,
+    "tilewright_hf": functools.partial(run_tilewright, foreign=True),
+    "tilewright_hf_eager": functools.partial(run_tilewright, foreign=True, compiled=False),
     "tilewright_fp8": functools.partial(run_tilewright, mode="fp8_tile"),
     "tilewright_bf16_moments": functools.partial(run_tilewright, moments="bf16"),
     "tilewright_recompute": functools.partial(run_tilewright, moments="bf16", recompute="full"),
@@ -220,13 +231,13 @@ PLAIN = ("fp32", "autocast", "trainer")
 """Contenders in the environment as it is."""
 
 
-def contest(names: tuple[str, ...], rounds: int, tiny: bool) -> tuple[dict[str, list[float]], dict[str, int]]:
+def contest(names: tuple[str, ...], rounds: int, size: str) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds a step by contender, one sample a round; and peak bytes by contender."""
     plain = dict(os.environ)
     tune_cpu_runtime()  # as `tilewright train` does for itself; a peer gets it in a row of its own
     workers = {}
     for name in names:
-        command = [sys.executable, "-m", "benchmarks.throughput", "--worker", name] + ["--tiny"] * tiny
+        command = [sys.executable, "-m", "benchmarks.throughput", "--worker", name, *([size] if size else [])]
         workers[name] = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain if name in PLAIN else None
         )
@@ -262,22 +273,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--worker", choices=CONTENDERS)
+    parser.add_argument("--wide", action="store_true", help="a model of 0.6B parameters, for a GPU")
     parser.add_argument("--tiny", action="store_true", help="a small size; its numbers mean nothing")
     args = parser.parse_args()
-    shape = TINY if args.tiny else Shape()
+    shape = TINY if args.tiny else WIDE if args.wide else Shape()
     if args.worker:
         RUNS[args.worker](shape)
         return
-    samples, peaks = contest(tuple(args.only), args.rounds, args.tiny)
+    samples, peaks = contest(tuple(args.only), args.rounds, "--tiny" if args.tiny else "--wide" if args.wide else "")
     results: dict[str, object] = {"unit": "tokens/s", "tokens_per_step": shape.tokens}
     for name, times in samples.items():
         results[name] = spread([shape.tokens / taken for taken in times]) | {"peak_bytes": peaks[name]}
     for name, times in samples.items():
-        if name != "tilewright" and "tilewright" in samples:
-            ratios = [theirs / ours for theirs, ours in zip(times, samples["tilewright"], strict=True)]
-            results[f"tilewright over {name}"] = spread(ratios)
-            print(f"tilewright over {name}: {results[f'tilewright over {name}']['median']:.2f}x")
-    write_result(f"throughput_{'tiny' if args.tiny else machine_kind()}", CLAIM, results)
+        for ours in {"tilewright", "tilewright_hf"} & samples.keys() - {name}:
+            ratios = [theirs / mine for theirs, mine in zip(times, samples[ours], strict=True)]
+            results[f"{ours} over {name}"] = spread(ratios)
+            print(f"{ours} over {name}: {statistics.median(ratios):.2f}x")
+    size = "tiny" if args.tiny else f"wide_{machine_kind()}" if args.wide else machine_kind()
+    write_result(f"throughput_{size}", CLAIM, results)
 
 
 if __name__ == "__main__":

@@ -89,16 +89,16 @@ def measure_tier(tier: str, device: torch.device, folder: Path, args: argparse.N
     found["compute_s_a_slice"] = work.seconds()
     # Double buffering itself is the same in both, so that only the order of calls differs.
     with OffloadPool(tier, device, folder=folder, prefetch=1) as pool:
-        for index in range(args.layer_groups):
+        for index in range(args.slices):
             tensors = {"w": placeholder((slice_bytes,), torch.uint8, device)}
             pool.add(index, tensors, fill=lambda given: given["w"].zero_())
         pool.seal()
-        run_pass(pool, args.layer_groups, work, ahead=True)
+        run_pass(pool, args.slices, work, ahead=True)
         passes: dict[str, list[tuple[float, float]]] = {"compute": [], "with_prefetch": [], "without_prefetch": []}
         for _ in range(ROUNDS):
-            passes["compute"].append(run_pass(None, args.layer_groups, work, ahead=False))
-            passes["with_prefetch"].append(run_pass(pool, args.layer_groups, work, ahead=True))
-            passes["without_prefetch"].append(run_pass(pool, args.layer_groups, work, ahead=False))
+            passes["compute"].append(run_pass(None, args.slices, work, ahead=False))
+            passes["with_prefetch"].append(run_pass(pool, args.slices, work, ahead=True))
+            passes["without_prefetch"].append(run_pass(pool, args.slices, work, ahead=False))
     for name, times in passes.items():
         found[name] = {
             "wall_s": spread([wall for wall, _ in times]),
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.tiny:
-        args.slice_mib, args.layer_groups, args.compute_s = 1, 3, 0.01
+        args.slice_mib, args.slices, args.compute_s = 1, 3, 0.01
     device = torch.device(detect_machine().device)
     results: dict[str, Any] = {"device": device.type, "threads": torch.get_num_threads(), "slice_mib": args.slice_mib}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -18,7 +18,7 @@ def test_this_machine_is_plausible_and_goes_into_json():
     assert machine.capability is None
     assert machine.device_memory_bytes == machine.host_memory_bytes > 2**28
     assert 1 <= machine.physical_cores <= 1024
-    assert machine.versions["torch"] == torch.__version__
+    assert torch.__version__.startswith(machine.versions["torch"])  # of the package: with or without "+cu130"
     assert json.loads(json.dumps(machine.to_json()))["cpu_features"] == sorted(machine.cpu_features)
 
 

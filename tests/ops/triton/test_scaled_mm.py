@@ -137,7 +137,8 @@ def test_traced_whole(b_tile):
 
 def machine(capability, cuda="13.0") -> Machine:
     facts = detect_machine("cpu")
-    versions = {**facts.versions, "triton": "3.6.0", **({"cuda": cuda} if cuda else {})}
+    versions = {name: version for name, version in facts.versions.items() if name != "cuda"} | {"triton": "3.6.0"}
+    versions |= {"cuda": cuda} if cuda else {}
     return dataclasses.replace(facts, device="cuda", capability=capability, versions=versions)
 
 

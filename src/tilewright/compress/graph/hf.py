@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.hf.cache import why_no_cache
+from tilewright.models.hf.cache import cache_name, why_no_cache
 from tilewright.models.hf.model import HFModel
 
 _DENSE_EXPERTS = "batched_mm"
@@ -31,6 +31,7 @@ class HFGraph(nn.Module):
         if hasattr(self.net.config, "num_experts_per_tok"):
             self.net.set_experts_implementation(_DENSE_EXPERTS)
         self.kept: tuple[tuple[str, tuple[int, int, int]], ...] = _kept(self.net, model)
+        self._cache = cache_name(self.net) or ""
 
     def forward(self, ids_1S: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         """See `decoder.DecoderGraph.forward`."""
@@ -41,7 +42,8 @@ class HFGraph(nn.Module):
         cache = DynamicCache(ddp_cache_data=list(zip(past[0::2], past[1::2], strict=True)))
         start = past[0].shape[2]
         position_1S = torch.arange(start, start + ids_1S.shape[1])[None]
-        logits = self.net(input_ids=ids_1S, position_ids=position_1S, past_key_values=cache, use_cache=True).logits
+        past_of = {self._cache: cache}
+        logits = self.net(input_ids=ids_1S, position_ids=position_1S, use_cache=True, **past_of).logits
         return (logits, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values)))
 
 
@@ -49,7 +51,8 @@ class HFGraph(nn.Module):
 def _kept(net: nn.Module, model: HFModel) -> tuple[tuple[str, tuple[int, int, int]], ...]:
     if model.task != "causal_lm" or why_no_cache(net, model.vocab_size) is not None:
         return ()
-    past = net(input_ids=torch.arange(4)[None] % model.vocab_size, use_cache=True).past_key_values
+    out = net(input_ids=torch.arange(4)[None] % model.vocab_size, use_cache=True)
+    past = getattr(out, cache_name(net) or "")
     layers = getattr(past, "layers", ())
     names = [type(layer).__name__ for layer in layers]
     if not names or set(names) != {"DynamicLayer"}:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tilewright.compress.prove.session import ConsumerSession, Request, serve
+from tilewright.models.hf.cache import cache_name
 
 
 class TransformersFolder(ConsumerSession):
@@ -52,9 +53,12 @@ class TransformersFolder(ConsumerSession):
         """A pass over the last token with the key/value cache of the others."""
         if not self.causal:
             return None
-        past = self._run(ids_S[:-1], use_cache=True).past_key_values
+        name = cache_name(self.net)
+        if name is None:
+            return None
+        past = {name: getattr(self._run(ids_S[:-1], use_cache=True), name)}
         started = time.perf_counter()
-        self._run(ids_S[-1:], past_key_values=past, use_cache=True)
+        self._run(ids_S[-1:], use_cache=True, **past)
         return time.perf_counter() - started
 
     def _run(self, ids_S: np.ndarray, **options: object):

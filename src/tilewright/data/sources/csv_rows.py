@@ -14,10 +14,8 @@ import pyarrow.csv as pc
 from tilewright.data.sources.decompress import utf8_pieces
 from tilewright.data.sources.documents import Document, Reject
 from tilewright.data.sources.json_rows import whole_row
+from tilewright.data.sources.lines import LONGEST_LINE
 from tilewright.data.sources.tables import first_line
-
-_BLOCK = 16 << 20
-"""Bytes of a block, and so of the longest row."""
 
 
 class _Pieces(io.RawIOBase):
@@ -48,8 +46,13 @@ class _Pieces(io.RawIOBase):
         return size
 
 
-def read_csv(name: str, path: Path, delimiter: str, field: str | None) -> Iterator[Document | Reject]:
-    """One document per row, out of the column `field`; None: the whole row as a JSON object."""
+def read_csv(
+    name: str, path: Path, delimiter: str, field: str | None, longest: int = LONGEST_LINE
+) -> Iterator[Document | Reject]:
+    """One document per row, out of the column `field`; None: the whole row as a JSON object.
+
+    `longest` is the size of the blocks that Arrow reads, and so of the longest row.
+    """
     bad: list[Reject] = []
 
     def other_width(found) -> str:
@@ -62,12 +65,12 @@ def read_csv(name: str, path: Path, delimiter: str, field: str | None) -> Iterat
     number = 0
     pieces = _Pieces(utf8_pieces(name, path))
     try:
-        problem = _header_problem(name, path, parse, field)
+        problem = _header_problem(name, path, parse, field, longest)
         bad.clear()
         if problem:
             yield problem
             return
-        for block in _open(pieces, parse, _wanted(name, path, parse, field)):
+        for block in _open(pieces, parse, _wanted(name, path, parse, field, longest), longest):
             for values in block.to_pylist():
                 number += 1
                 yield _row(name, number, values, field)
@@ -81,9 +84,9 @@ def read_csv(name: str, path: Path, delimiter: str, field: str | None) -> Iterat
         yield pieces.lost
 
 
-def _open(pieces: _Pieces, parse: pc.ParseOptions, convert: pc.ConvertOptions) -> pc.CSVStreamingReader:
+def _open(pieces: _Pieces, parse: pc.ParseOptions, convert: pc.ConvertOptions, longest: int) -> pc.CSVStreamingReader:
     """A reader that takes bytes for Latin-1, which any are: Arrow drops rows of other bytes without a word."""
-    read = pc.ReadOptions(use_threads=False, block_size=_BLOCK, encoding="latin-1")
+    read = pc.ReadOptions(use_threads=False, block_size=longest, encoding="latin-1")
     return pc.open_csv(pieces, read, parse, convert)
 
 
@@ -91,22 +94,22 @@ def _bytes(text: str) -> bytes:
     return text.encode("latin-1")
 
 
-def _names(name: str, path: Path, parse: pc.ParseOptions) -> list[str]:
+def _names(name: str, path: Path, parse: pc.ParseOptions, longest: int) -> list[str]:
     """Columns, as Latin-1 has their bytes. Reads the first block."""
-    return _open(_Pieces(utf8_pieces(name, path)), parse, pc.ConvertOptions()).schema.names
+    return _open(_Pieces(utf8_pieces(name, path)), parse, pc.ConvertOptions(), longest).schema.names
 
 
-def _wanted(name: str, path: Path, parse: pc.ParseOptions, field: str | None) -> pc.ConvertOptions:
+def _wanted(name: str, path: Path, parse: pc.ParseOptions, field: str | None, longest: int) -> pc.ConvertOptions:
     if field is None:
-        columns = _names(name, path, parse)
+        columns = _names(name, path, parse, longest)
     else:
         columns = [field.encode("utf-8", "surrogateescape").decode("latin-1")]
     return pc.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))
 
 
-def _header_problem(name: str, path: Path, parse: pc.ParseOptions, field: str | None) -> Reject | None:
+def _header_problem(name: str, path: Path, parse: pc.ParseOptions, field: str | None, longest: int) -> Reject | None:
     """Why the file has no column `field`, or two, or None."""
-    names = [_bytes(n).decode("utf-8", "replace") for n in _names(name, path, parse)]
+    names = [_bytes(n).decode("utf-8", "replace") for n in _names(name, path, parse, longest)]
     if field is None:
         twice = next((n for n in names if names.count(n) > 1), None)
         return None if twice is None else Reject(name, f"several columns named {twice[:40]!r}")

@@ -127,12 +127,15 @@ def _transcoded(name: str, encoding: str, first: bytes, rest: Iterator[bytes | R
         piece = next(rest, b"")
 
 
-def decompressed(name: str, path: Path) -> Iterator[bytes | Reject]:
+def decompressed(
+    name: str, path: Path, suffix: str = "", max_expansion: float = MAX_EXPANSION
+) -> Iterator[bytes | Reject]:
     """Decompressed pieces of a file of one or several members, each of at most a few MiB.
 
-    A last reject where the file is damaged, or expands more than `MAX_EXPANSION` times.
+    A last reject where the file is damaged, or expands more than `max_expansion` times. `suffix` says how it is
+    compressed; "": as that of the path says.
     """
-    feed, new = _FEED[path.suffix], _DECODERS[path.suffix]
+    feed, new = _FEED[suffix or path.suffix], _DECODERS[suffix or path.suffix]
     decoder = new()
     fed, whole, taken, given = False, False, 0, 0
     with path.open("rb") as file:
@@ -155,8 +158,8 @@ def decompressed(name: str, path: Path) -> Iterator[bytes | Reject]:
                     decoder = new()
                     fed, whole = False, True
                 given += len(piece)
-                if given > FREE_EXPANSION + MAX_EXPANSION * (taken + at):
-                    yield expands_too_much(name, given, taken + at)
+                if given > FREE_EXPANSION + max_expansion * (taken + at):
+                    yield expands_too_much(name, given, taken + at, max_expansion)
                     return
                 if piece:
                     yield piece
@@ -165,7 +168,7 @@ def decompressed(name: str, path: Path) -> Iterator[bytes | Reject]:
         yield Reject(name, "truncated compressed file, the rest is lost")
 
 
-def expands_too_much(name: str, num_bytes: int, compressed: int) -> Reject:
+def expands_too_much(name: str, num_bytes: int, compressed: int, max_expansion: float = MAX_EXPANSION) -> Reject:
     """The reject of a file, or a part of one, that is no text because it expands as none does."""
-    reason = f"expands to more than {MAX_EXPANSION} times its size, the rest is lost"
+    reason = f"expands to more than {max_expansion:g} times its size, the rest is lost"
     return Reject(name, reason, example=f"{format_bytes(num_bytes)} from {format_bytes(compressed)}")

@@ -29,7 +29,7 @@ from tilewright.data.sources.walk import Found, find_files
 SEGMENT_BYTES = 1 << 20
 """Plain files above this are split into parts of this size."""
 
-_TEXT_SUFFIXES = """
+TEXT_SUFFIXES = """
     .txt .md .rst .tex .org .html .htm .xml .py .pyi .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .java .kt .scala .go .rs .js
     .jsx .ts .tsx .css .rb .php .pl .lua .sh .bash .zsh .ps1 .sql .r .jl .m .swift .hs .ml .clj .ex .erl .lisp .el .vim
     .zig .nim .f90 .toml .yaml .yml .ini .cfg .cmake .proto .srt
@@ -53,7 +53,7 @@ def user_source(source: str, text_field: str | None = "text", domains: tuple[str
     """
     source = hub_dataset(source) if source.startswith(PREFIX) else source
     root = Path(source).expanduser()
-    found = find_files(_existing(root, source))
+    found = find_files(existing(root, source))
     digest = xxhash.xxh3_128(os.fsencode(f"{root.resolve()}\0{text_field}\0{','.join(domains)}"))
     saved = root.is_dir() and is_saved_dataset(root)
     items: list[Part | Reject] = list(found.rejects)
@@ -61,7 +61,8 @@ def user_source(source: str, text_field: str | None = "text", domains: tuple[str
         digest.update(os.fsencode(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n"))
         if not saved:
             try:
-                items += [_watched(item, path, status) for item in _parts_of(root, name, path, status, text_field)]
+                found_parts = parts_of_file(root, name, path, status, text_field)
+                items += [_watched(item, path, status) for item in found_parts]
             except OSError as error:
                 items.append(Reject(name, "cannot be read", example=str(error.strerror), num_bytes=status.st_size))
     if saved:
@@ -94,7 +95,7 @@ def several_sources(sources: Mapping[str, str], text_field: str | None, domains:
     return Source(label, digest.hexdigest(), tuple(parts), tuple(rejects), sizes)
 
 
-def _existing(root: Path, source: str) -> Path:
+def existing(root: Path, source: str) -> Path:
     """`root`, which is there.
 
     Raises:
@@ -141,7 +142,12 @@ def _watched(item: Part | Reject, path: Path, status: os.stat_result) -> Part | 
     return Part(item.domain, item.name, item.size, read, item.file)
 
 
-def _parts_of(root: Path, name: str, path: Path, status: os.stat_result, field: str | None) -> list[Part | Reject]:
+def parts_of_file(root: Path, name: str, path: Path, status: os.stat_result, field: str | None) -> list[Part | Reject]:
+    """The parts that one file below `root` gives, or why it gives none.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     domain = name.split("/")[0] if "/" in name else "text" if field is not None else "chat"
     compressed = path.suffix in COMPRESSED
     kind = Path(path.stem).suffix.lower() if compressed else path.suffix.lower()
@@ -163,7 +169,7 @@ def _parts_of(root: Path, name: str, path: Path, status: os.stat_result, field: 
         read = partial(read_json, name, path, field)
     elif kind in (".csv", ".tsv"):
         read = partial(read_csv, name, path, "," if kind == ".csv" else "\t", field)
-    elif field is None or (kind not in _TEXT_SUFFIXES.split() and path != root):
+    elif field is None or (kind not in TEXT_SUFFIXES.split() and path != root):
         return [Reject(name, f"file type {_suffix(kind)} is not read", num_bytes=size)]
     elif size <= SEGMENT_BYTES and not compressed:
         read = partial(_read_text, name, path)

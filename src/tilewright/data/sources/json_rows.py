@@ -73,9 +73,9 @@ def _text(name: str, at: str, value: object, field: str | None, reject, bare: bo
         yield Document(f"{name}:{at.split()[1]}", value[field])
 
 
-def streamed_rows(name: str, path: Path, field: str | None) -> Iterator[Document | Reject]:
+def streamed_rows(name: str, path: Path, field: str | None, longest: int = LONGEST_LINE) -> Iterator[Document | Reject]:
     """Rows of a file with one per line, from its first line on."""
-    for number, line in enumerate(streamed_lines(name, path), 1):
+    for number, line in enumerate(streamed_lines(name, path, longest), 1):
         if isinstance(line, Reject):
             yield line
         else:
@@ -94,8 +94,8 @@ def holds_lines(path: Path) -> bool:
         return False
 
 
-def read_json(name: str, path: Path, field: str | None) -> Iterator[Document | Reject]:
-    """Rows of a .json file; see the top of this file for what it may hold."""
+def read_json(name: str, path: Path, field: str | None, longest: int = LONGEST_LINE) -> Iterator[Document | Reject]:
+    """Rows of a .json file of at most `longest` bytes; see the top of this file for what it may hold."""
     lost: list[Reject] = []
     pieces = _decoded(name, path, lost)
     head = ""
@@ -107,13 +107,13 @@ def read_json(name: str, path: Path, field: str | None) -> Iterator[Document | R
     if kind == "{":
         for piece in pieces:
             head += piece
-            if len(head) > LONGEST_LINE:
+            if len(head) > longest:
                 break
         else:
-            yield from _whole(name, head, field, lost)
+            yield from _whole(name, head, field, lost, longest)
             return
     if kind in ("{", "["):
-        yield from _rows_in_list(name, head, pieces, field, depth=1 + (kind == "{"))
+        yield from _rows_in_list(name, head, pieces, field, 1 + (kind == "{"), longest)
     elif head.strip():
         yield Reject(name, "JSON without rows", example=f"begins with {head.lstrip()[:20]!r}")
     yield from lost
@@ -130,7 +130,7 @@ def _decoded(name: str, path: Path, lost: list[Reject]) -> Iterator[str]:
     yield decoder.decode(b"", True)
 
 
-def _whole(name: str, text: str, field: str | None, lost: list[Reject]) -> Iterator[Document | Reject]:
+def _whole(name: str, text: str, field: str | None, lost: list[Reject], longest: int) -> Iterator[Document | Reject]:
     """The rows of an object that is in memory."""
     data = text.encode("utf-8", "surrogateescape")
     try:
@@ -142,25 +142,27 @@ def _whole(name: str, text: str, field: str | None, lost: list[Reject]) -> Itera
     if lost:
         yield from lost
     elif lists and not is_row:
-        yield from _rows_in_list(name, text, iter(()), field, depth=2)
+        yield from _rows_in_list(name, text, iter(()), field, 2, longest)
     else:
         yield from row(name, "line 1", data, field)
 
 
 def _rows_in_list(
-    name: str, head: str, pieces: Iterator[str], field: str | None, depth: int
+    name: str, head: str, pieces: Iterator[str], field: str | None, depth: int, longest: int
 ) -> Iterator[Document | Reject]:
     """The items of every list that opens at `depth`: 1 for the outermost value, 2 for those in it."""
-    for number, item in enumerate(_items(head, pieces, depth), 1):
-        if isinstance(item, str):
+    for number, item in enumerate(_items(head, pieces, depth, longest), 1):
+        if isinstance(item, str) and len(item) > longest:
+            yield too_long(name, longest, len(item))
+        elif isinstance(item, str):
             yield from row(name, f"row {number}", item.encode("utf-8", "surrogateescape"), field, bare=True)
         elif item < 0:
             yield Reject(name, "truncated JSON, the rest is lost", num_bytes=-item)
         else:
-            yield too_long(name, LONGEST_LINE, item)
+            yield too_long(name, longest, item)
 
 
-def _items(text: str, pieces: Iterator[str], depth: int) -> Iterator[str | int]:
+def _items(text: str, pieces: Iterator[str], depth: int, longest: int) -> Iterator[str | int]:
     """Texts between the commas of the lists at `depth`. For one that is too long its length, for one that the file
     breaks off in, its length as a negative number."""
     level, at, start, dropped, inside = 0, 0, 0, 0, False
@@ -188,10 +190,10 @@ def _items(text: str, pieces: Iterator[str], depth: int) -> Iterator[str | int]:
         else:
             at = max(at, len(text)) if '"' not in text[at:] else at
         keep = start if inside else at
-        if at - keep > LONGEST_LINE or len(text) - keep > 2 * LONGEST_LINE:
+        if at - keep > longest or len(text) - keep > 2 * longest:
             dropped += at - keep
             keep = at
-            if len(text) - at > 2 * LONGEST_LINE:  # one string that does not end
+            if len(text) - at > 2 * longest:  # one string that does not end
                 yield dropped + len(text) - at
                 return
         text, at, start = text[keep:], at - keep, 0

@@ -19,7 +19,9 @@ _BATCH_ROWS = 16  # a batch is in memory whole, also where all of its rows are o
 _DAMAGE = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises on damaged files; ArrowInvalid is a ValueError
 
 
-def parquet_parts(domain: str, name: str, path: Path, field: str | None) -> list[Part | Reject]:
+def parquet_parts(
+    domain: str, name: str, path: Path, field: str | None, max_expansion: float = MAX_EXPANSION
+) -> list[Part | Reject]:
     """One part a row group, or a reject where the file is damaged or has no such text column."""
     try:
         with pq.ParquetFile(path) as file:
@@ -32,8 +34,8 @@ def parquet_parts(domain: str, name: str, path: Path, field: str | None) -> list
         return [Reject(name, "damaged parquet file", example=first_line(error))]
     parts: list[Part | Reject] = []
     for group, (size, compressed) in enumerate(sizes):
-        if size > FREE_EXPANSION + MAX_EXPANSION * compressed:
-            parts.append(replace(expands_too_much(name, size, compressed), count=rows[group]))
+        if size > FREE_EXPANSION + max_expansion * compressed:
+            parts.append(replace(expands_too_much(name, size, compressed, max_expansion), count=rows[group]))
         else:
             read = partial(_read_row_group, name, path, group, field)
             parts.append(Part(domain, f"{name}@{group}", size, read, name))

@@ -29,15 +29,26 @@ class HFCache:
         self.past: Any = None
 
 
+def cache_name(net: nn.Module) -> str | None:
+    """What the model calls its cache, as an argument and in what it returns; None where it takes none.
+
+    `cache` from transformers 5.24 on, `past_key_values` before.
+    """
+    takes = inspect.signature(net.forward).parameters
+    return next((name for name in ("past_key_values", "cache") if name in takes and "use_cache" in takes), None)
+
+
 def next_logits(net: nn.Module, input_ids_BS: Tensor, cache: HFCache | None) -> Tensor:
     """FP32 logits [B, V] of the token after each row; see `protocols.Model.next_token_logits`."""
     takes = inspect.signature(net.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # all logits of a prompt may be gigabytes
     if cache is None:
         return net(input_ids=input_ids_BS, use_cache=False, **last).logits[:, -1].float()
+    name = cache_name(net)
+    assert name is not None, "asked for by `why_no_cache`"
     with torch.no_grad():
-        out = net(input_ids=input_ids_BS, past_key_values=cache.past, use_cache=True, **last)
-    cache.past = out.past_key_values
+        out = net(input_ids=input_ids_BS, use_cache=True, **{name: cache.past}, **last)
+    cache.past = getattr(out, name)
     cache.length += input_ids_BS.shape[1]
     return out.logits[:, -1].float()
 
@@ -46,7 +57,7 @@ def next_logits(net: nn.Module, input_ids_BS: Tensor, cache: HFCache | None) -> 
 def why_no_cache(net: nn.Module, vocab_size: int) -> str | None:
     """Why the model's key/value cache cannot be used, or None where it gives what whole rows give."""
     name = type(net).__name__
-    if not {"past_key_values", "use_cache"} <= inspect.signature(net.forward).parameters.keys():
+    if cache_name(net) is None:
         return f"{name} takes none"
     ids_BS = torch.arange(2, 8, device=net.device)[None] * 7 % vocab_size
     with evaluation(net):

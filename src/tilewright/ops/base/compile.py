@@ -1,4 +1,4 @@
-"""What torch.compile must be reported about this machine's C++ compiler so that its CPU code is right.
+"""What torch.compile must be told about this machine's C++ compiler so that its CPU code is right.
 
 GCC that finds AVX-512 on a processor it has no tuning for (a newer one, or one whose features a virtual machine masks)
 compiles with `-mtune=generic`. GCC 12 then vectorises torch's transposition of BF16 blocks wrongly: NaN and stale
@@ -32,10 +32,20 @@ def layer_options() -> dict[str, Any]:
 
     Fused loops would keep 16-bit values in FP32 between two operations, and what is fused with what depends on what is
     kept for backward. So the same layer would have other last bits where its activations are kept and where they are
-    recomputed. Rounded, it has those of eager mode in both.
+    recomputed. Rounded, it has those of eager mode in both. CPU code needs a torch that heeds the option there:
+    `rounds_as_eager`.
     """
     rounds = "emulate_precision_casts"
     return compile_options() | ({rounds: True} if rounds in torch._inductor.list_options() else {})
+
+
+@functools.cache
+def rounds_as_eager() -> bool:
+    """Whether torch's compiler heeds `layer_options` in CPU code: 2.13 does, 2.11 has the option for GPUs only.
+
+    Read in its file, as to compile something takes seconds; a test compares this with what compiled code computes.
+    """
+    return "emulate_precision_casts" in _inductor_file("codegen/cpp.py")
 
 
 def graph_limit() -> dict[str, int]:
@@ -54,7 +64,7 @@ def why_no_compile(machine: Machine) -> str | None:
     if miscompiles() and not _takes_march():
         return (
             f"{machine.cxx_compiler} has no tuning for this processor and would miscompile BF16 code, and torch "
-            f"{torch.__version__} cannot be reported an architecture (2.13 can; or set CXX=clang++)"
+            f"{torch.__version__} cannot be told an architecture (2.13 can; or set CXX=clang++)"
         )
     return None
 
@@ -102,8 +112,11 @@ def tuning_of(compiler: str) -> str | None:
 
 @functools.cache
 def _takes_march() -> bool:
-    """Whether torch's compiler has an option for the architecture. Read in its file: its import takes seconds."""
-    config = Path(torch.__file__).parent / "_inductor" / "config.py"
-    if not config.is_file():
-        return "cpp.march" in torch._inductor.list_options()
-    return "TORCHINDUCTOR_CPP_MARCH" in config.read_text(encoding="utf-8")
+    """Whether torch's compiler has an option for the architecture."""
+    return "TORCHINDUCTOR_CPP_MARCH" in _inductor_file("config.py")
+
+
+def _inductor_file(name: str) -> str:
+    """Source of torch's compiler: its import takes seconds. Empty where torch was installed without sources."""
+    file = Path(torch.__file__).parent / "_inductor" / name
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

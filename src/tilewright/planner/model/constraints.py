@@ -11,6 +11,7 @@ from typing import Literal
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import Activations
+from tilewright.ops.base.compile import rounds_as_eager
 
 BESIDE = ("checkpoint.async_save", "precision.eval_fp32")
 """Settings of what takes memory beside the steps, which a plan may switch off: they change nothing that is learned."""
@@ -76,9 +77,9 @@ KEPT: frozenset[Activations] = frozenset(("keep", "recompute")) | SELECTED
 
 
 def fuses(compiled: bool, machine: Machine) -> bool:
-    """Whether compiled layers may round in other places than eager ones. On a CPU they are reported not to
-    (`ops.base.compile.layer_options`, held by a test); on a GPU nobody has looked yet."""
-    return compiled and machine.device != "cpu"
+    """Whether compiled layers may round in other places than eager ones. On a CPU they do not where torch can be told
+    so (`ops.base.compile.rounds_as_eager`, held by a test); on a GPU nobody has looked yet."""
+    return compiled and (machine.device != "cpu" or not rounds_as_eager())
 
 
 def same_bits(recipe: Recipe, fused: bool, kind: Activations) -> frozenset[Activations]:

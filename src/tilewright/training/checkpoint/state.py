@@ -13,6 +13,7 @@ is the first rank's; generators are each rank's own (`generators`). Writing and 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tilewright.parallel.agree import gather
 from tilewright.parallel.world import World
 from tilewright.precision.snapshot import host_states
 from tilewright.training.checkpoint.generators import generator_tensors, set_generators, stored_generators
+from tilewright.training.checkpoint.old_scales import OldScales
 from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
 from tilewright.training.executor.layer_major_setup import LayerMajorParts
 from tilewright.training.executor.summon import SummonedParams
@@ -100,16 +102,21 @@ class TrainState:
             meta = read_meta(path)
             stored = stored_tensors(path)
             _check_model(path, self.model, stored)
-            self._make_optimizer_states(path, stored)
+            old = OldScales(stored)
+            self._make_optimizer_states(path, stored, old.shapes())
             targets = model_tensors(self.model) | self._optimizer_tensors()
             rng = {
                 name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored_generators(stored, self.world)
             }
+            by_row = old.to_read()
             with torch.no_grad(), self.live(changes=True) as visit:
+                to_read = targets | rng | by_row
                 if visit is None:
-                    read_tensors(path, targets | rng)
+                    read_tensors(path, to_read)
                 else:
-                    read_tensors(path, visit.sorted(targets | rng), visit.tensor)
+                    targets = visit.sorted(targets)
+                    read_tensors(path, visit.sorted(to_read), partial(_read_into, visit, by_row))
+                old.fill(by_row, targets, None if visit is None else visit.tensor)
         for name, part in self.parts.items():
             if name in meta["parts"]:
                 part.load_state_dict(meta["parts"][name])
@@ -147,17 +154,22 @@ class TrainState:
             for key, value in self.optimizer.state.get(param, {}).items()
         }
 
-    def _make_optimizer_states(self, path: Path, stored: Stored) -> None:
+    def _make_optimizer_states(self, path: Path, stored: Stored, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if any(self.optimizer.state.get(p) for group in self.optimizer.param_groups for p in group["params"]):
             here = {name: tuple(tensor.shape) for name, tensor in self._optimizer_tensors().items()}
-            there = {name: shape for name, (_, shape) in stored.items() if name.startswith("optimizer.")}
+            there = {name: shape for name, shape in shapes.items() if name.startswith("optimizer.")}
             raise_on_difference(f"{path} was written by another optimizer.", "optimizer.", here, there)
             return
         for name, param in self.model.named_parameters():
             prefix = f"optimizer.{name}."
-            for key, (dtype, shape) in stored.items():
+            for key, (dtype, _) in stored.items():
                 if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                    self.optimizer.state[param][key[len(prefix) :]] = _empty_state(param, shape, dtype)
+                    self.optimizer.state[param][key[len(prefix) :]] = _empty_state(param, shapes[key], dtype)
+
+
+def _read_into(visit: SummonedParams, others: Mapping[str, Tensor], name: str, tensor: Tensor) -> Tensor:
+    """The tensor to read into: a live one, or one of the others."""
+    return tensor if name in others else visit.tensor(name, tensor)
 
 
 def _empty_state(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tilewright.core.atomic_io import check_manifest
 from tilewright.core.errors import CheckpointError
-from tilewright.parallel.checksum import Difference
+from tilewright.parallel.checksum import ReplicaDifference
 from tilewright.parallel.world import World
 from tilewright.training.checkpoint.failures import (
     DISK_ERRORS,
@@ -70,7 +70,7 @@ class SaveRecord:
     error: str | None
     dropped: tuple[str, ...] = ()
     """Names of older checkpoints that were deleted because the disk was full."""
-    differing: tuple[Difference, ...] = ()
+    differing: tuple[ReplicaDifference, ...] = ()
     """Tensors that ranks should hold alike and do not: the run's numbers are corrupt since some step after the newest
     checkpoint."""
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
 from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publish_folder, write_entries
-from tilewright.parallel.checksum import Difference, checksum, find_differences
+from tilewright.parallel.checksum import ReplicaDifference, checksum, find_differences
 from tilewright.parallel.parts import local_part, place_of
 from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
 
@@ -36,7 +36,7 @@ class ReplicasDifferError(RuntimeError):
         differences: the tensors.
     """
 
-    def __init__(self, differences: list[Difference]) -> None:
+    def __init__(self, differences: list[ReplicaDifference]) -> None:
         shown = "; ".join(map(str, differences[:5]))
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
         super().__init__(f"ranks hold different bits of the same tensors: {shown}{more}")

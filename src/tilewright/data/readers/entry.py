@@ -1,0 +1,89 @@
+"""One file that is read, or one member of an archive, and the records and rejects that come of it.
+
+Also the reject of a package that is not installed.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tilewright.data.readers.limits import ReadLimits, ReadOptions
+from tilewright.data.records import Modality, Record, Rejected
+
+STAGE = "read"
+INSTALL = 'pip install "tilewright[data]"'
+_MISSING = "missing package "
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file on disk that is read as `part` of the source's file `name`.
+
+    `path` has the bytes: those of the source's file, or of a temporary one that a member was unpacked to; `inner` is
+    what that member was called, with its suffix. `depth` counts the archives that it is in.
+    """
+
+    path: Path
+    name: str
+    domain: str
+    limits: ReadLimits
+    options: ReadOptions
+    inner: str
+    part: str = ""
+    depth: int = 0
+
+    def member(self, path: Path, inner: str, shown: str) -> "Entry":
+        """The entry of a file that was unpacked to `path` out of this one and is `shown` as part of it."""
+        return replace(self, path=path, inner=inner, part=self.join(shown), depth=self.depth + 1)
+
+    @property
+    def folders(self) -> int:
+        """How many folders up from the file, its own included, are in the source, two at most; 0 in an archive."""
+        return 0 if self.part else min(2, 1 + self.name.count("/"))
+
+    def join(self, part: str) -> str:
+        """`part` of this entry, as a part of the source's file."""
+        return f"{self.part} > {part}" if self.part and part else self.part or part
+
+    def record(self, modality: Modality, text: str, part: str = "", **fields: Any) -> Record:
+        """A record out of `part` of this entry."""
+        return Record("", modality, self.domain, text, path=self.name, part=self.join(part), **fields)
+
+    def reject(
+        self, rule: str, value: float | str, threshold: float | str = "", excerpt: str = "", part: str = "", **sums: int
+    ) -> Rejected:
+        """A reject of `part` of this entry; `sums` are `count` and `num_bytes`."""
+        value = self._said(value) if isinstance(value, str) else value
+        said = self._said(excerpt)[:200]
+        return Rejected(self.name, self.join(part), STAGE, rule, value, threshold, said, self.domain, **sums)
+
+    def _said(self, text: str) -> str:
+        """What a parser says, as UTF-8 can hold it and without the place of the file on this machine."""
+        return text.replace(str(self.path), self.inner).encode("utf-8", "backslashreplace").decode()
+
+    def missing(self, package: str) -> Rejected | None:
+        """A reject if `package` is not installed."""
+        if find_spec(package):
+            return None
+        return self.reject(_MISSING + package, "not installed", INSTALL, num_bytes=self.path.stat().st_size)
+
+
+def missing_once(items: Iterable[Record | Rejected]) -> Iterator[Record | Rejected]:
+    """`items` with the rejects of each missing package put together into one at the end, with their count.
+
+    Example:
+        >>> def of(name): return Rejected(name, "", "read", "missing package pypdf", "not installed", INSTALL)
+        >>> [(item.path, item.count) for item in missing_once([of("a.pdf"), of("b.pdf")])]
+        [('a.pdf', 2)]
+    """
+    held: dict[tuple[str, str], Rejected] = {}
+    for item in items:
+        if isinstance(item, Record) or not item.rule.startswith(_MISSING):
+            yield item
+            continue
+        first = held.setdefault((item.domain, item.rule), replace(item, count=0, num_bytes=0))
+        sums = {"count": first.count + item.count, "num_bytes": first.num_bytes + item.num_bytes}
+        held[item.domain, item.rule] = replace(first, **sums)
+    yield from held.values()

@@ -1,0 +1,49 @@
+"""How much of a file the readers of a data build take before they set it aside, and what they make on request."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReadLimits:
+    """Bounds on what one file may cost. What passes one is rejected with its number and the bound as threshold.
+
+    None of them bounds the size of a plain file: text and rows are read in pieces.
+    """
+
+    ratio: float = 256.0
+    """Bytes out of one compressed byte, above 4 MiB that are free. Prose has 3 to 10, logs and tables up to 100."""
+    unpacked_bytes: int = 4 << 30
+    """Bytes that a compressed file, or an archive with all of its members, may unpack to. They go to temporary
+    files."""
+    document_bytes: int = 32 << 20
+    """Bytes of a document that is in memory whole: HTML, Markdown, a caption; of a PDF, its text."""
+    line_bytes: int = 16 << 20
+    """Bytes of a line of text or a row."""
+    members: int = 100_000
+    """Files in an archive."""
+    depth: int = 3
+    """Archives and compressed files inside of each other; `a.tar.gz` are two."""
+    pixels: int = 1 << 26
+    """Width times height of an image. Decoded, a pixel takes up to 10 bytes of memory."""
+    audio_s: float = 7200.0
+    """Seconds of sound. A second of log-mel frames takes 32 kB."""
+    pages: int = 5000
+    """Pages of a PDF that are read; the pages after them are rejected."""
+    parse_s: int = 60
+    """Processor seconds for one HTML document or PDF: a process of its own reads it, which ends then."""
+    parse_memory_bytes: int = 1 << 30
+    """Address space of that process."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What the readers do beyond the plain text and facts of a file.
+
+    `text_field` is the field of rows that holds the text. `image_size` asks for pixels: uint8 [3, size, size], the
+    middle square scaled; 0: none. `log_mel` asks for float32 [frames, 80]. `language` asks for the language of texts.
+    """
+
+    text_field: str = "text"
+    image_size: int = 0
+    log_mel: bool = False
+    language: bool = False

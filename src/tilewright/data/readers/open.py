@@ -1,0 +1,116 @@
+"""Any file as records: what it is decides its reader, archives are entered, and nothing wrong with it raises."""
+
+import errno
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+
+from tilewright.data.readers.entry import INSTALL, STAGE, Entry, missing_once
+from tilewright.data.readers.kinds import HEAD_BYTES, kind_of
+from tilewright.data.readers.limits import ReadLimits, ReadOptions
+from tilewright.data.readers.media.audio import read_audio
+from tilewright.data.readers.media.captions import described_file
+from tilewright.data.readers.media.images import read_image
+from tilewright.data.readers.text.documents import read_html, read_pdf
+from tilewright.data.readers.text.languages import find_language
+from tilewright.data.readers.text.plain import read_markdown, read_text
+from tilewright.data.readers.text.rows import read_rows
+from tilewright.data.readers.unpack import unpack_compressed, unpack_tar, unpack_zip
+from tilewright.data.records import Record, Rejected
+
+_READERS = {
+    **{"text": read_text, "markdown": read_markdown, "html": read_html, "pdf": read_pdf},
+    **{"image": read_image, "audio": read_audio},
+}
+_ROWS = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+"""Errors of this machine and not of the file: they are raised."""
+_LIMITS, _OPTIONS = ReadLimits(), ReadOptions()
+
+Items = Iterator[Record | Rejected]
+
+
+def read_file(
+    path: Path, name: str, domain: str, limits: ReadLimits = _LIMITS, options: ReadOptions = _OPTIONS
+) -> Items:
+    """Records and rejects of one file of any kind.
+
+    Args:
+        path: of the file.
+        name: of it in records, relative to the source's root and printable.
+        domain: of its records.
+        limits: what a file may cost.
+        options: the field of rows with the text; pixels, log-mel frames and languages on request.
+
+    Raises:
+        OSError: no space for temporary files, or no file can be opened any more. Bad data does not raise.
+    """
+    found = missing_once(_read(Entry(Path(path), name, domain, limits, options, PurePosixPath(path).name)))
+    yield from _with_language(found, name, domain) if options.language else found
+
+
+def _read(entry: Entry) -> Items:
+    try:
+        status = entry.path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            yield entry.reject("not a regular file", stat.filemode(status.st_mode)[0], "-")
+        elif not status.st_size:
+            yield entry.reject("empty file", 0.0, 1.0)
+        else:
+            found = 0
+            for found, item in enumerate(_of_kind(entry, status.st_size), 1):  # noqa: B007
+                yield item
+            if not found:  # an archive without members, a PDF without pages, a table without rows
+                yield entry.reject("nothing in it", 0.0, 1.0, num_bytes=status.st_size)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        yield entry.reject("cannot be read", error.strerror or str(error))
+
+
+def _of_kind(entry: Entry, size: int) -> Items:
+    with entry.path.open("rb") as file:
+        kind = kind_of(entry.inner, file.read(HEAD_BYTES))
+    if not kind:
+        suffix = PurePosixPath(entry.inner).suffix.lower()[:12]
+        yield entry.reject("file type is not read", suffix or "none", "text, rows, image, audio", num_bytes=size)
+    elif kind in ("text", "json", "jsonl", "csv", "tsv") and (
+        media := described_file(entry.path, entry.limits.document_bytes)
+    ):
+        shown = media if not entry.part else "the file of that name"
+        yield entry.reject("text of another file", shown, "", num_bytes=size)
+    elif kind in _READERS:
+        yield from _READERS[kind](entry)
+    elif kind in _ROWS:
+        yield from read_rows(entry, kind)
+    elif entry.depth >= entry.limits.depth:
+        depth, most = float(entry.depth + 1), entry.limits.depth
+        yield entry.reject("depth of archives", depth, most, num_bytes=size)
+    else:
+        unpack = {"zip": unpack_zip, "tar": unpack_tar}.get(kind) or partial(unpack_compressed, kind=kind)
+        for group in unpack(entry):
+            if isinstance(group, Rejected):
+                yield group
+            else:
+                for member in group:
+                    yield from _read(member)
+
+
+def _with_language(items: Items, name: str, domain: str) -> Items:
+    """Records of text with their language, and its probability as a score."""
+    known = find_spec("py3langid") is not None
+    without = 0
+    for item in items:
+        if isinstance(item, Rejected) or not item.text:
+            yield item
+        elif known:
+            language, probability = find_language(item.text)
+            yield replace(item, language=language, scores={**item.scores, "language": probability})
+        else:
+            without += 1
+            yield item
+    if without:
+        yield Rejected(name, "", STAGE, "missing package py3langid", "not installed", INSTALL, "", domain, without)

@@ -1,0 +1,110 @@
+"""HTML and PDF files as records of text: parsed by a process of its own, within limits."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from tilewright.data.readers.entry import Entry
+from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
+from tilewright.data.readers.text.plain import Items, lost_lines, text_record
+from tilewright.data.readers.worker import parser_process
+from tilewright.data.records import Rejected
+from tilewright.data.sources.documents import looks_binary
+
+_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([A-Za-z0-9_:.-]{2,40})", re.IGNORECASE)
+
+
+def read_html(entry: Entry) -> Items:
+    """One record: the main text of a document, its title as a fact."""
+    size, longest = entry.path.stat().st_size, entry.limits.document_bytes
+    if size > longest:
+        yield entry.reject("document size in bytes", float(size), longest, num_bytes=size)
+        return
+    missing = entry.missing("selectolax")
+    if missing:
+        yield missing
+        return
+    data = entry.path.read_bytes()
+    wide = wide_encoding_of(data[:4096])
+    if not wide and looks_binary(data):
+        yield entry.reject("binary, not text", "NUL or control bytes", "a tenth", num_bytes=size)
+        return
+    named = _CHARSET.search(data[:4096])
+    if wide:
+        text, encoding, lost = data.decode(wide, "replace"), wide, []
+    else:
+        text, encoding, lost = decode_text(data.removeprefix(b"\xef\xbb\xbf"), named[1].decode() if named else "")
+    if lost:
+        yield lost_lines(entry, lost, encoding)
+    for item in _parsed(entry, kind="html", html=text):
+        if isinstance(item, Rejected):
+            yield item
+        elif "error" in item:
+            yield entry.reject("damaged HTML", item["error"], num_bytes=size)
+        else:
+            facts = {"encoding": encoding, "title": item["title"][:200], "html_language": item["language"]}
+            facts = {name: value for name, value in facts.items() if value}
+            yield from text_record(entry, item["text"], 0, size, facts)
+
+
+def read_pdf(entry: Entry) -> Items:
+    """A record per page. Where the parser is ended, no page stays: which did would depend on the machine."""
+    missing = entry.missing("pypdf")
+    if missing:
+        yield missing
+        return
+    limits, size = entry.limits, entry.path.stat().st_size
+    asked = {"path": str(entry.path), "max_pages": limits.pages, "max_bytes": limits.document_bytes}
+    found = list(_parsed(entry, kind="pdf", **asked))
+    ended = [item for item in found if isinstance(item, Rejected)]
+    if ended:
+        yield from ended
+        return
+    blank = 0
+    for item in found:
+        part = f"page {item['page']}" if "page" in item else ""
+        if "encrypted" in item:
+            yield entry.reject("encrypted PDF", "a password", "none", num_bytes=size)
+        elif "error" in item:
+            yield entry.reject("damaged page" if part else "damaged PDF", item["error"], part=part)
+        elif "pages" in item:
+            if item["pages"] > limits.pages:
+                left = item["pages"] - limits.pages
+                yield entry.reject("pages", float(item["pages"]), limits.pages, count=left)
+            if item["bytes"] > limits.document_bytes:
+                yield entry.reject("text of a document in bytes", float(item["bytes"]), limits.document_bytes)
+        elif not item["text"].strip():
+            blank += 1
+        else:
+            yield from text_record(entry, item["text"], 0, 0, {"page": item["page"]}, part)
+    if blank:
+        yield entry.reject("page without text", float(blank), 0.0, count=blank)
+    if not any("encrypted" in item or ("error" in item and "page" not in item) for item in found):
+        yield from _without_end(entry, size)
+
+
+def _without_end(entry: Entry, size: int) -> Iterator[Rejected]:
+    """A reject if the mark at the end of a PDF is not there: the parser finds what pages it can, and says nothing."""
+    with entry.path.open("rb") as file:
+        file.seek(max(0, size - 2048))
+        if b"%%EOF" not in file.read():
+            yield entry.reject("truncated PDF, pages may be lost", "no %%EOF", "%%EOF at the end", count=0)
+
+
+def _parsed(entry: Entry, **request: Any) -> Iterator[Any]:
+    limits = entry.limits
+    for item in parser_process(os.getpid()).ask(limits.parse_s, limits.parse_memory_bytes, **request):
+        if item.get("killed") == signal.SIGPROF:
+            value = f"over {limits.parse_s}"
+            yield entry.reject("parser's processor seconds", value, limits.parse_s, num_bytes=_size(entry))
+        elif "killed" in item or str(item.get("error", "")).startswith("MemoryError"):
+            value = f"ended, signal {item['killed']}" if "killed" in item else "MemoryError"
+            yield entry.reject("parser's memory in bytes", value, limits.parse_memory_bytes, num_bytes=_size(entry))
+        else:
+            yield item
+
+
+def _size(entry: Entry) -> int:
+    return entry.path.stat().st_size

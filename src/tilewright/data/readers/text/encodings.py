@@ -1,0 +1,158 @@
+"""Bytes of text in whatever encoding, as text: marked, found, or mixed line by line. And mojibake, undone.
+
+UTF-8 is taken for UTF-8. Other bytes go to charset-normalizer, which finds most encodings from a few sentences. Turkish
+it takes for Central European, and encodings that write a text with the same bytes cannot be told apart. Where nothing
+fits, nothing is guessed. Mojibake (UTF-8 that was read as a legacy encoding) is undone by ftfy, line by line, and only
+in lines that a cheap test suspects: ftfy reads 3 MB/s.
+"""
+
+import re
+from importlib.util import find_spec
+
+from tilewright.data.sources.documents import wide_encoding
+
+_SAMPLE = 1 << 16
+"""Bytes from which an encoding is found."""
+_MIXED_SHARE = 0.1
+"""Share of lines that are not UTF-8 up to which the others are read as UTF-8 all the same."""
+_C1 = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f\ufffd\ue000-\uf8ff]")
+_CP1252 = (
+    "\x80-\xbf\u20ac\u201a\u0192\u201e\u2026\u2020\u2021\u02c6\u2030\u0160\u2039\u0152\u017d\u2018\u2019"
+    "\u201c\u201d\u2022\u2013\u2014\u02dc\u2122\u0161\u203a\u0153\u017e\u0178"
+)
+"""What the bytes 0x80 to 0xbf are in Latin-1 and in Windows-1252."""
+_SUSPECT = re.compile(
+    rf"[\xc2-\xdf\u0102\u0139][{_CP1252}\u0105\u0142]|[\xe0-\xef][{_CP1252}]{{2}}|\xf0[{_CP1252}]{{3}}"
+    r"|(?:[\u0420\u0421][\u0400-\u040f\u0450-\u045f\xa0-\xbf\u0401\u0404\u0406\u0407\u2010-\u203a\u20ac\u2116\u2122]){2}"
+    r"|\u221a[\xa9\xae\xb0\u2020\u2202\xfc]"
+)
+
+
+def wide_encoding_of(head: bytes) -> str:
+    """The codec of UTF-16 or UTF-32 text that begins with `head`, with a byte-order mark or without; "" for others.
+
+    Without a mark it shows in the NULs that spaces, line ends, digits and punctuation have.
+
+    Example:
+        >>> [wide_encoding_of("a b".encode(name)) for name in ("utf-16-le", "utf-32-be", "utf-16", "utf-8")]
+        ['utf-16-le', 'utf-32-be', 'utf-16', '']
+    """
+    marked = wide_encoding(head)
+    if marked or b"\0" not in head:
+        return marked
+    head = head[: len(head) & ~3] if len(head) >= 4 else head
+    for name in ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be"):
+        try:
+            text = head.decode(name)
+        except UnicodeDecodeError as error:
+            if error.start < len(head) - 4:
+                continue
+            text = head[: error.start].decode(name)
+        common = sum(map(text.count, " \n\t.,0123456789\u3000\u3002"))
+        if text and not _C1.search(text) and common >= 0.02 * len(text):
+            return name
+    return ""
+
+
+def find_encoding(data: bytes) -> str:
+    """The legacy encoding of `data`, as Python calls it; "" where none fits, or charset-normalizer is not installed.
+
+    Example:
+        >>> find_encoding("Все счастливые семьи похожи друг на друга, каждая несчастлива.".encode("koi8-r"))
+        'koi8_r'
+    """
+    if find_spec("charset_normalizer") is None:
+        return ""
+    from charset_normalizer import from_bytes
+
+    best = from_bytes(data[:_SAMPLE]).best()
+    if best is None:
+        return ""
+    text = str(best)
+    return "" if len(_C1.findall(text)) > 0.005 * len(text) else best.encoding
+
+
+def decode_text(data: bytes, hint: str = "") -> tuple[str, str, list[bytes]]:
+    """The text of `data`, the encodings that it was in, and the lines that are in none.
+
+    Args:
+        data: bytes that are not UTF-16, UTF-32 or binary, whole lines.
+        hint: an encoding that the document names, or that an earlier part of the file is in: taken where all fits.
+
+    Returns:
+        The text without the lost lines, as "utf-8" or "utf-8 + koi8_r", and the lost lines. Where no encoding fits,
+        all lines are lost.
+    """
+    if b"\x1b$" in data:  # ISO-2022 writes everything with the bytes of ASCII
+        text = _try(data, "iso2022_jp_2") or _try(data, "iso2022_kr")
+        if text is not None:
+            return text, "iso2022_jp_2" if _try(data, "iso2022_jp_2") else "iso2022_kr", []
+    try:
+        return data.decode("utf-8"), "utf-8", []
+    except UnicodeDecodeError:
+        lines = data.split(b"\n")
+    bad = [number for number, line in enumerate(lines) if not _is_utf8(line)]
+    sample = b"\n".join(lines[number] for number in bad)
+    fits = bool(hint) and hint.lower() not in ("utf-8", "utf8") and _try(sample, hint) is not None
+    legacy = hint if fits else find_encoding(sample)
+    if len(bad) > _MIXED_SHARE * len(lines):
+        whole = _try(data, legacy) if legacy else None
+        if whole is not None:
+            return whole, legacy, []
+        if not legacy:
+            return "", "", lines
+        bad, good = list(range(len(lines))), set()
+    else:
+        good = set(range(len(lines))).difference(bad)
+    texts, lost = [], []
+    for number, line in enumerate(lines):
+        text = line.decode("utf-8") if number in good else _try(line, legacy) if legacy else None
+        if text is None:
+            lost.append(line)
+        else:
+            texts.append(text)
+    names = (["utf-8"] if good else []) + ([legacy] if len(lost) < len(bad) else [])
+    return "\n".join(texts), " + ".join(names), lost
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _try(data: bytes, encoding: str) -> str | None:
+    try:
+        return data.decode(encoding)
+    except (UnicodeError, LookupError):
+        return None
+
+
+def is_suspect(text: str) -> bool:
+    """Whether `text` may hold mojibake: a cheap test, which ftfy then decides.
+
+    Example:
+        >>> is_suspect("café"), is_suspect("cafÃ©"), is_suspect("donâ€™t")
+        (False, True, True)
+    """
+    return not text.isascii() and _SUSPECT.search(text) is not None
+
+
+def undo_mojibake(text: str) -> tuple[str, int]:
+    """`text` with its suspect lines as they were before they were decoded wrongly, and how many of them changed.
+
+    Example:
+        >>> undo_mojibake("cafÃ©\\ncafé")
+        ('café\\ncafé', 1)
+    """
+    from ftfy import fix_encoding
+
+    lines, changed = text.split("\n"), 0
+    for number, line in enumerate(lines):
+        if is_suspect(line):
+            fixed = fix_encoding(line)
+            changed += fixed != line
+            lines[number] = fixed
+    return "\n".join(lines), changed

@@ -1,0 +1,98 @@
+"""Rows of text: .jsonl, .json, .csv, .tsv, .parquet and .arrow, by the readers of `data.sources`.
+
+A row of .jsonl knows the bytes of its line. The others are known by their number.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from tilewright.core.units import format_bytes
+from tilewright.data.readers.damage import PARSER_ERRORS, failure
+from tilewright.data.readers.entry import Entry
+from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
+from tilewright.data.readers.text.plain import Items, text_record
+from tilewright.data.records import Rejected
+from tilewright.data.sources.csv_rows import read_csv
+from tilewright.data.sources.decompress import expands_too_much
+from tilewright.data.sources.documents import Document, Part, Reject
+from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
+from tilewright.data.sources.lines import segment_lines, too_long
+from tilewright.data.sources.tables import arrow_parts, parquet_parts
+
+
+def read_rows(entry: Entry, kind: str) -> Items:
+    """The texts of a file of rows."""
+    field, longest = entry.options.text_field, entry.limits.line_bytes
+    with entry.path.open("rb") as file:
+        wide = bool(wide_encoding_of(file.read(4096)))
+    if kind in ("jsonl", "json") and not wide and (kind == "jsonl" or holds_lines(entry.path)):
+        yield from _json_lines(entry, field)
+        return
+    if kind in ("jsonl", "json"):
+        reader = streamed_rows if kind == "jsonl" else read_json
+        found: Iterable[Document | Reject] = reader(entry.name, entry.path, field, longest)
+    elif kind in ("csv", "tsv"):
+        found = read_csv(entry.name, entry.path, "," if kind == "csv" else "\t", field, longest)
+    elif kind == "parquet":
+        found = _of_parts(parquet_parts(entry.domain, entry.name, entry.path, field, entry.limits.ratio))
+    else:
+        found = _of_parts(arrow_parts(entry.domain, entry.name, entry.path, field))
+    yield from _converted(entry, iter(found))
+
+
+def _of_parts(parts: Iterable[Part | Reject]) -> Iterator[Document | Reject]:
+    for part in parts:
+        if isinstance(part, Reject):
+            yield part
+        else:
+            yield from part.read()
+
+
+def _json_lines(entry: Entry, field: str) -> Items:
+    size, longest = entry.path.stat().st_size, entry.limits.line_bytes
+    for number, (start, line) in enumerate(segment_lines(entry.path, 0, size, longest), 1):
+        part = f"row {number}"
+        if len(line) > longest:
+            yield entry.reject("line length", f"over {longest}", longest, ascii(line[:60]), part)
+            continue
+        text, encoding, lost = decode_text(line)
+        if lost or encoding != "utf-8":  # a legacy encoding is found in a row only where others would be as likely
+            yield entry.reject("row is not UTF-8", encoding or "none fits", "utf-8", ascii(line[:60]), part)
+            continue
+        stop = start + len(line)
+        for item in row(entry.name, f"byte {start}", text.encode(), field):
+            if isinstance(item, Reject):
+                yield told(entry, item, part)
+            else:
+                yield from text_record(entry, item.text, start, stop, {}, part)
+
+
+def _converted(entry: Entry, found: Iterator[Document | Reject]) -> Items:
+    step = partial(next, found, None)
+    while True:
+        try:
+            item = step()
+        except PARSER_ERRORS as error:
+            yield entry.reject("damaged file of rows, the rest is lost", failure(error))
+            return
+        if item is None:
+            return
+        if isinstance(item, Reject):
+            yield told(entry, item)
+            continue
+        group, _, number = item.name.removeprefix(entry.name).rpartition(":")
+        part = f"row {number}" + (f" of group {group[1:]}" if group.startswith("@") else "")
+        yield from text_record(entry, item.text, 0, 0, {}, part)
+
+
+def told(entry: Entry, reject: Reject, part: str = "") -> Rejected:
+    """A reject of `data.sources` as one of the build, with value and threshold where a limit was passed."""
+    limits, sums = entry.limits, {"count": reject.count, "num_bytes": reject.num_bytes}
+    if reject.reason == too_long("", limits.line_bytes, 0).reason:
+        return entry.reject("line length", float(reject.num_bytes), limits.line_bytes, part=part, **sums)
+    if reject.reason == expands_too_much("", 0, 0, limits.ratio).reason:
+        return entry.reject("compression ratio", reject.example, limits.ratio, part=part, **sums)
+    if "straddling object" in reject.example:  # so Arrow says that a row is longer than a block
+        value = f"over {format_bytes(limits.line_bytes)}"
+        return entry.reject("line length", value, limits.line_bytes, reject.example, part, **sums)
+    return entry.reject(reject.reason, reject.example, part=part, **sums)

@@ -1,0 +1,69 @@
+"""What a reader hands to the data build: records to keep, and rejects with the reason.
+
+A record is one text, image or sound together with the place that it came from, so that any training sample can be
+traced to its file. Everything but `arrays` goes into Parquet.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+Modality = Literal["text", "image", "audio"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sample on its way through the build.
+
+    `path` is relative to the source's root, as `printable` writes it. `start` and `stop` are bytes in that file, or in
+    the file that `part` names: a row ("row 17"), a member of an archive ("a/b.txt"), a page ("page 3"); both are 0
+    where nobody knows them. A reader leaves `id` empty: the build derives it from path, part, place and content.
+    `facts` are facts of the medium, such as width and height in pixels or duration in seconds. `arrays` (images,
+    log-mel frames) stay in memory or go to files of their own. `chunk` numbers the pieces of a record that was cut.
+
+    Example:
+        >>> Record("", "text", "books", "Call me Ishmael.", path="books/moby.txt", stop=16).modality
+        'text'
+    """
+
+    id: str
+    modality: Modality
+    domain: str
+    text: str
+    language: str = ""
+    path: str = ""
+    start: int = 0
+    stop: int = 0
+    part: str = ""
+    facts: Mapping[str, int | float | str] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+    scores: Mapping[str, float] = field(default_factory=dict)
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Something that was dropped, by which `rule` of which `stage`, and the `value` that failed against `threshold`.
+
+    `value` is what was found (a number, or words where there is none), `threshold` what would have passed. `excerpt` is
+    the beginning of the text, or what the decoder said. `count` is how many lines, rows or members share the reason;
+    `num_bytes` is what they weigh together, 0 where nobody knows. `id` is that of a record that was dropped whole.
+
+    Example:
+        >>> Rejected("a.zip", "b.txt", "read", "compression ratio", 4096.0, 200.0, "", "text").rule
+        'compression ratio'
+    """
+
+    path: str
+    part: str
+    stage: str
+    rule: str
+    value: float | str
+    threshold: float | str
+    excerpt: str = ""
+    domain: str = ""
+    count: int = 1
+    num_bytes: int = 0
+    id: str = ""
