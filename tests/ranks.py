@@ -18,7 +18,7 @@ from typing import Any
 
 PRELOAD = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint",
-    "numpy", "tests.ranks", "tilewright.optim.adam", "tilewright.models.decoder.decoder",
+    "numpy", "tests.ranks", "tilewright.training.loop",
 ]  # fmt: skip
 
 

@@ -56,7 +56,7 @@ PUBLIC = {
 
 SURFACE = {
     "init": ["--force", "--help", "--list", "--quiet", "--to", "--verbose", "recipe"],
-    "doctor": ["--device", "--help", "--json", "--quiet", "--verbose"],
+    "doctor": ["--device", "--help", "--json", "--parallel", "--quiet", "--verbose", "recipe"],
     "plan": [
         *("--compare", "--device-memory", "--disk-memory", "--help", "--host-memory", "--html", "--json", "--largest"),
         *("--on", "--out", "--quiet", "--verbose", "--why", "recipe"),

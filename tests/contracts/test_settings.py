@@ -69,6 +69,8 @@ class Probe:
 
 _CONTROLLER = "tests/training/test_controller_run.py::test_settings_of_the_controller"
 
+_SHARDED = "tests/training/test_ranks_run.py::test_options_of_a_sharded_model"
+
 PROOFS: dict[str, Probe | str] = {
     "run.name": Probe("other", "path"),
     "run.dir": Probe("elsewhere", "path"),
@@ -205,6 +207,16 @@ PROOFS: dict[str, Probe | str] = {
     "checkpoint.export_format": "tests/training/test_fp8_folder.py::test_export_format",
     "log.sinks": Probe('["tensorboard"]', "files"),
     "log.report": "tests/cli/test_train.py::test_report",
+    "parallel.dp_replicate": Probe("2", "error"),
+    "parallel.dp_shard": Probe("2", "error"),
+    "parallel.tp": Probe("2", "error"),
+    "parallel.ep": Probe("2", "error"),
+    "parallel.pp": Probe("2", "error"),
+    "parallel.cp": Probe("2", "error"),
+    "parallel.reshard_after_forward": _SHARDED,
+    "parallel.cpu_offload": _SHARDED,
+    "parallel.reduce_each": _SHARDED,
+    "parallel.timeout_minutes": "tests/parallel/test_launch.py::test_a_rank_that_waits_too_long_ends",
     "ops.linear": Probe("ref", "kernels"),
     "ops.attention": Probe("ref", "kernels"),
     "ops.rms_norm": Probe("ref", "kernels"),

@@ -25,9 +25,10 @@ def decide(rank: int, world: int) -> list[dict]:
     model = make_decoder("gqa")
     convert(model, Policy("fp8_tile", keep="value"))
     settings = ControllerSettings(budget=0.6, cooldown=3, patience=1, interval=3, recalibrate_interval=1000)
-    control = PrecisionController(model, settings)
+    group = dist.group.WORLD if world > 1 else None
+    control = PrecisionController(model, settings, group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), control=control)
+    executor = StandardExecutor(model, optimizer, clip=GradClip(1.0), control=control, group=group)
     told = []
     for step in range(STEPS):
         if step == 5:
@@ -113,7 +114,7 @@ def _reduce(rank: int, folder: str) -> None:
     mine = {"a": LayerStats(matmuls={"fprop.fp8_tile": (good, broken)[rank]})}
     if rank == 1:  # an expert that saw rows on this rank alone
         mine["b"] = LayerStats(matmuls={"dgrad.fp8_tile": good})
-    found = all_reduce_worst(QuantStats(mine), ["a", "b", "c"])
+    found = all_reduce_worst(QuantStats(mine), ["a", "b", "c"], group=dist.group.WORLD)
     Path(folder, f"{rank}.json").write_text(json.dumps(found.to_json()))
     dist.destroy_process_group()
 

@@ -364,12 +364,6 @@ def test_what_cannot_fit_is_refused_before_anything_is_built(data, tmp_path):
     assert train(tiny(data, tmp_path, plan__device_memory="1MB", plan__enforce="false", train__steps=1)).step == 1
 
 
-def test_several_processes_are_refused(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(HardwareError, match="one process"):
-        train(tiny(data, tmp_path))
-
-
 def test_a_compiler_that_is_not_there(data, tmp_path, monkeypatch):
     from dataclasses import replace
 

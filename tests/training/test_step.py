@@ -11,7 +11,8 @@ from tilewright.models.base.protocols import LossOutput
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
-from tilewright.training.executor.standard import StandardExecutor, all_finite, count_targets
+from tilewright.training.executor.not_finite import all_finite
+from tilewright.training.executor.standard import StandardExecutor, count_targets
 
 
 class Toy(nn.Module):
@@ -33,7 +34,7 @@ class Toy(nn.Module):
         )
         return LossOutput(total * self.poison, (batch["labels"] != -100).sum())
 
-    def after_step(self):
+    def after_step(self, group=None):
         self.updates += 1
 
 
@@ -50,9 +51,9 @@ def _split(batch, sizes):
     return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
 
 
-def _executor(model, *, clip=None, scaler=None, lr=0.1):
+def _executor(model, *, clip=None, scaler=None, lr=0.1, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return StandardExecutor(model, optimizer, clip=clip or GradClip(0.0), scaler=scaler)
+    return StandardExecutor(model, optimizer, clip=clip or GradClip(0.0), scaler=scaler, **options)
 
 
 def _grad_of(executor, microbatches):
@@ -217,7 +218,7 @@ def test_what_the_model_tells_besides_its_loss_is_the_mean_over_micro_batches():
             count = (batch["labels"] != -100).sum()
             return LossOutput(self.weight.sum(), count, {"fullest": batch["labels"].float().mean()})
 
-        def after_step(self):
+        def after_step(self, group=None):
             pass
 
     model = Telling()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import click
 
-from tilewright.cli.error_text import print_error
+from tilewright.cli.error_text import is_of_others, print_once
 from tilewright.core import env
-from tilewright.core.errors import EXIT_INPUT, ConfigError, TilewrightError
+from tilewright.core.errors import EXIT_INPUT, ConfigError, HardwareError, TilewrightError
 
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -76,12 +76,31 @@ COMMANDS = {
     "bench": ("tilewright.cli.commands.bench:bench", "Measure matmuls or a training step on this machine."),
 }
 
+ON_RANKS = ("train", "finetune")
+"""Commands that torchrun may start."""
+
 
 @dataclass
 class CliState:
     """What `main` must know about the command when it fails."""
 
     verbosity: int = 0
+
+
+def check_one_process(command: str) -> None:
+    """Only training works on several processes; they would each do all of another command.
+
+    Raises:
+        HardwareError: torchrun has started more than one.
+    """
+    world = env.ranks().world
+    if world > 1 and command not in ON_RANKS:
+        raise HardwareError(
+            f"Command {command} runs in one process",
+            got=f"{world} processes",
+            need="1; " + " and ".join(ON_RANKS) + " share their work",
+            try_=f"tilewright {command}, without torchrun; or unset WORLD_SIZE",
+        )
 
 
 class LazyGroup(click.Group):
@@ -93,6 +112,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        check_one_process(cmd_name)
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -146,13 +166,13 @@ def run(args: list[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except TilewrightError as error:
-        print_error(error)
+        print_once(error)
         if state.verbosity:
             raise
         return error.exit_code
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "tilewright"
-        print_error(ConfigError(error.format_message(), try_=f"{command} --help"))
+        print_once(ConfigError(error.format_message(), try_=f"{command} --help"))
         return EXIT_INPUT
     except (KeyboardInterrupt, click.Abort):
         click.echo("\nstopped", err=True)
@@ -161,3 +181,7 @@ def run(args: list[str]) -> int:
         # The reader (head, less) is gone: nothing left to say, and Python must not say it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
+    except RuntimeError as error:  # of several ranks: a connection that broke because another one ended
+        if not is_of_others(error):
+            raise
+        return 1

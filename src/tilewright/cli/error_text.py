@@ -26,6 +26,33 @@ def print_error(error: TilewrightError) -> None:
         click.echo(f"\n{len(error.problems)} problems; nothing was run.", err=True)
 
 
+def print_once(error: TilewrightError) -> None:
+    """`print_error`; of the ranks that torchrun started only by one, where all of them met the same error."""
+    ranks = env.ranks()
+    if ranks.world > 1:
+        from tilewright.parallel.ending import prints  # torch, so only where there are ranks
+
+        if not prints(str(error)):
+            return
+        if ranks.rank:
+            click.echo(f"rank {ranks.rank} of {ranks.world}:", err=True)
+    print_error(error)
+
+
+def is_of_others(error: RuntimeError) -> bool:
+    """Whether a rank failed because another one had, which is said; that one prints what happened."""
+    ranks = env.ranks()
+    if ranks.world == 1:
+        return False
+    from tilewright.parallel.ending import others_failed
+
+    failed = others_failed()
+    if failed:
+        first = f"{error}".partition("\n")[0]
+        click.echo(f"rank {ranks.rank} of {ranks.world} ends since rank {failed[0]} did: {first}", err=True)
+    return bool(failed)
+
+
 def _color() -> bool | None:
     """False under NO_COLOR, else click's own choice: colour on a terminal."""
     return False if env.no_color() else None

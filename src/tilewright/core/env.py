@@ -84,6 +84,10 @@ VARIABLES = (
     Variable("SLURM_ARRAY_TASK_MIN", "", "an integer", "first task of the array, set by Slurm"),
     Variable("SLURM_ARRAY_TASK_COUNT", "", "an integer", "number of tasks of the array, set by Slurm"),
     Variable("LOCAL_WORLD_SIZE", "", "an integer", "number of processes on this machine, set by torchrun"),
+    Variable("MASTER_ADDR", "", "a host", "where the processes meet, set by torchrun"),
+    Variable("MASTER_PORT", "", "an integer", "port of that host, set by torchrun"),
+    Variable("TORCHELASTIC_USE_AGENT_STORE", "", "True or False", "whether torchrun itself is there, set by it"),
+    Variable("TORCHELASTIC_RESTART_COUNT", "", "an integer", "how often torchrun has started all processes again"),
 )
 _NO_SETTINGS = {row.name for row in VARIABLES if not row.sets}
 
@@ -283,6 +287,22 @@ def one_thread() -> Iterator[None]:
     with unchanged():
         os.environ |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         yield
+
+
+def agent_store(environ: Mapping[str, str] | None = None) -> tuple[str, int, str] | None:
+    """Host and port of torchrun's store, and how often it has started the ranks again; None without torchrun."""
+    environ = os.environ if environ is None else environ
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not host or not port.isdecimal():
+        return None
+    return host, int(port), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def of_ranks(world: int, port: int) -> list[dict[str, str]]:
+    """What torchrun would set for `world` processes on this machine, for who starts them itself."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}
+    shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -65,6 +65,25 @@ class Machine:
     def cpu_multiplies(self, dtype: "torch.dtype") -> bool:
         """Whether the CPU has matrix or dot-product instructions for operands of this dtype."""
         return cpu_multiplies(dtype, self.cpu_features)
+
+    def shared_by(self, processes: int) -> "Machine":
+        """What each of so many processes of one run has of this machine: a share of cores and host memory. Of a GPU
+        each has its own.
+
+        Example:
+            >>> machine = detect_machine("cpu")
+            >>> machine.shared_by(1) == machine, machine.shared_by(2).host_memory_bytes * 2 <= machine.host_memory_bytes
+            (True, True)
+        """
+        if processes == 1:
+            return self
+        host = self.host_memory_bytes // processes
+        return replace(
+            self,
+            physical_cores=max(1, self.physical_cores // processes),
+            host_memory_bytes=host,
+            device_memory_bytes=host if self.device == "cpu" else self.device_memory_bytes,
+        )
 
     def to_json(self) -> dict[str, object]:
         """Plain types for machine.json."""

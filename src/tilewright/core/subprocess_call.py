@@ -8,7 +8,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,18 @@ from tilewright.core.errors import HardwareError, Problem, TilewrightError
 from tilewright.core.log import ROOT, configure, get_logger, say
 
 
-def call_module(module: str, on_line: Callable[[str], object] = say, **arguments: object) -> Any:
+def call_module(
+    module: str,
+    on_line: Callable[[str], object] = say,
+    environ: Mapping[str, str] | None = None,
+    **arguments: object,
+) -> Any:
     """Run `python -m module`, which calls `answer`.
 
     Args:
         module: its full name.
         on_line: called with each line that the child prints. What it logs goes to stderr.
+        environ: variables of the child in addition to this process's.
         arguments: of the function that the module gives to `answer`, as JSON has them.
 
     Returns:
@@ -38,7 +44,7 @@ def call_module(module: str, on_line: Callable[[str], object] = say, **arguments
     command = [sys.executable, "-P", "-m", module, json.dumps(request)]
     found: dict[str, Any] = {}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=env.importing(Path(__file__).parents[2])
+        command, stdout=subprocess.PIPE, text=True, env=env.importing(Path(__file__).parents[2]) | dict(environ or {})
     ) as child:
         assert child.stdout is not None
         for line in child.stdout:

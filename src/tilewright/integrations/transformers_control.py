@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -45,9 +46,9 @@ class ControllerCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """The model is there now."""
         thresholds = {name: Threshold(**each) for name, each in self.settings["thresholds"].items()}
-        self.control = PrecisionController(
-            kwargs["model"], ControllerSettings(**{**self.settings, "thresholds": thresholds})
-        )
+        settings = ControllerSettings(**{**self.settings, "thresholds": thresholds})
+        group = dist.group.WORLD if args.world_size > 1 else None  # the Trainer's own
+        self.control = PrecisionController(kwargs["model"], settings, group=group)
         if self.saved is not None:
             self.control.load_state_dict(self.saved)
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,15 @@ def sum_over(group: dist.ProcessGroup | None, tensors: Sequence[Tensor]) -> None
             dist.all_reduce(tensor, group=group)
 
 
+def sum_of(group: dist.ProcessGroup | None, value: float, device: torch.device | str = "cpu") -> float:
+    """The sum of a number over the group, in FP64."""
+    if group is None:
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return float(total)
+
+
 def any_of(group: dist.ProcessGroup | None, flag: bool, device: torch.device | str = "cpu") -> bool:
     """Whether the flag is set on any rank."""
     if group is None:

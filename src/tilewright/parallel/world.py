@@ -4,7 +4,8 @@
 run of one process has `World.alone()`: no group, no mesh, and what takes a group gets None and adds nothing.
 
 Axes of the mesh, outermost first: `dp_replicate` (copies of the model), `dp_shard` (FSDP2: parameters, gradients and
-optimizer states in parts). Both see different data, so losses, token counts and decisions are reduced over both.
+optimizer states in parts). Both see different data, so losses, token counts and decisions are reduced over both. Not
+there yet, and refused by the recipe above 1: `tp` (tensors), `ep` (experts), `pp` (pipeline stages), `cp` (context).
 """
 
 from dataclasses import dataclass
@@ -68,11 +69,27 @@ class World:
     sizes: MeshSizes = MeshSizes()
     mesh: DeviceMesh | None = None
     """Of two axes, `dp_replicate` and `dp_shard`; None for one process."""
+    waiting_group: dist.ProcessGroup | None = None
+    """All ranks, over gloo and with a patience of weeks: for work of one rank that the others wait for. None for one
+    process."""
 
     @staticmethod
     def alone() -> "World":
         """One process: no groups."""
         return World()
+
+    def of(self, device: str) -> str:
+        """A device's name, and how many processes share the work, for a user.
+
+        Example:
+            >>> World(size=4, sizes=MeshSizes(2, 2)).of("CPU"), World.alone().of("CPU")
+            ('CPU (4 processes: 2 copies in 2 shards)', 'CPU')
+        """
+        if self.size == 1:
+            return device
+        copies = f"{self.sizes.dp_replicate} cop{'ies' if self.sizes.dp_replicate > 1 else 'y'}"
+        shards = f" in {self.sizes.dp_shard} shards" if self.sizes.dp_shard > 1 else ""
+        return f"{device} ({self.size} processes: {copies}{shards})"
 
     @property
     def is_first(self) -> bool:

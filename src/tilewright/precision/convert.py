@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.spec import SPECS
@@ -27,7 +28,7 @@ from tilewright.precision.float8.wiring import group_experts, share_inputs
 from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
 from tilewright.precision.integer.trained import IntegerTrainedEmbedding, IntegerTrainedLinear
 from tilewright.precision.mixed.autocast import region_of
-from tilewright.precision.mixed.cast import CASTS, Cast, CastEmbedding, CastLinear
+from tilewright.precision.mixed.cast import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
 from tilewright.precision.policy.gemm_formats import Gemms
 from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy, in_fp32
 from tilewright.precision.policy.report import ConversionReport, Table
@@ -159,12 +160,15 @@ def _kernels_of(model: nn.Module) -> Kernels | None:
 
 
 def _store(plan: ConversionPlan) -> str:
-    """Give the parameters their storage format; a note on what changed. Norm statistics are FP32 always."""
+    """Give the parameters their storage format; a note on what changed. Norm statistics are FP32 always.
+
+    Sharded parameters (FSDP2) keep theirs, which whoever gathers them relies on: layers cast what they read.
+    """
     count = 0
     for site, decision in plan.sites:
         dtype = SPECS[decision.storage].dtype
         for parameter in site.parameters():
-            if parameter.is_floating_point() and parameter.dtype != dtype:
+            if parameter.is_floating_point() and parameter.dtype != dtype and not isinstance(parameter, DTensor):
                 _store_parameter(parameter, dtype)
                 count += 1
         if site.kind in ("norm", "batch_norm"):
@@ -212,14 +216,14 @@ def _apply(model: nn.Module, plan: ConversionPlan, kernels: Kernels | None = Non
 
 def _swap(module: nn.Module, decision: FormatDecision, plan: ConversionPlan, kernels: Kernels | None) -> None:
     if not isinstance(module, Cast):
-        module.__class__ = CASTS[type(module)]
+        become(module, CASTS[plain_layer(module)])
     if isinstance(module, CastLinear | Float8Linear):
         plain = IntegerTrainedLinear if decision.to_integers else CastLinear
-        module.__class__ = plain if decision.gemms is None else Float8Linear
+        become(module, plain if decision.gemms is None else Float8Linear)
         if kernels is not None:
             module.kernels = kernels
     elif isinstance(module, CastEmbedding):
-        module.__class__ = IntegerTrainedEmbedding if decision.to_integers else CastEmbedding
+        become(module, IntegerTrainedEmbedding if decision.to_integers else CastEmbedding)
     if decision.to_integers:
         module.integers = COMPUTE_FORMATS[decision.compute]
     if decision.gemms is not None:

@@ -12,7 +12,7 @@ from tilewright.core.errors import DataError
 from tilewright.report import summary, tables
 from tilewright.report.figures import precision_figures, run_figures
 from tilewright.report.figures.bits_figure import bits_figure
-from tilewright.report.run_data import before_after, replan_table
+from tilewright.report.run_data import before_after, rank_rows, replan_table
 from tilewright.report.run_data.collect import RunData, collect
 from tilewright.report.run_data.exports_table import Exports
 from tilewright.report.run_data.measured import state
@@ -83,6 +83,9 @@ def render(run: RunData, judgement: Judgement | None = None) -> str:
         figures={name: make(run) for name, make in FIGURES.items()},
         memory=tables.memory_table(run),
         tiers=tables.tier_rows(run),
+        ranks=rank_rows.rank_rows(run),
+        rank_columns=rank_rows.COLUMNS,
+        ranks_summary=rank_rows.rank_summary(run),
         replanned=replan_table.decisions(run),
         replanned_summary=replan_table.summary(replan_table.decisions(run)),
         samples=before_after.samples(run),

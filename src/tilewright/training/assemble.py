@@ -6,19 +6,16 @@ Components take plain arguments; this is the one file that reads a whole recipe.
 
 import random
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
 
-from tilewright.core import env
 from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.errors import HardwareError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan, memory_plan_of
@@ -27,7 +24,6 @@ from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.data.prepared import PreparedData
 from tilewright.data.prepared_chat import PreparedChat
 from tilewright.data.prepared_images import PreparedImages
-from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import Model
@@ -36,38 +32,39 @@ from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
+from tilewright.parallel.launch import check_equal, in_turn, on_first
+from tilewright.parallel.shard import Sharding
+from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
 from tilewright.planner.replan import Replanner
 from tilewright.planner.summary import PlanSummary
-from tilewright.precision.controller.runtime import PrecisionController
-from tilewright.precision.controller.settings import ControllerSettings
 from tilewright.precision.convert import convert, set_mode
 from tilewright.precision.float8.audit import Audit
-from tilewright.precision.float8.weight_cache import QuantizedWeights
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.precision.policy.policy import Policy
-from tilewright.precision.policy.schedule import FormatSchedule, ModeSchedule
+from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
 from tilewright.training.components.export import check_export
-from tilewright.training.components.lora_model import build_adapted, fill_lazy
+from tilewright.training.components.lora_model import build_adapted
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
-from tilewright.training.components.precision_hook import PrecisionHook
+from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
 from tilewright.training.components.precision_modes import PrecisionModes
+from tilewright.training.components.ranks import unplanned
+from tilewright.training.components.sharded_model import first_values, give_weights, on_meta, quantized_weights
 from tilewright.training.components.teacher import Teacher, open_teacher
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.layer_major_setup import (
     LayerMajorParts,
     check_no_loss_scaling,
-    has_layer_groups,
-    initial_values,
     make_executor,
     slice_up,
 )
-from tilewright.training.executor.standard import Executor, StandardExecutor, all_finite
+from tilewright.training.executor.not_finite import all_finite
+from tilewright.training.executor.standard import Executor, StandardExecutor
 from tilewright.training.executor.summon import SummonedParams, passing
 from tilewright.training.planning.oom_report import explained
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
@@ -85,6 +82,8 @@ class RunContext:
     planned: ResolvedPlan
     other_text: HeldOut
     """Rows of `data.eval_source`."""
+    world: World = field(default_factory=World.alone)
+    """The processes of the run."""
 
     @property
     def loaded(self) -> Loaded:
@@ -192,7 +191,7 @@ class Components:
         small |= {name: part for name, part in maybe.items() if part is not None}
         if isinstance(self.executor, LayerMajorExecutor) and self.executor.delayed is not None:
             small["delayed"] = self.executor.delayed
-        return TrainState(self.model, self.optimizer, small, self.sliced)
+        return TrainState(self.model, self.optimizer, small, self.sliced, self.setup.world)
 
     def close(self) -> None:
         """Give back threads, files and memory off the device."""
@@ -220,36 +219,49 @@ class Components:
         return all_finite(self.model.named_buffers())
 
 
-def set_up(loaded: Loaded, *, run_plan: PlanFile | None = None, resuming: bool = False) -> RunContext:
-    """Machine, kernels, data and plan of a run.
+def set_up(
+    loaded: Loaded,
+    *,
+    world: World = World.alone(),  # noqa: B008 (frozen)
+    run_plan: PlanFile | None = None,
+    resuming: bool = False,
+) -> RunContext:
+    """Machine, kernels, data and plan of a run. Of several ranks the first prepares, measures and plans.
 
     Args:
         loaded: the recipe.
+        world: the processes of the run; those of one machine share its cores and memory.
         run_plan: the plan that the run resumes under.
         resuming: the run has a checkpoint: nothing is decided that changes a number.
 
     Raises:
-        HardwareError: the device is not there, or several processes were started.
+        HardwareError: the device is not there.
         CheckpointError: a model of the hub that cannot be had.
         DataError: the data cannot be used.
-        ConfigError: the data's settings do not fit the model, or a plan file that cannot be used.
+        ConfigError: the data's settings do not fit the model, or a plan file that cannot be used, or ranks whose data
+            differ.
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
-    check_one_rank()
-    loaded = pinned(loaded)
+    loaded = unplanned(in_turn(world, lambda: pinned(loaded)), world)
     recipe = loaded.recipe
-    machine = detect_machine(recipe.run.device)
+    machine = detect_machine(recipe.run.device).shared_by(world.local_size)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
-    prepared = prepare_data(recipe)
-    rates = ceilings.measure(machine, progress=say, own_process=True)
-    run = recipe.run
-    offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
-    site = PlanContext(prepared.vocab_size, machine, rates, offload_dir)
-    planned = plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
+    prepared = in_turn(world, lambda: prepare_data(recipe))
+    check_equal(world, {"prepared data": prepared.fingerprint})
+
+    def planned() -> ResolvedPlan:
+        rates = ceilings.measure(machine, progress=say, own_process=True)
+        run = recipe.run
+        offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
+        site = PlanContext(prepared.vocab_size, machine, rates, offload_dir)
+        return plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
+
+    plan = on_first(world, planned)
     trim_malloc()  # what all of this used; a plan is of the run
-    settings = planned.loaded.recipe
+    settings = plan.loaded.recipe
     kernels = Kernels.from_sections(machine, settings.ops, settings.memory)
-    return RunContext(machine, kernels, prepared, planned, other_text(settings, prepared))
+    other = in_turn(world, lambda: other_text(settings, prepared))
+    return RunContext(machine, kernels, prepared, plan, other, world)
 
 
 def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = None) -> Components:
@@ -260,19 +272,17 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         fresh: give the model its initial weights; False where a checkpoint overwrites them.
         memory plan: what is done with each layer; None: what the plan, or the recipe, says.
     """
-    recipe, device = setup.recipe, setup.device
+    recipe, device, world = setup.recipe, setup.device, setup.world
     memory_plan = memory_plan or setup.memory_plan
     seed_everything(recipe.run.seed)
     memory_tracker = MemoryTracker(device)
     with explained(memory_tracker, recipe, "while the model was made"), memory_tracker.phase("load"):
         model, each = _model(setup, fresh, memory_plan)
-        values = initial_values(recipe, model)
+        values = first_values(recipe, model, world)
         policy, schedule, scaled = _precision(setup, model)
-        if values is not None:
-            to_placeholders(model, device)
-            fill_buffers(model, values)
-        else:
-            fill_lazy(recipe, model, device)
+        parallel = recipe.parallel
+        sharding = Sharding(parallel.reshard_after_forward, parallel.cpu_offload)
+        give_weights(recipe, model, world, device, values, fresh=fresh, sharding=sharding)
         cut_layers(model, each, compile=setup.compiles)
         optimizer = make_optimizer(recipe.optim, model, setup.kernels, recipe.run.seed)
         sliced = None
@@ -280,32 +290,33 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
             sliced = slice_up(
                 recipe, model, optimizer, device, folder=setup.offload_dir, values=values, memory_plan=memory_plan
             )
-        qdata = QuantizedWeights(model, optimizer, without=sliced.away if sliced is not None else ())
+        qdata = quantized_weights(model, optimizer, without=sliced.away if sliced is not None else ())
         modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, qdata)
     memory_tracker.watch(model)
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
     optim = recipe.optim
     clip = GradClip(optim.clip_norm, optim.clip_adaptive, optim.clip_threshold, elements=optim.clip_elements)
-    control = _control(setup, model)
+    control = precision_hook(recipe, model, device, world.data_group)
     executor: Executor
     if sliced is not None:
         check_no_loss_scaling(scaler is not None)
         executor = make_executor(
             recipe, model, sliced, optimizer,
             clip=clip, memory_tracker=memory_tracker, kernels=setup.kernels, weights=qdata,
-            folder=setup.offload_dir, memory_plan=memory_plan,
+            folder=setup.offload_dir, memory_plan=memory_plan, group=world.data_group,
         )  # fmt: skip
     else:
         executor = StandardExecutor(
             model, optimizer, scaler=scaler, clip=clip, device=device, memory_tracker=memory_tracker,
             control=control.control if control is not None else None, policy=ActivationPolicy(model, each),
+            group=world.data_group, reduce_each=parallel.reduce_each,
         )  # fmt: skip
     rates = LRSchedule(
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
-    run_parts = modes, optimizer, scaler, clip, rates, _stream(recipe, setup.prepared), memory_tracker
-    run_parts += executor, Counters(), setup, control
+    stream = _stream(recipe, setup.prepared, setup.world)
+    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, Counters(), setup, control
     return Components(model, *run_parts, open_teacher(recipe.distill, setup.tokenizer, model, policy), sliced)
 
 
@@ -316,23 +327,7 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def check_one_rank() -> None:
-    """Several processes would each train a whole run into one folder.
-
-    Raises:
-        HardwareError: torchrun, or an initialised `torch.distributed`, says that there is more than one.
-    """
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else env.ranks().world
-    if world > 1:
-        raise HardwareError(
-            "More than one process",
-            got=f"{world} processes",
-            need="1",
-            try_="start it without torchrun; training.step.StandardExecutor trains replicas from Python",
-        )
-
-
-def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
+def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages, world: World) -> Stream:
     rows = 2 if recipe.data.format == "preferences" else 1  # of one sample
     return Stream(
         prepared,
@@ -341,13 +336,15 @@ def _stream(recipe: Recipe, prepared: PreparedData | PreparedImages) -> Stream:
         batch_size=recipe.train.global_batch_size // rows,
         micro_batch_size=max(1, recipe.train.micro_batch_size // rows),
         prefetch=recipe.data.prefetch,
+        rank=world.rank,
+        world=world.size,
     )
 
 
 def _model(setup: RunContext, fresh: bool, memory_plan: MemoryPlan | None) -> tuple[Model, MemoryPlan]:
     """The model, and what is done with each of its layers."""
     recipe = setup.recipe
-    device = "meta" if has_layer_groups(recipe) else setup.device
+    device = "meta" if on_meta(recipe, setup.world) else setup.device
     lazy, vocab_size = device != "meta", setup.prepared.vocab_size  # layer groups are filled one by one anyhow
     model = build_adapted(recipe, vocab_size, setup.kernels, device, fresh=fresh and lazy, lazy=lazy)
     check_export(recipe, model)
@@ -372,29 +369,3 @@ def _precision(setup: RunContext, model: Model) -> tuple[Policy, ModeSchedule, b
         scaled |= set_mode(model, policy.in_mode(last)).needs_loss_scaling
         set_mode(model, policy.in_mode(first))
     return policy, schedule, scaled
-
-
-def _control(setup: RunContext, model: Model) -> PrecisionHook | None:
-    """The controller of single matmuls, if the recipe asks for it or for a schedule of them.
-
-    Raises:
-        FitError: its budget cannot be kept.
-    """
-    section = setup.recipe.precision
-    if not section.moves_matmuls:
-        return None
-    settings = None
-    control = section.controller
-    if control.enabled:
-        settings = ControllerSettings(
-            granularity=control.granularity,
-            budget=control.budget,
-            interval=control.interval,
-            cooldown=control.cooldown,
-            patience=control.patience,
-            recalibrate_interval=control.recalibrate_interval,
-            retry_steps=control.retry_steps,
-            spike_factor=control.spike_factor,
-        )
-    schedule = FormatSchedule.from_section(section, setup.recipe.train.steps)
-    return PrecisionHook(PrecisionController(model, settings, schedule), model, setup.device, section.lr_noise_damping)

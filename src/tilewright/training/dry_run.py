@@ -9,6 +9,7 @@ from tilewright.core.config.load import Loaded
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.tracker import OWNERS
+from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.reference import attach_reference
@@ -19,14 +20,15 @@ COUNTED = ("parameters", "optimizer", "gradients", "buffers")
 UNKNOWN = "not known"
 
 
-def dry_run(loaded: Loaded) -> int:
-    """Run the first steps of a recipe and print planned and measured; returns the steps run.
+def dry_run(loaded: Loaded, world: World = World.alone()) -> int:  # noqa: B008 (frozen)
+    """Run the first steps of a recipe and print planned and measured; returns the steps run. Of several ranks, what is
+    printed is of the first.
 
     Raises:
         FitError: the plan says that the run does not fit, and the recipe enforces it.
         UnknownFitError: the plan does not know, and the recipe has a memory budget that it enforces.
     """
-    setup = set_up(loaded)
+    setup = set_up(loaded, world=world)
     parts = build(setup, fresh=True)
     try:
         attach_reference(setup.recipe, setup.prepared, setup.device, lambda: nullcontext(parts.model))

@@ -10,14 +10,20 @@ returns or raises.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import say
 from tilewright.models.base.protocols import Model
+from tilewright.parallel.heartbeat import take_lost
+from tilewright.parallel.launch import in_turn, launched, on_first
+from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
-from tilewright.training.assemble import Components, RunContext, build, check_one_rank, set_up
+from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.components.pinned import pinned
+from tilewright.training.components.ranks import RankWatch, check_world
 from tilewright.training.components.reference import attach_reference
 from tilewright.training.components.signals import StopRequest
 from tilewright.training.dry_run import dry_run as run_dry
@@ -46,29 +52,50 @@ def train(loaded: Loaded, *, dry_run: bool = False, on_setup: Callable[[RunConte
         TilewrightError: its subclass says what kind of trouble; everything that was done is written down before.
     """
     began = time.perf_counter()
-    check_one_rank()
-    if dry_run:
-        return RunResult(None, run_dry(loaded))
+    parallel = loaded.recipe.parallel
+    with launched(
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=parallel.dp_shard,
+        device=loaded.recipe.run.device,
+        timeout_s=60 * parallel.timeout_minutes,
+    ) as world:
+        check_world(world, loaded.recipe)
+        if dry_run:
+            return RunResult(None, run_dry(loaded, world))
+        return _open_and_train(loaded, world, began, on_setup)
+
+
+def _open_and_train(
+    loaded: Loaded, world: World, began: float, on_setup: Callable[[RunContext], None] | None
+) -> RunResult:
     recipe = loaded.recipe
-    folder, moved_to = open_folder(recipe, loaded.name)
-    store = CheckpointStore(
-        folder.checkpoints, keep=recipe.checkpoint.keep_latest_k, background=recipe.checkpoint.async_save
-    )
+    folder, moved_to = open_folder(recipe, loaded.name, world)
+    section = recipe.checkpoint
+    store = CheckpointStore(folder.checkpoints, keep=section.keep_latest_k, background=section.async_save, world=world)
     try:
         if moved_to is not None:
             say(f"the run that was in {folder.path} is now {moved_to}")
-        loaded = pinned(loaded, folder.path)
-        run_plan = None
-        if store.paths():
-            loaded, run_plan = load_run_plan(loaded, folder.path)
-        found = find(folder, store, loaded.recipe)
+        loaded = in_turn(world, lambda: pinned(loaded, folder.path))
+        loaded, run_plan, found = on_first(world, partial(_newest, loaded, folder, store))
         if found.step >= recipe.train.steps:
             say(f"{folder.path} has reached step {found.step} of {recipe.train.steps}; raise train.steps to continue.")
             return RunResult(folder.path, found.step)
-        return _train_through(loaded, run_plan, folder, store, found, began, on_setup)
+        found = replace(found, lost=on_first(world, partial(take_lost, folder.path)))
+        if world.size == 1:
+            return _train_through(loaded, run_plan, folder, store, found, began, None, on_setup)
+        with RankWatch(folder.path, world).running() as watch:
+            return _train_through(loaded, run_plan, folder, store, found, began, watch, on_setup)
     finally:
         store.close()
         folder.close()
+
+
+def _newest(loaded: Loaded, folder: RunFolder, store: CheckpointStore) -> tuple[Loaded, PlanFile | None, ResumePoint]:
+    """The recipe with the settings of the folder's plan, that plan, and the checkpoint to continue from."""
+    run_plan = None
+    if store.paths():
+        loaded, run_plan = load_run_plan(loaded, folder.path)
+    return loaded, run_plan, find(folder, store, loaded.recipe)
 
 
 def _train_through(
@@ -78,6 +105,7 @@ def _train_through(
     store: CheckpointStore,
     found: ResumePoint,
     began: float,
+    watch: RankWatch | None,
     on_setup: Callable[[RunContext], None] | None,
 ) -> RunResult:
     """Train. A step that cannot be undone sends the run back to its newest checkpoint, and is left out from then on.
@@ -86,17 +114,17 @@ def _train_through(
         UnrecoverableStepError: the third one.
     """
     left_out: set[int] = set()
+    world = World.alone() if watch is None else watch.world
     while True:
         try:
-            return _train(loaded, run_plan, folder, store, found, began, frozenset(left_out), on_setup)
+            return _train(loaded, run_plan, folder, store, found, began, watch, frozenset(left_out), on_setup)
         except UnrecoverableStepError as lost:
             left_out.add(lost.step)
             on_setup = None  # it has been told
             if len(left_out) >= MAX_BAD_STEPS:
                 raise
         store.wait()
-        loaded, run_plan = load_run_plan(loaded, folder.path)
-        found = find(folder, store, loaded.recipe)
+        loaded, run_plan, found = on_first(world, partial(_newest, loaded, folder, store))
         say(f"step {max(left_out) + 1} is left out; the run continues from step {found.step}")
 
 
@@ -107,20 +135,24 @@ def _train(
     store: CheckpointStore,
     found: ResumePoint,
     began: float,
+    watch: RankWatch | None,
     left_out: frozenset[int],
     on_setup: Callable[[RunContext], None] | None,
 ) -> RunResult:
-    setup = set_up(loaded, run_plan=run_plan, resuming=found.checkpoint is not None)
+    world = World.alone() if watch is None else watch.world
+    setup = set_up(loaded, world=world, run_plan=run_plan, resuming=found.checkpoint is not None)
     if on_setup is not None:
         on_setup(setup)
     recipe = setup.recipe
     store.background = recipe.checkpoint.async_save  # a plan may have changed it
-    sinks = open_sinks(recipe.log.sinks, folder.path, recipe.model_dump(mode="json"))
+    follows = not world.is_first
+    names = () if follows else recipe.log.sinks
+    sinks = open_sinks(names, folder.path, recipe.model_dump(mode="json"))
     parts = build(setup, fresh=found.checkpoint is None)
-    log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s)
+    log = RunLog(folder.path, resumed_step=found.step, elapsed_s=found.elapsed_s, follows=follows)
     recorder = MetricsLogger(
         log,
-        open_progress(),
+        open_progress(follows=follows),
         sinks,
         steps=recipe.train.steps,
         memory_limit=setup.memory_limit,
@@ -133,8 +165,12 @@ def _train(
         restore(found, parts, recorder)
         _write_facts(folder, setup, parts)
         resumed = found.checkpoint is not None
-        replanner = replanner_for(setup, parts, recorder)
-        run = Run(setup, parts, parts.state(), store, folder, recorder, replanner, resumed=resumed, left_out=left_out)
+        agreement = None if watch is None else watch.agreement(folder, setup.plan, parts.memory_tracker, recorder)
+        replanner = replanner_for(setup, parts, recorder, agreement=agreement)
+        run = Run(
+            setup, parts, parts.state(), store, folder, recorder, replanner,
+            resumed=resumed, agreement=agreement, left_out=left_out,
+        )  # fmt: skip
         run.begin(began)
         with StopRequest() as stop:
             return run.train(stop)

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import psutil
 import torch
@@ -13,6 +15,7 @@ from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.planner.model.constraints import fuses, same_bits
 from tilewright.training.assemble import Components, RunContext
+from tilewright.training.components.ranks import Agreement, planner_on_first
 from tilewright.training.planning.refused import fixes_of
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.runlog.recorder import MetricsLogger
@@ -24,7 +27,12 @@ LESS = 0.95
 
 
 def replanner_for(
-    setup: RunContext, parts: Components, recorder: MetricsLogger, *, budget: Callable[[], float] | None = None
+    setup: RunContext,
+    parts: Components,
+    recorder: MetricsLogger,
+    *,
+    budget: Callable[[], float] | None = None,
+    agreement: Agreement | None = None,
 ) -> AdaptiveReplanner:
     """What watches the steps of this run. With `memory.plan = ""` all memory plans stay, but for a step without memory.
 
@@ -33,6 +41,7 @@ def replanner_for(
         parts: what a step needs.
         recorder: told every decision.
         budget: bytes that the run may use now; by default its limit, and what the machine has free.
+        agreement: of several ranks: what they measure is the worst of them, so that all decide the same.
     """
     reserve = setup.plan.reserve_bytes  # what the device holds of this process outside of its allocator
 
@@ -44,18 +53,27 @@ def replanner_for(
     def peaks() -> dict[str, int]:
         return {name: size + reserve for name, size in parts.memory_tracker.take_peaks().items()}
 
+    free = budget or MemoryWatch(setup.memory_limit, setup.device, reserve, ranks=setup.world.local_size)
+
+    def states() -> int:
+        return state_bytes(parts.optimizer, setup.device)
+
+    together: dict[str, Any] = {}
+    if agreement is not None:
+        together = {"seconds": agreement.most, "apply": partial(agreement.apply, parts.executor)}
     return AdaptiveReplanner(
         parts.executor,
-        setup.replanner,
-        budget=budget or MemoryWatch(setup.memory_limit, setup.device, reserve),
-        peaks=peaks,
+        setup.replanner if agreement is None else partial(planner_on_first, setup.replanner, agreement),
+        budget=free if agreement is None else lambda: agreement.least(free()),
+        peaks=peaks if agreement is None else lambda: agreement.worst(peaks()),
         record_event=record_event,
-        state_bytes=lambda: state_bytes(parts.optimizer, setup.device),
+        state_bytes=states if agreement is None else lambda: int(agreement.most(states())),
         steps=setup.recipe.train.steps,
         ladder=_ladder(setup, parts.executor.memory_plan),
         give_back=trim_malloc if setup.device.type == "cpu" else None,
         watch=planned,
         known=None if setup.plan.unknown else _Known.of(setup, parts),
+        **together,
     )
 
 
@@ -91,30 +109,37 @@ class MemoryWatch:
         device: where it trains. On `cpu` the host's memory.
         reserve: bytes that this process holds of the device outside of its allocator.
         clock: seconds; the machine is asked once a second at most.
+        ranks: processes of the run on this machine, which share what is free of the host.
     """
 
     def __init__(
-        self, limit: int, device: torch.device, reserve: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        limit: int,
+        device: torch.device,
+        reserve: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        ranks: int = 1,
     ) -> None:
         self.limit = limit
         self._device = device
         self._reserve = reserve
         self._clock = clock
+        self._ranks = ranks
         self._looked = -LOOK_S
         self._there = 0
 
     def __call__(self) -> float:
         """Asked before each step."""
         if (now := self._clock()) - self._looked >= LOOK_S:
-            self._looked, self._there = now, there_bytes(self._device) + self._reserve
+            self._looked, self._there = now, there_bytes(self._device, self._ranks) + self._reserve
         return float(min(self.limit, self._there))
 
 
-def there_bytes(device: torch.device) -> int:
-    """What is free on a device, and what this process holds of it."""
+def there_bytes(device: torch.device, ranks: int = 1) -> int:
+    """What is free on a device (of a host's memory the share of one of so many ranks), and what this process holds."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+    return psutil.virtual_memory().available // ranks + psutil.Process().memory_info().rss
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:

@@ -12,6 +12,9 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_seconds
+from tilewright.parallel.heartbeat import Record
+from tilewright.parallel.launch import on_first
+from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
 from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.store import CheckpointStore, Rejection
@@ -35,18 +38,37 @@ class ResumePoint:
     """Seconds that finding and hashing took."""
     had_run: bool
     """A run has written here before."""
+    lost: tuple[Record, ...] = ()
+    """Ranks that ended without a word the last time."""
 
 
-def open_folder(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
+def open_folder(
+    recipe: Recipe,
+    name: str,
+    world: World = World.alone(),  # noqa: B008 (frozen)
+) -> tuple[RunFolder, Path | None]:
     """The run's folder, locked, and where the run that was in it went with `checkpoint.resume = "never"`.
 
     Args:
         recipe: `[run]` says where; `[checkpoint]` whether to continue.
         name: of the folder where the recipe names none.
+        world: whose first rank opens it; the others follow.
 
     Raises:
         ConfigError: the folder cannot be written, or another process trains in it.
     """
+    mine: list[RunFolder] = []
+
+    def opened() -> tuple[Path, Path | None]:
+        folder, moved_to = _open(recipe, name)
+        mine.append(folder)
+        return folder.path, moved_to
+
+    path, moved_to = on_first(world, opened)
+    return mine[0] if mine else RunFolder(path, follows=True), moved_to
+
+
+def _open(recipe: Recipe, name: str) -> tuple[RunFolder, Path | None]:
     path = Path(recipe.run.dir) / (recipe.run.name or name)
     folder = RunFolder(path)
     if recipe.checkpoint.resume != "never" or not folder.has_run():
@@ -88,6 +110,9 @@ def restore(found: ResumePoint, parts: Components, recorder: MetricsLogger) -> N
     Raises:
         CheckpointError: the checkpoint is of another model, optimizer or data.
     """
+    for record in found.lost:
+        text = f"rank {record.rank} ended without a word, in {record.where} ({record.process})"
+        recorder.event(found.step, "rank_lost", text, rank=record.rank, lost_step=record.step, phase=record.phase)
     for path in found.unfinished:
         text = f"{path.name} was never finished and is removed"
         recorder.event(found.step, "checkpoint_rejected", text)

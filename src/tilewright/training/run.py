@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tilewright.core.errors import CheckpointError, FitError, NumericsError
-from tilewright.core.units import format_bytes, format_seconds, format_share
+from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
+from tilewright.parallel.launch import on_first
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
@@ -25,6 +23,7 @@ from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
 from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.precision_hook import PrecisionHook
+from tilewright.training.components.ranks import Agreement
 from tilewright.training.components.signals import StopRequest
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
 from tilewright.training.executor.layer_major import UnrecoverableStepError, left_out
@@ -33,25 +32,11 @@ from tilewright.training.executor.transaction import PartialUpdateError, run_wit
 from tilewright.training.planning.oom_report import no_memory
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
+from tilewright.training.runlog.lifecycle import RunResult, check_files, record_done, record_recovery
 from tilewright.training.runlog.parameters import in_words, num_parameters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.sample import run_samples
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended."""
-
-    run_dir: Path | None
-    """None after a dry run, which keeps nothing."""
-    step: int
-    loss: float | None = None
-    """Loss of the last step, None where no step was run."""
-    evals: Mapping[str, DomainLoss] = field(default_factory=dict)
-    """Last evaluation by domain, empty where none was run."""
-    stopped: str | None = None
-    """Why the run ended before its last step (the name of a signal), None where it did not."""
 
 
 @dataclass
@@ -66,6 +51,8 @@ class Run:
     recorder: MetricsLogger
     replanner: AdaptiveReplanner
     resumed: bool
+    agreement: Agreement | None = None
+    """Of several ranks: what one of them sees is acted on by all."""
     left_out: frozenset[int] = frozenset()
     """Steps, counted from 0, whose batches are drawn and not learned from: their gradients turn bad half-way."""
     evals: Mapping[str, DomainLoss] = field(default_factory=dict)
@@ -76,12 +63,15 @@ class Run:
     _evaluated_step: int = -1
     _stall_s: float = 0.0
     _told_notes: int = 0
-    _drawn: dict[str, Any] | None = None
-    """The stream's state before the batches of a step that has not changed anything yet."""
+    _drawn: dict[str, Any] | None = None  # the stream's state before a step that has not changed anything yet
     _saved_step: int = -1
     _saved_at: float = 0.0
-    _saving: int = 0
-    """Saves whose end has not been reported."""
+    _saving: int = 0  # saves whose end has not been reported
+    _stop: StopRequest = field(default_factory=StopRequest)
+    _stopped: str | None = None
+    """Of several ranks: why any of them was asked to stop, as of the last step."""
+    _save_due: bool = False
+    """Of several ranks: by minutes, on any of them."""
 
     def __post_init__(self) -> None:
         self.recipe = self.setup.recipe
@@ -94,13 +84,14 @@ class Run:
     def begin(self, began: float) -> None:
         """Record the start; `began` is the `perf_counter` at which the work on this run began."""
         self._began, self._ready_s = began, time.perf_counter() - began
+        self.parts.counters.begin(time.time())
         self._elapsed_before_s = self.recorder.log.elapsed_s
         recipe, setup = self.recipe, self.setup
         self._saved_step, self._saved_at = self.step, time.monotonic()  # nothing is to be saved before the first step
         if self.resumed:
             return
         trained, total = num_parameters(self.parts.model)
-        text = f"{in_words(trained, total)} in {self.parts.modes.mode} on {setup.machine.device_name}, "
+        text = f"{in_words(trained, total)} in {self.parts.modes.mode} on {setup.world.of(setup.machine.device_name)}, "
         text += f"{recipe.train.steps} steps of {recipe.train.global_batch_size} rows, in {self.folder.path}"
         self.recorder.event(0, "start", text, parameters=total, trained=trained)
         for kind, line, numbers in data_events(setup.prepared):
@@ -114,13 +105,14 @@ class Run:
             FitError: the device's memory ran out; the newest checkpoint stays.
             CheckpointError: the last checkpoint could not be written.
         """
-        steps, first = self.recipe.train.steps, self.step
+        steps, first, self._stop = self.recipe.train.steps, self.step, stop
         if first == 0 and self.recipe.model.weights == "load":  # what it could do before
             line = evaluation_line(self.recipe, self.parts.held_out, self.setup.other_text)
             self.recorder.event(0, "evaluating", line)
             self._evaluate()
             self._write_samples()
-        while self.step < steps and stop.reason is None:
+        self._agree()
+        while self.step < steps and self._why_stop() is None:
             try:
                 self._step()
             except UnrecoverableStepError as lost:
@@ -140,7 +132,7 @@ class Run:
             if self.step == first + 1:
                 self._check_no_fallbacks()
             if self.resumed and self.step == first + 1:
-                self._tell_recovery()
+                record_recovery(self.recorder, self.step, self._began, self._ready_s)
             self._between_steps()
         if finished := self.step >= steps:
             self._evaluate()
@@ -152,16 +144,17 @@ class Run:
         if finished:
             self._finish()
         else:
-            text = f"{stop.reason} after step {self.step}; saved, the same command continues from there"
+            text = f"{self._why_stop()} after step {self.step}; saved, the same command continues from there"
             self.recorder.event(self.step, "stop", text)
         loss = self.last and self.last.loss
-        return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else stop.reason)
+        return RunResult(self.folder.path, self.step, loss, self.evals, None if finished else self._why_stop())
 
     def _step(self) -> None:
         """Batches, rate, the executor's step, the record. A step is taken whole or not at all (`transaction`)."""
         parts, number = self.parts, self.step + 1
         if self.step >= parts.modes.next_switch:
             self._enter_mode()
+        self._at("data")
         self._drawn = parts.stream.state_dict()
         microbatches = parts.stream.next_step()
         lr = parts.schedule.lr_at(self.step)
@@ -170,6 +163,7 @@ class Run:
         due = number % self.recipe.train.log_interval == 0 or number in (1, self.recipe.train.steps)
         if self.step in self.left_out:
             self.last = left_out(microbatches)
+            self._agree()
         else:
             self.last = self._compute(number, microbatches, lr, due)
         self._drawn = None
@@ -183,21 +177,43 @@ class Run:
             self._retried(lambda: control.after(self.step - 1, microbatches, self.recorder))
         if due:
             self._check_folder()
+            if self.agreement is not None and memory is not None:
+                self.agreement.table.write(self.step, memory["peak_bytes"])
             self._give_back()  # else free blocks pile up over hundreds of steps
 
     def _compute(self, number: int, microbatches: Sequence[Batch], lr: float, due: bool) -> StepResult:
         """The executor's step, between two looks of the re-planner where its budget, the rows or a line ask for it."""
         replanner, executor = self.replanner, self.parts.executor
         length = row_length(microbatches)
+        if self.agreement is not None:
+            length = self.agreement.before_step(length, self.parts.stream.wait_s)
         looks = replanner.watches or (replanner.active and (due or length != replanner.forecast.row_length))
         if looks:
             replanner.before_step(number, length)
         if self.parts.teacher is not None:
             microbatches = self._retried(partial(self.parts.teacher.taught, microbatches))
         result = run_with_retries(partial(executor.step, microbatches, lr), partial(replanner.reduce_memory, number))
+        self._agree()
         if looks or replanner.watches or executor.transaction.oom_messages:
             replanner.after_step(number, result.seconds)
         return result
+
+    def _agree(self) -> None:
+        """Of several ranks, after a step: whether to stop, whether minutes make a save due, what allocators said."""
+        if self.agreement is not None:
+            due, messages = self._minutes_passed(), self.parts.executor.transaction.oom_messages
+            self._stopped, self._save_due = self.agreement.after_step(self._stop.reason, due, messages)
+
+    def _at(self, phase: str) -> None:
+        """Of several ranks: say where this one is, for who watches it."""
+        if self.agreement is not None:
+            self.agreement.heartbeat.at(self.step + 1, phase)
+
+    def _why_stop(self) -> str | None:
+        return self._stop.reason if self.agreement is None else self._stopped
+
+    def _minutes_passed(self) -> bool:
+        return 0 < 60 * self.recipe.checkpoint.interval_minutes <= time.monotonic() - self._saved_at
 
     def _retried(self, work: Callable[[], Any]) -> Any:
         """A pass of the precision controller or of a teacher, again under a tighter plan where memory runs out."""
@@ -232,22 +248,14 @@ class Run:
             self.recorder.event(self.step, "fallback", note)
         self._told_notes = len(self.parts.model.notes)
 
-    def _tell_recovery(self) -> None:
-        recovery_s = time.perf_counter() - self._began
-        process_s = time.time() - psutil.Process().create_time()
-        text = (
-            f"ready {format_seconds(self._ready_s)} after the run was started again, step {self.step} done after "
-            f"{format_seconds(recovery_s)} ({format_seconds(process_s)} after its process)"
-        )
-        seconds = {"ready_s": self._ready_s, "recovery_s": recovery_s, "process_s": process_s}
-        self.recorder.event(self.step, "recovered", text, **seconds)
-
     # ---- evaluation ----
 
     def _evaluate(self) -> None:
         if self._evaluated_step == self.step:
             return
-        started, how = time.perf_counter(), {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32}
+        self._at("evaluate")
+        started, group = time.perf_counter(), self.setup.world.waiting_group
+        how = {"device": self.setup.device, "fp32": self.recipe.precision.eval_fp32, "group": group}
         texts = self.parts.held_out, self.setup.other_text
         self._give_back()
         with self.parts.passing():
@@ -264,22 +272,15 @@ class Run:
     # ---- checkpoints ----
 
     def _check_folder(self) -> None:
-        """See that what is written still goes into the run's folder.
-
-        Raises:
-            ConfigError: the folder was deleted or moved.
-        """
-        self.folder.check()
-        for name in self.recorder.log.reopen_deleted():
-            text = f"{name} was deleted while the run was under way; its next row is that of step {self.step + 1}"
-            self.recorder.event(self.step, "file_deleted", text)
+        """See that what is written still goes into the run's folder, of several ranks on all; see `check_files`."""
+        on_first(self.setup.world, partial(check_files, self.folder, self.recorder, self.step))
 
     def _is_save_due(self) -> bool:
-        """By steps or by minutes. Of several ranks, whose clocks differ, one would have to decide."""
-        when = self.recipe.checkpoint
-        if when.interval and self.step % when.interval == 0:
+        """By steps or by minutes."""
+        interval = self.recipe.checkpoint.interval
+        if interval and self.step % interval == 0:
             return True
-        return 0 < 60 * when.interval_minutes <= time.monotonic() - self._saved_at
+        return self._minutes_passed() if self.agreement is None else self._save_due
 
     def _check_no_fallbacks(self) -> None:
         """Stop a strict run whose matmuls ran in another way than its recipe says; the record tells which.
@@ -293,6 +294,7 @@ class Run:
 
     def _save(self, now: bool = False) -> float:
         """Save this step and the audit up to it; returns the seconds that training stood still."""
+        self._at("save")
         self._write_audit()
         self._saved_step = self.step
         self._saving += 1
@@ -311,6 +313,7 @@ class Run:
         Raises:
             CheckpointError: it is not there.
         """
+        self.parts.counters.paused_unix = time.time()
         self._save(now=True)
         if (failed := self._tell_saves()) is not None and failed.step == self.step:
             raise CheckpointError(
@@ -383,11 +386,7 @@ class Run:
         self._write_samples()
         if self.recipe.checkpoint.export_hf:
             self._export()
-        elapsed_s = self.recorder.log.elapsed_s
-        share = self._stall_s / (elapsed_s - self._elapsed_before_s)
-        text = f"{self.step} steps, {self.parts.counters.tokens:,} tokens in {format_seconds(elapsed_s)}; checkpoints "
-        text += f"held training up for {format_seconds(self._stall_s)} ({format_share(share)})"
-        self.recorder.event(self.step, "done", text, stall_s=self._stall_s, stall_share=share)
+        record_done(self.recorder, self.parts.counters, self._stall_s, self._elapsed_before_s)
 
     def _write_samples(self) -> None:
         with self.parts.passing():

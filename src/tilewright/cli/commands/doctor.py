@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewright.cli.common import echo, is_verbose, json_option, print_json, show_table, verbosity
+from tilewright.cli.common import (
+    RecipeCommand,
+    echo,
+    is_verbose,
+    json_option,
+    overrides,
+    print_json,
+    recipe_argument,
+    show_table,
+    verbosity,
+)
 from tilewright.cli.run_tables import candidate_table, chosen_table
+from tilewright.core.errors import NumericsError
 from tilewright.core.hardware import Machine, detect_machine, fp8_choice
 from tilewright.core.units import format_bytes
 
@@ -22,14 +33,26 @@ if TYPE_CHECKING:
     from tilewright.planner.machine.ceilings import Ceilings
 
 DISK_TEST_BYTES = 64 * 2**20
+_SHOWN = 20
+"""Tensors that are beyond their tolerance, or with -v, shown at most."""
 
 
-@click.command()
+@click.command(cls=RecipeCommand)
+@recipe_argument
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--parallel",
+    metavar="dp_shard=N,dp_replicate=N",
+    help="Train RECIPE's model, tiny, on so many processes and on one, and show what differs.",
+)
 @json_option
 @verbosity
-def doctor(device: str, as_json: bool) -> None:
+@click.pass_context
+def doctor(ctx: click.Context, recipe: str, device: str, parallel: str | None, as_json: bool) -> None:
     """Show this machine and the kernel chosen for each operation, with the reason."""
+    if parallel is not None:
+        _check_parallel(ctx, recipe, parallel, as_json)
+        return
     import torch
 
     from tilewright.ops.kernels import Kernels
@@ -61,6 +84,35 @@ def doctor(device: str, as_json: bool) -> None:
         echo("The kernels that this machine cannot use, with the reasons: tilewright doctor -v")
     for warning in warnings:
         echo(f"note: {warning}")
+
+
+def _check_parallel(ctx: click.Context, recipe: str, mesh: str, as_json: bool) -> None:
+    """Several processes against one, the worst tensors first.
+
+    Raises:
+        NumericsError: something is beyond its tolerance.
+    """
+    from tilewright.cli.commands.outputs.parity import STEPS, compare, parse_sizes
+    from tilewright.core.config.load import load_recipe
+
+    gaps = compare(load_recipe(recipe, overrides(ctx)), *parse_sizes(mesh))
+    bad = [gap for gap in gaps if not gap.ok]
+    if as_json:
+        print_json({"mesh": mesh, "steps": STEPS, "gaps": [asdict(gap) for gap in gaps], "beyond": len(bad)})
+    else:
+        shown = [gap for gap in gaps if is_verbose() or gap in bad][:_SHOWN]
+        shown += [next(gap for gap in gaps if gap.kind == kind) for kind in ("loss", "gradient", "weight")]
+        rows = [[gap.kind, gap.name, f"{gap.error:.2g}", f"{gap.tolerance:.2g}"] for gap in dict.fromkeys(shown)]
+        show_table(["what", "worst", "relative difference", "tolerance"], rows)
+    if bad:
+        raise NumericsError(
+            "Several processes compute something else than one",
+            got=f"{len(bad)} of {len(gaps)} numbers beyond their tolerance, the worst: {bad[0].kind} {bad[0].name}",
+            need="the same loss, gradients and weights but for the order of sums",
+            try_=f"tilewright doctor -v --parallel {mesh} {recipe}, and report it",
+        )
+    if not as_json:
+        echo(f"{len(gaps)} numbers after {STEPS} steps are those of one process within their tolerance")
 
 
 def _print_machine(machine: Machine, speed: float | None) -> None:

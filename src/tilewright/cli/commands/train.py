@@ -8,7 +8,7 @@ import click
 
 from tilewright.cli.common import RecipeCommand, overrides, recipe_argument, verbosity
 from tilewright.core.config.load import Loaded, load_recipe
-from tilewright.core.env import gc_paused
+from tilewright.core.env import gc_paused, ranks
 from tilewright.core.errors import TilewrightError
 from tilewright.core.log import say
 
@@ -56,12 +56,15 @@ def train_and_judge(
 
 
 def _conclude(loaded: Loaded, dry_run: bool) -> None:
-    """Say the verdict on a run that has begun; where the recipe wants a report, write it and say where it is."""
+    """Say the verdict on a run that has begun, on the first rank; where the recipe wants a report, write it and say
+    where it is."""
     from tilewright.report.page import write_report
     from tilewright.report.run_data.collect import collect
     from tilewright.report.summary import learned
     from tilewright.report.verdict.judge import judge
 
+    if ranks().rank:
+        return
     recipe = loaded.recipe
     folder = Path(recipe.run.dir) / (recipe.run.name or loaded.name)
     if dry_run or not (folder / "metrics.jsonl").is_file():

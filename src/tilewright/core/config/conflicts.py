@@ -24,6 +24,7 @@ def conflicts(recipe: Recipe) -> list[Conflict]:
         _optim,
         _lora,
         _train,
+        _parallel,
     )
     return [conflict for check in checks for conflict in check(recipe)]
 
@@ -349,4 +350,33 @@ def _train(recipe: Recipe) -> Iterator[Conflict]:
             f'run.name = "{run.name}"',
             "a name without a slash",
             "run.dir = the folder to put it in",
+        )
+
+
+def _parallel(recipe: Recipe) -> Iterator[Conflict]:
+    parallel = recipe.parallel
+    asked = [name for name in ("tp", "ep", "pp", "cp") if getattr(parallel, name) > 1]
+    if asked:
+        yield Conflict(
+            tuple(f"parallel.{name}" for name in asked),
+            "Parallelism that is not there yet",
+            ", ".join(f"parallel.{name} = {getattr(parallel, name)}" for name in asked),
+            "1; processes share the batch (dp_replicate) and the model's bytes (dp_shard)",
+            "--parallel.dp_shard -1, which cuts parameters, gradients and states into as many parts as processes",
+        )
+    if parallel.dp_shard == 0:
+        yield Conflict(
+            ("parallel.dp_shard",),
+            "No process would hold the model",
+            "parallel.dp_shard = 0",
+            "a number of processes, or -1 for as many as dp_replicate leaves",
+            "--parallel.dp_shard -1",
+        )
+    if recipe.memory.executor == "layer_major" and parallel.dp_shard > 1:
+        yield Conflict(
+            ("parallel.dp_shard", "memory.executor"),
+            "Layer-major executor does not shard",
+            f'parallel.dp_shard = {parallel.dp_shard}, memory.executor = "layer_major"',
+            "copies of the model, each on a process: its layers travel between memories anyhow",
+            "--parallel.dp_shard 1 --parallel.dp_replicate N, or --memory.executor standard",
         )

@@ -320,6 +320,35 @@ class LogSection(Section):
     """Write report.html at the end."""
 
 
+class ParallelSection(Section):
+    """Processes that torchrun starts, and how they share the work. See `tilewright.parallel`."""
+
+    dp_replicate: Count = Field(default=1, ge=1)
+    """Copies of the model. Each trains on its share of the global batch; gradients are summed over the copies."""
+    dp_shard: Count = Field(default=-1, ge=-1)
+    """Processes that share one copy: parameters, gradients and optimizer states are cut into so many parts (FSDP2). -1:
+    as many as `dp_replicate` leaves."""
+    tp: Count = Field(default=1, ge=1)
+    """Tensor parallelism. Not there yet: 1."""
+    ep: Count = Field(default=1, ge=1)
+    """Expert parallelism. Not there yet: 1."""
+    pp: Count = Field(default=1, ge=1)
+    """Pipeline stages. Not there yet: 1."""
+    cp: Count = Field(default=1, ge=1)
+    """Context parallelism. Not there yet: 1."""
+    reshard_after_forward: bool = True
+    """Sharded: free a layer's gathered parameters after its forward pass, and gather them again for backward (ZeRO-3).
+    False keeps them (ZeRO-2): less communication, more memory."""
+    cpu_offload: bool = False
+    """Sharded: keep each process's part of parameters, gradients and states in host memory, and update it there."""
+    reduce_each: bool = False
+    """Sharded, with gradient accumulation: sum gradients after each micro-batch, so that each process keeps only its
+    part of them between micro-batches. More communication, less memory. False: once per step."""
+    timeout_minutes: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """A process that waits so long for the others ends, so that torchrun can start all again. Who is missing is said
+    long before."""
+
+
 class OpsSection(Section):
     """Which implementation of each operation. `tilewright doctor` lists those there are, with reasons."""
 
@@ -365,5 +394,6 @@ class Recipe(Section):
     memory: MemorySection = MemorySection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+    parallel: ParallelSection = ParallelSection()
     ops: OpsSection = OpsSection()
     plan: PlanSection = PlanSection()

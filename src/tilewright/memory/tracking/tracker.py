@@ -91,6 +91,8 @@ class MemoryTracker:
         self._known: dict[str, dict[str, int]] = {}
         self._window = _Window()
         self._recent: dict[str, int] = {}
+        self.on_phase: Callable[[str], None] | None = None
+        """Told the phase that begins."""
         self._last = self._moment()
 
     @property
@@ -125,6 +127,8 @@ class MemoryTracker:
         """
         self._credit()
         self._running.append(name)
+        if self.on_phase is not None:
+            self.on_phase(name)
         start = self._last
         try:
             yield

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
@@ -52,8 +53,12 @@ class TrainableModel(Protocol):
         """Loss of one micro-batch, whose tensors are on the model's device."""
         ...
 
-    def after_step(self) -> None:
-        """Called once after each optimizer step that was not skipped (balances experts)."""
+    def after_step(self, group: dist.ProcessGroup | None = None) -> None:
+        """Called once after each optimizer step that was not skipped (balances experts).
+
+        Args:
+            group: ranks that train together and saw different data; None, and not passed, on one rank.
+        """
         ...
 
 
@@ -62,6 +67,9 @@ class Model(TrainableModel, Protocol):
 
     kernels: Kernels
     """Implementations of the operations."""
+
+    forward_methods: tuple[str, ...]
+    """Methods that read parameters and do not call `forward`: sharded ones are gathered for them too."""
 
     notes: list[str]
     """What the model could not do as asked, in plain words. Grows by the first batch; shown and recorded."""

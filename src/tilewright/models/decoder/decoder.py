@@ -141,6 +141,9 @@ class Decoder(nn.Module):
         (12, 4.0)
     """
 
+    forward_methods = ("loss", "next_token_logits", "logits_at")
+    """See `protocols.Model`."""
+
     def __init__(self, config: DecoderConfig, kernels: Kernels | None = None):
         super().__init__()
         kernels = kernels or Kernels.default()
@@ -305,16 +308,16 @@ class Decoder(nn.Module):
         """FP32 logits [N, V] of the tokens after the wanted positions; see `protocols.Model`."""
         return self.lm_head(self.hidden(input_ids_BS)[wanted_BS]).float()
 
-    def after_step(self) -> None:
-        """Balance the experts by the load since the last call, summed over all ranks. Nothing to do when dense."""
+    def after_step(self, group: dist.ProcessGroup | None = None) -> None:
+        """Balance the experts by the load since the last call, summed over a group. Nothing to do when dense."""
         routers = [block.mlp.gate for block in self.blocks if block.is_moe]
         if not routers:
             return
         load_LE = self._load_LE
         if load_LE is None:  # this rank had no rows, others may have had some
             load_LE = torch.zeros(len(routers), self.config.num_experts, device=routers[0].weight.device)
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(load_LE)
+        if group is not None:
+            dist.all_reduce(load_LE, group=group)
         biases = [router.rebalanced(load_E) for router, load_E in zip(routers, load_LE, strict=True)]
         self._load_LE = None  # from here on nothing can fail: all of it happens, or nothing
         for router, bias_E in zip(routers, biases, strict=True):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -52,6 +53,9 @@ class HFModel(nn.Module):
         task: what is learned.
         kernels: implementations of the operations.
     """
+
+    forward_methods = ("next_token_logits", "logits_at")
+    """See `protocols.Model`. `loss` is a call of `forward`."""
 
     def __init__(self, net: nn.Module, task: Task, kernels: Kernels | None = None):
         super().__init__()
@@ -166,7 +170,7 @@ class HFModel(nn.Module):
         hidden_BSD = self.net.base_model(input_ids=input_ids_BS, **arguments).last_hidden_state
         return self.net.get_output_embeddings()(hidden_BSD[wanted_BS]).float()
 
-    def after_step(self) -> None:
+    def after_step(self, group: dist.ProcessGroup | None = None) -> None:
         """Nothing to do: transformers' models keep no state of their own between steps."""
 
     @property

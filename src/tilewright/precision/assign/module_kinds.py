@@ -16,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from tilewright.models.base.output_layers import find_heads
 from tilewright.models.base.routers import find_routers
 from tilewright.precision.float8.third_party import Owned, owned, row_name
-from tilewright.precision.mixed.cast import CASTS, Cast
+from tilewright.precision.mixed.cast import CASTS, Cast, plain_layer
 from tilewright.precision.policy.policy import Rule
 
 
@@ -101,7 +101,7 @@ def _sites(fqn: str, module: nn.Module, own: bool, found: str, named: str) -> It
         named: its kind where a rule names it.
     """
     owns_parameters = any(True for _ in module.parameters(recurse=False))
-    swap = Handling.SWAP if type(module) in CASTS or isinstance(module, Cast) else Handling.REGION
+    swap = Handling.SWAP if plain_layer(module) in CASTS or isinstance(module, Cast) else Handling.REGION
     keeps_fp32 = Handling.SWAP if swap is Handling.SWAP else Handling.OWN if own else Handling.WRAP
     kind = named or found
     weights = owned(module)

@@ -213,18 +213,23 @@ def compare(narrow: Tensor, shadow: Tensor) -> GemmStats:
     return GemmStats(gain, gain, cosine, sqnr)
 
 
-def all_reduce_worst(evidence: QuantStats, names: Sequence[str], device: torch.device | str = "cpu") -> QuantStats:
-    """The worse of each number over all ranks, so that all of them decide alike: one all-reduce.
-
-    Without `torch.distributed` initialised, or on one rank, the evidence itself.
+def all_reduce_worst(
+    evidence: QuantStats,
+    names: Sequence[str],
+    device: torch.device | str = "cpu",
+    *,
+    group: dist.ProcessGroup | None,
+) -> QuantStats:
+    """The worse of each number over the ranks of a group, so that all of them decide alike: one all-reduce.
 
     Args:
         evidence: of this rank.
         names: layers, the same on all ranks.
         device: of the tensor that is reduced: "cuda" for NCCL.
+        group: the ranks; None gives the evidence itself.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if group is None:
         return evidence
     numbers = torch.tensor(evidence.vector(names), dtype=torch.float64, device=device)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     return QuantStats.from_vector(names, numbers.tolist())

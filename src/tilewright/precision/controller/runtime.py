@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tilewright.core.errors import ConfigError
+from tilewright.optim.gradients import gradient_values, total_norm
 from tilewright.precision.controller.controller import APPLY, REDO, SKIP, Controller
 from tilewright.precision.controller.groups import LEVELS, GemmSite
 from tilewright.precision.controller.monitor import Monitor, all_reduce_worst, named_float8_layers
@@ -48,6 +49,7 @@ class PrecisionController:
         model: converted to "fp8_tile" with `Policy(..., keep="value")`, so that weight gradients may leave 8 bits.
         settings: how to decide; None moves nothing on evidence, and only the schedule is followed.
         schedule: the least formats by step.
+        group: ranks that train together and must decide alike; None on one rank.
 
     Raises:
         ConfigError: no layer has matmuls in fp8_tile, or some have other 8-bit formats.
@@ -70,9 +72,15 @@ class PrecisionController:
     """
 
     def __init__(
-        self, model: nn.Module, settings: ControllerSettings | None = None, schedule: FormatSchedule | None = None
+        self,
+        model: nn.Module,
+        settings: ControllerSettings | None = None,
+        schedule: FormatSchedule | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model
+        self._group = group
         self.settings = settings
         self.schedule = schedule or FormatSchedule()
         self.monitor = Monitor(model)
@@ -150,7 +158,7 @@ class PrecisionController:
     def decide(self, step: int, evidence: QuantStats) -> None:
         """Judge evidence of this rank, with that of the others, and carry the moves out."""
         names = [name for name, _ in named_float8_layers(self.model)]
-        evidence = all_reduce_worst(evidence, names, _device_of(self.model))
+        evidence = all_reduce_worst(evidence, names, _device_of(self.model), group=self._group)
         why = str(self.controller.suspect) if self.controller.suspect is not None else None
         moves = self.controller.decide(step, evidence, recalibrate=self.recalibrates(step))
         share, noise = self.controller.share_above_8bit, self.controller.noise
@@ -231,7 +239,7 @@ class PrecisionController:
                 param.grad = None
             loss = compute_loss()
             loss.backward()
-            found.append(_over_ranks(float(loss.detach()), grad_norm(self.model), _device_of(self.model)))
+            found.append(_over_ranks(float(loss.detach()), grad_norm(self.model), _device_of(self.model), self._group))
             return found[-1]
 
         redone, skipped = self.run_guarded(compute)
@@ -288,9 +296,8 @@ def sites_of(model: nn.Module) -> list[GemmSite]:
 
 
 def grad_norm(model: nn.Module) -> float:
-    """Global norm of the gradients; 0 without any."""
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+    """Global norm of the gradients, over all ranks where they are sharded; 0 without any."""
+    return total_norm(gradient_values(model.parameters()))
 
 
 def _eight_bit(layer: Float8Linear) -> list[str]:
@@ -301,11 +308,11 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _over_ranks(loss: float, norm: float, device: torch.device) -> tuple[float, float]:
+def _over_ranks(loss: float, norm: float, device: torch.device, group: dist.ProcessGroup | None) -> tuple[float, float]:
     """The worse of each over the ranks, so that all of them judge alike; NaN counts as infinite."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if group is None:
         return loss, norm
     numbers = torch.tensor([loss, norm], dtype=torch.float64, device=device).nan_to_num(nan=float("inf"))
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     loss, norm = numbers.tolist()
     return loss, norm

@@ -10,11 +10,13 @@ Casting in the graph is always right, also under torch.compile and recomputation
 docs/reference/precision.md.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from tilewright.formats.spec import SPECS
@@ -198,3 +200,23 @@ _LAYERS = (
 )
 CASTS: dict[type[nn.Module], type[nn.Module]] = {layer.__bases__[-1]: layer for layer in _LAYERS}
 """torch layer -> the class that is in for it. Exact types: a subclass may mean something else by its forward."""
+
+
+def plain_layer(module: nn.Module) -> type[nn.Module]:
+    """The module's class; where FSDP2 shards it by itself, what it was before: FSDP2 makes a class of (its mixin, the
+    module's class)."""
+    kind = type(module)
+    return kind.__bases__[-1] if FSDPModule in kind.__bases__ else kind
+
+
+def become(module: nn.Module, layer: type[nn.Module]) -> None:
+    """Give a module another class in the place of its `plain_layer`; FSDP2's mixin stays before it."""
+    kind = type(module)
+    module.__class__ = layer if kind is plain_layer(module) else _before(kind, layer)
+
+
+@functools.cache
+def _before(kind: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
+    """A class made as `kind` was, over another layer."""
+    names = {name: value for name, value in vars(kind).items() if name in ("__deepcopy__", "__module__")}
+    return type(f"FSDP{layer.__name__}", (*kind.__bases__[:-1], layer), names)

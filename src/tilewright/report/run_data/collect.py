@@ -51,6 +51,7 @@ class RunData:
     precision: Sequence[Row] = ()
     history: History | None = None
     exports: Row | None = None
+    ranks: Row | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[RecordedSetting] = ()
     trouble: Sequence[str] = ()
@@ -104,6 +105,7 @@ def collect(run_dir: Path) -> RunData:
         precision=_as_rows(precision),
         history=_read_history(run_dir, trouble),
         exports=_as_dict(_read_json(run_dir / EXPORTS, trouble)),
+        ranks=_as_dict(_read_json(run_dir / "ranks.json", trouble)),
         recipe=recipe,
         settings=recorded_settings(text),
         trouble=trouble,

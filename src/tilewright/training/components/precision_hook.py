@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.units import format_share
-from tilewright.models.base.protocols import TrainableModel
+from tilewright.models.base.protocols import Model, TrainableModel
 from tilewright.precision.controller.groups import Move
 from tilewright.precision.controller.runtime import PrecisionController
-from tilewright.precision.policy.schedule import lr_factor
+from tilewright.precision.controller.settings import ControllerSettings
+from tilewright.precision.policy.schedule import FormatSchedule, lr_factor
 from tilewright.training.executor.standard import Batch, count_targets, to_device
 from tilewright.training.runlog.recorder import MetricsLogger
 
@@ -92,3 +95,38 @@ def one_row(microbatches: Sequence[Batch]) -> list[Batch]:
 
 def _move(row: dict) -> Move:
     return Move(**{name: value for name, value in row.items() if name != "kind"})
+
+
+def precision_hook(
+    recipe: Recipe, model: Model, device: torch.device, group: dist.ProcessGroup | None = None
+) -> PrecisionHook | None:
+    """The controller of single matmuls, if the recipe asks for it or for a schedule of them.
+
+    Args:
+        recipe: reads `[precision]` and the number of steps.
+        model: converted.
+        device: where batches are moved.
+        group: ranks that decide alike; None on one rank.
+
+    Raises:
+        FitError: its budget cannot be kept.
+    """
+    section = recipe.precision
+    if not section.moves_matmuls:
+        return None
+    settings = None
+    control = section.controller
+    if control.enabled:
+        settings = ControllerSettings(
+            granularity=control.granularity,
+            budget=control.budget,
+            interval=control.interval,
+            cooldown=control.cooldown,
+            patience=control.patience,
+            recalibrate_interval=control.recalibrate_interval,
+            retry_steps=control.retry_steps,
+            spike_factor=control.spike_factor,
+        )
+    schedule = FormatSchedule.from_section(section, recipe.train.steps)
+    controller = PrecisionController(model, settings, schedule, group=group)
+    return PrecisionHook(controller, model, device, section.lr_noise_damping)

@@ -20,9 +20,9 @@ class PrecisionModes:
     mode: str
     needs_loss_scaling: bool
     """True where one of the run's modes passes gradients through FP16."""
-    weights: QuantizedWeights
-    """Codes of the weights of layers with 8-bit matmuls, made once a step. Of weights that do not stay on the device
-    the codes are made in each pass."""
+    weights: QuantizedWeights | None
+    """Codes of the weights of layers with 8-bit matmuls, made once a step. Of weights that do not stay on the device,
+    and where they are sharded (None), the codes are made in each pass."""
     next_switch: float = 0
     """Step (counted from 0) before which `enter` must be called next; infinite after the last switch."""
 
@@ -38,7 +38,8 @@ class PrecisionModes:
 
     def refresh(self) -> None:
         """Make the codes of the weights as they are now."""
-        self.weights.refresh()
+        if self.weights is not None:
+            self.weights.refresh()
 
     def rows(self) -> list[dict[str, Any]]:
         """The precision table of the present mode, for precision.json."""

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from tilewright.core.units import bits_per_byte, perplexity
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import TrainableModel
+from tilewright.parallel.agree import gather
+from tilewright.parallel.shard import reshard
 from tilewright.precision.convert import evaluating
 from tilewright.training.executor.standard import Batch, count_targets, to_device
 
@@ -45,8 +48,9 @@ def evaluate(
     num_bytes: Mapping[str, int | None] | None = None,
     device: torch.device | str = "cpu",
     fp32: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, DomainLoss]:
-    """Evaluate a model on the batches of each domain.
+    """Evaluate a model on the batches of each domain; of several ranks each takes its share of them.
 
     Args:
         model: in any mode; it is in evaluation mode inside and comes back as it was.
@@ -54,14 +58,20 @@ def evaluate(
         num_bytes: UTF-8 bytes of text that the targets of each domain stand for, for bits per byte.
         device: where batches are moved.
         fp32: compute in FP32 whatever the model's precision (a converted model only).
+        group: ranks that have the same batches: each computes some of them, and all have the result, which is that of
+            one rank to the last bit.
     """
     if not batches:
         return {}
     with evaluating(model) if fp32 else evaluation(model):
         sizes = num_bytes or {}
-        results = {
-            domain: _domain(model, rows, torch.device(device), sizes.get(domain)) for domain, rows in batches.items()
-        }
+        results: Mapping[str, DomainLoss | None]
+        if group is not None:
+            results = _shared(model, batches, torch.device(device), sizes, group)
+        else:
+            where = torch.device(device)
+            results = {domain: _domain(model, rows, where, sizes.get(domain)) for domain, rows in batches.items()}
+    reshard(model)
     return {domain: result for domain, result in results.items() if result is not None}
 
 
@@ -81,7 +91,10 @@ def pooled(results: Mapping[str, DomainLoss]) -> DomainLoss | None:
 
 
 def _domain(
-    model: TrainableModel, batches: Sequence[Batch], device: torch.device, num_bytes: int | None
+    model: TrainableModel,
+    batches: Sequence[Batch],
+    device: torch.device,
+    num_bytes: int | None,
 ) -> DomainLoss | None:
     tokens = count_targets(batches)
     if tokens == 0:
@@ -90,6 +103,32 @@ def _domain(
     for batch in batches:
         total += model.loss(to_device(batch, device)).loss_sum
     return _result(float(total), tokens, num_bytes)
+
+
+def _shared(
+    model: TrainableModel,
+    batches: Mapping[str, Sequence[Batch]],
+    device: torch.device,
+    num_bytes: Mapping[str, int | None],
+    group: dist.ProcessGroup,
+) -> dict[str, DomainLoss]:
+    """One rank's part of the batches, then the sums of all, added up in the order in which one rank would.
+
+    Each rank computes as many batches as every other, the last one again where there is none left for it: a forward
+    pass of a sharded model is one of all ranks.
+    """
+    counts = {domain: count for domain, rows in batches.items() if (count := count_targets(rows))}
+    rows = [(domain, batch) for domain in counts for batch in batches[domain]]
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    mine: dict[int, float] = {}
+    for number in range(rank, -(-len(rows) // size) * size, size):
+        _, batch = rows[min(number, len(rows) - 1)]
+        mine[number] = float(model.loss(to_device(batch, device)).loss_sum)
+    sums = {number: value for of_rank in gather(group, mine) for number, value in of_rank.items()}
+    totals = dict.fromkeys(counts, 0.0)
+    for number, (domain, _) in enumerate(rows):
+        totals[domain] += sums[number]
+    return {domain: _result(totals[domain], count, num_bytes.get(domain)) for domain, count in counts.items()}
 
 
 def _result(loss_sum: float, tokens: int, num_bytes: int | None) -> DomainLoss:

@@ -20,12 +20,12 @@ pieces that are left are computed again with what is free made free, from what t
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tilewright.core.errors import NumericsError
@@ -42,11 +42,16 @@ from tilewright.models.layerwise.view import LayerGroup, LayerGroups, LayerwiseM
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.delayed_clip import DelayedClip
+from tilewright.parallel.agree import any_of, sum_of
+from tilewright.parallel.gradients import sum_gradients
 from tilewright.precision.float8.weight_cache import QuantizedWeights
+from tilewright.training.executor.layer_major_attempt import NOT_FINITE, Attempt, BadStep
 from tilewright.training.executor.standard import (
     MAX_BAD_STEPS,
     Batch,
     StepResult,
+    after_step,
+    count_over,
     count_targets,
     count_tokens,
     to_device,
@@ -54,7 +59,6 @@ from tilewright.training.executor.standard import (
 from tilewright.training.executor.transaction import StepTransaction
 
 Result = TypeVar("Result")
-_NOT_FINITE = "the loss or its gradient is not finite"
 
 
 class UnrecoverableStepError(NumericsError):
@@ -68,29 +72,6 @@ def left_out(microbatches: Sequence[Batch]) -> StepResult:
     """The result of a step that is not computed, because it was lost before."""
     why = "its gradient turned bad half-way before, so it is left out"
     return StepResult(math.nan, count_targets(microbatches), count_tokens(microbatches), math.nan, why, 1.0, 0.0)
-
-
-class _Bad(Exception):
-    """This step's numbers are bad; its text says how."""
-
-
-@dataclass
-class _LayerMajorAttempt:
-    """A step so far."""
-
-    factor: float
-    """Of the summed loss: one over the number of targets."""
-    loss_sum: float = math.nan
-    norms: dict[Tensor, Tensor] = field(default_factory=dict)
-    """Length of each parameter's gradient so far, on the device."""
-    skipped: str | None = None
-    updated: list[LayerGroup] = field(default_factory=list)
-    aux: Mapping[str, float] = field(default_factory=dict)
-
-    def norm(self, order: Sequence[Tensor] | None = None) -> float:
-        """Norm of the gradient so far, summed up in this order of the parameters. Waits for the device."""
-        lengths = [self.norms[param] for param in order or self.norms if param in self.norms]
-        return float(torch.linalg.vector_norm(torch.stack(lengths))) if lengths else 0.0
 
 
 class LayerMajorExecutor:
@@ -110,6 +91,8 @@ class LayerMajorExecutor:
         weights: 8-bit codes to refresh after updates.
         memory tracker: measures memory by phase, if given.
         memory plan: what is done with each layer; `inputs` and `offloader` are as it says. None: all is recomputed.
+        group: ranks with copies of the model and different data: a layer group's gradient is summed over them before
+            its update. None on one rank.
 
     Raises:
         ConfigError: the memory plan is of other layers, or asks for what is not offered; see
@@ -132,8 +115,10 @@ class LayerMajorExecutor:
         weights: QuantizedWeights | None = None,
         memory_tracker: MemoryTracker | None = None,
         memory_plan: MemoryPlan | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model
+        self._group = group
         self.optimizer = optimizer
         self.clip = clip
         self.device = torch.device(device)
@@ -171,13 +156,13 @@ class LayerMajorExecutor:
                 buffer.
         """
         started = time.perf_counter()
-        num_targets, num_tokens = count_targets(microbatches), count_tokens(microbatches)
+        num_targets, num_tokens = count_over(self._group, microbatches, self.device)
         if not num_targets:
             seconds = time.perf_counter() - started
             return StepResult(0.0, 0, num_tokens, 0.0, "the batch holds no targets", 1.0, seconds)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        attempt = _LayerMajorAttempt(1.0 / num_targets)
+        attempt = Attempt(1.0 / num_targets)
         delayed = self.delayed.now() if self.delayed is not None else None
         try:
             with self.transaction.rollback_on_oom(irrevocable=lambda: self._why_half(attempt)) as before:
@@ -189,7 +174,7 @@ class LayerMajorExecutor:
                 loss = attempt.loss_sum / num_targets
                 self._watch(loss, norm)
                 if attempt.skipped is None:
-                    self._finish(self.model.after_step)
+                    self._finish(lambda: after_step(self.model, self._group))
         except (RuntimeError, MemoryError):
             if delayed is not None:
                 self.delayed.back_to(delayed)
@@ -221,20 +206,21 @@ class LayerMajorExecutor:
 
     # ---- exact: the norm first ----
 
-    def _exact(self, batches: Sequence[Batch], attempt: _LayerMajorAttempt) -> float:
-        finite = self.run.forward(batches)
-        attempt.aux = self._told(len(batches))
-        attempt.loss_sum = self.run.backward(attempt.factor, lambda part: self._measure(part, attempt), last=not finite)
+    def _exact(self, batches: Sequence[Batch], attempt: Attempt) -> float:
+        finite = self._forward(batches, attempt)
+        attempt.loss_sum = self._sum(
+            self.run.backward(attempt.factor, lambda part: self._measure(part, attempt), last=not finite)
+        )
         norm = attempt.norm(self._params)
         result = self.clip.decide(norm)
         good = finite and math.isfinite(norm) and math.isfinite(attempt.loss_sum)
-        attempt.skipped = result.skip if good else _NOT_FINITE
+        attempt.skipped = result.skip if good else NOT_FINITE
         if attempt.skipped is None:
             self.run.backward(attempt.factor, lambda part: self._apply(part, result.factor, attempt))
         return norm
 
-    def _apply(self, part: LayerGroup, factor: float, attempt: _LayerMajorAttempt) -> None:
-        params, grads = _gradients(part)
+    def _apply(self, part: LayerGroup, factor: float, attempt: Attempt) -> None:
+        params, grads = self._gradients(part)
         with self._phase("update"), torch.no_grad():
             self._clamp(grads)
             if factor != 1.0 and grads:
@@ -244,50 +230,50 @@ class LayerMajorExecutor:
 
     # ---- delayed: updates on the way ----
 
-    def _lagged(self, batches: Sequence[Batch], attempt: _LayerMajorAttempt) -> float:
+    def _lagged(self, batches: Sequence[Batch], attempt: Attempt) -> float:
         assert self.delayed is not None
         before = self.delayed.now()
         if self.rollback_buffer is not None:
             self.rollback_buffer.begin()
         try:
-            finite = self.run.forward(batches)
-            attempt.aux = self._told(len(batches))
-            if not finite:
-                raise _Bad(_NOT_FINITE)
-            attempt.loss_sum = self.run.backward(
-                attempt.factor, lambda part: self._apply_lagged(part, attempt), after_loss=_check_finite
+            if not self._forward(batches, attempt):
+                raise BadStep(NOT_FINITE)
+            attempt.loss_sum = self._sum(
+                self.run.backward(
+                    attempt.factor, lambda part: self._apply_lagged(part, attempt), after_loss=self._check_finite
+                )
             )
-        except _Bad as bad:
+        except BadStep as bad:
             self._take_back(attempt, str(bad))
             self.delayed.back_to(before)
         else:
             self.delayed.end(self._finish(attempt.norm))
         return self._finish(attempt.norm) if attempt.norms else math.nan
 
-    def _apply_lagged(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> None:
+    def _apply_lagged(self, part: LayerGroup, attempt: Attempt) -> None:
         assert self.delayed is not None
         with self._phase("update"), torch.no_grad():
-            params, grads = _gradients(part)
+            params, grads = self._gradients(part)
             norms = self._finish(lambda: self._ready(part, attempt))
             self._finish(lambda: self.delayed(params, grads, norms))
             attempt.updated.append(part)
             self._update(part, params, grads)
 
-    def _ready(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> Tensor:
+    def _ready(self, part: LayerGroup, attempt: Attempt) -> Tensor:
         """All that comes before the first change: is the gradient good, and are the layer group's bytes kept."""
-        params, _ = _gradients(part)
-        norms = self._measure(part, attempt)
+        params, _ = _with_gradients(part)
+        norms = self._measure_sum(part, attempt)
         norm = attempt.norm()
         if not math.isfinite(norm):
-            raise _Bad(_NOT_FINITE)
+            raise BadStep(NOT_FINITE)
         if norm > self.clip.threshold:
-            raise _Bad(f"gradient norm {norm:.3g} is above clip_threshold {self.clip.threshold:.3g}")
+            raise BadStep(f"gradient norm {norm:.3g} is above clip_threshold {self.clip.threshold:.3g}")
         if self.rollback_buffer is not None:
             self.optimizer.init_states(params)
             self.rollback_buffer.save(part, self._tensors(params))
         return norms
 
-    def _take_back(self, attempt: _LayerMajorAttempt, why: str) -> None:
+    def _take_back(self, attempt: Attempt, why: str) -> None:
         """Make the step not to have happened."""
         attempt.skipped = why
         if not attempt.updated:
@@ -301,7 +287,7 @@ class LayerMajorExecutor:
             )
         self._roll_back(attempt)
 
-    def _roll_back(self, attempt: _LayerMajorAttempt) -> None:
+    def _roll_back(self, attempt: Attempt) -> None:
         rollback_buffer = self.rollback_buffer
         assert rollback_buffer is not None
         self._finish(lambda: rollback_buffer.rollback(self.run.offloader))
@@ -309,8 +295,10 @@ class LayerMajorExecutor:
             self._refresh(part)
         attempt.updated.clear()
 
-    def _why_half(self, attempt: _LayerMajorAttempt) -> str | None:
+    def _why_half(self, attempt: Attempt) -> str | None:
         """Why a step that found no memory cannot be taken back; None where nothing was updated, or it is undone."""
+        if self._group is not None:
+            return "the other ranks have continued"
         if not attempt.updated:
             return None
         if self.rollback_buffer is None:
@@ -325,14 +313,37 @@ class LayerMajorExecutor:
         recomputed."""
         return self.transaction.retry_on_oom(work, self.run.free_saved_graphs)
 
+    def _forward(self, batches: Sequence[Batch], attempt: Attempt) -> bool:
+        finite = self.run.forward(batches)
+        attempt.aux = self._told(len(batches))
+        return not any_of(self._group, not finite, self.device)
+
+    def _sum(self, value: float) -> float:
+        return sum_of(self._group, value, self.device)
+
+    def _check_finite(self, loss_sum: float) -> None:
+        if not math.isfinite(self._sum(loss_sum)):
+            raise BadStep(NOT_FINITE)
+
+    def _gradients(self, part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
+        """`_with_gradients`, once they are summed over the ranks."""
+        sum_gradients(self._group, part.trained)
+        return _with_gradients(part)
+
     def _told(self, num_batches: int) -> dict[str, float]:
         """What the model reports in addition to its loss, mean over the micro-batches."""
         return {name: float(value) / num_batches for name, value in self.run.aux_metrics().items()}
 
     @torch.no_grad()
-    def _measure(self, part: LayerGroup, attempt: _LayerMajorAttempt) -> Tensor:
+    def _measure(self, part: LayerGroup, attempt: Attempt) -> Tensor:
+        """`_measure_sum`, of the sum over the ranks."""
+        self._gradients(part)
+        return self._measure_sum(part, attempt)
+
+    @torch.no_grad()
+    def _measure_sum(self, part: LayerGroup, attempt: Attempt) -> Tensor:
         """Lengths of the gradients of a layer group, one a tensor, elements clamped if the recipe says so."""
-        params, grads = _gradients(part)
+        params, grads = _with_gradients(part)
         if not grads:
             return torch.zeros(0, device=self.device)
         norms = torch.stack(torch._foreach_norm(grads))
@@ -349,7 +360,7 @@ class LayerMajorExecutor:
 
     def _update(self, part: LayerGroup, params: list[Tensor], grads: list[Tensor]) -> None:
         """Update a layer group whose gradients are in `.grad`."""
-        self._finish(lambda: self.optimizer.step_params(*_gradients(part)))
+        self._finish(lambda: self.optimizer.step_params(*_with_gradients(part)))
         self._refresh(part)
 
     def _refresh(self, part: LayerGroup) -> None:
@@ -380,12 +391,7 @@ class LayerMajorExecutor:
         return self.memory_tracker.phase(name) if self.memory_tracker is not None else nullcontext()
 
 
-def _gradients(part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
+def _with_gradients(part: LayerGroup) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters of a layer group that have a gradient, and these."""
     params = [param for param in part.trained if param.grad is not None]
     return params, [param.grad for param in params]
-
-
-def _check_finite(loss_sum: float) -> None:
-    if not math.isfinite(loss_sum):
-        raise _Bad(_NOT_FINITE)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tilewright.core.config.recipe import Recipe, Tier
@@ -23,9 +24,7 @@ from tilewright.memory.offload.lazy_params import dummy_values
 from tilewright.memory.offload.param_store import ParamOffloader
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.protocols import InitialValues, Model
-from tilewright.models.folder.resolve import local_folder
 from tilewright.models.layerwise.hf_view import layered
-from tilewright.models.layerwise.lazy_init import random_values, stored_values
 from tilewright.models.layerwise.view import LayerGroups, LayerwiseModel, find_layer_groups
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
@@ -57,15 +56,6 @@ class LayerMajorParts:
 def has_layer_groups(recipe: Recipe) -> bool:
     """Whether parameters get their first bytes layer group by layer group, each in its tier."""
     return recipe.memory.executor == "layer_major"
-
-
-def initial_values(recipe: Recipe, model: Model) -> InitialValues | None:
-    """What fills the layer groups of a model on the meta device; None where the model has its values."""
-    if not has_layer_groups(recipe):
-        return None
-    if recipe.model.weights == "load":
-        return stored_values(model, local_folder(recipe.model.path))
-    return random_values(model, recipe.run.seed)
 
 
 def slice_up(
@@ -124,11 +114,13 @@ def make_executor(
     weights: QuantizedWeights | None,
     folder: Path,
     memory_plan: MemoryPlan | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> LayerMajorExecutor:
     """The executor of a sliced model.
 
     Args:
         memory plan: as for `slice_up`.
+        group: ranks with copies of the model.
 
     Raises:
         ConfigError: the disk tier's folder cannot be written.
@@ -152,6 +144,7 @@ def make_executor(
         weights=weights,
         memory_tracker=memory_tracker,
         memory_plan=memory_plan,
+        group=group,
     )
     _tell(memory_tracker, sliced, executor.run)
     return executor

@@ -9,27 +9,30 @@ Which data comes, which learning rate, and what is written down is the matter of
 """
 
 import math
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from tilewright.core.errors import HardwareError, NumericsError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.models.base.preference import is_pairs
 from tilewright.models.base.protocols import TrainableModel
 from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
+from tilewright.parallel.agree import sum_over
+from tilewright.parallel.gradients import GradientReduction, check_as_many
+from tilewright.parallel.oom import OnAllRanksError, oom_on_all
 from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
+from tilewright.training.executor.not_finite import not_finite_error
 from tilewright.training.executor.transaction import StepTransaction
 
 IGNORED_LABEL = -100
@@ -117,8 +120,8 @@ class Executor(Protocol):
 class StandardExecutor:
     """The plain PyTorch way: one backward pass a micro-batch, gradients accumulated, one update.
 
-    With `torch.distributed` initialised the model is taken as replicated: counts and gradients are summed over
-    the ranks, and each rank passes its own micro-batches.
+    With a group each rank passes micro-batches of its own; counts, losses and gradients are summed over its ranks. The
+    model is the same on all of them, or sharded over them (`parallel.shard`).
 
     Args:
         model: a module with `loss` and `after_step`.
@@ -130,9 +133,11 @@ class StandardExecutor:
         memory tracker: measures memory by phase, if given.
         control: redoes bad steps in wider formats, if given.
         policy: what the model's layers keep for backward, if that is to be read and changed.
+        group: ranks that read different data; None on one rank.
+        reduce_each: of a sharded model: sum gradients after each micro-batch, see `GradientReduction`.
 
     Raises:
-        HardwareError: several ranks, and parameters that are sharded: their gradients would not be summed right.
+        ConfigError: sharded parameters, and not by FSDP2.
     """
 
     def __init__(
@@ -146,6 +151,8 @@ class StandardExecutor:
         memory_tracker: MemoryTracker | None = None,
         control: PrecisionController | None = None,
         policy: ActivationPolicy | None = None,
+        group: dist.ProcessGroup | None = None,
+        reduce_each: bool = False,
     ) -> None:
         self.control = control
         self._policy = policy
@@ -156,12 +163,13 @@ class StandardExecutor:
         self.device = torch.device(device)
         self.memory_tracker = memory_tracker
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._group = group
+        self._gradients = GradientReduction(model, self._params, group, reduce_each=reduce_each)
+        self._sharded = self._gradients.sharded
         self._bad_steps = 0
         self.transaction = StepTransaction(
             model, self._params, self.device, [part for part in (clip, scaler, control) if part is not None]
         )
-        self._check_not_sharded()
         for param in self._params:
             if param.dtype in (torch.float16, torch.bfloat16):
                 param.grad_dtype = torch.float32
@@ -187,9 +195,9 @@ class StandardExecutor:
         started = time.perf_counter()
         progress = _Progress()
         with self.transaction.rollback_on_oom(irrevocable=lambda: self._why_half(progress)) as before:
-            totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)])
-            self._sum_over_ranks([totals])
-            num_targets, num_tokens = totals.tolist()
+            if self._sharded:
+                check_as_many(self._group, len(microbatches), self.device)
+            num_targets, num_tokens = count_over(self._group, microbatches, self.device)
             scale = self.scaler.scale_value if self.scaler is not None else 1.0
             if self.control is None or not num_targets:
                 attempt, redone = self._attempt(microbatches, num_targets, scale), None
@@ -229,20 +237,26 @@ class StandardExecutor:
         over the ranks and clipped."""
         factor = scale / max(num_targets, 1)
         aux: dict[str, Tensor] = {}
-        loss_sum = torch.zeros((), dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
-        loss_sum = loss_sum.to(self.device)
-        for host_batch in microbatches:
-            batch = to_device(host_batch, self.device)
-            with self._phase("forward"):
-                output = self.model.loss(batch)
-            with self._phase("backward"):
-                (output.loss_sum * factor).backward()
-            loss_sum += output.loss_sum.detach()
-            for name, value in output.aux.items():
-                aux[name] = aux[name] + value if name in aux else value
-        self._sum_over_ranks([loss_sum])
+        dtype = torch.float64 if self.device.type == "cpu" else torch.float32
+        loss_sum = torch.zeros((), dtype=dtype, device=self.device)
+        # Copies of a model meet after their passes; parts of one meet in them, where none can stop alone.
+        apart = self._group is not None and not self._sharded
+        with oom_on_all(self._group, self.device) if apart else nullcontext():
+            for index, host_batch in enumerate(microbatches):
+                if self._sharded:
+                    self._gradients.begin(last=index + 1 == len(microbatches))
+                batch = to_device(host_batch, self.device)
+                with self._phase("forward"):
+                    output = self.model.loss(batch)
+                with self._phase("backward"):
+                    (output.loss_sum * factor).backward()
+                loss_sum += output.loss_sum.detach()
+                for name, value in output.aux.items():
+                    aux[name] = aux[name] + value if name in aux else value
         with self._phase("update"):
-            self._share_gradients()
+            if self._group is not None:
+                sum_over(self._group, [loss_sum])
+                self._gradients.finish()
             loss = float(loss_sum) / max(num_targets, 1)
             norm, skipped = self._judge(loss, 1.0 / scale) if num_targets else (0.0, "the batch holds no targets")
         return _StandardAttempt(loss, norm, skipped, aux)
@@ -264,7 +278,7 @@ class StandardExecutor:
         progress.gradients = self._num_gradients()
         self._update()
         progress.updated = True
-        self.transaction.retry_on_oom(self.model.after_step)
+        self.transaction.retry_on_oom(lambda: after_step(self.model, self._group))
 
     def _update(self) -> None:
         optimizer = self.optimizer
@@ -285,8 +299,8 @@ class StandardExecutor:
 
     def _why_half(self, progress: _Progress) -> str | None:
         """Why a step that got so far cannot be taken back; None where it can."""
-        if self._world > 1:
-            return "the other ranks have continued"
+        if self._group is not None:
+            return None if isinstance(sys.exception(), OnAllRanksError) else "the other ranks have continued"
         if progress.updated:
             return "the weights are new, and what follows from them is missing"
         if progress.gradients is None:
@@ -305,31 +319,13 @@ class StandardExecutor:
         if self._bad_steps >= MAX_BAD_STEPS:
             raise not_finite_error(self.model, loss, self._bad_steps)
 
-    # ---- several ranks, one replica each ----
-
-    def _check_not_sharded(self) -> None:
-        if self._world > 1 and any(isinstance(param, DTensor) for param in self._params):
-            raise HardwareError(
-                "Sharded model on several ranks is not supported by the standard executor",
-                got=f"{self._world} ranks and DTensor parameters",
-                need="a replica of the whole model on each rank",
-                try_="leave the model unsharded",
-            )
-
-    def _sum_over_ranks(self, tensors: Sequence[Tensor]) -> None:
-        if self._world > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-
-    def _share_gradients(self) -> None:
-        if self._world > 1:
-            for param in self._params:
-                if param.grad is None:  # a parameter unused here may be used on another rank
-                    param.grad = torch.zeros_like(param)
-            self._sum_over_ranks([param.grad for param in self._params if param.grad is not None])
-
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return self.memory_tracker.phase(name) if self.memory_tracker is not None else nullcontext()
+
+
+def after_step(model: TrainableModel, group: dist.ProcessGroup | None) -> None:
+    """`model.after_step`; a model for one rank need not take a group."""
+    model.after_step() if group is None else model.after_step(group)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -364,35 +360,15 @@ def _tokens_in(batch: Batch) -> int:
     return batch["input_ids"].numel() if "input_ids" in batch else batch["labels"].numel()
 
 
+def count_over(group: dist.ProcessGroup | None, microbatches: Sequence[Batch], device: torch.device) -> tuple[int, int]:
+    """Targets and tokens of all ranks of a group."""
+    totals = torch.tensor([count_targets(microbatches), count_tokens(microbatches)], device=device)
+    if group is not None:
+        sum_over(group, [totals])
+    num_targets, num_tokens = totals.tolist()
+    return num_targets, num_tokens
+
+
 def row_length(microbatches: Sequence[Batch]) -> int | None:
     """Tokens of the longest row; None of images."""
     return max((batch["input_ids"].shape[-1] for batch in microbatches if "input_ids" in batch), default=None)
-
-
-def not_finite_error(model: nn.Module, loss: float, steps: int) -> NumericsError:
-    """The error of a run whose gradient stays non-finite, naming where that shows first."""
-    bad_weights = list(_not_finite((name, param) for name, param in model.named_parameters()))
-    named = [(name, param.grad) for name, param in model.named_parameters() if param.grad is not None]
-    bad = list(_not_finite(reversed(named)))  # the backward pass runs from the last module to the first
-    got = [f"loss {loss:.6g}; {len(bad)} of {len(named)} gradients are not finite"]
-    if bad:
-        got.append(f"first in backward order: {bad[0].rpartition('.')[0] or bad[0]} ({bad[0]})")
-    if bad_weights:
-        got.append(f"{len(bad_weights)} parameters are not finite themselves, the first is {bad_weights[0]}")
-    return NumericsError(
-        f"Non-finite gradient in {steps} steps in a row",
-        got="\n".join(got),
-        need="finite losses and gradients; the weights have not changed since the last good step",
-        try_="optim.lr lower, optim.warmup_steps higher, or that module in FP32:\n"
-        '[[precision.rules]] match = "NAME" compute = "fp32"',
-    )
-
-
-def all_finite(named: Iterable[tuple[str, Tensor]]) -> bool:
-    """True where every floating-point tensor is finite."""
-    return not any(True for _ in _not_finite((name, t) for name, t in named if t.is_floating_point()))
-
-
-@torch.no_grad()
-def _not_finite(named: Iterator[tuple[str, Tensor | None]]) -> Iterator[str]:
-    return (name for name, tensor in named if tensor is not None and not bool(torch.isfinite(tensor).all()))

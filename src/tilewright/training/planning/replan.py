@@ -82,6 +82,8 @@ class AdaptiveReplanner:
         watch: plan again on shape, budget and prediction; else only after an out-of-memory.
         known: what the memory plan that runs is expected to take with the first batch's rows, where that is known
             without a planner, which takes a second or more to be made.
+        seconds: of a step as this process measured it, to what is reckoned with: of several ranks the slowest's.
+        apply: takes the executor over to a memory plan; by default its own method.
         rules: when.
     """
 
@@ -99,6 +101,8 @@ class AdaptiveReplanner:
         give_back: Callable[[], None] | None = None,
         watch: bool = True,
         known: Expected | None = None,
+        seconds: Callable[[float], float] = float,
+        apply: Callable[[MemoryPlan], None] | None = None,
         rules: ReplanThresholds = ReplanThresholds(),
     ) -> None:
         self.executor = executor
@@ -115,6 +119,8 @@ class AdaptiveReplanner:
         self._steps = steps
         self._ladder = ladder
         self._give_back = give_back
+        self._seconds = seconds
+        self._apply = apply or executor.apply_memory_plan
         self._number = 0
         self._planned_for: float | None = None
         self._limit = float("inf")
@@ -165,7 +171,7 @@ class AdaptiveReplanner:
             number: of the step, counted from 1.
             seconds: that it took.
         """
-        self._number = number
+        self._number, seconds = number, self._seconds(seconds)
         if self.executor.transaction.oom_messages:
             self._tighten_after_relief()
         if not self.active:
@@ -356,7 +362,7 @@ class AdaptiveReplanner:
         """Go over to a memory plan; False where the executor cannot, and the old one runs on."""
         before, after = words(self.executor.memory_plan), words(memory_plan)
         try:
-            self.executor.apply_memory_plan(memory_plan)
+            self._apply(memory_plan)
         except TilewrightError as error:
             self._record(trigger, f"{text}; {after} was refused: {error.problems[0].what}", **numbers)
             return False

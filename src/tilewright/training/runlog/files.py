@@ -36,6 +36,7 @@ REPLAYED_EVENTS = frozenset(
 )
 
 Row = dict[str, Any]
+_FILES = ("metrics", "events", "samples", "precision")
 
 
 @dataclass
@@ -48,10 +49,37 @@ class Counters:
     num_skips: int = 0
     elapsed_s: float = 0.0
     """Seconds of training, those before a resume included; set when a checkpoint is taken."""
+    step_s: float = 0.0
+    """Seconds of the steps that count: of one that was lost with a process and computed again, the last time's."""
+    began_unix: float = 0.0
+    """When the run began, by the clock; later by as much as it paused. 0 before the first step."""
+    paused_unix: float = 0.0
+    """When the run was stopped in good order; 0 in checkpoints of a run that went on."""
+
+    def begin(self, now: float) -> None:
+        """The run begins or goes on. The time since a stop in good order is nobody's loss, that since a crash is.
+
+        Args:
+            now: Unix time.
+        """
+        if self.paused_unix:
+            self.began_unix += now - self.paused_unix
+        elif not self.began_unix:  # of a new run, and of checkpoints that do not say it
+            self.began_unix, self.step_s = now - self.elapsed_s, self.elapsed_s
+        self.paused_unix = 0.0
+
+    def goodput(self, now: float) -> float:
+        """Share of the time since the run began that went into steps that count.
+
+        Args:
+            now: Unix time.
+        """
+        return min(1.0, self.step_s / max(now - self.began_unix, 1e-9))
 
     def add(self, result: StepResult) -> None:
         """Count a step."""
         self.step += 1
+        self.step_s += result.seconds
         self.tokens += result.num_tokens
         self.targets += result.num_targets
         self.num_skips += result.skipped is not None
@@ -126,10 +154,13 @@ class RunLog:
         folder: the run folder.
         resumed_step: rows after this step are cut, None for a new run (nothing is cut, whatever is there).
         elapsed_s: seconds the run had been training at that step; `time_s` continues from there.
+        follows: another process writes the files, and this one nothing.
     """
 
-    def __init__(self, folder: Path, *, resumed_step: int | None = None, elapsed_s: float = 0.0) -> None:
-        if resumed_step is not None:
+    def __init__(
+        self, folder: Path, *, resumed_step: int | None = None, elapsed_s: float = 0.0, follows: bool = False
+    ) -> None:
+        if resumed_step is not None and not follows:
             for name in ("metrics.jsonl", "samples.jsonl", "precision.jsonl"):
                 repair(folder / name, lambda row: row["step"] <= resumed_step)
             repair(
@@ -137,12 +168,13 @@ class RunLog:
                 lambda row: row["step"] <= resumed_step or row["kind"] not in REPLAYED_EVENTS,
             )
         self._started = time.perf_counter() - elapsed_s
-        self._metrics = JsonLines(folder / "metrics.jsonl")
-        self._events = JsonLines(folder / "events.jsonl")
-        self._samples = JsonLines(folder / "samples.jsonl")
-        self._precision_path = folder / "precision.jsonl"
+        paths = [Path(os.devnull) if follows else folder / f"{name}.jsonl" for name in _FILES]
+        self._metrics, self._events, self._samples = map(JsonLines, paths[:3])
+        self._precision_path = paths[3]
         self._precision: JsonLines | None = None
         self._interval = Interval()
+        self.step_done = resumed_step or 0
+        """Last step that was counted."""
 
     @property
     def elapsed_s(self) -> float:
@@ -166,7 +198,7 @@ class RunLog:
             wait_s: seconds that it waited for data.
             memory: a memory tracker's snapshot, at steps that have one.
         """
-        seconds = result.seconds + wait_s
+        seconds, self.step_done = result.seconds + wait_s, counters.step
         row = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,

@@ -62,8 +62,11 @@ class LiveProgress:
         self._live.stop()
 
 
-def open_progress() -> TrainProgress:
-    """The live line where standard output is a terminal and not quiet, else plain lines."""
+def open_progress(*, follows: bool = False) -> TrainProgress:
+    """The live line where standard output is a terminal and not quiet, else plain lines. Of a rank that `follows` the
+    first one nothing is shown, since `say` is silent there."""
+    if follows:
+        return PlainProgress()
     quiet = get_logger(ROOT).level >= logging.ERROR
     return LiveProgress() if sys.stdout.isatty() and not quiet else PlainProgress()
 

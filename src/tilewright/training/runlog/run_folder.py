@@ -20,15 +20,24 @@ from tilewright.core.json_text import to_json
 class RunFolder:
     """A run's folder, locked against a second trainer while this object is open.
 
+    Of the ranks of a run the first one has it; the others have one that `follows`, which writes nothing and locks
+    nothing.
+
     Args:
         path: made where it is missing.
+        follows: another process writes it.
 
     Raises:
         ConfigError: the folder cannot be made or written, or another process trains in it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, follows: bool = False) -> None:
         self.path = Path(path).absolute()
+        self.checkpoints = self.path / "checkpoints"
+        self.recipe = self.path / "run.toml"
+        self._lock: TextIO | None = None
+        if follows:
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until close)
@@ -41,12 +50,11 @@ class RunFolder:
                 where=str(self.path),
             ) from error
         _lock_or_raise(self._lock, self.path)
-        self.checkpoints = self.path / "checkpoints"
-        self.recipe = self.path / "run.toml"
 
     def close(self) -> None:
         """Give the folder free."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -60,6 +68,8 @@ class RunFolder:
         Raises:
             ConfigError: it was deleted, moved or replaced.
         """
+        if self._lock is None:
+            return
         try:
             held, there = os.fstat(self._lock.fileno()), os.stat(self.path / ".lock")
             if (held.st_dev, held.st_ino) == (there.st_dev, there.st_ino):
@@ -81,6 +91,8 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a JSON file of the folder, whole or not at all; numbers that are not finite are null."""
+        if self._lock is None:
+            return
         try:
             write_whole(self.path / name, to_json(value, indent=1, default=str) + "\n")
         except OSError as error:
@@ -89,6 +101,8 @@ class RunFolder:
 
     def link_latest(self) -> None:
         """Point `latest`, beside the folder, at it."""
+        if self._lock is None:
+            return
         link = self.path.parent / "latest"
         fresh = self.path.parent / f".latest.{os.getpid()}"
         if link.exists() and not link.is_symlink():

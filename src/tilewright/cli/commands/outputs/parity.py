@@ -1,0 +1,233 @@
+"""`tilewright doctor --parallel`: a recipe's model, tiny, trained on several ranks and on one, and what differs.
+
+Each side is a process of its own (several for the ranks), which trains three steps on the same samples and writes the
+gradients that its first update saw, and its weights after the last. Forward and backward passes are the same on both
+sides, row by row; what differs is the order of sums.
+"""
+
+import socket
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.core import env
+from tilewright.core.config.edit import changed
+from tilewright.core.config.load import Loaded, load_recipe, write_run_toml
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError, TilewrightError
+from tilewright.core.log import say
+from tilewright.core.subprocess_call import answer, call_module
+
+STEPS = 3
+TOLERANCE = {"fp32": (1e-5, 2e-5, 1e-4), "16-bit": (2e-3, 5e-2, 1e-2), "8-bit": (5e-3, 1.5e-1, 2e-2)}
+"""By format: of the loss, of a gradient, of a weight, relative to their norms. Measured at dp_shard=2,dp_replicate=2:
+FP32 1.5e-7 and 1e-6; 16-bit gradients are rounded after each sum, 8-bit ones in each matmul."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One number, or tensor, of both sides."""
+
+    kind: str
+    """loss, gradient or weight."""
+    name: str
+    error: float
+    """Norm of the difference over the norm on one process."""
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is within the tolerance."""
+        return self.error <= self.tolerance
+
+
+def parse_sizes(text: str) -> tuple[int, int]:
+    """Copies and shards in `dp_shard=2,dp_replicate=2`.
+
+    Raises:
+        ConfigError: something else.
+
+    Example:
+        >>> parse_sizes("dp_shard=2")
+        (1, 2)
+    """
+    sizes = {"dp_replicate": 1, "dp_shard": 1}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in sizes or not value.isdecimal() or not int(value):
+            raise ConfigError(
+                "Mesh that cannot be read",
+                got=text,
+                need="numbers of processes: dp_shard=N, dp_replicate=N, or both with a comma between",
+                try_="--parallel dp_shard=2,dp_replicate=2",
+                where="--parallel",
+            )
+        sizes[name] = int(value)
+    if sizes["dp_replicate"] * sizes["dp_shard"] == 1:
+        raise ConfigError(
+            "Mesh of one process", got=text, need="at least two", try_="--parallel dp_shard=2", where="--parallel"
+        )
+    return sizes["dp_replicate"], sizes["dp_shard"]
+
+
+def compare(loaded: Loaded, replicate: int, shards: int) -> list[Gap]:
+    """What differs between several ranks and one, the worst first.
+
+    Args:
+        loaded: the recipe; its model is made small.
+        replicate: copies.
+        shards: of a copy.
+
+    Raises:
+        TilewrightError: the recipe cannot be trained; that of the side which failed first.
+    """
+    import numpy as np
+
+    world = replicate * shards
+    recipe = tiny(loaded.recipe, world)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "parity.toml"
+        write_run_toml(Loaded(recipe, dict.fromkeys(loaded.sources, "parity"), (), loaded.path), path)
+        say(f"{STEPS} steps on one process, then on {world}")
+        sides = []
+        for number, (mesh, environs) in enumerate(_sides(replicate, shards)):
+            out = Path(folder) / f"{number}.npz"
+            with ThreadPoolExecutor(len(environs)) as pool:
+                calls = [
+                    pool.submit(call_module, __name__, say, environ, recipe=str(path), mesh=mesh, out=str(out))
+                    for environ in environs
+                ]
+            problems = [error for call in calls if (error := call.exception()) is not None]
+            if problems:
+                raise next((error for error in problems if isinstance(error, TilewrightError)), problems[0])
+            sides.append(dict(np.load(out)))
+    return gaps(*sides, tolerance_of(recipe))
+
+
+def _sides(replicate: int, shards: int) -> list[tuple[list[int], list[dict[str, str]]]]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    return [([1, 1], env.of_ranks(1, port)), ([replicate, shards], env.of_ranks(replicate * shards, port))]
+
+
+def tiny(recipe: Recipe, world: int) -> Recipe:
+    """The recipe with a small model, short rows and one row per micro-batch, two for each rank."""
+    rows = 2 if recipe.data.format == "preferences" else 1
+    settings: dict[str, Any] = {
+        "run.device": "cpu" if recipe.run.device == "cpu" else "auto",
+        "run.threads": 1,
+        "data.seq_len": min(recipe.data.seq_len, 128),
+        "train.steps": STEPS,
+        "train.global_batch_size": 2 * world * rows,
+        "train.micro_batch_size": rows,
+        "train.compile": "off",
+        "optim.warmup_steps": 0,
+        "memory.plan": "",
+        "memory.executor": "standard",
+        "optim.clip": "two_pass",
+        "plan.enforce": False,
+        "plan.device_memory": 0,
+        "parallel.timeout_minutes": 2.0,
+    }
+    if not recipe.model.path:
+        model = recipe.model
+        heads = 4
+        settings |= {
+            "model.dim": 64,
+            "model.num_layers": min(model.num_layers, 2),
+            "model.num_heads": heads,
+            "model.num_kv_heads": min(model.num_kv_heads, 2),
+            "model.head_dim": 16 if model.head_dim else 0,
+            "model.ffn_dim": 128 if model.ffn_dim else 0,
+            "model.expert_dim": 32 if model.expert_dim else 0,
+            "model.num_experts": min(model.num_experts, 8),
+        }
+    return changed(recipe, settings)
+
+
+def tolerance_of(recipe: Recipe) -> tuple[float, float, float]:
+    """Of loss, gradients and weights in the recipe's formats."""
+    mode = recipe.precision.mode if recipe.precision.enabled else "fp32"
+    if mode.startswith("fp8"):
+        return TOLERANCE["8-bit"]
+    loss, gradient, weight = TOLERANCE["fp32" if mode in ("fp32", "tf32") else "16-bit"]
+    if recipe.optim.kind == "muon" or recipe.optim.moments != "fp32":  # the update itself computes in BF16, or rounds
+        weight = max(weight, TOLERANCE["16-bit"][2])
+    return loss, gradient, weight
+
+
+def gaps(one: Mapping[str, Any], ranks: Mapping[str, Any], tolerance: tuple[float, float, float]) -> list[Gap]:
+    """What differs, the worst of its tolerance first.
+
+    Args:
+        one: tensors of one process, under `loss/...`, `gradient/...` and `weight/...`.
+        ranks: those of the ranks.
+        tolerance: of the three.
+    """
+    import numpy as np
+
+    limits = dict(zip(("loss", "gradient", "weight"), tolerance, strict=True))
+    found = []
+    for key in one.keys() | ranks.keys():
+        kind, _, name = key.partition("/")
+        error = float("inf")
+        if key in one and key in ranks and one[key].shape == ranks[key].shape:
+            norm = float(np.linalg.norm(one[key]))
+            error = float(np.linalg.norm(ranks[key] - one[key])) / (norm or 1.0)
+        found.append(Gap(kind, name, error if error == error else float("inf"), limits[kind]))
+    return sorted(found, key=lambda gap: (-gap.error / gap.tolerance, gap.kind, gap.name))
+
+
+# ---- in the processes ----
+
+
+def train_side(recipe: str, mesh: list[int], out: str) -> int:
+    """Train the steps as one rank of a side; the first one writes the side's numbers."""
+    import numpy as np
+    import torch
+
+    from tilewright.parallel.launch import launched
+    from tilewright.training.assemble import build, set_up
+
+    loaded = load_recipe(recipe, environ={})
+    timeout_s = 60 * loaded.recipe.parallel.timeout_minutes
+    replicate, shards = mesh
+    found: dict[str, Any] = {}
+    with launched(
+        dp_replicate=replicate, dp_shard=shards, device=loaded.recipe.run.device, timeout_s=timeout_s
+    ) as world:
+        parts = build(set_up(loaded, world=world), fresh=True)
+        named = list(parts.model.named_parameters())
+
+        def keep(kind: str, tensor: torch.Tensor | None, name: str) -> None:
+            if tensor is not None:
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                found[f"{kind}/{name}"] = whole.detach().double().cpu().numpy()
+
+        def before_update(*_: object) -> None:
+            if not any(key.startswith("gradient/") for key in found):
+                for name, param in named:
+                    keep("gradient", param.grad, name)
+
+        hook = parts.optimizer.register_step_pre_hook(before_update)
+        try:
+            for step in range(STEPS):
+                parts.modes.enter(step)
+                result = parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
+                found[f"loss/step {step + 1}"] = np.array([result.loss])
+            for name, param in named:
+                keep("weight", param, name)
+        finally:
+            hook.remove()
+            parts.close()
+        if world.is_first:
+            np.savez(out, **found)
+    return world.rank
+
+
+if __name__ == "__main__":
+    answer(train_side)

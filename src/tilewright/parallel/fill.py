@@ -1,0 +1,85 @@
+"""A model from the meta device onto shards: each rank makes one whole parameter at a time and keeps its part.
+
+So the first weights are bitwise those of one process, and a rank never holds more than its parts and the largest
+parameter.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
+from tilewright.models.base.protocols import InitialValues
+from tilewright.parallel.shard import Sharding, ready, shard
+
+
+@torch.no_grad()
+def shard_from_meta(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    values: InitialValues,
+    device: torch.device,
+    *,
+    fresh: bool = True,
+) -> None:
+    """Shard a model without memory, and fill its parts and buffers.
+
+    Args:
+        model: converted, on the meta device.
+        layers, mesh, sharding: see `shard`.
+        values: initial values; asked for one parameter at a time.
+        device: of the model.
+        fresh: False leaves parameters unfilled, for a checkpoint. Buffers, which it may not hold, are filled.
+
+    Raises:
+        ConfigError: see `shard`.
+    """
+    to_placeholders(model, device)
+    fill_buffers(model, values)
+    home = torch.device("cpu") if sharding.cpu_offload else device
+    parts: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        shape = (len_of_part(len(param), mesh), *param.shape[1:])
+        part = parts[name] = torch.empty(shape, dtype=param.dtype, device=home)
+        if fresh:
+            whole = torch.empty(param.shape, dtype=param.dtype)
+            values({name: whole})
+            part.copy_(whole[first_of_part(len(param), mesh) :][: len(part)])
+    _renew(model, lambda name, param: torch.empty(param.shape, dtype=param.dtype, device="meta"))
+    shard(model, layers, mesh, sharding)
+    _renew(model, lambda name, param: _with_local(param, parts.pop(name)))
+    ready(model)
+
+
+def first_of_part(rows: int, mesh: DeviceMesh) -> int:
+    """First row of this rank's part of a tensor that is cut along its first dim."""
+    return min(rows, -(-rows // mesh.size(-1)) * mesh.get_local_rank(mesh.ndim - 1))
+
+
+def len_of_part(rows: int, mesh: DeviceMesh) -> int:
+    """Rows of this rank's part: the last ranks have fewer, or none, where they do not come out even."""
+    first = first_of_part(rows, mesh)
+    return min(rows, first + -(-rows // mesh.size(-1))) - first
+
+
+def _with_local(param: DTensor, part: Tensor) -> DTensor:
+    """The same sharded tensor with memory."""
+    where = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+    return DTensor.from_local(part, param.device_mesh, param.placements, **where)
+
+
+def _renew(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Put other parameters in the place of a model's; tied ones stay tied."""
+    made = {}
+    for name, param in model.named_parameters():
+        made[param] = nn.Parameter(make(name, param), param.requires_grad)
+        made[param].__dict__.update(param.__dict__)
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = made[param]

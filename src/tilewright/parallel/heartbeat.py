@@ -1,0 +1,248 @@
+"""Signs of life of a run's ranks, in one small file per rank of the run folder: step, phase, and a count that goes on.
+
+    beat = Heartbeat(folder, rank=1)      # a thread counts, once a second, for as long as this process can run
+    beat.at(12, "forward")                # where it is, readable at once, and after a kill -9 too
+    for line in Watch(folder, 4, 0).look(now): ...   # who is silent, or holds the others up
+
+Files, because they outlive the process and its store, and ranks of several machines share the run folder anyhow. A
+record is mapped into memory: writing one costs microseconds. Clocks of machines are never compared: a reader counts the
+seconds in which a record has not changed.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+FOLDER = "ranks"
+_SIZE = 512
+BEAT_S = 1.0
+SILENT_S = 10.0
+"""Without a beat for so long, a process is stopped, dead or cut off."""
+LAG_S = 20.0
+"""In one phase for so long while another rank is further, a rank holds the others up."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank says of itself."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int = 0
+    """The one it works on, counted from 1; 0 before the first."""
+    phase: str = "start"
+    moves: int = 0
+    """Phases since the step began: ranks do the same, so of two in one step the one with fewer is behind."""
+    beats: int = 0
+    end: str = ""
+    """How the process ended; empty while it runs, and for ever where it was killed."""
+
+    @property
+    def where(self) -> str:
+        """For a user."""
+        return f"step {self.step}, {self.phase}" if self.step else self.phase
+
+    @property
+    def process(self) -> str:
+        """For a user."""
+        return f"process {self.pid} on {self.host}"
+
+
+class Heartbeat:
+    """This rank's record. A context manager around the run: what ends the run is recorded.
+
+    Args:
+        folder: of the run.
+        rank: of this process.
+        beat_s: between two beats.
+    """
+
+    def __init__(self, folder: Path, rank: int, beat_s: float = BEAT_S) -> None:
+        self._step, self._phase, self._moves, self._beats, self._end = 0, "start", 0, 0, ""
+        self._static = {"rank": rank, "host": platform.node(), "pid": os.getpid()}
+        self._lock = threading.Lock()
+        path = folder / FOLDER / f"{rank:05d}.json"
+        path.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # another process's, which a reader may have open
+        path.write_bytes(b" " * _SIZE)  # a full disk shows here, not in the mapping
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._write()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(beat_s,), name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def at(self, step: int, phase: str) -> None:
+        """This rank begins a phase of a step (counted from 1)."""
+        with self._lock:
+            self._moves = self._moves + 1 if step == self._step else 0
+            self._step, self._phase = step, phase
+            self._write()
+
+    def phase(self, phase: str) -> None:
+        """The same, of the step that it is in."""
+        self.at(self._step, phase)
+
+    def close(self, end: str = "ended") -> None:
+        """Say how it ended, and stop counting."""
+        self._stop.set()
+        self._thread.join()
+        with self._lock:
+            self._end = end
+            self._write()
+            self._map.flush()
+            self._map.close()
+
+    def __enter__(self) -> "Heartbeat":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close("ended" if kind is None else f"{kind.__name__}: {str(error).partition(chr(10))[0]}")
+
+    def _beat(self, beat_s: float) -> None:
+        while not self._stop.wait(beat_s):
+            with self._lock:
+                self._beats += 1
+                self._write()
+                self._map.flush()  # to a disk that other machines see
+
+    def _write(self) -> None:
+        record = Record(
+            **self._static, step=self._step, phase=self._phase, moves=self._moves, beats=self._beats, end=self._end
+        )
+        text = json.dumps(asdict(record)).encode()
+        if len(text) > _SIZE:
+            text = json.dumps(asdict(record) | {"end": self._end[:100], "host": ""}).encode()
+        self._map[:] = text[:_SIZE].ljust(_SIZE)
+
+
+def records(folder: Path) -> dict[int, Record]:
+    """The records in a run folder by rank; one that is being written just now is left out."""
+    found = {}
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        with contextlib.suppress(ValueError, TypeError, OSError):
+            record = Record(**json.loads(path.read_text()))
+            found[record.rank] = record
+    return found
+
+
+def take_lost(folder: Path) -> tuple[Record, ...]:
+    """The ranks of the run before this one that ended without a word: killed, or with their machine. All records are
+    removed."""
+    lost = tuple(record for record in records(folder).values() if not record.end)
+    for path in (folder / FOLDER).glob("*.json"):
+        path.unlink()
+    return lost
+
+
+@dataclass
+class _Seen:
+    record: Record
+    beat_at: float
+    moved_at: float
+    told: str = ""
+
+
+class Watch:
+    """What one rank sees of the others.
+
+    Args:
+        folder: of the run.
+        world: number of ranks.
+        rank: that watches. It speaks only where all ranks before it are silent.
+        silent_s: without a beat, after which a rank is named.
+        lag_s: in one phase while others are further, after which a rank is named.
+    """
+
+    def __init__(self, folder: Path, world: int, rank: int, silent_s: float = SILENT_S, lag_s: float = LAG_S) -> None:
+        self._folder, self._world, self._rank = folder, world, rank
+        self._silent_s, self._lag_s = silent_s, lag_s
+        self._seen: dict[int, _Seen] = {}
+
+    def look(self, now: float) -> list[str]:
+        """What is new: a rank that is silent, holds the others up, or goes on again.
+
+        Args:
+            now: seconds of a clock that never goes back.
+        """
+        for rank, record in records(self._folder).items():
+            self._note(rank, record, now)
+        silent = {rank for rank, seen in self._seen.items() if self._is_silent(seen, now)}
+        lines = [*self._silence(silent, now), *self._lag(silent, now)]
+        return lines if all(rank in silent for rank in range(self._rank)) else []
+
+    def _note(self, rank: int, record: Record, now: float) -> None:
+        seen = self._seen.get(rank)
+        if seen is None or seen.record.pid != record.pid:
+            self._seen[rank] = _Seen(record, now, now)
+            return
+        if record.beats != seen.record.beats:
+            seen.beat_at = now
+        if (record.step, record.moves) != (seen.record.step, seen.record.moves):
+            seen.moved_at = seen.beat_at = now
+        seen.record = record
+
+    def _is_silent(self, seen: _Seen, now: float) -> bool:
+        return not seen.record.end and now - seen.beat_at >= self._silent_s
+
+    def _silence(self, silent: set[int], now: float) -> Iterator[str]:
+        for rank, seen in sorted(self._seen.items()):
+            if rank in silent and seen.told != "silent":
+                seen.told = "silent"
+                quiet = f"has given no sign of life for {now - seen.beat_at:.0f} s"
+                yield f"rank {rank} {quiet}, last seen in {seen.record.where} ({seen.record.process})"
+            elif rank not in silent and seen.told == "silent":
+                seen.told = ""
+                yield f"rank {rank} goes on, in {seen.record.where}"
+
+    def _lag(self, silent: set[int], now: float) -> Iterator[str]:
+        running = {rank: seen for rank, seen in self._seen.items() if rank not in silent and not seen.record.end}
+        if silent or len(running) < 2:
+            return
+        place = {rank: (seen.record.step, seen.record.moves) for rank, seen in running.items()}
+        last, first = min(place.values()), max(place.values())
+        ahead = next(seen.record.where for rank, seen in running.items() if place[rank] == first)
+        for rank, seen in sorted(running.items()):
+            behind = place[rank] == last < first and now - seen.moved_at >= self._lag_s
+            if behind and seen.told != "behind":
+                seen.told = "behind"
+                held = f"holds the others up: for {now - seen.moved_at:.0f} s in {seen.record.where}"
+                yield f"rank {rank} {held}, others are in {ahead} ({seen.record.process})"
+            elif not behind and seen.told == "behind":
+                seen.told = ""
+                yield f"rank {rank} goes on, in {seen.record.where}"
+
+
+@contextlib.contextmanager
+def watching(watch: Watch, tell: Callable[[str], None], every_s: float = BEAT_S) -> Iterator[None]:
+    """Look in a thread, and tell what is new.
+
+    Args:
+        watch: of this rank.
+        tell: called in that thread.
+        every_s: between two looks.
+    """
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.wait(every_s):
+            for line in watch.look(time.monotonic()):
+                tell(line)
+
+    thread = threading.Thread(target=look, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,178 @@
+"""A model cut over ranks by torch's FSDP2: layer by layer, then what is outside of the layers.
+
+    convert(model, policy)  # first: dtypes of parameters are settled before they are cut
+    shard(model, model.layers, world.fsdp_mesh, Sharding())
+
+Each rank keeps its part of each parameter, of its gradient and of the optimizer's states (DTensors, `Shard(0)`). A
+layer's parameters are gathered before its forward pass and again before its backward pass. Gradients are summed over
+the ranks, never averaged: a loss is divided by the targets of all ranks before backward (`executor.standard`).
+
+ZeRO's stages in FSDP2's terms: 3 is `reshard_after_forward`, 2 is without it; with `reduce_each` gradients are in parts
+between the micro-batches of a step too, without it they are whole there and reduced once per step, as in stage 1.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from tilewright.core.errors import ConfigError
+
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered parameters after its forward pass (ZeRO-3). False keeps them until its backward pass is
+    done (ZeRO-2): one gather per micro-batch, not two."""
+    cpu_offload: bool = False
+    """Keep parts of parameters, gradients and states in host memory, where the update runs too."""
+
+
+def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding) -> None:
+    """Cut a model over the ranks of a mesh, in place. Its parameters are new objects: make the optimizer afterwards.
+
+    One layer is one group, whose parameters are gathered together; what is outside of the layers is another. FSDP2
+    takes one dtype per group, so modules whose trained parameters have another (norms and routers in FP32 beside
+    matrices in BF16) are groups of their own.
+
+    Args:
+        model: a `protocols.Model`, converted; on the mesh's device, or on meta (then call `ready` once it is filled).
+        layers: of it; empty where none were found: the model is one group then.
+        mesh: of one axis, or (copies, shards).
+        sharding: how.
+
+    Raises:
+        ConfigError: a parameter belongs to several layers, so no group could own it.
+    """
+    _check_not_shared(model, layers)
+    on_gpu = mesh.device_type != "cpu"
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        # Formats are the layers' own affair. Gradients are FP32 as on one rank, also those of 16-bit parameters.
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if sharding.cpu_offload else OffloadPolicy(),
+    }
+    for layer in layers:
+        _shard_group(layer, settings, reshard=sharding.reshard_after_forward)
+    # None lets torch keep the root's parameters until backward, which begins with them.
+    _shard_group(model, settings, reshard=None if sharding.reshard_after_forward else False)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        # A parameter may be used on one rank alone. (Zeros would be 16-bit beside gradients in FP32.)
+        module.set_reduce_scatter_unused_params(not _has_low(module))
+    for name in getattr(model, "forward_methods", ()):
+        register_fsdp_forward_method(model, name)
+    if not any(param.is_meta for param in model.parameters()):
+        ready(model)
+
+
+def ready(model: nn.Module) -> None:
+    """The last step of `shard`, for a model that was on the meta device: once its parts have memory.
+
+    Gradients of 16-bit parameters are FP32, whole and in parts.
+    """
+    if not any(param.dtype in LOW_DTYPES for param in model.parameters()):
+        return
+    fully_shard.state(model)._lazy_init()  # of the root first: it must be the one that begins
+    for module in fsdp_modules(model):
+        module.unshard()
+        _give_fp32_gradients(module)
+        module.reshard()
+    _give_fp32_gradients(model)
+    keep_fp32_sums(model)
+
+
+def _give_fp32_gradients(module: nn.Module) -> None:
+    for param in module.parameters():
+        if param.dtype in LOW_DTYPES:
+            param.grad_dtype = torch.float32
+
+
+def keep_fp32_sums(model: nn.Module) -> None:
+    """Let FSDP2 leave the sum of gradients in FP32, which it would cast to the parameter's dtype.
+
+    What it casts to is settled anew by each `unshard()` and has no public setting.
+    """
+    for module in fsdp_modules(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if getattr(group, "_orig_dtype", None) in LOW_DTYPES:
+                group._orig_dtype = torch.float32
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The groups of a sharded model, the model first; none of one that is not sharded."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has cut the model."""
+    return next(fsdp_modules(model), None) is not None
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what forward passes without a backward pass have left gathered. The parts are the parameters again."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def _shard_group(module: nn.Module, settings: dict[str, Any], *, reshard: bool | None) -> None:
+    for part in _of_other_dtypes(module):
+        fully_shard(part, reshard_after_forward=False, **settings)  # small: kept until backward
+    fully_shard(module, reshard_after_forward=reshard, **settings)
+
+
+def _of_other_dtypes(module: nn.Module) -> list[nn.Module]:
+    """Parts whose trained parameters have another dtype than most of the module's that are in no group yet."""
+    own = {part: [p for p in part.parameters(recurse=False) if p.requires_grad] for part in _ungrouped(module)}
+    sizes: Counter[torch.dtype] = Counter()
+    for params in own.values():
+        for param in params:
+            sizes[param.dtype] += param.numel()
+    most = max(sizes, key=sizes.__getitem__, default=None)
+    return [part for part, params in own.items() if params and most not in {param.dtype for param in params}]
+
+
+def _ungrouped(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and what is in it, without what groups have already taken."""
+    if isinstance(module, FSDPModule):
+        return
+    yield module
+    for child in module.children():
+        yield from _ungrouped(child)
+
+
+def _has_low(module: nn.Module) -> bool:
+    params = [param for param in module.parameters() if param.requires_grad]
+    return any(param.dtype in LOW_DTYPES for param in params)
+
+
+def _check_not_shared(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    inside = [param for layer in layers for param in set(layer.parameters())]
+    held = {id(module) for layer in layers for module in layer.modules()}
+    outside = {p for module in model.modules() if id(module) not in held for p in module.parameters(recurse=False)}
+    shared = len(inside) - len(set(inside)) + len(outside.intersection(inside))
+    if shared:
+        raise ConfigError(
+            "Model whose layers share parameters cannot be sharded",
+            got=f"{shared} parameters that belong to several layers",
+            need="layers with parameters of their own",
+            try_="--parallel.dp_shard 1 --parallel.dp_replicate -1, a copy of the model on each process",
+            where="parallel.dp_shard",
+        )

@@ -1,0 +1,35 @@
+"""The report's table of the ranks of a run: steps, waiting and memory of each, and what was seen of them."""
+
+from collections.abc import Callable, Sequence
+
+from tilewright.core.units import format_bytes, format_seconds
+from tilewright.report.run_data.collect import Row, RunData, number
+
+_SIZES = ("planned_bytes", "peak_bytes")
+COLUMNS = ("Rank", "Machine", "Step", "Waits", "Data", "Memory planned", "Memory measured")
+
+
+def rank_rows(run: RunData) -> list[tuple[str, ...]]:
+    """One row per rank, its cells as text; none of a run of one process."""
+    ranks = (run.ranks or {}).get("ranks")
+    return [_row(row) for row in ranks if isinstance(row, dict)] if isinstance(ranks, Sequence) else []
+
+
+def rank_summary(run: RunData) -> str:
+    """How many there are, and the share of all time that went into steps that count."""
+    ranks = [row for row in (run.ranks or {}).get("ranks", ()) if isinstance(row, dict)]
+    text = f"{len(ranks)} processes"
+    done = run.kinds("done")
+    goodput = number(done[-1].get("goodput")) if done else None
+    return text if goodput is None else f"{text}, goodput {goodput:.1%}"
+
+
+def _row(row: Row) -> tuple[str, ...]:
+    seconds = tuple(_text(row.get(name), format_seconds) for name in ("step_s", "wait_s", "data_s"))
+    sizes = tuple(_text(row.get(name), lambda size: format_bytes(round(size))) for name in _SIZES)
+    return (str(row.get("rank", "")), str(row.get("machine", "")), *seconds, *sizes)
+
+
+def _text(value: object, show: Callable[[float], str]) -> str:
+    found = number(value)
+    return "not known" if found is None else show(found)

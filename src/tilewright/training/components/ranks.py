@@ -1,0 +1,272 @@
+"""What the ranks of a run agree on while it runs. Nothing of it exists in a run of one process.
+
+What one rank alone sees (a signal, minutes that have passed, rows of another length, memory that runs short, a folder
+that is gone) is brought to all before any of them acts on it: the next collective would wait for ever otherwise.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from tilewright import __version__
+from tilewright.core.config.edit import with_settings
+from tilewright.core.config.load import Loaded
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError, TilewrightError
+from tilewright.core.log import say
+from tilewright.core.memory_plan import MemoryPlan
+from tilewright.memory.tracking.format import is_out_of_memory
+from tilewright.memory.tracking.tracker import MemoryTracker
+from tilewright.parallel.agree import gather
+from tilewright.parallel.heartbeat import Heartbeat, Watch, watching
+from tilewright.parallel.launch import check_equal, on_first
+from tilewright.parallel.world import World
+from tilewright.planner.summary import PlanSummary
+from tilewright.training.executor.standard import Executor
+from tilewright.training.runlog.rank_table import RankTable
+from tilewright.training.runlog.recorder import MetricsLogger
+from tilewright.training.runlog.run_folder import RunFolder
+
+if TYPE_CHECKING:  # the solver is loaded by who plans
+    from tilewright.planner.replan import Replan, Replanner
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """Decisions of one run. Every method is called by all ranks, in the same order.
+
+    Args:
+        world: of more than one process.
+        heartbeat: told where this rank is.
+        table: counts what steps took.
+    """
+
+    def __init__(self, world: World, heartbeat: Heartbeat, table: RankTable) -> None:
+        assert world.waiting_group is not None, "one process agrees with nobody"
+        self.world = world
+        self.heartbeat = heartbeat
+        self.table = table
+        self._group = world.waiting_group
+        """Over gloo: what is agreed on is on the host."""
+
+    # ---- between steps ----
+
+    def before_step(self, length: int | None, data_s: float) -> int | None:
+        """Tokens of the longest row of any rank; None of images. The executor is called next.
+
+        Args:
+            length: of this rank's rows.
+            data_s: seconds that it waited for them.
+        """
+        found = self.longest(length)
+        self.table.begin_step(data_s)
+        return found
+
+    def after_step(self, stop: str | None, save_due: bool, messages: list[str]) -> tuple[str | None, bool]:
+        """Why the run is to stop (None where no rank was asked to), and whether a save is due on any of them.
+
+        Args:
+            stop: why this rank was asked to.
+            save_due: on this rank.
+            messages: of this rank's allocator where a piece of the step was called again. What others said is added.
+        """
+        self.table.end_step()
+        flags = torch.tensor([stop is not None, save_due, bool(messages)], dtype=torch.int32)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        stops, due, tight = (bool(flag) for flag in flags.tolist())
+        if tight:
+            messages[:] = [message for of_rank in gather(self._group, messages) for message in of_rank]
+        return self._reason(stop) if stops else None, due
+
+    def _reason(self, stop: str | None) -> str:
+        """The reason of the first rank that has one; which ranks, where it is not all."""
+        reasons = {rank: reason for rank, reason in enumerate(gather(self._group, stop)) if reason is not None}
+        first = next(iter(reasons.values()))
+        return first if len(reasons) == self.world.size else f"{first} ({_ranks(reasons)})"
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """See `parallel.launch.on_first`."""
+        return on_first(self.world, work)
+
+    def all_of(self, flag: bool) -> bool:
+        """Whether it is so on all ranks."""
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
+        return bool(found)
+
+    # ---- what plans rest on ----
+
+    def most(self, value: float) -> float:
+        """The largest value of any rank."""
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def least(self, value: float) -> float:
+        """The smallest value of any rank."""
+        return self._reduce(value, dist.ReduceOp.MIN)
+
+    def longest(self, length: int | None) -> int | None:
+        """Tokens of the longest row on any rank; None of images."""
+        found = self.most(-1 if length is None else length)
+        return None if found < 0 else int(found)
+
+    def worst(self, peaks: Mapping[str, int]) -> dict[str, int]:
+        """The highest peak of any rank, by phase."""
+        found: dict[str, int] = {}
+        for of_rank in gather(self._group, dict(peaks)):
+            for name, size in of_rank.items():
+                found[name] = max(size, found.get(name, 0))
+        return found
+
+    def _reduce(self, value: float, operation: Any) -> float:
+        found = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(found, operation, group=self._group)
+        return float(found)
+
+    # ---- acting together ----
+
+    def apply(self, executor: Executor, memory_plan: MemoryPlan) -> None:
+        """Every layer is treated so from now on, on all ranks or on none.
+
+        Raises:
+            TilewrightError, torch.OutOfMemoryError: that of the first rank that cannot, on all.
+        """
+        before = executor.memory_plan
+        problem: TilewrightError | torch.OutOfMemoryError | None = None
+        try:
+            executor.apply_memory_plan(memory_plan)
+        except TilewrightError as error:
+            problem = error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = torch.OutOfMemoryError(f"rank {self.world.rank}: {str(error).splitlines()[0]}")
+        found = next((one for one in gather(self._group, problem) if one is not None), None)
+        if found is None:
+            return
+        if problem is None:
+            executor.apply_memory_plan(before)
+        raise found
+
+
+class RankWatch:
+    """This rank's heartbeat and its eye on the others, from before the data is prepared to the end of the run.
+
+    Args:
+        folder: of the run.
+        world: of more than one process.
+    """
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.heartbeat = Heartbeat(folder, world.rank)
+        self.recorder: MetricsLogger | None = None
+        """Once there is one, on the first rank: told what is seen, from the watching thread."""
+        self.world = world
+        self._watch = Watch(folder, world.size, world.rank)
+
+    @contextmanager
+    def running(self) -> Iterator["RankWatch"]:
+        """Beats and watches inside."""
+        with self.heartbeat, watching(self._watch, self._tell):
+            yield self
+
+    def agreement(
+        self, folder: RunFolder, plan: PlanSummary, memory_tracker: MemoryTracker, recorder: MetricsLogger
+    ) -> Agreement:
+        """What this run agrees with: from here on phases of a step are those of memory, and events are recorded."""
+        self.recorder = recorder
+        memory_tracker.on_phase = self.heartbeat.phase
+        planned = 0 if plan.unknown else plan.phase_bytes(plan.step_phase) + plan.reserve_bytes
+        group = self.world.waiting_group
+        assert group is not None, "of several ranks"
+        return Agreement(self.world, self.heartbeat, RankTable(group, folder, memory_tracker.device, planned))
+
+    def _tell(self, line: str) -> None:
+        if self.recorder is not None and self.world.is_first:
+            self.recorder.event(self.recorder.log.step_done, "rank", line)
+        else:
+            print(f"rank: {line}", file=sys.stderr, flush=True)
+
+
+class PlannerOnFirst:
+    """The planner of a run, asked on the first rank; all have its answers, whatever its solver's time gave it.
+
+    Args:
+        planner: of this rank: None on all but the first.
+        agreement: of the run.
+    """
+
+    def __init__(self, planner: "Replanner | None", agreement: Agreement) -> None:
+        self._planner: Any = planner
+        self._agreement = agreement
+
+    def plan(self, device_bytes: float, seq_len: int | None = None, **factors: float) -> "Replan | None":
+        """See `planner.replan.Replanner.plan`."""
+        return self._agreement.on_first(lambda: self._planner.plan(device_bytes, seq_len, **factors))
+
+    def smallest(self, seq_len: int | None = None, **factors: float) -> "Replan | None":
+        """See `planner.replan.Replanner.smallest`."""
+        return self._agreement.on_first(lambda: self._planner.smallest(seq_len, **factors))
+
+    def predict(self, memory_plan: MemoryPlan, seq_len: int | None = None, **factors: float) -> "Replan":
+        """See `planner.replan.Replanner.predict`."""
+        return self._agreement.on_first(lambda: self._planner.predict(memory_plan, seq_len, **factors))
+
+
+def planner_on_first(find: "Callable[[], Replanner | None]", agreement: Agreement) -> "PlannerOnFirst | None":
+    """The planner that `find` gives, made on the first rank alone; None where there is none."""
+    mine = find() if agreement.world.is_first else None
+    return PlannerOnFirst(mine, agreement) if agreement.on_first(lambda: mine is not None) else None
+
+
+def _ranks(ranks: Mapping[int, str]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def unplanned(loaded: Loaded, world: World) -> Loaded:
+    """The recipe of a run, of a sharded one without a plan: the planner prices a process that holds the whole model.
+
+    Args:
+        loaded: the recipe.
+        world: the processes of the run.
+    """
+    if world.sizes.dp_shard == 1:
+        return loaded
+    say("note: plans do not know shards yet: this run is as its recipe says, and is not refused for its memory")
+    return with_settings(loaded, {"memory.plan": "", "plan.enforce": False}, "sharded")
+
+
+def check_world(world: World, recipe: Recipe) -> None:
+    """What can be known to go wrong on these ranks before anything is prepared.
+
+    Raises:
+        ConfigError: ranks with different recipes or versions, fewer rows in a step than ranks, or an executor that
+            does not shard.
+    """
+    if world.size == 1:
+        return
+    digest = xxhash.xxh3_128_hexdigest(recipe.model_dump_json().encode())
+    versions = {"version of tilewright": __version__, "version of torch": torch.__version__}
+    check_equal(world, {"recipe": digest, **versions})
+    if recipe.memory.executor == "layer_major" and world.sizes.dp_shard > 1:
+        raise ConfigError(
+            "Layer-major executor does not shard",
+            got=f'{world.size} processes, parallel.dp_shard = {world.sizes.dp_shard}, memory.executor = "layer_major"',
+            need="copies of the model, or the standard executor",
+            try_=f"--parallel.dp_replicate {world.size}, or --memory.executor standard",
+        )
+    rows = 2 if recipe.data.format == "preferences" else 1
+    if recipe.train.global_batch_size // rows < world.size:
+        raise ConfigError(
+            "Fewer samples per step than processes",
+            where="train.global_batch_size",
+            got=f"global_batch_size = {recipe.train.global_batch_size}, {world.size} processes",
+            need=f"at least {world.size * rows}",
+            try_=f"--train.global_batch_size {world.size * rows}",
+        )

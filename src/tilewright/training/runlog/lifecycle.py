@@ -1,0 +1,76 @@
+"""How a run ended, that it recovered, and what its time went into."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tilewright.core.units import format_seconds, format_share
+from tilewright.training.executor.evaluate import DomainLoss
+from tilewright.training.runlog.files import Counters
+from tilewright.training.runlog.recorder import MetricsLogger
+from tilewright.training.runlog.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended."""
+
+    run_dir: Path | None
+    """None after a dry run, which keeps nothing."""
+    step: int
+    loss: float | None = None
+    """Loss of the last step, None where no step was run."""
+    evals: Mapping[str, DomainLoss] = field(default_factory=dict)
+    """Last evaluation by domain, empty where none was run."""
+    stopped: str | None = None
+    """Why the run ended before its last step (the name of a signal), None where it did not."""
+
+
+def record_recovery(recorder: MetricsLogger, step: int, began: float, ready_s: float) -> None:
+    """How long it took from the start of a run that resumed to the end of its first step.
+
+    Args:
+        recorder: of the run.
+        step: the first one after the resume.
+        began: `perf_counter` at which the work on the run began.
+        ready_s: seconds from there to the first step.
+    """
+    recovery_s = time.perf_counter() - began
+    process_s = time.time() - psutil.Process().create_time()
+    text = (
+        f"ready {format_seconds(ready_s)} after the run was started again, step {step} done after "
+        f"{format_seconds(recovery_s)} ({format_seconds(process_s)} after its process)"
+    )
+    recorder.event(step, "recovered", text, ready_s=ready_s, recovery_s=recovery_s, process_s=process_s)
+
+
+def record_done(recorder: MetricsLogger, counters: Counters, stall_s: float, elapsed_before_s: float) -> None:
+    """The end of the last step: time, tokens, what checkpoints took, and the share of all time that steps were worth.
+
+    Args:
+        recorder: of the run.
+        counters: of the run.
+        stall_s: seconds in which training stood still for checkpoints, since this process began.
+        elapsed_before_s: seconds of training before this process.
+    """
+    elapsed_s = recorder.log.elapsed_s
+    share, goodput = stall_s / (elapsed_s - elapsed_before_s), counters.goodput(time.time())
+    text = f"{counters.step} steps, {counters.tokens:,} tokens in {format_seconds(elapsed_s)}; checkpoints "
+    text += f"held training up for {format_seconds(stall_s)} ({format_share(share)})"
+    text += f"; {format_share(goodput)} of all time since the run began went into steps that count"
+    recorder.event(counters.step, "done", text, stall_s=stall_s, stall_share=share, goodput=goodput)
+
+
+def check_files(folder: RunFolder, recorder: MetricsLogger, step: int) -> None:
+    """See that what is written still goes into the run's folder. A file of it that was deleted begins again.
+
+    Raises:
+        ConfigError: the folder was deleted or moved.
+    """
+    folder.check()
+    for name in recorder.log.reopen_deleted():
+        text = f"{name} was deleted while the run was under way; its next row is that of step {step + 1}"
+        recorder.event(step, "file_deleted", text)

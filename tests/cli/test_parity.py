@@ -1,0 +1,63 @@
+"""`doctor --parallel`: a mesh from text, what differs in order, and the whole check on two processes."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.training.tiny import settings, write_text
+from tilewright.cli.app import cli
+from tilewright.cli.commands.outputs.parity import gaps, parse_sizes, tiny
+from tilewright.core.config.load import load_recipe
+from tilewright.core.errors import ConfigError, HardwareError
+
+
+@pytest.mark.parametrize("text", ["", "dp_shard", "dp_shard=0", "tp=2", "dp_shard=1", "dp_shard=x,dp_replicate=2"])
+def test_a_mesh_that_cannot_be_read(text):
+    with pytest.raises(ConfigError, match="--parallel"):
+        parse_sizes(text)
+
+
+def test_the_worst_of_its_tolerance_is_first():
+    one = {"loss/step 1": np.array([2.0]), "gradient/a": np.ones(4), "weight/a": np.ones(4), "weight/b": np.ones(2)}
+    other = one | {"gradient/a": np.full(4, 1.5), "weight/a": np.full(4, 1.001)}
+    del other["weight/b"]
+    found = gaps(one, other, (1e-5, 0.1, 0.01))
+    assert [(gap.kind, gap.name, gap.ok) for gap in found] == [
+        ("weight", "b", False), ("gradient", "a", False), ("weight", "a", True), ("loss", "step 1", True),
+    ]  # fmt: skip
+    assert found[1].error == pytest.approx(0.5)
+
+
+def test_nan_is_beyond_every_tolerance():
+    (gap,) = gaps({"loss/step 1": np.array([1.0])}, {"loss/step 1": np.array([np.nan])}, (1.0, 1.0, 1.0))
+    assert not gap.ok
+
+
+def test_the_model_is_small_and_each_rank_has_two_rows():
+    recipe = tiny(load_recipe("zero_cpu", {}, environ={}).recipe, 4)
+    assert (recipe.model.dim, recipe.model.num_layers, recipe.train.global_batch_size) == (64, 2, 8)
+    assert recipe.optim.moments == "8bit"
+
+
+@pytest.mark.dist
+def test_two_processes_against_one(tmp_path, monkeypatch):
+    write_text(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    given = settings(tmp_path, tmp_path / "runs", precision__mode="fp32")
+    arguments = [f"--{name}={value}" for name, value in given.items()]
+    result = CliRunner().invoke(cli, ["doctor", "--json", "--parallel", "dp_shard=2", "default", *arguments])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])
+    assert found["beyond"] == 0
+    kinds = {gap["kind"] for gap in found["gaps"]}
+    assert kinds == {"loss", "gradient", "weight"}
+    assert max(gap["error"] for gap in found["gaps"] if gap["kind"] == "gradient") < 2e-6
+
+
+def test_commands_of_one_process_say_so(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(cli, ["generate"])
+    assert isinstance(result.exception, HardwareError)
+    assert "Command generate runs in one process" in str(result.exception)

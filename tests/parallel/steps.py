@@ -1,0 +1,154 @@
+"""One step of a tiny model on several ranks, against the step of one process with the micro-batches of all of them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.models.shapes import KERNELS, SHAPES, make_batch
+from tilewright.core import env
+from tilewright.memory.chunked_mlp import chunk_mlps
+from tilewright.models.build import init_weights
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.hf.load import load_hf
+from tilewright.optim.clip import GradClip
+from tilewright.parallel.shard import Sharding, shard
+from tilewright.parallel.world import MeshSizes, World, join
+from tilewright.precision.convert import convert
+from tilewright.precision.lora.lora import add_lora
+from tilewright.training.executor.standard import StandardExecutor
+
+HF_SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 48, "max_position_embeddings": 64}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained."""
+
+    kind: str
+    mode: str = "fp32"
+    number: int = 2
+    """Micro-batches of each rank."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Attributes of the model."""
+    chunks: int = 1
+    lora: str = ""
+    """Storage of the frozen weights under adapters."""
+    compiled: bool = False
+    sharding: Sharding | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the executor on ranks."""
+
+
+def hf_config(kind):
+    """A tiny transformers config: llama, qwen3 or bert; no dropout, whose draws ranks do not share."""
+    import transformers as hf
+
+    grouped = {**HF_SIZES, "num_key_value_heads": 2}
+    if kind == "llama":
+        return hf.LlamaConfig(**grouped, tie_word_embeddings=True)
+    if kind == "qwen3":
+        return hf.Qwen3Config(**grouped, head_dim=8)
+    return hf.BertConfig(**HF_SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def build(kind, device="cpu"):
+    """A decoder by its name in `shapes`, or a Hugging Face model; on the meta device without values."""
+    if kind in SHAPES:
+        with torch.device(device):
+            model = Decoder(SHAPES[kind], KERNELS)
+    else:
+        task = "masked_lm" if kind == "bert" else "causal_lm"
+        model = load_hf(hf_config(kind), task, kernels=KERNELS, device=device)
+    if device == "cpu":
+        init_weights(model, 0)
+    return model.train()
+
+
+def made(case):
+    """The model of a case, whole."""
+    model = build(case.kind)
+    if case.lora:
+        add_lora(model, 4, base=case.lora, kernels=KERNELS)
+        for name, param in model.named_parameters():
+            if name.endswith("lora_B"):
+                param.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    convert(model, case.mode, kernels=KERNELS)
+    for name, value in case.settings.items():
+        setattr(model, name, value)
+    if case.compiled:
+        model.compile_blocks()
+    if case.chunks > 1:
+        chunk_mlps(model, case.chunks, print)
+    return model
+
+
+def microbatches(rank, number, rows=2):
+    """A rank's micro-batches of one step, with numbers of targets of their own; the first of rank 1 has none."""
+    batches = [make_batch(rows, 16, seed=100 * rank + index) for index in range(number)]
+    for index, batch in enumerate(batches):
+        batch["labels"][:, : (3 * rank + index) % 7] = -100
+    if rank == 1:
+        batches[0]["labels"][:] = -100
+    return batches
+
+
+class Seen(torch.optim.SGD):
+    """Keeps whole gradients as the update sees them, in FP64; on ranks all of them gather what is in parts."""
+
+    def __init__(self, model, lr=0.0):
+        super().__init__([param for param in model.parameters() if param.requires_grad], lr=lr)
+        self.model, self.grads, self.dtypes = model, {}, set()
+
+    def step(self):
+        for name, param in self.model.named_parameters():
+            if param.grad is not None:
+                self.dtypes.add(param.grad.dtype)
+                self.grads[name] = (param.grad.full_tensor() if is_part(param) else param.grad).double()
+
+
+def is_part(param):
+    """Whether a rank holds a part of it."""
+    return isinstance(param, DTensor)
+
+
+def world_of(sizes):
+    """The mesh of a test's ranks: copies, shards."""
+    return join(env.ranks(), MeshSizes(*sizes), torch.device("cpu"))
+
+
+def run(model, world, batches, **options):
+    """One step; (optimizer with gradients, result)."""
+    optimizer = Seen(model)
+    executor = StandardExecutor(model, optimizer, clip=GradClip(0.0), group=world.data_group, **options)
+    return optimizer, executor.step(batches, 0.0)
+
+
+def compare(rank, sizes, cases):
+    """On one of the ranks: for each case (worst tensor, its error against its largest element, error of the loss, of
+    the norm); of the first rank alone, which computes the step of one process too."""
+    world = world_of(sizes)
+    ranks, found = world.size, []
+    for case in cases:
+        model = made(case)
+        if world.fsdp_mesh is not None:
+            shard(model, model.layers, world.fsdp_mesh, case.sharding or Sharding())
+        seen, result = run(model, world, microbatches(rank, case.number), **case.options)
+        if rank:
+            continue
+        batches = [batch for other in range(ranks) for batch in microbatches(other, case.number)]
+        want, alone = run(made(case), World.alone(), batches)
+        assert seen.grads.keys() == want.grads.keys()
+        assert seen.dtypes == {torch.float32}
+        assert (result.num_targets, result.num_tokens) == (alone.num_targets, alone.num_tokens)
+        errors = {name: relative(seen.grads[name], grad) for name, grad in want.grads.items()}
+        worst = max(errors, key=errors.__getitem__)
+        found.append((worst, errors[worst], abs(result.loss - alone.loss), abs(result.grad_norm / alone.grad_norm - 1)))
+    return found
+
+
+def relative(value, want):
+    """Largest difference against the largest element."""
+    return float((value - want).abs().max() / want.abs().max().clamp_min(1e-30))

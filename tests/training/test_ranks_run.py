@@ -1,0 +1,148 @@
+"""A run on several ranks is the run of one process: data, losses, evaluations, files. Replicas, over gloo."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.observe import fixed_ceilings
+from tests.ranks import on_ranks
+from tests.training.tiny import last_state, rows, tiny
+from tilewright.core.errors import TilewrightError
+from tilewright.parallel.shard import Sharding
+from tilewright.planner.machine import ceilings
+from tilewright.training import assemble
+from tilewright.training.executor.standard import StandardExecutor
+from tilewright.training.loop import train
+
+pytestmark = pytest.mark.dist
+EVALS = {"train__eval_batches": 3, "checkpoint__interval": 4, "precision__mode": "fp32"}
+
+
+def run(rank, data, runs, changes):
+    """One rank of the tiny run; the class and text of the user's error, if there is one."""
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    try:
+        result = train(tiny(Path(data), Path(runs), **changes))
+    except TilewrightError as error:
+        return str(error)
+    return result.step, result.loss, {name: one.loss for name, one in result.evals.items()}
+
+
+def on(world, data, runs, **changes):
+    mesh = {"parallel__dp_replicate": world, "parallel__dp_shard": 1}
+    return on_ranks(world, run, str(data), str(runs), mesh | changes)
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """The run of one process, in a process of its own."""
+    folder = tmp_path_factory.mktemp("alone")
+    (found,) = on(1, data, folder, **EVALS)
+    return folder / "tiny", found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_it_is_the_run_of_one_process(world, data, tmp_path, alone):
+    """Five rows of a step over 2 and 4 ranks: uneven, the same samples in all. Sums have another order (FP32)."""
+    folder, (steps, loss, evals) = alone
+    results = on(world, data, tmp_path, **EVALS)
+    assert [found[0] for found in results] == [steps] * world
+    assert all(found == results[0] for found in results)
+    before, now = rows(folder / "metrics.jsonl"), rows(tmp_path / "tiny" / "metrics.jsonl")
+    assert [row["step"] for row in now] == [row["step"] for row in before]
+    for name in ("loss", "grad_norm"):
+        worst = max(abs(a[name] / b[name] - 1) for a, b in zip(now, before, strict=True) if name in b)
+        assert worst < 2e-6, f"{name} is off by {worst:.2g}"
+    assert results[0][1] == pytest.approx(loss, rel=2e-6)
+    assert results[0][2] == pytest.approx(evals, rel=2e-6)
+    (tensors, meta), (expected, expected_meta) = last_state(tmp_path / "tiny"), last_state(folder)
+    assert meta["parts"]["stream"] == expected_meta["parts"]["stream"]
+    assert meta["parts"]["counters"]["targets"] == expected_meta["parts"]["counters"]["targets"]
+    for name in (name for name in expected if name.startswith("model.")):
+        worst = (tensors[name] - expected[name]).abs().max().item()
+        assert worst < 1e-4, f"{name} is off by {worst:.2g}"  # Adam divides small gradients by small ones
+
+
+def test_a_held_out_row_is_evaluated_by_one_rank_and_the_numbers_are_those_of_one_process(data, tmp_path):
+    """Before the first step the weights are equal, and so are the losses of each batch: to the last bit."""
+    settings = EVALS | {"train__steps": 1, "optim__lr": 1e-30}
+    evals = []
+    for world in (1, 2, 3):
+        found = on(world, data, tmp_path / str(world), **settings)
+        assert all(one[2] == found[0][2] for one in found)
+        evals.append(found[0][2])
+    assert evals[0] == evals[1] == evals[2]
+
+
+@pytest.mark.parametrize("worlds", [(2, 1), (1, 3)])
+def test_it_continues_with_another_number_of_processes(worlds, data, tmp_path, alone):
+    _, (_, loss, _) = alone
+    on(worlds[0], data, tmp_path, **EVALS | {"train__steps": 12, "run__seed": 1234, "checkpoint__interval": 5})
+    run_folder = tmp_path / "tiny"
+    for step in (12, 10):  # what a process leaves that was killed after step 5
+        for path in (run_folder / "checkpoints" / f"step_{step:08d}").iterdir():
+            path.unlink()
+        (run_folder / "checkpoints" / f"step_{step:08d}").rmdir()
+    found = on(worlds[1], data, tmp_path, **EVALS)
+    assert found[0][0] == 12
+    assert found[0][1] == pytest.approx(loss, rel=2e-6)
+    kinds = [row["kind"] for row in rows(run_folder / "events.jsonl")]
+    assert {"resume", "recovered"} <= set(kinds)
+    assert [row["step"] for row in rows(run_folder / "metrics.jsonl") if "loss" in row] == list(range(1, 13))
+
+
+def test_the_first_rank_alone_writes(data, tmp_path):
+    found = on(2, data, tmp_path, train__steps=2, checkpoint__interval=0)
+    assert found[0] == found[1]
+    (run_folder,) = [path for path in tmp_path.iterdir() if not path.is_symlink()]
+    assert json.loads((run_folder / "data.json").read_text())["fingerprint"]
+    assert len([row for row in rows(run_folder / "events.jsonl") if row["kind"] == "start"]) == 1
+    names = {path.name for path in (run_folder / "checkpoints" / "step_00000002").iterdir()}
+    assert {"__0_0.distcp", "__1_0.distcp", "meta.json", "manifest.json"} <= names
+
+
+@pytest.mark.parametrize(
+    ("changes", "title"),
+    [
+        ({"train__global_batch_size": 1, "train__micro_batch_size": 1}, "Fewer samples per step than processes"),
+        ({"parallel__dp_replicate": 3}, "Mesh that does not fit the number of processes"),
+        ({"data__source": "nowhere"}, "No training data at this path"),
+        ({"run__dir": "/proc/nowhere"}, "Run folder cannot be written"),
+    ],
+)
+def test_an_error_is_the_same_on_all_ranks(changes, title, data, tmp_path):
+    changes = {name: str(tmp_path / value) if value == "nowhere" else value for name, value in changes.items()}
+    first, second = on(2, data, tmp_path, **changes)
+    assert first == second
+    assert title in first
+
+
+def options(rank, data, runs, changes):
+    """How the run's model was sharded and its gradients are summed, and the last loss."""
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    seen, give, step = {}, assemble.give_weights, StandardExecutor.step
+
+    def given(*args, **named):
+        seen["sharding"] = named["sharding"]
+        give(*args, **named)
+
+    def stepped(executor, *args):
+        seen["each"] = executor._gradients._reduce_each
+        return step(executor, *args)
+
+    assemble.give_weights, StandardExecutor.step = given, stepped
+    return train(tiny(Path(data), Path(runs), **changes)).loss, seen["sharding"], seen["each"]
+
+
+def test_options_of_a_sharded_model(data, tmp_path):
+    """`reshard_after_forward`, `cpu_offload` and `reduce_each` say where bytes are (tests of `parallel.shard`), and
+    change no loss."""
+    settings = {"train__steps": 2, "checkpoint__interval": 0, "precision__mode": "fp32"}
+    changed = {f"parallel__{name}": "true" for name in ("cpu_offload", "reduce_each")}
+    changed["parallel__reshard_after_forward"] = "false"
+    plain = on_ranks(2, options, str(data), str(tmp_path / "plain"), settings)
+    other = on_ranks(2, options, str(data), str(tmp_path / "other"), settings | changed)
+    assert plain[0][1:] == (Sharding(), False)
+    assert other[0][1:] == (Sharding(reshard_after_forward=False, cpu_offload=True), True)
+    assert other[0][0] == pytest.approx(plain[0][0], rel=2e-6)
