@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tilewright.parallel.heartbeat import Heartbeat, Record, Watch, records, take_lost, watching
+from tilewright.parallel.heartbeat import Heartbeat, RankRecord, Watch, records, take_lost, watching
 
 BEATS = """
 import sys, time
@@ -134,5 +134,5 @@ def test_a_record_that_is_being_written_is_left_out(tmp_path):
     beat = Heartbeat(tmp_path, 0)
     (tmp_path / "ranks" / "00001.json").write_text('{"rank": 1, "ho')
     assert set(records(tmp_path)) == {0}
-    assert isinstance(records(tmp_path)[0], Record)
+    assert isinstance(records(tmp_path)[0], RankRecord)
     beat.close()

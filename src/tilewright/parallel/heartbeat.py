@@ -31,7 +31,7 @@ LAG_S = 20.0
 
 
 @dataclass(frozen=True)
-class Record:
+class RankRecord:
     """What a rank says of itself."""
 
     rank: int
@@ -117,7 +117,7 @@ class Heartbeat:
                 self._map.flush()  # to a disk that other machines see
 
     def _write(self) -> None:
-        record = Record(
+        record = RankRecord(
             **self._static, step=self._step, phase=self._phase, moves=self._moves, beats=self._beats, end=self._end
         )
         text = json.dumps(asdict(record)).encode()
@@ -126,17 +126,17 @@ class Heartbeat:
         self._map[:] = text[:_SIZE].ljust(_SIZE)
 
 
-def records(folder: Path) -> dict[int, Record]:
+def records(folder: Path) -> dict[int, RankRecord]:
     """The records in a run folder by rank; one that is being written just now is left out."""
     found = {}
     for path in sorted((folder / FOLDER).glob("*.json")):
         with contextlib.suppress(ValueError, TypeError, OSError):
-            record = Record(**json.loads(path.read_text()))
+            record = RankRecord(**json.loads(path.read_text()))
             found[record.rank] = record
     return found
 
 
-def take_lost(folder: Path) -> tuple[Record, ...]:
+def take_lost(folder: Path) -> tuple[RankRecord, ...]:
     """The ranks of the run before this one that ended without a word: killed, or with their machine. All records are
     removed."""
     lost = tuple(record for record in records(folder).values() if not record.end)
@@ -147,7 +147,7 @@ def take_lost(folder: Path) -> tuple[Record, ...]:
 
 @dataclass
 class _Seen:
-    record: Record
+    record: RankRecord
     beat_at: float
     moved_at: float
     told: str = ""
@@ -181,7 +181,7 @@ class Watch:
         lines = [*self._silence(silent, now), *self._lag(silent, now)]
         return lines if all(rank in silent for rank in range(self._rank)) else []
 
-    def _note(self, rank: int, record: Record, now: float) -> None:
+    def _note(self, rank: int, record: RankRecord, now: float) -> None:
         seen = self._seen.get(rank)
         if seen is None or seen.record.pid != record.pid:
             self._seen[rank] = _Seen(record, now, now)

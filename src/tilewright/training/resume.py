@@ -12,7 +12,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_seconds
-from tilewright.parallel.heartbeat import Record
+from tilewright.parallel.heartbeat import RankRecord
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
@@ -38,7 +38,7 @@ class ResumePoint:
     """Seconds that finding and hashing took."""
     had_run: bool
     """A run has written here before."""
-    lost: tuple[Record, ...] = ()
+    lost: tuple[RankRecord, ...] = ()
     """Ranks that ended without a word the last time."""
 
 
