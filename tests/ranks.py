@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = [
-    "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "numpy",
-    "tests.ranks", "tilewright.optim.adam", "tilewright.models.decoder.decoder",
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint",
+    "numpy", "tests.ranks", "tilewright.optim.adam", "tilewright.models.decoder.decoder",
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.compare import assert_snr
-from tests.ops.low_bit import KINDS, SIZES, LowBitCase, assert_same, hyper
+from tests.ops.low_bit import KINDS, ROWS, SIZES, LowBitCase, assert_same, hyper
 from tilewright.core.hardware import detect_machine
 from tilewright.formats import quadratic_map
 from tilewright.formats.rounding import join24
@@ -106,7 +106,7 @@ def test_what_is_not_finite_spoils_its_block_and_no_other():
         tensors, grad = LowBitCase("split24", 300).tensors(), torch.ones(300)
         grad[130] = bad
         low_bit_adam(replace(tensors, grad=grad), hyper(1))
-        assert tensors.exp_avg_scale.isfinite().tolist() == [True, False, True]
+        assert tensors.exp_avg_scale.isfinite().tolist() == [[True, False, True]]
         assert value_of(tensors).isfinite().logical_not().nonzero().tolist() == [[130]]
 
 
@@ -120,6 +120,39 @@ def test_cpp_has_the_bits_of_the_law(kind, size):
         cpu.low_bit_adam(replace(ours, grad=grad), hyper(step))
         low_bit_adam(replace(law, grad=grad), hyper(step))
         assert_same(ours, law, f"{case}, step {step}")
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cpp_has_the_bits_of_the_law_in_rows(kind, rows):
+    case = LowBitCase(kind, rows[0] * rows[1], rows=rows[0])
+    ours, law = case.tensors(), case.tensors()
+    for step, grad in enumerate(case.grads(4), 1):
+        cpu.low_bit_adam(replace(ours, grad=grad), hyper(step))
+        low_bit_adam(replace(law, grad=grad), hyper(step))
+        assert_same(ours, law, f"{case}, step {step}")
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_bits_that_it_has_alone(kind, rows):
+    """No row is read with another: scales are its own, and random bits count from the whole tensor's beginning."""
+    case = LowBitCase(kind, rows[0] * rows[1], rows=rows[0])
+    whole, parts = case.tensors(), case.tensors()
+    for step, grad in enumerate(case.grads(3), 1):
+        low_bit_adam(replace(whole, grad=grad), hyper(step))
+        for row in range(rows[0]):
+            low_bit_adam(_row(replace(parts, grad=grad), row, rows[1]), hyper(step))
+        assert_same(parts, whole, f"{case}, step {step}")
+
+
+def _row(tensors, row, length):
+    cut = slice(row * length, (row + 1) * length)
+    names = ["target", "grad", "exp_avg", "exp_avg_sq"] + ["low"] * (tensors.low is not None)
+    flat = {name: getattr(tensors, name)[cut] for name in names}
+    scales = {name: getattr(tensors, name)[row : row + 1] for name in ("exp_avg_scale", "exp_avg_sq_scale")}
+    return replace(tensors, **flat, **scales, first=row * length)
 
 
 @needs_compiler

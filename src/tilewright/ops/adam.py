@@ -7,7 +7,8 @@ For each tensor, in FP32 (decoupled decay, Loshchilov and Hutter 2019; as torch.
 BF16 targets (states or parameters) are written with stochastic rounding: the expectation of what is
 stored is the FP32 value, so updates below half a BF16 step are not lost. The random bits are a hash of
 (seed, step, the tensor's number, element), so a resumed run draws the same, and so does one that updates the
-tensors in another order. The case's dtype is the narrowest of those stored.
+tensors in another order. Of a shard, `firsts` says how many elements of its tensor come before it, and each element
+gets the bits that it gets in the whole tensor. The case's dtype is the narrowest of those stored.
 """
 
 import torch

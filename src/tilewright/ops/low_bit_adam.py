@@ -9,8 +9,8 @@ update divides by: v alone would lose its small values. The target is one of
     24 bits    BF16 and 8 bits of correction (`formats.rounding`)
 
 All roundings are stochastic, with bits of one hash of (seed, step, the tensor's number, element): 0-15 for the target,
-16-23 for m, 24-31 for v. `ops.backends.ref.low_bit_adam` is the definition: targets, codes and scales of every
-candidate are equal to its, bit for bit. The case's dtype is the target's.
+16-23 for m, 24-31 for v. Elements of a shard count from `first`. `ops.backends.ref.low_bit_adam` is the definition:
+targets, codes and scales of every candidate are equal to its, bit for bit. The case's dtype is the target's.
 """
 
 from tilewright.ops.backends.cpu.build import LOW_BIT_ADAM as LIBRARY

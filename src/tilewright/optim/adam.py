@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.ops.backends.native.adam import fused
 from tilewright.ops.backends.ref.adam import AdamHyper
 from tilewright.ops.backends.ref.low_bit_adam import LowBitTensors
 from tilewright.ops.kernels import Kernels
+from tilewright.optim.shards import first_element, local, zeros_beside
 from tilewright.optim.states import Layout, Master, Moments, StateFormat, loadable, readable
 from tilewright.optim.validate import check_not_replaced, check_param, check_update
 
@@ -141,9 +141,9 @@ class DeepSeekAdam(torch.optim.Optimizer):
                 if shape == param.shape:
                     made[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
                 else:
-                    made[name] = torch.zeros(shape, dtype=dtype, device=param.device)
+                    made[name] = zeros_beside(shape, dtype, param)
             if "master" in made:
-                made["master"].copy_(param.detach())
+                local(made["master"]).copy_(local(param.detach()))
             state.update(made)  # all of them or none
         return state
 
@@ -272,10 +272,10 @@ class DeepSeekAdam(torch.optim.Optimizer):
             hyper = self._hyper(group_index, step)
             # Torch's kernel allocates nothing once it writes; of the others that is true of one tensor.
             for part in [batch] if update is fused else batch.singles():
-                update(part.targets, part.grads, part.exp_avgs, part.exp_avg_sqs, part.numbers, hyper)
+                update(part.targets, part.grads, part.exp_avgs, part.exp_avg_sqs, part.numbers, hyper, part.firsts)
                 for param in part.params:
                     if "master" in self.state[param]:
-                        param.copy_(self.state[param]["master"])
+                        local(param).copy_(local(self.state[param]["master"]))
                 yield part.params
 
     def _low_bit(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -290,18 +290,19 @@ class DeepSeekAdam(torch.optim.Optimizer):
 
     def _step_low_bit(self, param: Tensor, grad: Tensor) -> None:
         """Contiguous tensors are updated in place, others by way of a copy."""
-        place, state = self._place(param), self.state[param]
-        written = {"target": state.get("master", param.data), "low": state.get("low")}
+        place, state = self._place(param), {name: local(value) for name, value in self.state[param].items()}
+        written = {"target": state.get("master", local(param.data)), "low": state.get("low")}
         written |= {name: state[name] for name in self.state_layout(param) if name not in ("master", "low")}
         flat = {name: None if tensor is None else tensor.contiguous() for name, tensor in written.items()}
+        grad = local(grad, like=param)
         grad = grad if grad.dtype == torch.bfloat16 else grad.to(torch.float32)
-        tensors = LowBitTensors(**flat, grad=grad.contiguous(), number=place.number)
+        tensors = LowBitTensors(**flat, grad=grad.contiguous(), number=place.number, first=first_element(param))
         self.kernels.low_bit_adam(tensors, self._hyper(place.group, int(state["step"]) + 1))
         for name, tensor in written.items():
             if tensor is not None and flat[name] is not tensor:
                 tensor.copy_(flat[name])
         if "master" in state:
-            param.copy_(state["master"])
+            local(param).copy_(state["master"])
 
     def _batches(
         self, params: Sequence[Tensor], grads: Sequence[Tensor]
@@ -311,30 +312,21 @@ class DeepSeekAdam(torch.optim.Optimizer):
         for param, grad in zip(params, grads, strict=True):
             place, state = self._place(param), self.state[param]
             # The data, because the compiler cannot take a parameter whose gradient has another dtype (torch 2.13).
-            target = state.get("master", param.data)
+            target = local(state.get("master", param.data))
             narrowest = min(target.dtype, state["exp_avg"].dtype, key=lambda dtype: dtype.itemsize)
             key = (place.group, int(state["step"]) + 1, param.device.type, narrowest)
             batch = batches.setdefault(key, _Batch())
             batch.params.append(param)
             batch.numbers.append(place.number)
-            batch.targets.append(_shard(target))
+            batch.firsts.append(first_element(param))
+            batch.targets.append(target)
             # A wide target needs a gradient of its own dtype; a BF16 one takes the FP32 gradient as it is.
             wide = target.dtype == torch.promote_types(target.dtype, torch.float32)
-            grad = _shard(grad, param)
+            grad = local(grad, like=param)
             batch.grads.append(grad.to(target.dtype) if wide else grad)
-            batch.exp_avgs.append(_shard(state["exp_avg"]))
-            batch.exp_avg_sqs.append(_shard(state["exp_avg_sq"]))
+            batch.exp_avgs.append(local(state["exp_avg"]))
+            batch.exp_avg_sqs.append(local(state["exp_avg_sq"]))
         return batches
-
-
-def _shard(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """What this rank holds of a sharded tensor, sharded `like` another; a whole tensor as it is. AdamW treats elements
-    one by one, so shards are updated where they are."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if isinstance(like, DTensor):
-        tensor = tensor.redistribute(like.device_mesh, like.placements)
-    return tensor.to_local()
 
 
 @dataclass(frozen=True)
@@ -354,10 +346,12 @@ class _ParamSlot:
 
 @dataclass
 class _Batch:
-    """Tensors that one call updates: parameters, their numbers, what is updated, gradients, moments."""
+    """Tensors that one call updates, of shards what this rank holds: parameters, their numbers and first elements, what
+    is updated, gradients, moments."""
 
     params: list[Tensor] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
@@ -365,6 +359,6 @@ class _Batch:
 
     def singles(self) -> Iterator["_Batch"]:
         """The same, one tensor at a time."""
-        columns = (self.params, self.numbers, self.targets, self.grads, self.exp_avgs, self.exp_avg_sqs)
+        columns = (self.params, self.numbers, self.firsts, self.targets, self.grads, self.exp_avgs, self.exp_avg_sqs)
         for row in zip(*columns, strict=True):
             yield _Batch(*([item] for item in row))

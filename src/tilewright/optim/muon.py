@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tilewright.core.errors import ConfigError
 from tilewright.ops.kernels import Kernels
 from tilewright.optim.adam import DeepSeekAdam
-from tilewright.optim.muon_update import AdjustLr, MuonHyper, update_matrix
+from tilewright.optim.muon_shards import Axis, axis_of, directions, rounds
+from tilewright.optim.muon_update import AdjustLr, MatrixUpdate, MuonHyper, update_matrix
+from tilewright.optim.shards import first_element, holds_rows, local
 from tilewright.optim.states import Master, Moments, StateFormat
 
 
@@ -23,7 +25,8 @@ class Muon(DeepSeekAdam):
     """Muon for the parameters of groups with `"muon": True`, AdamW for those of all others.
 
     With FP32 parameters and FP32 moments matrices are updated as `torch.optim.Muon` does, bit for bit, and the rest as
-    `torch.optim.AdamW` does. A stack of matrices [E, R, C], such as the experts of a layer, is E matrices.
+    `torch.optim.AdamW` does. A stack of matrices [E, R, C], such as the experts of a layer, is E matrices. A sharded
+    matrix is put together on one of its ranks in each step (`optim.muon_shards`); all ranks must step together.
 
     Args:
         params: parameters or parameter groups.
@@ -43,7 +46,7 @@ class Muon(DeepSeekAdam):
 
     Raises:
         ValueError: a hyperparameter out of range, or formats that do not go together.
-        ConfigError: a parameter in a group of Muon that is no matrix, or is sharded.
+        ConfigError: a parameter in a group of Muon that is no matrix, or is sharded otherwise than by rows.
 
     Example:
         >>> import torch
@@ -119,13 +122,32 @@ class Muon(DeepSeekAdam):
         others = [pair for pair in pairs if not self._is_muon(pair[0])]
         if others:
             yield from super()._updates([param for param, _ in others], [grad for _, grad in others])
+        sharded: dict[tuple[Axis, int], list[tuple[DTensor, Tensor]]] = {}
         for param, grad in pairs:
-            if self._is_muon(param):
-                self._step_matrix(param, grad)
+            if not self._is_muon(param):
+                continue
+            axis = axis_of(param)
+            if axis is None:
+                update_matrix(self._matrix_update(param), local(grad, like=param))
                 yield [param]
+            else:
+                steps = self.param_groups[self._place(param).group]["num_steps"]
+                sharded.setdefault((axis, steps), []).append((param, grad))
+        for (axis, steps), matrices in sharded.items():
+            for indices in rounds([param for param, _ in matrices], axis[1]):
+                yield self._step_round([matrices[index] for index in indices], steps, axis)
 
-    def _step_matrix(self, param: Tensor, grad: Tensor) -> None:
-        place, state = self._place(param), self.state[param]
+    def _step_round(self, matrices: Sequence[tuple[DTensor, Tensor]], num_steps: int, axis: Axis) -> list[Tensor]:
+        params = [param for param, _ in matrices]
+        updates = [self._matrix_update(param) for param in params]
+        parts = [update.begin(local(grad, like=param)) for update, (param, grad) in zip(updates, matrices, strict=True)]
+        shapes = [param.shape for param in params]
+        for update, direction in zip(updates, directions(parts, shapes, num_steps, axis), strict=True):
+            update.end(direction)
+        return list(params)
+
+    def _matrix_update(self, param: Tensor) -> MatrixUpdate:
+        place, state = self._place(param), {name: local(value) for name, value in self.state[param].items()}
         group = self.param_groups[place.group]
         hyper = MuonHyper(
             float(group["lr"]),
@@ -136,21 +158,22 @@ class Muon(DeepSeekAdam):
             group["adjust_lr"],
             self._hyper(place.group, int(state["step"]) + 1),
         )
-        update_matrix(param.detach(), grad, state, place.number, hyper)
+        return MatrixUpdate(local(param.detach()), state, place.number, hyper, param.shape, first_element(param))
 
 
 def _check_matrix(param: Tensor) -> None:
     """Raise where there is no update of Muon's.
 
     Raises:
-        ConfigError: no matrix, or a part of one.
+        ConfigError: no matrix, or sharded otherwise than by rows along one axis.
     """
-    sharded = isinstance(param, DTensor)
-    if param.ndim in (2, 3) and not sharded and param.dtype.is_floating_point:
+    by_rows = not isinstance(param, DTensor) or (holds_rows(param) and param.placements.count(Shard(0)) <= 1)
+    if param.ndim in (2, 3) and by_rows and param.dtype.is_floating_point:
         return
+    placed = f", placements {param.placements}" if isinstance(param, DTensor) else ""
     raise ConfigError(
         "Parameter that Muon cannot update",
-        got=f"a parameter of shape {tuple(param.shape)} and {param.dtype}{', sharded' if sharded else ''}",
-        need="a float matrix [R, C] or a stack of them [E, R, C], whole on one device",
+        got=f"a parameter of shape {tuple(param.shape)} and {param.dtype}{placed}",
+        need="a float matrix [R, C] or a stack of them [E, R, C], whole or sharded by rows along one axis of the mesh",
         try_='a group of AdamW for it, without "muon"',
     )

@@ -7,12 +7,15 @@ Storage in 16, 24 and 8 bits is that of `ops.adam` and `ops.low_bit_adam`, round
 hash, so a resumed run draws the same, and so does one that updates the matrices in another order. It is read and
 written `CHUNK` elements at a time, so that what rounding takes does not grow with the matrix.
 
-Legend: N elements of the matrix, in its logical order  B blocks of 128 of them.
+Only Newton-Schulz needs the whole matrix. All else goes by elements, so of a sharded matrix each rank begins and ends
+the update of its rows, and `optim.muon_shards` gets the direction from the rank that computes it.
+
+Legend: R rows and K elements of each, in the order of memory of a contiguous tensor  B blocks of 128 of a row.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -27,7 +30,7 @@ AdjustLr = Literal["match_rms_adamw", "original"]
 Writes = list[tuple[Tensor, Tensor]]
 """Targets, and what is to be copied into them."""
 CHUNK = 2**18
-"""Elements that are rounded at a time: whole blocks."""
+"""Elements that are rounded at a time: whole blocks, or whole rows."""
 
 
 @dataclass(frozen=True)
@@ -60,83 +63,126 @@ def lr_factor(shape: torch.Size, adjust_lr: AdjustLr) -> float:
     return math.sqrt(max(1, rows / max(1, columns)))
 
 
-def update_matrix(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], number: int, hyper: MuonHyper) -> None:
-    """Update a parameter and its states in place. Nothing changes before all memory is there.
+@dataclass
+class MatrixUpdate:
+    """One update of a parameter and its states in place, in two parts: `begin` and `end`.
 
     Args:
-        param: [R, C], or [E, R, C].
-        grad: of its shape, any float dtype.
+        param: [R, C], or [E, R, C]; of a sharded one the rows that this rank has.
         state: `exp_avg`, and what else its storage has. See `optim.states`.
         number: of the parameter, for the random stream.
         hyper: of this step.
+        shape: of the whole parameter.
+        first: elements of it before this rank's rows.
     """
-    target = state.get("master", param)
-    wide = torch.promote_types(target.dtype, torch.float32)
-    grad = grad.to(wide)
-    momentum, writes = _next_momentum(state, grad, number, hyper)
-    if hyper.nesterov:
-        torch.lerp(grad, momentum, hyper.momentum, out=momentum)
-    narrow = [momentum.to(torch.bfloat16)]
-    del momentum
-    direction = newton_schulz(narrow.pop(), hyper.num_steps).to(wide, memory_format=torch.contiguous_format)
-    decay, rate = 1 - hyper.lr * hyper.weight_decay, hyper.lr * lr_factor(param.shape, hyper.adjust_lr)
-    if target.dtype == wide:  # from here on nothing takes memory
-        target.mul_(decay).add_(direction, alpha=-rate)
-    else:
-        writes += _rounded_weights(target, direction.mul_(-rate), decay, state, number, hyper)
-    if state["exp_avg"].dtype == wide:
-        state["exp_avg"].lerp_(grad, 1 - hyper.momentum)
-    for stored, new in writes:
-        stored.copy_(new)
-    if "master" in state:
-        param.copy_(state["master"])
+
+    param: Tensor
+    state: Mapping[str, Tensor]
+    number: int
+    hyper: MuonHyper
+    shape: torch.Size
+    first: int = 0
+    _grad: Tensor | None = None
+    _writes: Writes = field(default_factory=list)
+
+    @property
+    def _target(self) -> Tensor:
+        return self.state.get("master", self.param)
+
+    def begin(self, grad: Tensor) -> Tensor:
+        """What Newton-Schulz takes, in BF16, of a gradient in any float dtype. Nothing changes."""
+        grad = grad.to(torch.promote_types(self._target.dtype, torch.float32))
+        momentum, self._writes = self._next_momentum(grad)
+        self._grad = grad
+        if self.hyper.nesterov:
+            torch.lerp(grad, momentum, self.hyper.momentum, out=momentum)
+        return momentum.to(torch.bfloat16)
+
+    def end(self, direction: Tensor) -> None:
+        """Update, by what Newton-Schulz made of it. Nothing changes before all memory is there."""
+        hyper, state, target, grad = self.hyper, self.state, self._target, self._grad
+        assert grad is not None, "begin comes first"
+        direction = direction.to(grad.dtype, memory_format=torch.contiguous_format)
+        decay, rate = 1 - hyper.lr * hyper.weight_decay, hyper.lr * lr_factor(self.shape, hyper.adjust_lr)
+        if target.dtype == grad.dtype:  # from here on nothing takes memory
+            target.mul_(decay).add_(direction, alpha=-rate)
+        else:
+            self._writes += self._rounded_weights(direction.mul_(-rate), decay)
+        if state["exp_avg"].dtype == grad.dtype:
+            state["exp_avg"].lerp_(grad, 1 - hyper.momentum)
+        for stored, new in self._writes:
+            stored.copy_(new)
+        if "master" in state:
+            self.param.copy_(state["master"])
+
+    def _next_momentum(self, grad: Tensor) -> tuple[Tensor, Writes]:
+        """The momentum after this gradient, not rounded, and what is stored of it where it is in 16 or 8 bits."""
+        exp_avg, rate = self.state["exp_avg"], 1 - self.hyper.momentum
+        if exp_avg.dtype == grad.dtype:
+            return exp_avg.lerp(grad, rate), []
+        scale_RB = self.state.get("exp_avg_scale")
+        shape_RK = _rows(exp_avg, scale_RB)
+        old_RK, grad_RK = exp_avg.reshape(shape_RK), grad.reshape(shape_RK)
+        new_RK, stored_RK = torch.empty_like(grad_RK), torch.empty_like(old_RK)
+        writes = [(exp_avg, stored_RK.view(exp_avg.shape))]
+        if scale_RB is None:
+            for part, bits in self._chunks(shape_RK, stream=1):
+                torch.lerp(old_RK[part].to(grad.dtype), grad_RK[part], rate, out=new_RK[part])
+                stored_RK[part] = round_bf16(new_RK[part].float(), bits & 0xFFFF)
+            return new_RK.view(grad.shape), writes
+        old_scale_RB = scale_RB.view(shape_RK[0], quadratic_map.num_blocks(shape_RK[1]))
+        new_scale_RB = torch.empty_like(old_scale_RB)
+        for part, bits in self._chunks(shape_RK):
+            rows, columns = part
+            blocks = rows, slice(columns.start // quadratic_map.BLOCK, quadratic_map.num_blocks(columns.stop))
+            old = quadratic_map.decode(old_RK[part], old_scale_RB[blocks])
+            torch.lerp(old, grad_RK[part], rate, out=new_RK[part])
+            noise = bits >> 16 & 0xFF
+            stored_RK[part], new_scale_RB[blocks] = quadratic_map.encode(new_RK[part], noise, signed=True)
+        return new_RK.view(grad.shape), [*writes, (scale_RB, new_scale_RB.view(scale_RB.shape))]
+
+    def _rounded_weights(self, change: Tensor, decay: float) -> Writes:
+        """What is stored of BF16 weights, alone or with 8 bits more, times `decay` plus `change`."""
+        target, low = self._target, self.state.get("low")
+        shape_RK = _rows(target, None)
+        target_RK, change_RK = target.reshape(shape_RK), change.reshape(shape_RK)
+        weight_RK = torch.empty_like(target_RK)
+        writes = [(target, weight_RK.view(target.shape))]
+        if low is None:
+            for part, bits in self._chunks(shape_RK):
+                value = target_RK[part].to(torch.float32).mul_(decay).add_(change_RK[part])
+                weight_RK[part] = round_bf16(value, bits & 0xFFFF)
+            return writes
+        low_RK = low.reshape(shape_RK)
+        new_low_RK = torch.empty_like(low_RK)
+        for part, bits in self._chunks(shape_RK):
+            value = join24(target_RK[part], low_RK[part]).mul_(decay).add_(change_RK[part])
+            weight_RK[part], new_low_RK[part] = split24(value, bits & 0xFF)
+        return [*writes, (low, new_low_RK.view(target.shape))]
+
+    def _chunks(self, shape_RK: tuple[int, int], stream: int = 0) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        """Parts of rows, each with 32 random bits for each of its elements."""
+        seed = self.hyper.rounding.stream(self.number, stream, self.first)
+        (num_rows, length), device = shape_RK, self.param.device
+        together = max(1, CHUNK // max(1, length))
+        for row in range(0, num_rows, together):
+            rows = slice(row, min(row + together, num_rows))
+            before_R = torch.arange(rows.start, rows.stop, device=device) * length
+            for column in range(0, length, CHUNK):
+                columns = slice(column, min(column + CHUNK, length))
+                element_RK = before_R[:, None] + torch.arange(columns.start, columns.stop, device=device)
+                yield (rows, columns), hash_of(element_RK.to(torch.int32), seed)
 
 
-def _next_momentum(state: Mapping[str, Tensor], grad: Tensor, number: int, hyper: MuonHyper) -> tuple[Tensor, Writes]:
-    """The momentum after this gradient, not rounded, and what is stored of it where it is in 16 or 8 bits."""
-    exp_avg, rate = state["exp_avg"], 1 - hyper.momentum
-    if exp_avg.dtype == grad.dtype:
-        return exp_avg.lerp(grad, rate), []
-    old_N, grad_N = exp_avg.reshape(-1), grad.reshape(-1)
-    new_N, stored_N = torch.empty_like(grad_N), torch.empty_like(old_N)
-    writes = [(exp_avg, stored_N.view(exp_avg.shape))]
-    if exp_avg.dtype == torch.bfloat16:
-        for part, bits in _chunks(new_N, number, hyper, stream=1):
-            torch.lerp(old_N[part].to(grad.dtype), grad_N[part], rate, out=new_N[part])
-            stored_N[part] = round_bf16(new_N[part].float(), bits & 0xFFFF)
-        return new_N.view(grad.shape), writes
-    scale_B, new_scale_B = state["exp_avg_scale"], torch.empty_like(state["exp_avg_scale"])
-    for part, bits in _chunks(new_N, number, hyper):
-        blocks = slice(part.start // quadratic_map.BLOCK, quadratic_map.num_blocks(part.stop))
-        torch.lerp(quadratic_map.decode(old_N[part], scale_B[blocks]), grad_N[part], rate, out=new_N[part])
-        noise = bits >> 16 & 0xFF
-        stored_N[part], new_scale_B[blocks] = quadratic_map.encode(new_N[part], noise, signed=True)
-    return new_N.view(grad.shape), [*writes, (scale_B, new_scale_B)]
+def _rows(tensor: Tensor, scale_RB: Tensor | None) -> tuple[int, int]:
+    """Rows of a tensor as its blocks have them, and elements of each; one row where blocks fill rows, or there are
+    none."""
+    length = tensor.numel() // max(1, 1 if scale_RB is None else len(scale_RB))
+    whole = scale_RB is None or length % quadratic_map.BLOCK == 0
+    return (1, tensor.numel()) if whole else (len(scale_RB), length)
 
 
-def _rounded_weights(
-    target: Tensor, change: Tensor, decay: float, state: Mapping[str, Tensor], number: int, hyper: MuonHyper
-) -> Writes:
-    """What is stored of BF16 weights, alone or with 8 bits more, times `decay` plus `change`."""
-    target_N, change_N = target.reshape(-1), change.reshape(-1)
-    weight_N = torch.empty_like(target_N)
-    writes = [(target, weight_N.view(target.shape))]
-    if "low" not in state:
-        for part, bits in _chunks(target_N, number, hyper):
-            value = target_N[part].to(torch.float32).mul_(decay).add_(change_N[part])
-            weight_N[part] = round_bf16(value, bits & 0xFFFF)
-        return writes
-    low_N = state["low"].reshape(-1)
-    new_low_N = torch.empty_like(low_N)
-    for part, bits in _chunks(target_N, number, hyper):
-        value = join24(target_N[part], low_N[part]).mul_(decay).add_(change_N[part])
-        weight_N[part], new_low_N[part] = split24(value, bits & 0xFF)
-    return [*writes, (state["low"], new_low_N.view(target.shape))]
-
-
-def _chunks(x_N: Tensor, number: int, hyper: MuonHyper, stream: int = 0) -> Iterator[tuple[slice, Tensor]]:
-    """Parts of a flat tensor, each with 32 random bits for each of its elements."""
-    seed = hyper.rounding.stream(number, stream)
-    for start in range(0, x_N.numel(), CHUNK):
-        stop = min(start + CHUNK, x_N.numel())
-        yield slice(start, stop), hash_of(torch.arange(start, stop, dtype=torch.int32, device=x_N.device), seed)
+def update_matrix(update: MatrixUpdate, grad: Tensor) -> None:
+    """An update on one rank. `newton_schulz` has its argument to itself."""
+    narrow = [update.begin(grad)]
+    update.end(newton_schulz(narrow.pop(), update.hyper.num_steps))

@@ -2,19 +2,22 @@
 
 A saved state fits where its tensors have the names, shapes and dtypes of this optimizer's own: then it is loaded as it
 is, without a cast. torch.optim.AdamW's is such a state where its moments have the dtype that they have here. Any other
-is refused with both formats named; a silent cast would lose bits, or read codes as numbers.
+is refused with both formats named; a silent cast would lose bits, or read codes as numbers. Older 8-bit
+states had the scales of the flat tensor; they get those of its rows (`scales_by_row`).
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import CheckpointError
-from tilewright.formats.quadratic_map import num_blocks
+from tilewright.formats import quadratic_map
+from tilewright.optim.shards import beside
 
 Moments = Literal["fp32", "bf16", "8bit"]
 Master = Literal["fp32", "split24", "stochastic"]
@@ -49,7 +52,7 @@ def _layout(format: StateFormat, shape: torch.Size, dtype: torch.dtype) -> Layou
     wide = torch.promote_types(dtype, torch.float32)
     layout: dict[str, tuple[torch.Size, torch.dtype]]
     if format.moments == "8bit":
-        scales = (torch.Size([num_blocks(shape.numel())]), torch.float32)
+        scales = (torch.Size(quadratic_map.scale_shape(shape)), torch.float32)
         layout = {
             "exp_avg": (shape, torch.int8),
             "exp_avg_scale": scales,
@@ -121,6 +124,7 @@ def loadable(
         if not state:
             continue
         layout = format.layout(param.shape, param.dtype)
+        state = scales_by_row(state)
         if not fits(state, layout):
             raise CheckpointError(
                 "Saved optimizer states of another format",
@@ -130,8 +134,46 @@ def loadable(
                 "begins the moments at zero",
             )
         step = torch.tensor(int(state["step"]), dtype=torch.int64)  # torch's is FP32
-        states[param] = {"step": step, **{name: state[name].to(param.device) for name in layout}}
+        states[param] = {"step": step, **{name: beside(state[name], param) for name in layout}}
     return states
+
+
+def update_scales(param: Tensor, state: MutableMapping[str, Any]) -> None:
+    """Give a state that was loaded in place the scales of its rows, beside its parameter. See `scales_by_row`.
+
+    Codes of an older checkpoint may be sharded already, its scales are whole then: where rows are no number of whole
+    blocks, all ranks wait for each other.
+    """
+    scales = [name for name in ("exp_avg_scale", "exp_avg_sq_scale") if name in state]
+    if all(state[name].ndim == 2 for name in scales):
+        return
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    made = scales_by_row(whole)
+    state.update({name: beside(value, param) for name, value in made.items() if name != "step"})
+
+
+def scales_by_row(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved state whose 8-bit moments have scales [R, B]; as it is, where they have them already.
+
+    Where a row is a number of whole blocks, codes and scales stay as they are. Elsewhere values are rounded once more,
+    to the nearest code of their new block.
+    """
+    made = dict(state)
+    for name in ("exp_avg", "exp_avg_sq"):
+        qdata, scale = state.get(name), state.get(f"{name}_scale")
+        if not isinstance(qdata, Tensor) or not isinstance(scale, Tensor):
+            continue
+        if scale.shape != (quadratic_map.num_blocks(qdata.numel()),):
+            continue
+        rows, blocks = quadratic_map.scale_shape(qdata.shape)
+        if rows * blocks * quadratic_map.BLOCK == qdata.numel():
+            made[f"{name}_scale"] = scale.view(rows, blocks)
+            continue
+        value_RK = quadratic_map.decode(qdata.reshape(-1), scale).view(rows, -1)
+        middle_RK = torch.full(value_RK.shape, 127, dtype=torch.int32, device=qdata.device)
+        again_RK, made[f"{name}_scale"] = quadratic_map.encode(value_RK, middle_RK, signed=qdata.dtype == torch.int8)
+        made[name] = again_RK.view(qdata.shape)
+    return made
 
 
 def readable(groups: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

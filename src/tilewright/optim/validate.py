@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tilewright.core.errors import ConfigError
+from tilewright.optim.shards import holds_rows
 from tilewright.optim.states import StateFormat, described, fits, of_layout
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -24,7 +25,7 @@ def check_param(param: Tensor, format: StateFormat) -> None:
         ConfigError: its dtype, or its sharding.
     """
     if isinstance(param, DTensor):
-        _check_not_sharded(param, format)
+        _check_sharding(param, format)
     if param.dtype not in _DTYPES:
         numbers = " (for complex numbers: their torch.view_as_real)" if param.is_complex() else ""
         raise _refused(param, f"a parameter of {param.dtype}", f"FP32, FP64, BF16 or FP16{numbers}")
@@ -94,16 +95,18 @@ def check_not_replaced(params: Iterable[Tensor]) -> None:
         )
 
 
-def _check_not_sharded(param: DTensor, format: StateFormat) -> None:
-    if param.dtype != torch.float32 or format.moments != "fp32":
-        got = f"a sharded parameter (DTensor, {_described(param)}) with {format}"
-        need = "FP32 parameters and FP32 moments where parameters are sharded"
-        raise _refused(param, got, need, 'FP32 parameters with moments="fp32", or an unsharded model')
+def _check_sharding(param: DTensor, format: StateFormat) -> None:
+    """Nothing is rounded of FP32 states: any part of a tensor will do. Random bits and blocks of codes go by rows."""
     if any(placement.is_partial() for placement in param.placements):
-        got = f"a sharded parameter with memory plans {param.placements}"
+        got = f"a sharded parameter (DTensor) with placements {param.placements}"
         raise _refused(
-            param, got, "memory plans Shard or Replicate", "param.redistribute(...) before the optimizer is made"
+            param, got, "placements Shard or Replicate", "param.redistribute(...) before the optimizer is made"
         )
+    rounded = format.moments != "fp32" or (format.master != "fp32" and param.dtype == torch.bfloat16)
+    if rounded and not holds_rows(param):
+        got = f"a sharded parameter (DTensor) with placements {param.placements} and {format}"
+        need = "placements Shard(0) or Replicate where states or weights are rounded stochastically"
+        raise _refused(param, got, need, 'fully_shard without a shard_placement_fn, or moments="fp32", master="fp32"')
 
 
 def _refused(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.low_bit import KINDS, SIZES, LowBitCase, assert_same, hyper
+from tests.ops.low_bit import KINDS, ROWS, SIZES, LowBitCase, assert_same, hyper
 from tilewright.ops.backends.ref.low_bit_adam import low_bit_adam as law
 from tilewright.ops.backends.triton import launch
 from tilewright.ops.backends.triton.low_bit_adam import low_bit_adam
@@ -21,6 +21,17 @@ def test_bits_of_the_law(kind, size):
     for step, grad in enumerate(case.grads(5), 1):
         low_bit_adam(replace(ours, grad=grad), hyper(step))
         law(replace(want, grad=grad), hyper(step))
+        assert_same(ours, want, f"{case}, step {step}")
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_the_law_in_rows(kind, rows):
+    case = LowBitCase(kind, rows[0] * rows[1], rows=rows[0])
+    ours, want = case.tensors(), case.tensors()
+    for step, grad in enumerate(case.grads(2), 1):
+        low_bit_adam(replace(ours, grad=grad, first=10**9 + 7), hyper(step))
+        law(replace(want, grad=grad, first=10**9 + 7), hyper(step))
         assert_same(ours, want, f"{case}, step {step}")
 
 

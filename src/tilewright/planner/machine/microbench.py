@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from tilewright.formats.quadratic_map import num_blocks
+from tilewright.formats.quadratic_map import scale_shape
 from tilewright.formats.scaling import BLOCK_TILE
 from tilewright.formats.spec import E4M3
 from tilewright.ops.backends.ref.adam import AdamHyper
@@ -223,7 +223,7 @@ class RateProbe:
         exp_avg, exp_avg_sq = (
             torch.zeros(num_params, dtype=kind, device=self.device) for kind in (torch.int8, torch.uint8)
         )
-        scales = [torch.zeros(num_blocks(num_params), device=self.device) for _ in range(2)]
+        scales = [torch.zeros(scale_shape((1, num_params)), device=self.device) for _ in range(2)]
         tensors = LowBitTensors(target, None, grad, exp_avg, scales[0], exp_avg_sq, scales[1], 0)
         hyper = AdamHyper(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, seed=0)
         return num_params / self.clock(lambda: self.kernels.low_bit_adam(tensors, hyper))

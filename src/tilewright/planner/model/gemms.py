@@ -5,12 +5,13 @@ Found on the meta device; `planner.model.decoder_shape` and `planner.model.hf_sh
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.core.hardware import Machine
-from tilewright.formats.quadratic_map import num_blocks
+from tilewright.formats.quadratic_map import scale_shape
 from tilewright.planner.model.matrices import Matrices
 from tilewright.precision.convert import explain
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
@@ -106,7 +107,7 @@ class Weights:
                     trained=number * trained,
                     narrow=number * narrow,
                     narrow_trained=number * (narrow and trained),
-                    blocks=num_blocks(number) * trained,
+                    blocks=prod(scale_shape(tensor.shape)) * trained,
                     stored=number * each + scales,
                     matrices=Matrices.of(tensor) if trained and tensor in matrices else Matrices(),
                 )

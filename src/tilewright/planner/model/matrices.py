@@ -10,7 +10,7 @@ from math import prod
 
 from torch import Tensor
 
-from tilewright.formats.quadratic_map import num_blocks
+from tilewright.formats.quadratic_map import scale_shape
 
 ITERATIONS = 5
 _WIDE = 4
@@ -44,7 +44,7 @@ class Matrices:
     @cached_property
     def blocks(self) -> int:
         """Scales of a momentum in 8 bits."""
-        return sum(count * num_blocks(prod(shape)) for shape, count in self.shapes.items())
+        return sum(count * prod(scale_shape(shape)) for shape, count in self.shapes.items())
 
     def newton_schulz_s(self, matmul_s: Callable[[float, float], float]) -> float:
         """Seconds of one update's iterations, of `matmul_s(width, FLOPs)` for one GEMM in BF16.

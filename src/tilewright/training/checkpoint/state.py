@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tilewright.core.errors import CheckpointError
+from tilewright.optim.states import update_scales
 from tilewright.precision.snapshot import host_states, set_host_states, set_torch_states, torch_states
 from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
 from tilewright.training.executor.layer_major_setup import LayerMajorParts
@@ -99,6 +100,8 @@ class TrainState:
                 read_tensors(path, targets | rng)
             else:
                 read_tensors(path, visit.sorted(targets | rng), visit.tensor)
+            for param, state in self.optimizer.state.items():
+                update_scales(param, state)
         for name, part in self.parts.items():
             if name in meta["parts"]:
                 part.load_state_dict(meta["parts"][name])

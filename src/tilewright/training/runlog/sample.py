@@ -78,8 +78,19 @@ def write_samples(
                 eos_id=tokenizer.eos_id,
                 generator=torch.Generator().manual_seed(seed),
             )
-            texts = (tokenizer.decode(part.tolist()) for part in (prompt, ids[0, len(prompt) :], reference))
-            yield TextSample(domain, *texts)
+            begun, written = _continuation(tokenizer, prompt, ids[0, len(prompt) :])
+            answer = _continuation(tokenizer, prompt, reference)[1] if len(reference) else ""
+            yield TextSample(domain, begun, written, answer)
+
+
+def _continuation(tokenizer: Decodes, prompt: torch.Tensor, ids: torch.Tensor) -> tuple[str, str]:
+    """Text of a prompt and of what follows it, cut out of the text of both: decoded alone, what follows would lose its
+    first space with tokenizers that write none at the start of a text, and a character that is cut in two."""
+    alone = tokenizer.decode(prompt.tolist())
+    whole = tokenizer.decode([*prompt.tolist(), *ids.tolist()])
+    differs = (at for at, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b)
+    cut = next(differs, min(len(alone), len(whole)))
+    return whole[:cut], whole[cut:]
 
 
 def _beginnings(batches: Sequence[Batch], bos_id: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

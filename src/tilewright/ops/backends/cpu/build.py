@@ -79,7 +79,7 @@ FP8 = Library(
 )
 LOW_BIT_ADAM = Library(
     "low_bit_adam",
-    {"tw_low_bit_adam": (None, [_INT, _INT] + [_POINTER] * 7 + [_LONG] + [_FLOAT] * 7 + [_INT, _INT])},
+    {"tw_low_bit_adam": (None, [_INT, _INT] + [_POINTER] * 7 + [_LONG] * 2 + [_FLOAT] * 7 + [_INT, _INT])},
 )
 
 WGRAD = Library(

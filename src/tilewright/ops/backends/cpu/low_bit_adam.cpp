@@ -28,11 +28,12 @@ struct Adam {
   float* m_scale;
   uint8_t* root;                      // of the second moment
   float* root_scale;
-  i64 count;
+  i64 rows, length;                   // elements of a row: its last block may be shorter
   float decay, rate1, beta2, rate2, size, inv_root, eps;
   int32_t stream;
 };
 
+inline i64 blocks_of(i64 length) { return (length + BLOCK - 1) / BLOCK; }
 inline float as_float(int32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);
@@ -122,8 +123,7 @@ inline void store_target(const Adam& a, i64 start, const Floats& p, const Ints& 
   }
 }
 
-inline __attribute__((always_inline)) void update(const Adam& a, i64 block, int n) {
-  const i64 start = block * BLOCK;
+inline __attribute__((always_inline)) void update(const Adam& a, i64 block, i64 start, int n) {
   Floats p, g, m, root;
   Ints random;
   load_target(a, start, p, n);
@@ -147,11 +147,14 @@ inline __attribute__((always_inline)) void update(const Adam& a, i64 block, int 
 }
 
 void adam_unit(const Adam& a, i64 unit) {
-  const i64 blocks = (a.count + BLOCK - 1) / BLOCK, end = (unit + 1) * UNIT < blocks ? (unit + 1) * UNIT : blocks;
+  const i64 per_row = blocks_of(a.length), blocks = a.rows * per_row;
+  const i64 end = (unit + 1) * UNIT < blocks ? (unit + 1) * UNIT : blocks;
+  i64 row = unit * UNIT / per_row, place = unit * UNIT % per_row;
   for (i64 block = unit * UNIT; block < end; block++) {
-    const i64 left = a.count - block * BLOCK;
-    if (left >= BLOCK) update(a, block, BLOCK);
-    else update(a, block, (int)left);
+    const i64 before = place * BLOCK, left = a.length - before, start = row * a.length + before;
+    if (left >= BLOCK) update(a, block, start, BLOCK);
+    else update(a, block, start, (int)left);
+    if (++place == per_row) place = 0, row++;
   }
 }
 
@@ -160,9 +163,9 @@ void adam_unit(const Adam& a, i64 unit) {
 // kind: a Target. The random bits of element i come from a hash of (i, stream).
 extern "C" void tw_low_bit_adam(
     int kind, int is_fp32_grad, void* target, int8_t* low, const void* grad, int8_t* m, float* m_scale, uint8_t* root,
-    float* root_scale, i64 count, float decay, float rate1, float beta2, float rate2, float size, float inv_root,
+    float* root_scale, i64 rows, i64 length, float decay, float rate1, float beta2, float rate2, float size, float inv_root,
     float eps, int stream, int threads) {
   const Adam a{kind,       is_fp32_grad, target, low,   grad,  m,     m_scale, root,     root_scale,
-               count,      decay,        rate1,  beta2, rate2, size,  inv_root, eps,     stream};
-  run(a, adam_unit, (count + BLOCK * UNIT - 1) / (BLOCK * UNIT), count, threads);
+               rows,       length,       decay,  rate1, beta2, rate2, size,     inv_root, eps,  stream};
+  run(a, adam_unit, (rows * blocks_of(length) + UNIT - 1) / UNIT, rows * length, threads);
 }

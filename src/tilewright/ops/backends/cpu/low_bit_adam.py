@@ -15,8 +15,9 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     target, low, grad = tensors.target, tensors.low, tensors.grad
     kind = _FP32 if target.dtype == torch.float32 else _BF16 if low is None else _SPLIT24
     qdata = (tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale)
+    num_rows, length = tensors.rows
     LOW_BIT_ADAM.functions.tw_low_bit_adam(
         kind, grad.dtype == torch.float32, target.data_ptr(), None if low is None else low.data_ptr(), grad.data_ptr(),
-        *(tensor.data_ptr() for tensor in qdata), target.numel(), *factors(hyper), hyper.stream(tensors.number),
+        *(tensor.data_ptr() for tensor in qdata), num_rows, length, *factors(hyper), tensors.stream(hyper),
         torch.get_num_threads(),
     )  # fmt: skip

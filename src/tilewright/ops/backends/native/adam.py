@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from tilewright.ops.backends.ref.adam import AdamHyper, Update, update, update_all
@@ -18,19 +19,25 @@ def fused(
     exp_avg_sqs: Sequence[Tensor],
     numbers: Sequence[int],
     hyper: AdamHyper,
+    firsts: Sequence[int] = (),
 ) -> None:
-    """torch's fused AdamW: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers` is
-    not read.
+    """torch's fused AdamW: parameters, gradients and moments of one wide dtype. Nothing is rounded, so `numbers` and
+    `firsts` are not read.
 
     The kernel goes through memory as it lies: tensors whose elements are in different orders, or apart, take copies.
+    On CPUs it takes the elements after the last whole vector one by one, with other last bits, so these take copies
+    too: an element's bits do not depend on how much of its tensor is here.
     """
     given = list(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True))
-    rows = [_alike(row) for row in given]
+    alike = [_alike(row) for row in given]
+    ends = {place: _end(row) for place, row in enumerate(alike) if row[0].device.type == "cpu" and _rest(row[0])}
+    rows = [_beginning(row) if place in ends else row for place, row in enumerate(alike)]
+    rows += [copies for _, copies in ends.values()]
     counted = float(hyper.step - 1)  # the kernel counts up itself
     counts = {
         device: torch.full((len(rows),), counted, device=device).unbind() for device in {p.device for p in params}
     }
-    steps = [counts[param.device][place] for place, param in enumerate(params)]
+    steps = [counts[row[0].device][place] for place, row in enumerate(rows)]
     adamw(
         [row[0] for row in rows],
         [row[1] for row in rows],
@@ -47,12 +54,19 @@ def fused(
         eps=hyper.eps,
         maximize=False,
     )
-    for tensors, row in zip(given, rows, strict=True):
+    for end, copies in ends.values():
+        for place in _WRITTEN:
+            end[place].copy_(copies[place][: len(end[place])])
+    for tensors, row in zip(given, alike, strict=True):
         if row is not tensors:
-            for place in (0, 2, 3):
+            for place in _WRITTEN:
                 tensors[place].copy_(row[place])
 
 
+_VECTOR = 16
+"""Elements: a multiple of what any CPU takes at a time."""
+_WRITTEN = (0, 2, 3)
+"""Places in a row."""
 Row = tuple[Tensor, Tensor, Tensor, Tensor]
 """Parameter, gradient and moments."""
 
@@ -72,6 +86,29 @@ def _is_dense(tensor: Tensor) -> bool:
     return 1 + sum(d * (size - 1) for d, size in zip(tensor.stride(), tensor.shape, strict=True)) == tensor.numel()
 
 
+def _rest(tensor: Tensor) -> int:
+    """Elements after the last whole vector."""
+    return tensor.numel() % _VECTOR
+
+
+def _beginning(row: Row) -> Row:
+    """Whole vectors of tensors without gaps, as they lie in memory."""
+    param, grad, exp_avg, exp_avg_sq = (_in_memory(tensor)[: tensor.numel() - _rest(tensor)] for tensor in row)
+    return param, grad, exp_avg, exp_avg_sq
+
+
+def _end(row: Row) -> tuple[Row, Row]:
+    """What comes after those, and copies of it that are filled up to one vector."""
+    param, grad, exp_avg, exp_avg_sq = (_in_memory(tensor)[tensor.numel() - _rest(tensor) :] for tensor in row)
+    end = (param, grad, exp_avg, exp_avg_sq)
+    param, grad, exp_avg, exp_avg_sq = (F.pad(part, (0, _VECTOR - len(part))) for part in end)
+    return end, (param, grad, exp_avg, exp_avg_sq)
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 @functools.cache
 def _compiled_update() -> Update:
     return torch.compile(update, dynamic=True, options=compile_options())
@@ -84,6 +121,7 @@ def compiled(
     exp_avg_sqs: Sequence[Tensor],
     numbers: Sequence[int],
     hyper: AdamHyper,
+    firsts: Sequence[int] = (),
 ) -> None:
     """The reference's update, fused into one loop over each tensor."""
-    update_all(_compiled_update(), params, grads, exp_avgs, exp_avg_sqs, numbers, hyper)
+    update_all(_compiled_update(), params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts)

@@ -27,15 +27,22 @@ class AdamHyper:
         decay = 1 - self.lr * self.weight_decay
         return torch.tensor([decay, 1 - self.beta1, self.beta2, self.lr / correction1, correction2, self.eps])
 
-    def streams(self, number: int) -> Tensor:
+    def streams(self, number: int, first: int = 0) -> Tensor:
         """Three int32 stream numbers for the tensor of this number: for the parameter and its two moments."""
-        return torch.tensor([self.stream(number, target) for target in range(3)], dtype=torch.int32)
+        return torch.tensor([self.stream(number, target, first) for target in range(3)], dtype=torch.int32)
 
-    def stream(self, number: int, target: int = 0) -> int:
-        """A stream number: int32, as Python's integer."""
+    def stream(self, number: int, target: int = 0, first: int = 0) -> int:
+        """A stream number: int32, as Python's integer.
+
+        `hash_of` multiplies the element and adds the stream, so the `first` elements that come before a shard are part
+        of its stream: its elements, counted from 0, get the bits that they have in the whole tensor.
+        """
         value = ((self.seed * 0x9E3779B1 + self.step) * 0x85EBCA6B + number * 0xC2B2AE35 + target * 0x27D4EB2F) % 2**32
-        return ((value ^ value >> 17) * 0x165667B1 & 0x7FFFFFFF) - 0x40000000
+        whole = ((value ^ value >> 17) * 0x165667B1 & 0x7FFFFFFF) - 0x40000000
+        return (whole + first * _ELEMENT + 2**31) % 2**32 - 2**31
 
+
+_ELEMENT = -1640531527
 
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
@@ -47,7 +54,7 @@ def hash32(count: int, stream: Tensor | int, device: torch.device) -> Tensor:
 
 def hash_of(element: Tensor, stream: Tensor | int) -> Tensor:
     """The same for these elements (int32): a 32-bit integer finaliser."""
-    x = element * -1640531527 + stream
+    x = element * _ELEMENT + stream
     x = (x ^ ((x >> 16) & 0xFFFF)) * 569420461
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 1935289751
     return x ^ ((x >> 15) & 0x1FFFF)
@@ -97,13 +104,17 @@ def update_all(
     exp_avg_sqs: Sequence[Tensor],
     numbers: Sequence[int],
     hyper: AdamHyper,
+    firsts: Sequence[int] = (),
 ) -> None:
     """`update_one` over lists of contiguous tensors."""
     coefficients = hyper.coefficients()
-    for number, *tensors in zip(numbers, params, grads, exp_avgs, exp_avg_sqs, strict=True):
+    firsts = firsts or [0] * len(params)
+    for number, first, *tensors in zip(numbers, firsts, params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        if not tensors[0].numel():  # a rank without rows, and no reason to compile
+            continue
         device = tensors[0].device
         flat = [tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1) for tensor in tensors]
-        update_one(*flat, coefficients.to(device), hyper.streams(number).to(device))
+        update_one(*flat, coefficients.to(device), hyper.streams(number, first).to(device))
         for tensor, copy in zip(tensors, flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(copy.view(tensor.shape))
@@ -116,6 +127,7 @@ def adam(
     exp_avg_sqs: Sequence[Tensor],
     numbers: Sequence[int],
     hyper: AdamHyper,
+    firsts: Sequence[int] = (),
 ) -> None:
     """See `ops.adam`."""
-    update_all(update, params, grads, exp_avgs, exp_avg_sqs, numbers, hyper)
+    update_all(update, params, grads, exp_avgs, exp_avg_sqs, numbers, hyper, firsts)

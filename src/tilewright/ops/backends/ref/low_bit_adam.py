@@ -1,6 +1,6 @@
 """The law of AdamW with moments in 8 bits, one tensor at a time. See `ops.low_bit_adam`.
 
-Legend: N elements  B blocks of 128.
+Legend: N elements  R rows  K elements of a row  B blocks of 128 of a row.
 """
 
 import functools
@@ -16,17 +16,18 @@ from tilewright.ops.backends.ref.adam import AdamHyper, hash32
 
 @dataclass(frozen=True)
 class LowBitTensors:
-    """What one call reads and writes: contiguous tensors of one shape, scales flat.
+    """What one call reads and writes: contiguous tensors of one shape, read as the rows that the scales have.
 
     Args:
         target: what is updated: an FP32 parameter or master, or a BF16 parameter.
         low: int8, the last 8 of 24 bits of a BF16 target; None where it has 16, or 32.
         grad: FP32 or BF16.
         exp_avg: int8 codes of the first moment.
-        exp_avg_scale: FP32 [B].
+        exp_avg_scale: FP32 [R, B], contiguous.
         exp_avg_sq: uint8 codes of the root of the second moment.
-        exp_avg_sq_scale: FP32 [B].
+        exp_avg_sq_scale: FP32 [R, B].
         number: of the tensor, for the random stream.
+        first: elements of the whole tensor before these, which are a shard of it.
     """
 
     target: Tensor
@@ -37,6 +38,18 @@ class LowBitTensors:
     exp_avg_sq: Tensor
     exp_avg_sq_scale: Tensor
     number: int
+    first: int = 0
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Number of rows, and elements of each. Whole blocks follow each other as in one row."""
+        num_rows, numel = len(self.exp_avg_scale), self.target.numel()
+        length = numel // max(1, num_rows)
+        return (1, numel) if length % quadratic_map.BLOCK == 0 else (num_rows, length)
+
+    def stream(self, hyper: AdamHyper) -> int:
+        """Number of the random stream."""
+        return hyper.stream(self.number, first=self.first)
 
 
 @functools.lru_cache(maxsize=16)  # all tensors of a group and step have the same
@@ -51,21 +64,24 @@ def factors(hyper: AdamHyper) -> tuple[float, ...]:
 def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     """See `ops.low_bit_adam`. Nothing changes before all memory is there."""
     decay, rate1, beta2, rate2, size, inv_root, eps = factors(hyper)
+    rows_RK = tensors.rows
+    blocks_RB = rows_RK[0], quadratic_map.num_blocks(rows_RK[1])
     grad_N = tensors.grad.view(-1).to(torch.float32)
     exp_avg_N, exp_avg_sq_N = tensors.exp_avg.view(-1), tensors.exp_avg_sq.view(-1)
-    m_N = quadratic_map.decode(exp_avg_N, tensors.exp_avg_scale)
-    root_N = quadratic_map.decode(exp_avg_sq_N, tensors.exp_avg_sq_scale)
+    m_N = quadratic_map.decode(exp_avg_N.view(rows_RK), tensors.exp_avg_scale.view(blocks_RB)).reshape(-1)
+    root_N = quadratic_map.decode(exp_avg_sq_N.view(rows_RK), tensors.exp_avg_sq_scale.view(blocks_RB)).reshape(-1)
     m_N = m_N + rate1 * (grad_N - m_N)
     root_N = quadratic_map.root(beta2 * (root_N * root_N) + rate2 * grad_N * grad_N)
     p_N = decay * _value(tensors) - size * m_N / (root_N * inv_root + eps)
-    bits_N = hash32(grad_N.numel(), hyper.stream(tensors.number), grad_N.device)
+    bits_N = hash32(grad_N.numel(), tensors.stream(hyper), grad_N.device)
     writes = _targets(tensors, p_N, bits_N)
-    for qdata_N, scale_B, value_N, noise_N in (
+    for qdata_N, scale_RB, value_N, noise_N in (
         (exp_avg_N, tensors.exp_avg_scale, m_N, bits_N >> 16 & 0xFF),
         (exp_avg_sq_N, tensors.exp_avg_sq_scale, root_N, bits_N >> 24 & 0xFF),
     ):
-        qdata, scale = quadratic_map.encode(value_N, noise_N, signed=qdata_N.dtype == torch.int8)
-        writes += [(qdata_N, qdata), (scale_B, scale)]
+        signed = qdata_N.dtype == torch.int8
+        qdata, scale = quadratic_map.encode(value_N.view(rows_RK), noise_N.view(rows_RK), signed=signed)
+        writes += [(qdata_N.view(rows_RK), qdata), (scale_RB.view(blocks_RB), scale)]
     for target, value in writes:
         target.copy_(value)
 

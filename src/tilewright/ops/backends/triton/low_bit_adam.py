@@ -28,13 +28,15 @@ def low_bit_adam(tensors: LowBitTensors, hyper: AdamHyper) -> None:
     target, low = tensors.target, tensors.low
     kind = (FP32 if target.dtype == torch.float32 else BF16 if low is None else SPLIT24).value
     target = target if target.dtype == torch.float32 else target.view(torch.int16)
-    num_blocks = quadratic_map.num_blocks(target.numel())
+    num_rows, length = tensors.rows
+    per_row = quadratic_map.num_blocks(length)
+    num_blocks = num_rows * per_row
     if num_blocks == 0:
         return
     wrap_triton(_kernel)[(triton.cdiv(num_blocks, _ROWS),)](
         target, target if low is None else low, raw(tensors.grad),
         tensors.exp_avg, tensors.exp_avg_scale, tensors.exp_avg_sq, tensors.exp_avg_sq_scale,
-        target.numel(), *factors(hyper), hyper.stream(tensors.number),
+        num_blocks, per_row, length, *factors(hyper), tensors.stream(hyper),
         KIND=kind, ROWS=_ROWS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -105,13 +107,14 @@ def _store_target(target_ptr, low_ptr, offsets, inside, p, random, KIND: tl.cons
 
 @triton.jit(do_not_specialize=["stream"])
 def _kernel(
-    target_ptr, low_ptr, grad_ptr, m_ptr, m_scale_ptr, root_ptr, root_scale_ptr, count,
+    target_ptr, low_ptr, grad_ptr, m_ptr, m_scale_ptr, root_ptr, root_scale_ptr, num_blocks, per_row, length,
     decay, rate1, beta2, rate2, size, inv_root, eps, stream, KIND: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    is_block = rows.to(tl.int64) * BLOCK < count
-    offsets = rows.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < count
+    is_block = rows < num_blocks
+    places = (rows % per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    offsets = (rows // per_row).to(tl.int64) * length + places
+    inside = is_block & (places < length)
     random = _random_bits(offsets, stream)
     if KIND == FP32:
         p = tl.load(target_ptr + offsets, mask=inside, other=0)
