@@ -14,6 +14,7 @@ from tilewright.memory.tracking.tensor_bytes import owner_bytes
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
+from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.parallel.gradients import GradientReduction
 from tilewright.parallel.shard import Sharding, is_sharded, shard
@@ -102,6 +103,38 @@ def test_evaluation_shares_the_batches(sizes):
             for got, want, tokens in losses.values():
                 assert got == pytest.approx(want, rel=1e-6)
                 assert tokens
+
+
+# ---- several steps ----
+
+
+def _trained(rank):
+    """Losses of three steps on ranks and on one process, and how far a weight is off, in units of the rate."""
+    world, found, lr = world_of((1, 2)), [], 1e-3
+    for case, moments in ((Case("gqa"), "8bit"), (Case("gqa", "fp8_tile"), "fp32"), (Case("deepseek"), "bf16")):
+        losses, models = [], []
+        for model, ranks in ((_sharded(case, world), [rank]), (made(case), [0, 1])):
+            alone = len(ranks) > 1
+            optimizer = DeepSeekAdam(model.parameters(), lr=lr, moments=moments)
+            group = None if alone else world.data_group
+            executor = StandardExecutor(model, optimizer, clip=GradClip(0.5), group=group)
+            losses.append(
+                [executor.step([batch for each in ranks for batch in microbatches(each, 2)], lr).loss for _ in range(3)]
+            )
+            models.append({name: param.full_tensor() if is_part(param) else param for name, param in
+                           model.state_dict().items()})  # fmt: skip
+        moved = max(float((models[0][name] - tensor).abs().max()) for name, tensor in models[1].items()) / lr
+        found.append((losses, moved))
+    return found
+
+
+@pytest.mark.dist
+def test_steps_of_deepseek_adam_are_those_of_one_process():
+    for found in on_ranks(2, _trained):
+        for (ours, theirs), moved in found:
+            assert ours == pytest.approx(theirs, rel=1e-5)
+            assert ours[-1] < ours[0]
+            assert moved < 0.3, f"a weight is off by {moved:.2g} of the rate"
 
 
 # ---- bytes ----
