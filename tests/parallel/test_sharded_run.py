@@ -21,7 +21,7 @@ from tilewright.parallel.shard import Sharding, is_sharded, shard
 from tilewright.parallel.world import World
 from tilewright.precision.convert import convert, evaluating, set_mode
 from tilewright.precision.float8.linear import Float8Linear
-from tilewright.training.components.sharded_model import on_meta, quantized_weights
+from tilewright.training.components.weights.sharded_model import on_meta, quantized_weights
 from tilewright.training.executor.evaluate import evaluate
 from tilewright.training.executor.not_finite import all_finite
 from tilewright.training.executor.standard import StandardExecutor

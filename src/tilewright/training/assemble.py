@@ -47,14 +47,14 @@ from tilewright.precision.policy.schedule import ModeSchedule
 from tilewright.training.checkpoint.state import TrainState
 from tilewright.training.components.dataset import HeldOut, held_out, other_text, prepare_data
 from tilewright.training.components.export import check_export
-from tilewright.training.components.lora_model import build_adapted
 from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
 from tilewright.training.components.precision_modes import PrecisionModes
 from tilewright.training.components.ranks import unplanned
-from tilewright.training.components.sharded_model import first_values, give_weights, on_meta, quantized_weights
-from tilewright.training.components.teacher import Teacher, open_teacher
+from tilewright.training.components.weights.lora_model import build_adapted
+from tilewright.training.components.weights.sharded_model import first_values, give_weights, on_meta, quantized_weights
+from tilewright.training.components.weights.teacher import Teacher, open_teacher
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.layer_major_setup import (

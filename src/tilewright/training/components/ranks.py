@@ -261,6 +261,14 @@ def check_world(world: World, recipe: Recipe) -> None:
             need="copies of the model, or the standard executor",
             try_=f"--parallel.dp_replicate {world.size}, or --memory.executor standard",
         )
+    if recipe.distill.teacher:
+        raise ConfigError(
+            "Teacher on several processes",
+            where="distill.teacher",
+            got=f"{world.size} processes, a teacher",
+            need="one process: each of several would hold the whole teacher, which no plan counts",
+            try_="start it without torchrun, or take [distill] out",
+        )
     rows = 2 if recipe.data.format == "preferences" else 1
     if recipe.train.global_batch_size // rows < world.size:
         raise ConfigError(

@@ -25,7 +25,7 @@ from tilewright.parallel.fill import shard_from_meta
 from tilewright.parallel.shard import Sharding, is_sharded, shard
 from tilewright.parallel.world import World
 from tilewright.precision.float8.weight_cache import QuantizedWeights
-from tilewright.training.components.lora_model import fill_lazy
+from tilewright.training.components.weights.lora_model import fill_lazy
 from tilewright.training.executor.layer_major_setup import has_layer_groups
 
 
