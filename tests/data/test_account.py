@@ -169,10 +169,11 @@ def test_json(folder, tmp_path, shape, encoding):
 def test_rows_of_an_array_in_pieces_of_any_size(texts, step):
     """However an array comes in pieces, its items are those that `json` reads."""
     from tilewright.data.sources.json_rows import _items
+    from tilewright.data.sources.lines import LONGEST_LINE
 
     whole = json.dumps([{"text": text, "more": [text, {"a": 1}]} for text in texts], ensure_ascii=False)
     pieces = iter([whole[i : i + step] for i in range(0, len(whole), step)])
-    assert [json.loads(item)["text"] for item in _items("", pieces, 1)] == texts
+    assert [json.loads(item)["text"] for item in _items("", pieces, 1, LONGEST_LINE)] == texts
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t"])

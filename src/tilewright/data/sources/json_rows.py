@@ -15,7 +15,7 @@ from tilewright.data.sources.decompress import utf8_pieces
 from tilewright.data.sources.documents import Document, Reject
 from tilewright.data.sources.lines import LONGEST_LINE, streamed_lines, too_long
 
-_MARK = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\Z))|[\[\]{},]', re.DOTALL)
+_MARK = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|(?P<open>\\?\Z))|[\[\]{},]', re.DOTALL)
 
 
 _ROW_KEYS = {"messages", "conversations", "conversation", "chosen", "rejected", "instruction", "prompt"}
