@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import click
+from pydantic import BaseModel
 
 import tilewright
 from tilewright.cli.app import COMMANDS, cli
@@ -17,6 +18,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.toml import RECIPES, toml_text
 from tilewright.core.env import VARIABLES
 from tilewright.core.units import format_count
+from tilewright.data.build.config import DataBuild
 from tilewright.models.build import decoder_config
 from tilewright.models.decoder.flops import count_parameters
 from tilewright.report.verdict.judge import MOOT, RULES
@@ -34,14 +36,33 @@ def configuration() -> str:
         "grouped by `[section]`; on the command line they are written `--section.field value`.",
         "`tilewright inspect --schema` prints the JSON schema for editors.",
     ]
-    for section in schema.sections():
+    return "\n".join([*lines, *_settings(Recipe)]) + "\n"
+
+
+def data_build() -> str:
+    """The settings of a data.toml, as those of a recipe."""
+    lines = [
+        "# Settings of a data build",
+        "",
+        "Every setting of a `data.toml`, made from the schema in `tilewright.data.build.config`;",
+        "[how to build a dataset](../how-to/build-data.md). `none`: the rule is off. Papers: Gopher is Rae et al. 2021",
+        "(arXiv 2112.11446), C4 is Raffel et al. 2020 (arXiv 1910.10683), FineWeb is Penedo et al. 2024 (arXiv",
+        "2406.17557).",
+    ]
+    return "\n".join([*lines, *_settings(DataBuild)]) + "\n"
+
+
+def _settings(root: type[BaseModel]) -> list[str]:
+    """A table of each section of a schema."""
+    lines: list[str] = []
+    for section in schema.sections(root):
         lines += ["", f"## [{section}]", "", "| setting | default | value | meaning |", "|---|---|---|---|"]
-        for item in schema.fields():
+        for item in schema.fields(root):
             if item.path.startswith(section + "."):
                 name = item.path.partition(".")[2]
                 cells = (f"`{name}`", f"`{toml_text(item.info.default)}`", item.wants, item.doc)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def environment() -> str:
@@ -190,6 +211,7 @@ def verdict() -> str:
 
 PAGES = {
     "configuration.md": configuration,
+    "data-build.md": data_build,
     "environment.md": environment,
     "commands.md": commands,
     "recipes.md": recipes,

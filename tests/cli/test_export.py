@@ -16,7 +16,7 @@ from tilewright.cli.app import run
 from tilewright.cli.load_run import open_to_export
 from tilewright.compress.export.targets import TARGETS, default_targets
 from tilewright.compress.export_run import export_run, vocabulary_size
-from tilewright.compress.exports_file import read_exports
+from tilewright.compress.exports_file import read_exports, write_exports
 from tilewright.compress.graph.trace import converting
 from tilewright.compress.prove.held_out import ask_held_out
 from tilewright.compress.prove.limits import ConsumerLimits
@@ -231,3 +231,36 @@ def test_adapters_are_merged(tmp_path):
     theirs = torch.from_numpy(np.array(dequantize(stored.data, stored.tensor_type)))
     assert (ours - theirs).abs().max() < 2**-10 * ours.abs().max()
     assert "<|im_start|>" in reader.fields["tokenizer.chat_template"].contents()
+
+
+@pytest.mark.slow
+def test_gptq_loses_less_than_rounding_in_llama_cpp(tmp_path):
+    """A model that has learned its text, in blocks of 4 bits: llama.cpp's own distributions."""
+    write_text(tmp_path / "text")
+    options = {"train__steps": 150, "model__dim": 64, "optim__lr": 3e-3, "train__eval_interval": 0}
+    folder = train(tiny(tmp_path, tmp_path / "runs", log__report="false", **options)).run_dir
+    found = {}
+    for method in ("rtn", "gptq"):
+        assert run(["export", str(folder), "--to", "gguf-q4_0", "--method", method, "--threads", "1"]) == 0
+        found[method] = row(folder, "gguf-q4_0")
+        assert found[method]["state"] == "ran", found[method]["reason"]
+    assert found["gptq"]["bytes"] == found["rtn"]["bytes"]
+    assert found["gptq"]["formats"] == found["rtn"]["formats"]
+    assert found["gptq"]["kl"] < found["rtn"]["kl"]
+    assert any("by GPTQ" in note for note in found["gptq"]["notes"])
+    print({method: each["kl"] for method, each in found.items()})
+
+
+def test_rows_of_an_earlier_export_keep_what_they_were_measured_on(finished, capsys):
+    assert run(["export", str(finished), "--to", "hf", "--threads", "1", "--no-proof"]) == 0
+    record = read_exports(finished)
+    assert record["artefacts"][0]["measured"]["threads"] == 1
+    record["artefacts"][0]["state"] = "ran"
+    record["artefacts"][0]["measured"] |= {"cpu": "another CPU", "date": "2020-01-01"}
+    write_exports(finished, {name: value for name, value in record.items() if name != "format"})
+    capsys.readouterr()
+    assert run(["export", str(finished), "--to", "gguf-f16", "--threads", "1", "--no-proof"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "hf: kept from an earlier export, measured on another CPU" in shown
+    assert "2020-01-01" in shown
+    assert "gguf-f16: kept" not in shown

@@ -61,6 +61,7 @@ SURFACE = {
         *("--compare", "--device-memory", "--disk-memory", "--help", "--host-memory", "--html", "--json", "--largest"),
         *("--on", "--out", "--quiet", "--verbose", "--why", "recipe"),
     ],
+    "data": ["--help"],
     "precision": ["--help"],
     "train": ["--dry-run", "--help", "--quiet", "--verbose", "recipe"],
     "finetune": ["--dry-run", "--help", "--how", "--passes", "--quiet", "--verbose", "data", "model"],
@@ -79,8 +80,8 @@ SURFACE = {
     ],
     "generate": ["--help", "--prompt", "--quiet", "--seed", "--temperature", "--tokens", "--top-k", "--verbose", "run"],
     "export": [
-        *("--help", "--json", "--no-proof", "--out", "--quiet", "--threads", "--time-limit", "--to", "--verbose"),
-        *("--without-tokenizer", "run"),
+        *("--help", "--json", "--method", "--no-proof", "--out", "--quiet", "--threads", "--time-limit", "--to"),
+        *("--verbose", "--without-tokenizer", "run"),
     ],
     "inspect": ["--diff", "--help", "--json", "--quiet", "--schema", "--verbose", "target"],
     "report": ["--help", "--open", "--quiet", "--verbose", "run"],
@@ -90,7 +91,12 @@ SURFACE = {
 
 
 SEARCH = ["--batches", "--budget", "--force", "--help", "--json", "--out", "--quiet", "--rows", "--run", "--time"]
-SUBCOMMANDS = {"precision": {"search": sorted([*SEARCH, "--verbose", "--warmup", "recipe"])}}
+BUILD = ["--executor", "--help", "--json", "--out", "--processes", "--quiet", "--verbose", "settings"]
+INSPECT = ["--diff", "--help", "--json", "--most", "--quiet", "--record", "--reject", "--run", "--step", "--verbose"]
+SUBCOMMANDS = {
+    "data": {"build": BUILD, "inspect": [*INSPECT, "folder"]},
+    "precision": {"search": sorted([*SEARCH, "--verbose", "--warmup", "recipe"])},
+}
 
 
 def surface(command: click.Command) -> list[str]:

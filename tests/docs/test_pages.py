@@ -10,6 +10,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 
 from tilewright.cli.app import run
 from tilewright.core.config.load import load_recipe
+from tilewright.data.build.config import load_data_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if "_build" not in path.parts)
@@ -28,8 +29,13 @@ def run_console(example: Example) -> None:
 
 
 def load_toml(example: Example) -> None:
-    """A TOML block with `extends` is a whole recipe, and loads without a setting that has no effect."""
+    """A TOML block with `extends` is a whole recipe, and loads without a setting that has no effect. One that begins
+    with `# data.toml` is the file of that name, for the commands after it."""
     text = str(example.parsed)
+    if text.startswith("# data.toml"):
+        Path("data.toml").write_text(text, encoding="utf-8")
+        load_data_toml(Path("data.toml"))
+        return
     if "extends" in tomllib.loads(text):
         path = Path("block.toml")
         path.write_text(text, encoding="utf-8")

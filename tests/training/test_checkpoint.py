@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tilewright.core.atomic_io import check_manifest
 from tilewright.core.errors import CheckpointError
 from tilewright.training.checkpoint import writing
-from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
+from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 
 
 def _tensors(seed: int, size: int = 50) -> dict[str, torch.Tensor]:

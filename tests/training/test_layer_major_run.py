@@ -30,6 +30,13 @@ def test_it_is_the_standard_run(data, tmp_path):
     assert_same_run(sliced, standard)
 
 
+def test_it_is_the_standard_run_for_integers_too(data, tmp_path):
+    options = {"model__tie_embeddings": False, "precision__mode": "fp32", "precision__rules": '[{compute = "int4_a8"}]'}
+    standard = train(tiny(data, tmp_path, run__name="standard", **options)).run_dir
+    sliced = train(tiny(data, tmp_path, run__name="sliced", **options | LAYERS)).run_dir
+    assert_same_run(sliced, standard)
+
+
 def test_resume_equals_never_having_stopped(data, tmp_path):
     options = {"optim__clip": "delayed", "optim__schedule": "constant", "train__eval_interval": 0} | LAYERS
     whole = train(tiny(data, tmp_path, run__name="whole", train__steps=8, **options)).run_dir

@@ -27,6 +27,7 @@ CASES = {
     "moe": {"model__num_experts": 4, "model__attention": "mla"},
     "fp8": {"precision__mode": "fp8_tile", "precision__start_mode": "bf16_mixed", "precision__start_fraction": 0.4},
     "fp8_moe": {"precision__mode": "fp8_hybrid", "model__num_experts": 4, "train__activation_checkpoint": "full"},
+    "integers": {"precision__rules": '[{compute = "int4_a8"}, {op = "head", compute = "int8"}]'},
     "checkpointing": {"train__activation_checkpoint": "full", "checkpoint__async_save": False},
 }
 

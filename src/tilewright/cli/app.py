@@ -26,6 +26,10 @@ COMMANDS = {
         "tilewright.cli.commands.doctor:doctor",
         "Show this machine and the kernel chosen for each operation, with the reason.",
     ),
+    "data": (
+        "tilewright.cli.commands.datasets.group:data",
+        "Build a dataset from raw files, and look into one.",
+    ),
     "plan": (
         "tilewright.cli.commands.plan:plan",
         "Predict memory, step time and the bottleneck of a run, before it runs.",
@@ -66,7 +70,7 @@ COMMANDS = {
         "Judge a run and write its report: one HTML file that opens offline.",
     ),
     "watch": (
-        "tilewright.cli.commands.watch:watch",
+        "tilewright.cli.commands.outputs.watch:watch",
         "Show runs live in the browser: curves over each other, differing settings, load of the machine.",
     ),
     "bench": ("tilewright.cli.commands.bench:bench", "Measure matmuls or a training step on this machine."),

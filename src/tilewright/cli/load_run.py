@@ -8,21 +8,21 @@ from pathlib import Path
 
 import torch
 
+from tilewright.compress.export.codes import Method
 from tilewright.compress.export.source import ExportSource
 from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
-from tilewright.core.errors import CheckpointError
 from tilewright.core.hardware import detect_machine
 from tilewright.core.log import say
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.models.base.protocols import Model
 from tilewright.ops.kernels import Kernels
+from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import merge_lora
-from tilewright.training.checkpoint.state import raise_on_difference
-from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
+from tilewright.precision.policy.policy import Policy, in_fp32
+from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.components.lora_model import build_adapted
-
-_MODEL = "model."
+from tilewright.training.components.trained_weights import load_newest
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,13 @@ class Reopened:
     device: torch.device
 
 
-def reopen(run: Path, device: str = "auto") -> Reopened:
+def reopen(run: Path, device: str = "auto", *, rounded: bool = True) -> Reopened:
     """The model of a run folder, in evaluation mode.
+
+    Args:
+        run: its folder.
+        device: auto, cpu or cuda.
+        rounded: where the run rounds weights to integers, so does the model; else it is as plain as any other.
 
     Raises:
         CheckpointError: no valid checkpoint is there, or it is of another model than the run's recipe builds.
@@ -51,64 +56,28 @@ def reopen(run: Path, device: str = "auto") -> Reopened:
     kernels = Kernels.from_sections(machine, recipe.ops, recipe.memory)
     model = build_adapted(plain, tokenizer.vocab_size, kernels, machine.device)
     checkpoint = load_newest(run, model)
+    policy = Policy.from_section(recipe.precision, machine.device)
+    if rounded and policy.rounds_to_integers:
+        convert(model, in_fp32(policy), kernels=kernels)
     return Reopened(recipe, tokenizer, model.eval(), checkpoint, torch.device(machine.device))
 
 
-def open_to_export(run: Path, without_tokenizer: bool = False) -> ExportSource:
+def open_to_export(run: Path, without_tokenizer: bool = False, method: Method = "auto") -> ExportSource:
     """A run as `export` takes it, adapters merged. A run that has not finished is said to be one.
+
+    Args:
+        run: its folder.
+        without_tokenizer, method: see `ExportSource`.
 
     Raises:
         CheckpointError: no valid checkpoint is there.
         ConfigError: the run's model has no text.
     """
-    opened = reopen(run, "cpu")
+    opened = reopen(run, "cpu", rounded=False)
     merge_lora(opened.model)
     step, asked = read_meta(opened.checkpoint)["parts"]["counters"]["step"], opened.recipe.train.steps
     if step < asked:
         say(f"note: the run is at step {step} of {asked}; its newest checkpoint is exported", error=True)
-    return ExportSource(run, opened.recipe, opened.tokenizer, opened.model, opened.checkpoint, without_tokenizer)
-
-
-def load_newest(run: Path, model: Model) -> Path:
-    """The weights of a run's newest valid checkpoint into a model, in place; the checkpoint's path.
-
-    Raises:
-        CheckpointError: there is none, or it is of another model.
-    """
-    checkpoint = _newest(run)
-    _load(model, checkpoint)
-    return checkpoint
-
-
-def _newest(run: Path) -> Path:
-    store = CheckpointStore(run / "checkpoints")
-    try:
-        path, rejected = store.newest_sound()
-    finally:
-        store.close()
-    for rejection in rejected:
-        say(f"note: {rejection.path.name} is not used: {rejection.reason}", error=True)
-    if path is None:
-        raise CheckpointError(
-            "No valid checkpoint in the run folder",
-            got=f"{len(rejected)} that are truncated or corrupt" if rejected else "none",
-            need="one written by train",
-            try_=f"tilewright train {run / 'run.toml'}",
-            where=str(run / "checkpoints"),
-        )
-    return path
-
-
-def _load(model: Model, checkpoint: Path) -> None:
-    """Weights into the model in place; tied ones are stored once, under their first name."""
-    targets, seen = {}, set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
-        if key not in seen:
-            seen.add(key)
-            targets[_MODEL + name] = tensor.detach()
-    there = {name: shape for name, (_, shape) in stored_tensors(checkpoint).items() if name.startswith(_MODEL)}
-    here = {name: tuple(tensor.shape) for name, tensor in targets.items()}
-    raise_on_difference(f"{checkpoint} is a checkpoint of another model.", _MODEL, here, there)
-    with torch.no_grad():
-        read_tensors(checkpoint, targets)
+    return ExportSource(
+        run, opened.recipe, opened.tokenizer, opened.model, opened.checkpoint, without_tokenizer, method
+    )

@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-from tilewright.cli.commands.chat_models.tuned_recipe import kind_of
 from tilewright.cli.common import find_run
 from tilewright.cli.error_text import told_without_settings
 from tilewright.cli.load_run import reopen
@@ -25,7 +24,7 @@ from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.common.tokenizer_folder import folder_tokenizer
 from tilewright.models.base.meta import shapes_only
 from tilewright.models.base.protocols import Model
-from tilewright.models.build import check_vocab, materialize
+from tilewright.models.build import check_vocab, kind_of, materialize
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_config import read_config
 from tilewright.models.decoder.hf_weights import load_weights

@@ -4,6 +4,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -74,7 +75,13 @@ def export_run(
         "run": source.run.resolve().name,
         "checkpoint": source.checkpoint.name,
         "fp32_bytes": fp32_bytes(source),
-        "machine": {"cpu": machine.device_name, "threads": threads, "clock_mhz": _clock(), "memory_limit_bytes": None},
+        "machine": {
+            "cpu": machine.device_name,
+            "threads": threads,
+            "clock_mhz": _clock(),
+            "memory_limit_bytes": None,
+            "date": datetime.now(UTC).date().isoformat(),
+        },
         "baselines": [],
         "artefacts": _kept(source, targets) + rows,
     }
@@ -93,7 +100,7 @@ def export_run(
             except CheckpointError as error:
                 errors.append(error)
                 row = _not_written(target, "failed", f"not written: {_in_words(error)}")
-            record["artefacts"].append(row)
+            record["artefacts"].append(row | {"measured": dict(record["machine"])})
             _save(source.run, record)
             on_row(row)
     if len(errors) == len(possible):
@@ -136,12 +143,14 @@ def _in_words(error: CheckpointError) -> str:
 
 
 def _kept(source: ExportSource, targets: Sequence[Target]) -> list[Row]:
-    """Rows of an earlier export of the same checkpoint, of other targets."""
+    """Rows of an earlier export of the same checkpoint, of other targets. What they were measured on stays with
+    them."""
     before = read_exports(source.run) or {}
     if before.get("checkpoint") != source.checkpoint.name:
         return []
     again = {target.name for target in targets}
-    return [row for row in before["artefacts"] if row.get("target") not in again]
+    then = {"measured": before.get("machine")}
+    return [then | row for row in before["artefacts"] if row.get("target") not in again]
 
 
 def _clock() -> float | None:

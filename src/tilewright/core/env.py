@@ -78,6 +78,11 @@ VARIABLES = (
     Variable("RANK", "", "an integer", "rank of this process, set by torchrun; only rank 0 prints"),
     Variable("LOCAL_RANK", "", "an integer", "rank of this process on its machine, set by torchrun"),
     Variable("WORLD_SIZE", "", "an integer", "number of processes, set by torchrun"),
+    Variable(
+        "SLURM_ARRAY_TASK_ID", "", "an integer", "task of a Slurm job array; a rank of `data build --executor rank`"
+    ),
+    Variable("SLURM_ARRAY_TASK_MIN", "", "an integer", "first task of the array, set by Slurm"),
+    Variable("SLURM_ARRAY_TASK_COUNT", "", "an integer", "number of tasks of the array, set by Slurm"),
     Variable("LOCAL_WORLD_SIZE", "", "an integer", "number of processes on this machine, set by torchrun"),
     Variable("MASTER_ADDR", "", "a host", "where the processes meet, set by torchrun"),
     Variable("MASTER_PORT", "", "an integer", "port of that host, set by torchrun"),
@@ -268,6 +273,36 @@ def of_ranks(world: int, port: int) -> list[dict[str, str]]:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}
     shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def job_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
+    """`ranks`, or this task of a Slurm job array where torchrun started nothing.
+
+    Raises:
+        ConfigError: a variable is not an integer.
+
+    Example:
+        >>> array = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "5", "SLURM_ARRAY_TASK_COUNT": "4"}
+        >>> job_ranks(array).rank, job_ranks(array).world, job_ranks({"RANK": "1", "WORLD_SIZE": "2"}).world
+        (2, 4, 2)
+    """
+    environ = os.environ if environ is None else environ
+    names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT")
+    if environ.get("RANK") or not environ.get(names[0]):
+        return ranks(environ)
+    task, first, count = (environ.get(name) or "0" for name in names)
+    if not (task.isdecimal() and first.isdecimal() and count.isdecimal()):
+        got = ", ".join(f"{name}={environ.get(name)}" for name in names)
+        raise ConfigError("Slurm's numbers of an array are no integers", got=got, need="integers", where="environment")
+    return ranks({"RANK": f"{int(task) - int(first)}", "WORLD_SIZE": count})
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Processes that are started inside compute with one thread each: several of them share the cores."""
+    with unchanged():
+        os.environ |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        yield
 
 
 @contextmanager

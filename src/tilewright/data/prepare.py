@@ -7,7 +7,7 @@ depends on the row length and the task. This is the only function that most call
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import platformdirs
 import tokenizers
@@ -15,6 +15,7 @@ import xxhash
 
 from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.batches.build_rows import build_rows
+from tilewright.data.build.finished.open_built import built_tokens, is_built
 from tilewright.data.chat.build import build_chat
 from tilewright.data.chat.load import template_source
 from tilewright.data.chat.pack import pack_chat
@@ -29,6 +30,7 @@ from tilewright.data.prepared_images import PreparedImages, prepare_images
 from tilewright.data.sources.files import several_sources, user_source
 from tilewright.data.sources.installed import installed_source
 
+Prepared = TypeVar("Prepared", PreparedData, PreparedChat)
 _FORMAT = 3  # of the cache entries; a change makes old entries unused
 
 
@@ -55,7 +57,8 @@ def prepare(
     """Prepare the data of a run, or find it prepared.
 
     Args:
-        source: "installed", or a path to the user's data. Not read where `sources` are given.
+        source: "installed", a path to the user's data, or the folder of a built dataset (`data.build`), which brings
+            its own tokenizer and held-out part. Not read where `sources` are given.
         sources: several paths, each a domain of the name that it is given.
         format: what rows hold: text, conversations, or pairs of a preferred and another answer.
         chat_template: see `chat.load.template_source`. Of chat and preferences.
@@ -89,6 +92,13 @@ def prepare(
     root = root / "data"
     if task == "image_classification":
         return prepare_images(source, root, image_size=image_size, holdout=holdout, seed=seed, before=before)
+    if not sources and source != "installed" and is_built(Path(source).expanduser()):
+        built = built_tokens(Path(source).expanduser(), format, tokenizer, domains)
+        if task == "masked_lm":
+            need_mask(load_tokenizer(built.tokens / "tokenizer"))
+        rows_key = _key("rows", built.fingerprint, task=task, seq_len=seq_len, domains=domains)
+        packed = cached(root, rows_key, _builder(seconds, build_rows, built.tokens, task, seq_len, domains), before)
+        return _timed(PreparedData(built.tokens, packed), seconds)
     field = text_field if format == "text" else None
     if sources:
         found = several_sources(sources, field, domains)
@@ -114,13 +124,14 @@ def prepare(
         encoded = cached(root, key, _builder(seconds, build_chat, found, **settings, **chat), before)
         rows_key = _key("rows", key, seq_len=seq_len)
         rows = cached(root, rows_key, _builder(seconds, pack_chat, encoded, pairs, seq_len), before)
-        conversations = PreparedChat(encoded, rows, pairs)
-        conversations.summary["seconds"] = seconds
-        return conversations
+        return _timed(PreparedChat(encoded, rows, pairs), seconds)
     corpus = cached(root, key, _builder(seconds, build_corpus, found, **settings), before)
     rows_key = _key("rows", key, task=task, seq_len=seq_len)
     packed = cached(root, rows_key, _builder(seconds, build_rows, corpus, task, seq_len), before)
-    prepared = PreparedData(corpus, packed)
+    return _timed(PreparedData(corpus, packed), seconds)
+
+
+def _timed(prepared: Prepared, seconds: dict[str, float]) -> Prepared:
     prepared.summary["seconds"] = seconds
     return prepared
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import torch
 
 from tilewright.core.errors import DataError
 from tilewright.data.batches.masking import mask_tokens
 from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.pack import Packing
 from tilewright.data.batches.rows import IGNORE, TextRows
+from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
 from tilewright.data.corpus.build import SPLITS, TOKEN_BYTES
 
@@ -62,7 +62,9 @@ class PreparedData:
             return np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False))
 
         packing = Packing(*(column(self.folder, f"{split}.{part}.npy") for part in ("starts", "lengths", "first")))
-        return TextRows(column(self._corpus, f"{split}.npy"), packing, self.seq_len, self.task == "causal_lm")
+        masked = (self._corpus / f"{split}.trained.npy").exists()
+        trained = column(self._corpus, f"{split}.trained.npy") if masked else None
+        return TextRows(column(self._corpus, f"{split}.npy"), packing, self.seq_len, self.task == "causal_lm", trained)
 
     def train_arrays(self, picks: Picks, seed: int) -> dict[str, np.ndarray]:
         """Batch arrays [B, seq_len] of training rows, see `TextRows.gather`; masked for masked_lm."""
@@ -79,7 +81,7 @@ class PreparedData:
             "segments": np.full((1, self.seq_len), -1, np.int32),
         }
 
-    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[dict[str, torch.Tensor]]:
+    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
         """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""
         chosen = self._eval_rows(domain, micro_batch_size * num)
         batches = []
@@ -88,7 +90,7 @@ class PreparedData:
             batch = self._rows["holdout"].gather(rows)
             if self.task == "masked_lm":
                 batch = self._masked(batch, _EVAL_SEED, rows)
-            batches.append({name: torch.from_numpy(array) for name, array in batch.items()})
+            batches.append(as_tensors(batch))
         return batches
 
     def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> int | None:
@@ -133,13 +135,21 @@ class PreparedData:
             yield np.asarray(tokens[start + 1 : end - 1], np.int64)
 
     def describe_row(self, domain: str, row: int) -> list[dict[str, Any]]:
-        """The documents of a training row: name, first position of the piece in the document, positions in it."""
+        """The documents of a training row: name, first position of the piece in the document, positions in it, text."""
         found = []
         for start, length in self._rows["train"].pieces(self._ranges["train"][domain][0] + row):
             document = int(np.searchsorted(self._starts, start, side="right")) - 1
             name = self._names[document]
-            found.append({"name": name, "start": start - int(self._starts[document]), "length": length})
+            text = self.tokenizer.decode(self._rows["train"].tokens[start : start + length].tolist())
+            where = {"start": start - int(self._starts[document]), "length": length}
+            found.append({"name": name, **where, "text": text, **self._place(document)})
         return found
+
+    def _place(self, document: int) -> dict[str, Any]:
+        """Record, file and bytes of a document of a built dataset; nothing of other text, which has names alone."""
+        table = self._documents
+        names = [name for name in ("id", "path", "part", "start", "stop") if name in table.column_names]
+        return {f"file_{name}" if name in ("start", "stop") else name: table[name][document].as_py() for name in names}
 
     @cached_property
     def _documents(self) -> Any:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from tilewright.data.batches.mix import Picks
 from tilewright.data.batches.pack import Packing
 from tilewright.data.batches.rows import TextRows
+from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.prepared import PreparedData
 
@@ -55,12 +55,12 @@ class PreparedChat(PreparedData):
         """Pairs in both splits."""
         return sum(rows.packing.num_rows for rows in self._rows.values())
 
-    def all_pairs(self) -> Iterator[dict[str, torch.Tensor]]:
+    def all_pairs(self) -> Iterator[Batch]:
         """Every pair as a batch of one, in the order of `rows`: training, then held out."""
         for split, rows in self._rows.items():
             for row in range(rows.packing.num_rows):
                 batch = self._gather(split, np.array([row]))
-                yield {name: torch.from_numpy(values) for name, values in batch.items()}
+                yield as_tensors(batch)
 
     def set_reference(self, logps: np.ndarray, beta: float) -> None:
         """From now on batches of pairs carry what their loss needs; see `models.base.preference`.
@@ -82,12 +82,12 @@ class PreparedChat(PreparedData):
             return blank
         return self._with_reference({name: np.repeat(v[:, None], 2, 1) for name, v in blank.items()}, np.array([-1]))
 
-    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[dict[str, torch.Tensor]]:
+    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
         """At most `num` batches of at most `micro_batch_size` held-out rows of one domain; the same on every call."""
         chosen = self._eval_rows(domain, micro_batch_size * num)
         parts = [chosen[at : at + micro_batch_size] for at in range(0, len(chosen), micro_batch_size)]
         batches = [self._gather("holdout", rows) for rows in parts]
-        return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in batches]
+        return [as_tensors(batch) for batch in batches]
 
     def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> int | None:
         """None: answers end in tokens that stand for no text."""

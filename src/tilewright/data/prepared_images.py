@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.rows import IGNORE
+from tilewright.data.batches.tensors import Batch, as_tensors
 from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import ProgressBar, timed
 from tilewright.data.corpus.account import account_of_files
@@ -63,14 +63,14 @@ class PreparedImages:
         shape = (1, *self._pixels.shape[1:])
         return {"pixel_values": np.zeros(shape, np.float32), "labels": np.array([IGNORE], np.int64)}
 
-    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[dict[str, torch.Tensor]]:
+    def eval_batches(self, domain: str, micro_batch_size: int, num: int) -> list[Batch]:
         """At most `num` batches of held-out images, the same on every call."""
         size = len(self._rows["holdout"])
         take = min(num * micro_batch_size, size)
         order = permute(np.arange(take), np.full(take, size), np.full(take, 0, np.uint64))
         batches = [order[start : start + micro_batch_size] for start in range(0, take, micro_batch_size)]
         gathered = [self._gather(self._rows["holdout"][rows]) for rows in batches]
-        return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in gathered]
+        return [as_tensors(batch) for batch in gathered]
 
     def eval_bytes(self, domain: str, micro_batch_size: int, num: int) -> None:
         """Images have no bytes of text."""

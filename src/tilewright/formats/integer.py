@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from tilewright.formats.nibbles import pack_nibbles, unpack_nibbles
 from tilewright.formats.scaling import Tile, spread_scale
+from tilewright.formats.spec import TF32, round_to
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal FP32. What is below half of it becomes zero."""
@@ -185,6 +186,14 @@ def scale_of_range(low: Tensor, high: Tensor, spec: IntSpec, *, symmetric: bool 
     scale = _valid(high / steps - low / steps, low, high)  # each divided first: the difference may overflow
     zero_point = (spec.lowest - low / scale).round().clamp(spec.lowest, spec.highest)
     return scale, torch.nan_to_num(zero_point).to(torch.int8)
+
+
+def half_scale(scale: Tensor) -> Tensor:
+    """The nearest scale that is a normal number of FP16, in FP32: for formats that store it so. NaN stays.
+
+    By TF32, which has as many digits: compilers leave out a cast to FP16 and back.
+    """
+    return round_to(scale.clamp(2.0**-14, 65504.0), TF32)
 
 
 def encode_integer(x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec) -> Tensor:

@@ -3,11 +3,13 @@
 The one place that knows which kinds of model there are.
 """
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from tilewright.core.config.recipe import ModelSection
-from tilewright.core.errors import ConfigError
+from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_share
 from tilewright.models.base.meta import shapes_only
 from tilewright.models.base.protocols import Model
@@ -15,6 +17,7 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.decoder.hf_weights import load_weights, read_config
 from tilewright.models.decoder.init import init_decoder
+from tilewright.models.folder.json_file import read_json
 from tilewright.models.folder.resolve import local_folder
 from tilewright.models.hf.load import hf_shapes, init_hf, load_hf
 from tilewright.models.hf.model import HFModel
@@ -83,6 +86,20 @@ def in_folder(section: ModelSection) -> ModelSection:
     """The section with the folder of a model that it names by its repository."""
     folder = local_folder(section.path)
     return section if folder == section.path else section.model_copy(update={"path": folder})
+
+
+def kind_of(folder: str) -> str:
+    """`decoder` where the folder has a layout that tilewright's decoder reads, which trains faster; else `hf`.
+
+    Raises:
+        CheckpointError: no folder, or no config.json in it.
+    """
+    read_json(Path(folder).expanduser(), "config.json")
+    try:
+        read_config(folder)
+    except (CheckpointError, ConfigError):
+        return "hf"
+    return "decoder"
 
 
 def check_vocab(model_vocab: int, tokenizer_vocab: int, path: str) -> None:

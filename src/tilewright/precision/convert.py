@@ -25,12 +25,13 @@ from tilewright.precision.assign.validate import check_no_fallbacks, check_rules
 from tilewright.precision.float8.linear import Float8Linear
 from tilewright.precision.float8.third_party import give_over, tile_weights
 from tilewright.precision.float8.wiring import group_experts, share_inputs
+from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
+from tilewright.precision.integer.trained import IntegerTrainedEmbedding, IntegerTrainedLinear
 from tilewright.precision.mixed.autocast import region_of
-from tilewright.precision.mixed.cast import CASTS, Cast, CastLinear, become, plain_layer
+from tilewright.precision.mixed.cast import CASTS, Cast, CastEmbedding, CastLinear, become, plain_layer
 from tilewright.precision.policy.gemm_formats import Gemms
-from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy
+from tilewright.precision.policy.policy import FormatDecision, Policy, as_policy, in_fp32
 from tilewright.precision.policy.report import ConversionReport, Table
-from tilewright.precision.policy.rules import Rule
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ def set_mode(model: nn.Module, policy: Policy | str) -> ConversionReport:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation: FP32 throughout and `eval()` mode inside, everything as before outside. Gradients are left alone.
+    What is trained for integers is rounded to them here too.
 
     Matmuls that were moved to other formats at run time (`Float8Linear.set_gemms`) are in these again.
 
@@ -116,8 +118,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         ConfigError: the model is not converted.
     """
     report = _report_of(model)
-    kinds = tuple(Rule(rule.match, kind=rule.kind) for rule in report.policy.rules if rule.kind)
-    wide = decide_all(model, Policy("fp32", kinds, device_type=report.policy.device_type))
+    wide = decide_all(model, in_fp32(report.policy))
     narrow = decide_all(model, report.policy)
     moved = [(module, module.gemms) for module in model.modules() if isinstance(module, Float8Linear)]
     switches = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) if wide.switch else None
@@ -217,15 +218,21 @@ def _swap(module: nn.Module, decision: FormatDecision, plan: ConversionPlan, ker
     if not isinstance(module, Cast):
         become(module, CASTS[plain_layer(module)])
     if isinstance(module, CastLinear | Float8Linear):
-        become(module, CastLinear if decision.gemms is None else Float8Linear)
+        plain = IntegerTrainedLinear if decision.to_integers else CastLinear
+        become(module, plain if decision.gemms is None else Float8Linear)
         if kernels is not None:
             module.kernels = kernels
+    elif isinstance(module, CastEmbedding):
+        become(module, IntegerTrainedEmbedding if decision.to_integers else CastEmbedding)
+    if decision.to_integers:
+        module.integers = COMPUTE_FORMATS[decision.compute]
     if decision.gemms is not None:
         _set_gemms(module, decision.gemms, plan.report.policy)
         module.output_dtype = SPECS[decision.output].dtype
         return
-    output = decision.compute if decision.output == "input" else decision.output  # norms read their input's dtype
-    module.set_formats(decision.compute, output, round_tf32=plan.round_tf32 and decision.compute == "tf32")
+    compute = decision.operands
+    output = compute if decision.output == "input" else decision.output  # norms read their input's dtype
+    module.set_formats(compute, output, round_tf32=plan.round_tf32 and compute == "tf32")
 
 
 def _set_weight(site: ModuleSite, decision: FormatDecision, policy: Policy, kernels: Kernels | None) -> None:

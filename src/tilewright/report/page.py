@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tilewright.core.atomic_io import write_whole
 from tilewright.core.errors import DataError
-from tilewright.report import replan_table, summary, tables
+from tilewright.report import summary, tables
 from tilewright.report.figures import precision_figures, run_figures
 from tilewright.report.figures.bits_figure import bits_figure
-from tilewright.report.run_data import before_after, rank_rows
+from tilewright.report.run_data import before_after, rank_rows, replan_table
 from tilewright.report.run_data.collect import RunData, collect
 from tilewright.report.run_data.exports_table import Exports
 from tilewright.report.run_data.measured import state

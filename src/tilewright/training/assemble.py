@@ -54,6 +54,7 @@ from tilewright.training.components.precision_hook import PrecisionHook, precisi
 from tilewright.training.components.precision_modes import PrecisionModes
 from tilewright.training.components.ranks import unplanned
 from tilewright.training.components.sharded_model import first_values, give_weights, on_meta, quantized_weights
+from tilewright.training.components.teacher import Teacher, open_teacher
 from tilewright.training.executor.activation_policy import ActivationPolicy, checkpoint_layers, cut_layers
 from tilewright.training.executor.layer_major import LayerMajorExecutor
 from tilewright.training.executor.layer_major_setup import (
@@ -168,6 +169,7 @@ class Components:
     setup: RunContext
     control: PrecisionHook | None
     """Moves single matmuls between formats; None where nothing of the kind was asked for."""
+    teacher: Teacher | None = None
     sliced: LayerMajorParts | None = None
     """The model in slices, where the executor is layer-major."""
 
@@ -184,10 +186,9 @@ class Components:
     def state(self) -> TrainState:
         """All that a checkpoint of this run holds."""
         small = {"counters": self.counters, "clip": self.clip, "stream": self.stream, "audit": self.audit}
-        if self.scaler is not None:
-            small["scaler"] = self.scaler
-        if self.control is not None:
-            small["control"] = self.control.control
+        control = self.control.control if self.control is not None else None
+        maybe = {"scaler": self.scaler, "control": control, "teacher": self.teacher}
+        small |= {name: part for name, part in maybe.items() if part is not None}
         if isinstance(self.executor, LayerMajorExecutor) and self.executor.delayed is not None:
             small["delayed"] = self.executor.delayed
         return TrainState(self.model, self.optimizer, small, self.sliced, self.setup.world)
@@ -315,8 +316,9 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
         optim.schedule, optim.lr, recipe.train.steps, optim.warmup_steps, optim.decay_fraction, optim.min_lr_ratio
     )
     stream = _stream(recipe, setup.prepared, setup.world)
-    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker, executor, Counters(), setup, control
-    return Components(model, *run_parts, sliced)
+    run_parts = modes, optimizer, scaler, clip, rates, stream, memory_tracker
+    run_parts += executor, Counters(), setup, control
+    return Components(model, *run_parts, open_teacher(recipe.distill, setup.tokenizer, model, policy), sliced)
 
 
 def seed_everything(seed: int) -> None:

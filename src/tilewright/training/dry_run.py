@@ -35,7 +35,9 @@ def dry_run(loaded: Loaded, world: World = World.alone()) -> int:  # noqa: B008 
         for step in range(NUM_STEPS):
             parts.modes.enter(step)
             started = time.perf_counter()
-            result = parts.executor.step(parts.stream.next_step(), parts.schedule.lr_at(step))
+            batches = parts.stream.next_step()
+            batches = batches if parts.teacher is None else parts.teacher.taught(batches)
+            result = parts.executor.step(batches, parts.schedule.lr_at(step))
             compiled = " (compiles)" if step == 0 and setup.compiles else ""
             say(f"step {step + 1}: loss {result.loss:.4f}, {format_seconds(time.perf_counter() - started)}{compiled}")
         memory = parts.memory_tracker.snapshot(parts.model, parts.optimizer)

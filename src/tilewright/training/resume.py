@@ -16,7 +16,8 @@ from tilewright.parallel.heartbeat import RankRecord
 from tilewright.parallel.launch import on_first
 from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
-from tilewright.training.checkpoint.store import CheckpointStore, Rejection, read_meta
+from tilewright.training.checkpoint.meta import read_meta
+from tilewright.training.checkpoint.store import CheckpointStore, Rejection
 from tilewright.training.components.signals import SettingChange, recipe_changes
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder, move_away

@@ -182,8 +182,7 @@ class Run:
             self._give_back()  # else free blocks pile up over hundreds of steps
 
     def _compute(self, number: int, microbatches: Sequence[Batch], lr: float, due: bool) -> StepResult:
-        """The executor's step, between two looks of the re-planner where it has something to look at: the run is near
-        its memory budget, its rows have another length, or a progress line is due."""
+        """The executor's step, between two looks of the re-planner where its budget, the rows or a line ask for it."""
         replanner, executor = self.replanner, self.parts.executor
         length = row_length(microbatches)
         if self.agreement is not None:
@@ -191,6 +190,8 @@ class Run:
         looks = replanner.watches or (replanner.active and (due or length != replanner.forecast.row_length))
         if looks:
             replanner.before_step(number, length)
+        if self.parts.teacher is not None:
+            microbatches = self._retried(partial(self.parts.teacher.taught, microbatches))
         result = run_with_retries(partial(executor.step, microbatches, lr), partial(replanner.reduce_memory, number))
         self._agree()
         if looks or replanner.watches or executor.transaction.oom_messages:
@@ -214,9 +215,9 @@ class Run:
     def _minutes_passed(self) -> bool:
         return 0 < 60 * self.recipe.checkpoint.interval_minutes <= time.monotonic() - self._saved_at
 
-    def _retried(self, work: Callable[[], None]) -> None:
-        """A pass of the precision controller, again under a tighter plan where memory runs out."""
-        run_with_retries(work, partial(self.replanner.reduce_memory, self.step + 1))
+    def _retried(self, work: Callable[[], Any]) -> Any:
+        """A pass of the precision controller or of a teacher, again under a tighter plan where memory runs out."""
+        return run_with_retries(work, partial(self.replanner.reduce_memory, self.step + 1))
 
     def _enter_mode(self) -> None:
         """Go over to the precision mode that begins with this step."""

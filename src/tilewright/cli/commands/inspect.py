@@ -184,7 +184,8 @@ def _audit_rows(folder: Path, audit: Any) -> list[audit_table.AuditRow]:
 
 def _checkpoint(folder: Path, as_json: bool) -> None:
     """Names, shapes and bytes from the checkpoint's own index; no tensor is read."""
-    from tilewright.training.checkpoint.store import read_meta, stored_tensors
+    from tilewright.training.checkpoint.meta import read_meta
+    from tilewright.training.checkpoint.store import stored_tensors
 
     meta = read_meta(folder)
     rows = [

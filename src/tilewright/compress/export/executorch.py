@@ -6,6 +6,7 @@ are those of `onnx`; at most `LONGEST` new and kept tokens.
 
 from pathlib import Path
 
+from tilewright.compress.export.codes import through
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.quantized import quantize_8da4w, why_not_8da4w
@@ -24,8 +25,10 @@ def _write(source: ExportSource, path: Path) -> Written:
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
     from executorch.exir.error import ExportError, InternalError
 
-    graph = graph_of(source.model)
-    quantized, formats = quantize_8da4w(graph)
+    coded = source.four_bits
+    graph = graph_of(coded.model)
+    codes = through(coded.model, coded.codes, graph_of) if coded.codes else {}
+    quantized, formats = quantize_8da4w(graph, codes)
     traced = trace(quantized, longest=LONGEST)
     need = "operations that ExecuTorch and XNNPACK know"
     with converting("Model cannot be lowered for ExecuTorch", need=need, errors=(ExportError, InternalError)):
@@ -37,7 +40,8 @@ def _write(source: ExportSource, path: Path) -> Written:
         program = lowered.to_executorch(ExecutorchBackendConfig(extract_delegate_segments=True))
     with path.open("wb") as file:
         program.write_to_file(file)
-    notes = () if graph.kept else ("whole rows only: the model keeps no keys and values",)
+    notes = (coded.how,) if codes else ()
+    notes += () if graph.kept else ("whole rows only: the model keeps no keys and values",)
     kept = [[heads, width] for _, (heads, _, width) in graph.kept]
     return Written(notes=notes, quantized=formats, options={"kept": kept, "longest": LONGEST})
 

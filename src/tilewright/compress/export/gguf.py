@@ -7,6 +7,7 @@ FP32.
 import functools
 from pathlib import Path
 
+from tilewright.compress.export.codes import Coded
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Use, Written
 from tilewright.compress.gguf.architecture import shape_of, state, why_no_shape
@@ -40,12 +41,16 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
         words = vocabulary(source.tokenizer, shape.vocab_size, source.recipe.model.weights == "random")
     else:
         notes.append("written without a tokenizer: callers make token ids, and llama.cpp's library takes them")
+    coded = source.four_bits if asked == "q4_0" else Coded(source.model)
+    if asked == "q4_0":
+        notes += _on_codes(coded)
     write_file(
         path,
         asked,
         shape,
-        state(source.model),
+        state(coded.model),
         words,
+        codes=coded.of_net(),
         name=source.run.resolve().name,
         bos_id=source.tokenizer.bos_id,
         eos_id=source.tokenizer.eos_id,
@@ -56,6 +61,13 @@ def _write(asked: str, source: ExportSource, path: Path) -> Written:
     if asked != "f16" and formats.get("f16"):
         notes.append(f"{formats['f16']} matrices stay F16: their rows are no multiple of {BLOCK}")
     return Written(notes=notes, quantized=formats, lint_only="" if words else _NO_SERVER)
+
+
+def _on_codes(coded: Coded) -> list[str]:
+    if not coded.codes:
+        return []
+    left = sum(p.ndim > 1 for name, p in coded.model.named_parameters() if name not in coded.codes)
+    return [coded.how, *([f"{left} matrices rounded to nearest"] if left else [])]
 
 
 def _target(asked: str, use: Use) -> Target:

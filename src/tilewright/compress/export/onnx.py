@@ -1,4 +1,5 @@
-"""Targets `onnx`, `onnx-int8`: one file for onnxruntime that serves a prompt and each token after it.
+"""Targets `onnx`, `onnx-int8`: one file for onnxruntime that serves a prompt and each token after it; and `onnx-qdq`,
+with explicit quantisation for TensorRT, checked against its rules and run in onnxruntime.
 
 Inputs are ids [1, S] int64 and, of each layer, what is kept of earlier tokens (of length 0 at first); outputs are
 logits [1, S, V] and what is kept now.
@@ -7,12 +8,14 @@ logits [1, S, V] and what is kept now.
 import functools
 from pathlib import Path
 
+from tilewright.compress.export.codes import calibration
 from tilewright.compress.export.source import ExportSource
 from tilewright.compress.export.target import Consumer, Target, Written
 from tilewright.compress.graph.trace import converting, graph_of, input_names, output_names, trace, why_no_graph
 from tilewright.compress.onnx.count import count_matmuls
 from tilewright.compress.onnx.file import MAX_BYTES, to_onnx
-from tilewright.compress.onnx.int8 import quantize_int8
+from tilewright.compress.onnx.int8 import quantize_int8, routers
+from tilewright.compress.onnx.qdq import quantize_qdq, violations
 from tilewright.core.units import format_bytes
 
 _ONNXRUNTIME = Consumer(
@@ -49,6 +52,29 @@ def _write(int8: bool, source: ExportSource, path: Path) -> Written:
     return Written(notes=notes, quantized=found if int8 else {})
 
 
+def _write_qdq(source: ExportSource, path: Path) -> Written:
+    import onnx
+
+    graph = graph_of(source.model)
+    batches = calibration(source.recipe, source.data)
+    rows = [row.numpy() for batch in batches for row in batch["input_ids"]][:_CALIBRATION_ROWS]
+    kept = [
+        (name, (heads, width)) for name, (_, (heads, _, width)) in zip(input_names(graph)[1:], graph.kept, strict=True)
+    ]
+    model, notes = traced_onnx(source)
+    fp32 = routers(model.graph)
+    with converting("ONNX graph cannot be quantised", need="one table for the ids, and matmuls with constants"):
+        model = quantize_qdq(model, rows, kept)
+    onnx.save(model, str(path))
+    wrong = violations(model, fp32)
+    lint = f"{len(wrong)} violations" if wrong else "no violation"
+    notes = (*notes, f"explicit quantisation of TensorRT: {lint}; engine not built here", *wrong[:_SHOWN])
+    return Written(notes=notes, quantized=count_matmuls(model))
+
+
+_CALIBRATION_ROWS = 16
+_SHOWN = 5
+
 ONNX = Target(
     name="onnx",
     use="serving",
@@ -64,6 +90,16 @@ ONNX_INT8 = Target(
     use="serving",
     file="{run}-int8.onnx",
     write=functools.partial(_write, True),
+    why_not=why_not,
+    consumer=_ONNXRUNTIME,
+    packages=("onnx", "onnxscript", "onnxruntime"),
+    extra="onnx",
+)
+ONNX_QDQ = Target(
+    name="onnx-qdq",
+    use="serving",
+    file="{run}-qdq.onnx",
+    write=_write_qdq,
     why_not=why_not,
     consumer=_ONNXRUNTIME,
     packages=("onnx", "onnxscript", "onnxruntime"),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from tilewright.compress.export.codes import Coded, Method, four_bit_codes
 from tilewright.core.config.recipe import Recipe
 from tilewright.data.common.tokenizer import Tokenizer
 from tilewright.models.base.protocols import Model
@@ -21,6 +22,7 @@ class ExportSource:
         model: FP32, on the CPU, in evaluation mode; adapters are merged.
         checkpoint: where the weights are from.
         without_tokenizer: write formats that carry a tokenizer without one where theirs cannot be ours.
+        method: how weights become four bits, see `codes.four_bit_codes`.
     """
 
     run: Path
@@ -29,6 +31,12 @@ class ExportSource:
     model: Model
     checkpoint: Path
     without_tokenizer: bool = False
+    method: Method = "auto"
+
+    @cached_property
+    def four_bits(self) -> Coded:
+        """The model with codes of four bits, found once for all targets that hold them."""
+        return four_bit_codes(self.model, self.recipe, lambda: self.data, self.method)  # type: ignore[arg-type]
 
     @cached_property
     def data(self) -> Prepared:

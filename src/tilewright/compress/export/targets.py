@@ -9,7 +9,7 @@ from tilewright.core.errors import ConfigError
 
 TARGETS: tuple[Target, ...] = (
     *(folder.HF, folder.FP8, gguf.F16, gguf.Q8_0, gguf.Q4_0),
-    *(onnx.ONNX, onnx.ONNX_INT8, openvino.OPENVINO, executorch.EXECUTORCH, aoti.AOTI),
+    *(onnx.ONNX, onnx.ONNX_INT8, onnx.ONNX_QDQ, openvino.OPENVINO, executorch.EXECUTORCH, aoti.AOTI),
 )
 
 PREFERRED = {

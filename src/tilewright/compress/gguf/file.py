@@ -8,6 +8,7 @@ from torch import Tensor
 from tilewright.compress.gguf.architecture import GGUFShape
 from tilewright.compress.gguf.tensors import named_tensors, stored_format
 from tilewright.compress.gguf.vocabulary import Vocabulary
+from tilewright.formats.integer import IntegerTensor
 
 
 def write_file(
@@ -22,6 +23,7 @@ def write_file(
     eos_id: int,
     pad_id: int | None,
     chat_template: str | None,
+    codes: Mapping[str, IntegerTensor] | None = None,
 ) -> None:
     """Write a model.
 
@@ -32,6 +34,7 @@ def write_file(
         weights: under Hugging Face's names.
         words: None writes no tokenizer.
         name: of the model, shown by readers.
+        codes: of weights in four bits that are written as they are, under Hugging Face's names.
 
     Raises:
         OSError: the file cannot be written.
@@ -50,9 +53,10 @@ def write_file(
             _add_words(writer, words, bos_id, eos_id, pad_id)
             if chat_template is not None:
                 writer.add_chat_template(chat_template)
-        for theirs, array in named_tensors(weights, shape):
+        for theirs, array, blocks in named_tensors(weights, shape, codes or {}):
             kind = kinds[stored_format(array, asked).upper()]
-            writer.add_tensor(theirs, gguf.quantize(array, kind), raw_dtype=kind)
+            raw = blocks if blocks is not None and kind == kinds.Q4_0 else gguf.quantize(array, kind)
+            writer.add_tensor(theirs, raw, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

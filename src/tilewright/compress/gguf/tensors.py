@@ -9,13 +9,22 @@ import numpy as np
 from torch import Tensor
 
 from tilewright.compress.gguf.architecture import GGUFShape
+from tilewright.formats.integer import IntegerTensor
 
 BLOCK = 32
 """Elements with one scale, in Q8_0 and Q4_0; a row must hold whole blocks."""
 
 
-def named_tensors(weights: Mapping[str, Tensor], shape: GGUFShape) -> Iterator[tuple[str, np.ndarray]]:
-    """(name in the file, FP32 array) of each weight, one at a time."""
+def named_tensors(
+    weights: Mapping[str, Tensor], shape: GGUFShape, codes: Mapping[str, IntegerTensor]
+) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
+    """(name in the file, FP32 array, blocks of Q4_0 or None) of each weight, one at a time.
+
+    Args:
+        weights: under Hugging Face's names.
+        shape: of the model.
+        codes: of some of them, in four bits.
+    """
     import gguf
 
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == shape.arch)
@@ -24,10 +33,30 @@ def named_tensors(weights: Mapping[str, Tensor], shape: GGUFShape) -> Iterator[t
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is None:
             raise AssertionError(f"llama.cpp's {shape.arch} has no tensor {name}")
-        array = tensor.float().cpu().numpy()
+        array, found = tensor.float().cpu().numpy(), codes.get(name)
+        pieces = [array] if found is None else [array, found.codes.numpy(), found.scale.numpy()]
         if shape.interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
-            array = to_neighbours(array, shape.head_dim)
-        yield theirs, np.ascontiguousarray(array)
+            pieces = [to_neighbours(piece, shape.head_dim) for piece in pieces]
+        yield theirs, np.ascontiguousarray(pieces[0]), None if found is None else q4_0_blocks(*pieces[1:])
+
+
+def q4_0_blocks(codes_RC: np.ndarray, scale_RG: np.ndarray) -> np.ndarray:
+    """Rows of blocks [R, C / 32 * 18] uint8: an FP16 scale, then 16 bytes of two codes each, +8, i and i + 16.
+
+    Args:
+        codes_RC: int8, -8..7.
+        scale_RG: numbers of FP16, one for each 32 columns.
+
+    Example:
+        >>> blocks = q4_0_blocks(np.arange(32, dtype=np.int8)[None] % 16 - 8, np.array([[0.5]], np.float32))
+        >>> blocks[0, :4].tolist()  # 0.5 is 0x3800; codes 0 and 16 are both -8, 1 and 17 both -7
+        [0, 56, 0, 17]
+    """
+    rows, groups = scale_RG.shape
+    nibbles = (codes_RC.reshape(rows, groups, 2, BLOCK // 2) + 8).astype(np.uint8)
+    packed = nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)
+    scale = scale_RG.astype("<f2")[:, :, None].view(np.uint8)
+    return np.ascontiguousarray(np.concatenate((scale, packed), axis=2).reshape(rows, groups * (2 + BLOCK // 2)))
 
 
 def to_neighbours(weight_RC: np.ndarray, head_dim: int) -> np.ndarray:

@@ -4,9 +4,12 @@ Legend: V vocabulary  D model width  S positions.
 """
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+
+from tilewright.formats.integer import IntegerTensor
 
 GROUP = 32
 """Weights that share a scale in 4 bits: the smallest that XNNPACK computes with."""
@@ -32,8 +35,14 @@ def why_not_8da4w(graph: nn.Module) -> str | None:
     return None if any(map(_fits, graph.modules())) else f"no linear layer's input is a multiple of {GROUP} wide"
 
 
-def quantize_8da4w(graph: nn.Module) -> tuple[nn.Module, dict[str, int]]:
+def quantize_8da4w(
+    graph: nn.Module, codes: Mapping[str, IntegerTensor] | None = None
+) -> tuple[nn.Module, dict[str, int]]:
     """A copy with linear layers in 4 bits by groups of `GROUP`, activations in INT8 per token, the embedding in INT8.
+
+    Args:
+        graph: of `graph_of`.
+        codes: of some linear layers, by their names in the graph, taken as they are; others are rounded by torchao.
 
     Returns:
         The copy, and its layers by format.
@@ -56,6 +65,11 @@ def quantize_8da4w(graph: nn.Module) -> tuple[nn.Module, dict[str, int]]:
         setattr(parent, name, Int8Embedding(table.weight.detach()))
     config = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(GROUP))
     quantize_(quantized, config, filter_fn=lambda module, _: _fits(module))
+    for name, found in (codes or {}).items():
+        weight = quantized.get_submodule(name).weight.data
+        weight.qdata.copy_(found.codes)
+        weight.scale.copy_(found.scale)
+        weight.zero_point.zero_()
     counts = {"int4": len(four), "int8": len(tables), "fp32": len(linears) - len(four)}
     return quantized, {name: count for name, count in counts.items() if count}
 

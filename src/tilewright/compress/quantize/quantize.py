@@ -21,7 +21,14 @@ from tilewright.compress.quantize.calibrate import Batch, InputStats, observe
 from tilewright.compress.quantize.gptq import gptq
 from tilewright.compress.quantize.spec import QuantSpec, int_format
 from tilewright.core.errors import ConfigError, NumericsError, Problem
-from tilewright.formats.integer import IntegerTensor, IntSpec, quantize_integer, scale_of_range
+from tilewright.formats.integer import (
+    IntegerTensor,
+    IntSpec,
+    encode_integer,
+    half_scale,
+    quantize_integer,
+    scale_of_range,
+)
 from tilewright.formats.quant_error import sqnr_db
 from tilewright.formats.scaling import Tile
 from tilewright.models.base.output_layers import find_heads
@@ -133,10 +140,15 @@ def _stage(result: QuantizedModel, layers: dict[str, nn.Linear], batches: Sequen
     for name, layer in layers.items():
         method = spec.method if spec.method != "awq" or name in scaled else "rtn"
         if method == "gptq" and stats[name].num_tokens:
-            found = gptq(layer.weight, stats[name].hessian_KK, spec.format, spec.tile, symmetric=spec.symmetric)
+            kinds = {"symmetric": spec.symmetric, "half_scales": spec.half_scales}
+            found = gptq(layer.weight, stats[name].hessian_KK, spec.format, spec.tile, **kinds)
         else:
             method = "rtn" if method == "gptq" else method
             found = quantize_integer(layer.weight, spec.format, spec.tile, symmetric=spec.symmetric)
+            if spec.half_scales:
+                scale = half_scale(found.scale)
+                codes = encode_integer(layer.weight, scale, None, spec.tile, spec.format)
+                found = IntegerTensor(codes, scale, None, spec.tile, spec.format)
         if spec.activations == "static":
             result.activations[name] = _static_scale(stats[name])
         _keep(result, f"{name}.weight", layer.weight, found, method)

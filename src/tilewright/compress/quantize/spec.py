@@ -26,6 +26,7 @@ class QuantSpec:
             layer, from the calibration batches).
         embedding_bits, head_bits: 0 leaves them as they are; 8 has a scale per row; 4 as `group`. Always rounded to
             nearest. Where both are one tied parameter they must be equal.
+        half_scales: scales of linear layers' weights are numbers of FP16, for formats that store them so.
 
     Raises:
         ConfigError: numbers that make no format.
@@ -42,6 +43,7 @@ class QuantSpec:
     activations: Activations = "none"
     embedding_bits: int = 8
     head_bits: int = 8
+    half_scales: bool = False
 
     def __post_init__(self) -> None:
         checks = {

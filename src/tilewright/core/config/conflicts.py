@@ -17,6 +17,8 @@ def conflicts(recipe: Recipe) -> list[Conflict]:
         _data,
         _images_of_several,
         _preferences,
+        _distill,
+        _integers,
         _precision,
         _precision_control,
         _optim,
@@ -114,6 +116,32 @@ def _preferences(recipe: Recipe) -> Iterator[Conflict]:
             f'memory.executor = "{recipe.memory.executor}", data.format = "preferences"',
             "both answers of a pair through the whole model before its loss",
             'memory.executor = "standard", and lora.rank = 16 where memory is short',
+        )
+
+
+def _distill(recipe: Recipe) -> Iterator[Conflict]:
+    if not recipe.distill.teacher:
+        return
+    if recipe.data.format == "preferences" or recipe.model.task != "causal_lm":
+        yield Conflict(
+            ("distill.teacher", "data.format", "model.task"),
+            "Teacher needs a causal language model and one answer per row",
+            f'model.task = "{recipe.model.task}", data.format = "{recipe.data.format}"',
+            'model.task = "causal_lm" and data.format = "text" or "chat"',
+            'distill.teacher = ""',
+        )
+
+
+def _integers(recipe: Recipe) -> Iterator[Conflict]:
+    """An adapter is merged into weights that were never rounded with it: nothing of what was trained would be kept."""
+    rounded = [rule.compute for rule in recipe.precision.rules if rule.compute.startswith("int")]
+    if rounded and recipe.lora.rank and recipe.precision.enabled:
+        yield Conflict(
+            ("precision.rules", "lora.rank"),
+            "Adapters cannot be trained for integers",
+            f'compute = "{rounded[0]}" in precision.rules, lora.rank = {recipe.lora.rank}',
+            "all parameters trained: what is exported is the base with the adapter in it, rounded anew",
+            "lora.rank = 0",
         )
 
 

@@ -4,30 +4,36 @@ import difflib
 from collections.abc import Mapping
 from typing import get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tilewright.core.config import renamed, schema
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.config.toml import toml_text
 from tilewright.core.errors import Problem
 
+_LISTS = {True: "tilewright inspect", False: "the reference of settings"}
 _COMPARED, _LONGEST = 60, 200  # characters of a value: to compare it, to show it
 
 
 def schema_problems(
-    error: ValidationError, values: Mapping[str, object], places: Mapping[str, str]
+    error: ValidationError,
+    values: Mapping[str, object],
+    places: Mapping[str, str],
+    root: type[BaseModel] = Recipe,
 ) -> list[tuple[str, Problem]]:
     """One problem a field, whatever number of details the schema library found in it.
 
     Args:
-        error: of the validation of a whole recipe.
+        error: of the validation of a whole file.
         values, places: value and place of each field that was given, by `section.field`.
+        root: the schema.
     """
     found: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
         loc = [str(part) for part in detail["loc"]]
         names = (".".join(loc[:end]) for end in range(2, len(loc) + 1))
-        path = next(filter(schema.find, names), "")
-        item = schema.find(path)
+        path = next((name for name in names if schema.find(name, root)), "")
+        item = schema.find(path, root)
         if item is None:
             raise AssertionError(f"the schema complains about {'.'.join(loc)}, which it does not have")
         inner = loc[path.count(".") + 1 :]
@@ -63,10 +69,10 @@ def broken_text(path: str, value: object, place: str) -> Problem:
     )
 
 
-def unknown_setting(path: str, value: object, place: str) -> Problem:
+def unknown_setting(path: str, value: object, place: str, root: type[BaseModel] = Recipe) -> Problem:
     """A setting that the schema does not have."""
     section, _, name = path.rpartition(".")
-    if path in renamed.SETTINGS:
+    if root is Recipe and path in renamed.SETTINGS:
         now = renamed.SETTINGS[path]
         section, _, field = now.rpartition(".")
         found = renamed.value(now, value) or value
@@ -78,33 +84,33 @@ def unknown_setting(path: str, value: object, place: str) -> Problem:
             try_=typed if place.startswith("--") else written,
             where=place,
         )
-    if path in schema.sections():
-        return not_a_section(path, value, place)
-    near = schema.suggest(path)
-    inside = schema.sections().get(section)
+    if path in schema.sections(root):
+        return not_a_section(path, value, place, root)
+    near = schema.suggest(path, root)
+    inside = schema.sections(root).get(section)
     if near:
         need = ""
     elif inside is not None:
         need = f"settings of [{section}]: " + ", ".join(inside.model_fields)
     else:
-        need = "section.field, with a section among " + ", ".join(schema.sections())
+        need = "section.field, with a section among " + ", ".join(schema.sections(root))
     return Problem(
         f"Unknown setting {path}",
         got=f"{name or path} = {toml_text(value)}",
         need=need,
-        try_=f"did you mean {near}?" if near else "tilewright inspect lists all settings",
+        try_=f"did you mean {near}?" if near else f"{_LISTS[root is Recipe]} lists all settings",
         where=place,
     )
 
 
-def not_a_section(section: str, content: object, place: str) -> Problem:
+def not_a_section(section: str, content: object, place: str, root: type[BaseModel] = Recipe) -> Problem:
     """A top-level key of a file that is no section, or a section that is no table."""
-    known = schema.sections()
+    known = schema.sections(root)
     got = "" if isinstance(content, dict) else f"{section} = {toml_text(content)}"
     if section in known:
         need = f"a line [{section}] with settings below it"
         return Problem(f"{section} is a section, not a value", got=got, need=need, where=place)
-    near = schema.suggest(section)
+    near = schema.suggest(section, root)
     near_section, near_name = (near, "") if near in known else near.rpartition(".")[::2]
     if near_name:
         try_ = f"put {near_name} under [{near_section}]"

@@ -7,7 +7,9 @@ from pydantic import Field
 from tilewright.core.config.section import Count, Section
 
 Mode = Literal["fp32", "tf32", "bf16_mixed", "pure_fp16", "hybrid", "fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
-ComputeFormat = Literal["", "fp32", "tf32", "bf16", "fp16", "fp8_tile", "fp8_hybrid", "fp8_tensorwise"]
+ComputeFormat = Literal[
+    "", "fp32", "tf32", "bf16", "fp16", "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "int8", "int4", "int4_a8"
+]
 GemmFormat = Literal["", "fp8_tile", "fp8_hybrid", "fp8_tensorwise", "bf16", "fp32"]
 
 
@@ -17,7 +19,9 @@ class PrecisionRule(Section):
     op: str = "*"
     """Kind of module: linear, conv, embedding, norm, batch_norm, attention, head, experts, router, or `*`."""
     compute: ComputeFormat = ""
-    """Format that the matched modules compute in. Later rules win. Empty: as it is without this rule."""
+    """Format that the matched modules compute in. Later rules win. Empty: as it is without this rule. int8, int4 and
+    int4_a8 are for quantisation-aware training: weights (an embedding's too) are rounded to integers and back, inputs
+    to INT8 per token with int8 and int4_a8, and the matmul runs in the mode's format."""
     fprop: GemmFormat = ""
     """Format of a linear layer's forward matmul alone. Empty: as `compute` says."""
     dgrad: GemmFormat = ""

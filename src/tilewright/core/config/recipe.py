@@ -234,6 +234,18 @@ class TrainSection(Section):
     """Length of the text sample in the report. 0: none."""
 
 
+class DistillSection(Section):
+    """A teacher whose distributions the run learns too. See `tilewright.models.base.distill`."""
+
+    teacher: str = ""
+    """A run folder or its name below `runs` (its newest checkpoint), or a folder of a Hugging Face model with the
+    same tokenizer. Empty: none. It stays on the device beside the model, and each step runs it forward once."""
+    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Both distributions are compared at this temperature; the divergence counts its square."""
+    weight: float = Field(default=0.5, gt=0, le=1)
+    """Share of the teacher in the loss: (1 - weight) cross-entropy + weight KL. 1: the teacher alone."""
+
+
 class MemorySection(Section):
     """What is where during a step. See `tilewright.memory`."""
 
@@ -378,6 +390,7 @@ class Recipe(Section):
     optim: OptimSection = OptimSection()
     lora: LoraSection = LoraSection()
     train: TrainSection = TrainSection()
+    distill: DistillSection = DistillSection()
     memory: MemorySection = MemorySection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()

@@ -1,5 +1,5 @@
-"""The recipe's schema in words: field names, what each wants, and near misses of a name.
-Nothing here reads files; `core.config.load` does.
+"""A schema in words: field names, what each wants, and near misses of a name. `root` is the recipe, unless another is
+given, as the data build's. Nothing here reads files; `core.config.load` does.
 """
 
 import difflib
@@ -59,9 +59,9 @@ class Field:
         return type(None) in typing.get_args(self.info.annotation)
 
 
-def sections() -> dict[str, type[BaseModel]]:
-    """The recipe's sections by name, in the order of `core.config.recipe`; one inside another as `outer.inner`."""
-    return dict(_sections(Recipe, ""))
+def sections(root: type[BaseModel] = Recipe) -> dict[str, type[BaseModel]]:
+    """The sections by name, in the order of the schema; one inside another as `outer.inner`."""
+    return dict(_sections(root, ""))
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -77,18 +77,18 @@ def is_section(info: FieldInfo) -> bool:
     return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
 
 
-def fields() -> Iterator[Field]:
+def fields(root: type[BaseModel] = Recipe) -> Iterator[Field]:
     """All settings, section by section."""
-    for section, model in sections().items():
+    for section, model in sections(root).items():
         for name, info in model.model_fields.items():
             if not is_section(info):
                 yield Field(f"{section}.{name}", info)
 
 
-def find(path: str) -> Field | None:
+def find(path: str, root: type[BaseModel] = Recipe) -> Field | None:
     """The setting `section.field`, or None."""
     section, _, name = path.rpartition(".")
-    model = sections().get(section)
+    model = sections(root).get(section)
     info = model.model_fields.get(name) if model is not None else None
     return None if info is None or is_section(info) else Field(path, info)
 
@@ -132,7 +132,7 @@ def value_at(tree: Mapping[str, typing.Any], path: str) -> typing.Any:
     return found
 
 
-def suggest(path: str) -> str:
+def suggest(path: str, root: type[BaseModel] = Recipe) -> str:
     """The nearest known name to a mistyped `section.field` (or bare `field`), or an empty text.
 
     A field of the same name in another section comes first, then near spellings in the same section,
@@ -143,13 +143,13 @@ def suggest(path: str) -> str:
         ('train.steps', 'optim.lr', 'train.steps', 'optim.lr', '')
     """
     path = path[:_COMPARED]
-    known = [field.path for field in fields()]
+    known = [field.path for field in fields(root)]
     section, _, name = path.rpartition(".")
     same_name = [other for other in known if other.rpartition(".")[2] == name]
     if same_name:
         return difflib.get_close_matches(path, same_name, n=1, cutoff=0.0)[0]
     inside = {other.rpartition(".")[2]: other for other in known if other.startswith(section + ".")}
-    anywhere = {other.rpartition(".")[2]: other for other in known} | {name: name for name in sections()}
+    anywhere = {other.rpartition(".")[2]: other for other in known} | {name: name for name in sections(root)}
     for names, cutoff in ((inside, 0.6), (anywhere, 0.75)):
         near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
         if near:
@@ -190,6 +190,8 @@ def _describe(annotation: object) -> str:
     if annotation in words:
         return words[typing.cast(type, annotation)]
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _describe(args[0]) + _bounds([item for info in args[1:] for item in info.metadata])
     if origin is typing.Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in args)
     if origin in (typing.Union, types.UnionType):

@@ -1,5 +1,6 @@
 """Settings that the rest of the recipe makes void. A user who wrote one must hear about it; the loader says it."""
 
+import os
 from collections.abc import Callable
 
 from tilewright.core.config.recipe import Recipe
@@ -57,6 +58,11 @@ def _fp8_rules(recipe: Recipe) -> bool:
     return any(name.startswith("fp8") for name in formats)
 
 
+def _is_built(source: str) -> bool:
+    """Whether a source is the folder of a built dataset; False for what is no path at all."""
+    return os.path.isfile(os.path.join(os.path.expanduser(source), "dataset.json"))
+
+
 # (is it so here?, said how, section, its fields that then do nothing). What is in no row always has an effect.
 _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = (
     (lambda r: bool(r.model.path), "model.path gives the shape", "model", _SHAPE),
@@ -72,8 +78,15 @@ _VOID: tuple[tuple[Callable[[Recipe], bool], str, str, tuple[str, ...]], ...] = 
         "data",
         ("text_field",),
     ),
+    (
+        lambda r: not r.data.sources and _is_built(r.data.source),
+        "data.source is a built dataset",
+        "data",
+        ("max_bytes", "holdout", "vocab_size", "text_field"),
+    ),
     (lambda r: bool(r.data.sources), "data.sources are given", "data", ("source",)),
     (lambda r: r.data.format != "preferences", 'data.format is not "preferences"', "train", ("dpo_beta",)),
+    (lambda r: not r.distill.teacher, "there is no teacher", "distill", ("temperature", "weight")),
     (lambda r: r.data.format == "text", 'data.format = "text"', "data", ("chat_template",)),
     (lambda r: r.data.format != "text", 'data.format is not "text"', "data", ("text_field",)),
     (lambda r: r.model.task == "image_classification", "the task has no text", "data", _TEXT_DATA),

@@ -17,8 +17,19 @@ from tilewright.data.common.progress import ProgressBar
 from tilewright.data.corpus.build import SPLITS
 
 
-def build_rows(folder: Path, corpus: Path, task: str, seq_len: int, *, progress: ProgressBar) -> None:
-    """Pack both splits of `corpus`, domain by domain, and write the tables and their meaning."""
+def build_rows(
+    folder: Path, corpus: Path, task: str, seq_len: int, only: tuple[str, ...] = (), *, progress: ProgressBar
+) -> None:
+    """Pack both splits of `corpus`, domain by domain, and write the tables and their meaning.
+
+    Args:
+        folder: gets the files.
+        corpus: folder of encoded text.
+        task: causal_lm or masked_lm.
+        seq_len: positions in a row.
+        only: domains that are packed; empty: all.
+        progress: shows a phase.
+    """
     progress.phase("packing")
     table = pq.read_table(corpus / "documents.parquet", columns=["split", "domain", "length"])
     digest = xxhash.xxh3_128(f"{task}\0{seq_len}".encode())
@@ -28,14 +39,18 @@ def build_rows(folder: Path, corpus: Path, task: str, seq_len: int, *, progress:
         here = table.filter(pc.equal(table["split"], split))
         lengths = here["length"].to_numpy()
         domain_of = np.array(here["domain"].to_pylist())
-        packing, ranges[split] = _pack_domains(lengths, domain_of, seq_len, shifted=task == "causal_lm")
+        packing, ranges[split] = _pack_domains(lengths, domain_of, seq_len, only, shifted=task == "causal_lm")
         digest.update((file_digest(corpus / f"{split}.npy") + json.dumps(ranges[split])).encode())
+        if (corpus / f"{split}.trained.npy").exists():
+            digest.update(file_digest(corpus / f"{split}.trained.npy").encode())
         for name, array in (("starts", packing.starts_P), ("lengths", packing.lengths_P), ("first", packing.first_R)):
             digest.update(array.tobytes())
             np.save(folder / f"{split}.{name}.npy", array)
         if split == "train":
             utilisation = packing.utilisation(seq_len)
     summary = json.loads((corpus / "summary.json").read_bytes())
+    if only:
+        summary["domains"] = {name: counts for name, counts in summary["domains"].items() if name in only}
     summary["utilisation"] = round(utilisation, 5)
     for split, name in (("train", "rows"), ("holdout", "holdout_rows")):
         for domain, (first, stop) in ranges[split].items():
@@ -51,7 +66,7 @@ def build_rows(folder: Path, corpus: Path, task: str, seq_len: int, *, progress:
 
 
 def _pack_domains(
-    lengths: np.ndarray, domain_of: np.ndarray, seq_len: int, shifted: bool
+    lengths: np.ndarray, domain_of: np.ndarray, seq_len: int, only: tuple[str, ...], shifted: bool
 ) -> tuple[Packing, dict[str, list[int]]]:
     """One packing of all domains, each in rows of its own, and the row range of each.
 
@@ -59,7 +74,7 @@ def _pack_domains(
     """
     starts = np.cumsum(lengths) - lengths
     packings, ranges, row = [], {}, 0
-    for domain in sorted(set(domain_of.tolist())):
+    for domain in sorted(set(domain_of.tolist()) & set(only) if only else set(domain_of.tolist())):
         here = domain_of == domain
         packings.append(pack(starts[here], lengths[here] - shifted, seq_len))
         ranges[domain] = [row, row + packings[-1].num_rows]

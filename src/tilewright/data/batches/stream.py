@@ -12,12 +12,10 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.data.batches.mix import BLOCK, Mixture, Picks
-
-Batch = dict[str, torch.Tensor]
+from tilewright.data.batches.tensors import Batch, as_tensors
 
 
 class Rows(Protocol):
@@ -178,7 +176,7 @@ class Stream:
             arrays = {name: np.concatenate([array, blank[name]]) for name, array in arrays.items()}
         num_batches = -(-most // self._micro_batch)
         bounds = [most * i // num_batches for i in range(num_batches + 1)]
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        tensors = as_tensors(arrays)
         return [{name: tensor[a:b] for name, tensor in tensors.items()} for a, b in pairwise(bounds)]
 
 

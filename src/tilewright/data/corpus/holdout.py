@@ -5,16 +5,36 @@ in all of them, and every domain keeps something to train on. Where even the sma
 (one book, three files) the tail of the longest document is held out instead.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from tilewright.data.common.hashing import hash64
-from tilewright.data.corpus.read import Spool
 
 _COARSE = 5  # a cluster above this many times the share is too big to be a domain's whole holdout
 _MIN_DOCUMENT_BYTES = 256  # shorter documents are not cut
 _MIN_TAIL_BYTES = 64
+
+
+class Documents(Protocol):
+    """What is divided: `domain_of` (index into `domains`) and `lengths` (bytes) have one entry a document."""
+
+    @property
+    def domains(self) -> Sequence[str]: ...
+
+    @property
+    def domain_of(self) -> np.ndarray: ...
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    def __len__(self) -> int: ...
+
+    def data_of(self, index: int) -> bytes:
+        """The UTF-8 bytes of a document."""
+        ...
 
 
 @dataclass
@@ -31,7 +51,7 @@ class Split:
     notes: list[str] = field(default_factory=list)
 
 
-def choose_holdout(spool: Spool, cluster_of: np.ndarray, share: float, seed: int, *, may_cut: bool = True) -> Split:
+def choose_holdout(spool: Documents, cluster_of: np.ndarray, share: float, seed: int, *, may_cut: bool = True) -> Split:
     """Hold out about `share` (between 0 and 0.5) of the bytes of every domain.
 
     Args:
@@ -98,7 +118,7 @@ class _Clusters:
 
 
 def _hold_out_tail(
-    split: Split, spool: Spool, cluster_of: np.ndarray, table: _Clusters, domain: int, target: float
+    split: Split, spool: Documents, cluster_of: np.ndarray, table: _Clusters, domain: int, target: float
 ) -> bool:
     """Cut the tail off the domain's longest document, best one without a near-copy; False where it is too short."""
     members = np.flatnonzero(spool.domain_of == domain)
@@ -117,15 +137,14 @@ def _hold_out_tail(
     return True
 
 
-def _line_start(spool: Spool, document: int, at: int) -> int:
+def _line_start(spool: Documents, document: int, at: int) -> int:
     """A byte near and before `at` where a line, else a word, else a character begins."""
-    start = int(spool.offsets[document])
-    data = bytes(spool.data()[start : start + at])
+    text = spool.data_of(document)
+    data = text[:at]
     for mark in (b"\n", b" "):
         found = data.rfind(mark, at // 4)
         if found >= 0:
             return found + 1
-    text = bytes(spool.data()[start : start + at + 4])
     while at > 1 and 0x80 <= text[at] < 0xC0:
         at -= 1
     return at

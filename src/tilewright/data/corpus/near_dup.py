@@ -16,8 +16,8 @@ from tilewright.data.common.hashing import mix64, ragged_arange
 THRESHOLD = 0.5
 """Estimated Jaccard similarity from which two documents count as near-copies."""
 
-_PERMUTATIONS = 128
-_BAND_ROWS = 4  # 32 bands: a pair of similarity 0.65 becomes a candidate with probability 0.998
+PERMUTATIONS = 128
+BAND_ROWS = 4  # 32 bands: a pair of similarity 0.65 becomes a candidate with probability 0.998
 _SHINGLE = 5
 _CHUNK_BYTES = 4 << 20
 _SEED = 0x7E57
@@ -38,7 +38,7 @@ def near_copy_clusters(
     while first < len(offsets):
         stop = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _CHUNK_BYTES)))
         begin, end = int(offsets[first]), int(offsets[stop - 1] + lengths[stop - 1])
-        sketches.append(_sketches(data[begin:end], offsets[first:stop] - begin))
+        sketches.append(sketches_of(*shingle_hashes(data[begin:end], offsets[first:stop] - begin)))
         advance(end - begin)
         first = stop
     return _components(np.concatenate(sketches))
@@ -95,11 +95,10 @@ def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return kind, value, mix64(np.arange(64, dtype=np.uint64)) | np.uint64(1)
 
 
-def _sketches(data: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """MinHash sketches, uint32 [documents, permutations]."""
-    hashes, counts = shingle_hashes(data, starts)
+def sketches_of(hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """MinHash sketches, uint32 [documents, permutations], of what `shingle_hashes` gives."""
     rows = np.append(0, np.cumsum(counts)).astype(np.uint64)
-    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, rows, _PERMUTATIONS, _SEED)
+    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, rows, PERMUTATIONS, _SEED)
     return np.array(matrix.to_rows(), np.uint32)
 
 
@@ -113,8 +112,8 @@ def _components(sketches: np.ndarray) -> np.ndarray:
             i = parent[i]
         return i
 
-    for start in range(0, _PERMUTATIONS, _BAND_ROWS):
-        left, right = _candidates(sketches[:, start : start + _BAND_ROWS])
+    for start in range(0, PERMUTATIONS, BAND_ROWS):
+        left, right = _candidates(sketches[:, start : start + BAND_ROWS])
         for a, b in zip(*_similar(sketches, left, right), strict=True):
             low, high = sorted((root(a), root(b)))
             parent[high] = low

@@ -53,6 +53,11 @@ class Spool:
         """All bytes, memory-mapped, uint8."""
         return np.asarray(np.memmap(self.path, np.uint8, "r"))
 
+    def data_of(self, index: int) -> bytes:
+        """The bytes of document `index`."""
+        start = int(self.offsets[index])
+        return bytes(self.data()[start : start + int(self.lengths[index])])
+
     def text(self, data: np.ndarray, index: int) -> str:
         """Document `index` out of `data()`."""
         start = self.offsets[index]

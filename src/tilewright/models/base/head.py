@@ -23,8 +23,15 @@ def head_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, labels_N: Tensor)
     Returns:
         (loss sum, FP32 scalar; number of targets, int64 scalar).
     """
+    return kernels.linear_cross_entropy(*head_operands(head, x_ND), labels_N)
+
+
+def head_operands(head: nn.Linear, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Input in the head's format and its weight, both as its forward would multiply them."""
     dtype: torch.dtype = getattr(head, "compute_dtype", x_ND.dtype)
-    return kernels.linear_cross_entropy(x_ND.to(dtype), head.weight, labels_N)
+    operands = getattr(head, "operands", None)  # of a converted head, which may round them
+    x_ND, weight_VD = (x_ND, head.weight) if operands is None else operands(x_ND)
+    return x_ND.to(dtype), weight_VD
 
 
 def row_losses(kernels: Kernels, head: nn.Linear, x_BSD: Tensor, labels_BS: Tensor) -> list[Tensor]:

@@ -29,7 +29,8 @@ from tilewright.models.base.checkpointing import (
     run_checkpointed,
     silence_checkpoint_warning,
 )
-from tilewright.models.base.head import head_loss, row_losses
+from tilewright.models.base.distill import batch_loss
+from tilewright.models.base.head import row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.decoder.attention import GroupedQueryAttention, LatentAttention
@@ -244,7 +245,7 @@ class Decoder(nn.Module):
         x_BSD, context = self.prologue(batch)
         x_BSD, loads = self._run_layers(x_BSD, context)
         out = self.epilogue(x_BSD, context, batch)
-        return LossOutput(out.loss_sum, out.count, self.aux_metrics(loads))
+        return LossOutput(out.loss_sum, out.count, out.aux | self.aux_metrics(loads))
 
     def _preference_loss(self, batch: Mapping[str, Tensor]) -> LossOutput:
         rows = as_rows(batch)
@@ -279,8 +280,7 @@ class Decoder(nn.Module):
 
     def epilogue(self, x_BSD: Tensor, context: LayerContext, batch: Mapping[str, Tensor]) -> LossOutput:
         """Final norm, head and loss."""
-        x_ND = self.model.norm(x_BSD).flatten(0, 1)
-        return LossOutput(*head_loss(self.kernels, self.lm_head, x_ND, batch["labels"].flatten()))
+        return batch_loss(self.kernels, self.lm_head, self.model.norm(x_BSD).flatten(0, 1), batch)
 
     def outer_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """What the prologue and the epilogue read."""

@@ -25,7 +25,8 @@ from tilewright.core.config.recipe import ActivationCheckpoint, CheckpointInputs
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.formats.fp8_layout import CODE_DTYPE, layout_settings
 from tilewright.models.base.checkpointing import CONTEXTS, EXACT_INPUTS, Fp8Checkpoint, check_modes, common_mode
-from tilewright.models.base.head import IGNORED_LABEL, head_loss, logits_loss, row_losses
+from tilewright.models.base.distill import batch_loss, is_taught
+from tilewright.models.base.head import IGNORED_LABEL, logits_loss, row_losses
 from tilewright.models.base.preference import as_rows, is_pairs, preference_loss
 from tilewright.models.base.protocols import LossOutput
 from tilewright.models.base.routers import find_routers
@@ -94,6 +95,8 @@ class HFModel(nn.Module):
             return LossOutput(*logits_loss(self.net(pixel_values=batch["pixel_values"]).logits, batch["labels"]))
         pairs, batch = (batch, as_rows(batch)) if is_pairs(batch) else (None, batch)
         style = self._input_style(packed="segments" in batch)
+        if is_taught(batch) and (not style.plain_head or (style.documents == "rows" and "segments" in batch)):
+            raise _not_taught(self.net, style)
         arguments = forward_arguments(
             self.net, style.documents, style.causal, batch.get("positions"), batch.get("segments")
         )
@@ -107,13 +110,27 @@ class HFModel(nn.Module):
             head = self.net.get_output_embeddings()
             if pairs is not None:
                 return preference_loss(row_losses(self.kernels, head, hidden_BSD, labels_BS), pairs)
-            return LossOutput(*head_loss(self.kernels, head, hidden_BSD.flatten(0, 1), labels_BS.flatten()))
+            return batch_loss(self.kernels, head, hidden_BSD.flatten(0, 1), batch)
         logits_BSV = self.net(input_ids=input_ids_BS, **arguments).logits
         if pairs is not None:
             return preference_loss([logits_loss(*row)[0] for row in zip(logits_BSV, labels_BS, strict=True)], pairs)
         # FP32 copies of the target rows only: of a masked language model that is about one row in seven.
         wanted_BS = labels_BS != IGNORED_LABEL
         return LossOutput(*logits_loss(logits_BSV[wanted_BS], labels_BS[wanted_BS]))
+
+    def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """What the head reads [B, S, D], of a model whose head is one matmul; see `forward` for the batch.
+
+        Raises:
+            ConfigError: the head is more than one matmul, or documents of packed rows cannot be kept apart in place.
+        """
+        style = self._input_style(packed="segments" in batch)
+        if not style.plain_head or (style.documents == "rows" and "segments" in batch):
+            raise _not_taught(self.net, style)
+        arguments = forward_arguments(
+            self.net, style.documents, style.causal, batch.get("positions"), batch.get("segments")
+        )
+        return self.net.base_model(input_ids=batch["input_ids"], **arguments).last_hidden_state
 
     def short_batch(self) -> dict[str, Tensor]:
         """Two short rows of the kind that the model learns from, for trying something out."""
@@ -329,6 +346,18 @@ class HFModel(nn.Module):
         if text not in self.notes:
             self.notes.append(text)
             _log.warning(text)
+
+
+def _not_taught(net: nn.Module, style: InputStyle) -> ConfigError:
+    """Teacher and student are compared position by position, on logits that are made by chunks."""
+    reason = "takes no document masks, so packed rows are cut" if style.plain_head else "makes whole logits itself"
+    return ConfigError(
+        "Model cannot take part in distillation",
+        got=f"{type(net).__name__}, which {reason}",
+        need="a head that is one matmul, and packed rows in place",
+        try_='distill.teacher = "", or a model of the Llama or Qwen kind',
+        where="distill.teacher",
+    )
 
 
 def _checkpoint_options(mode: ActivationCheckpoint) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tilewright.planner.model.gemms import (
     uncast,
 )
 from tilewright.planner.model.roofline import element_passes, expert_rows
+from tilewright.planner.model.rounding import rounding_kept, rounding_moved
 from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
@@ -48,6 +49,7 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
     embedding, layers, head = skeleton.weights(policy)
     pages = Pages.of(machine, BYTES[policy.matmul], compiled)
     found = _Decoder(skeleton, config, recipe, policy, machine, pages, compiled)
+    of_rest = [gemm for gemm in matmuls_of(skeleton.model, policy) if ".layers." not in f".{gemm.fqn}"]
     of_head = Line(0, seq_len * (config.dim * (2 * FP32 + BYTES[policy.activation]) + FP32))
     read = Line(FP32 * config.vocab_size * config.dim, of_head.per_row)
     return ModelShape(
@@ -58,8 +60,8 @@ def decoder_shape(skeleton: Skeleton, recipe: Recipe, policy: Policy, machine: M
             indices=(-1,),
             weights=Weights(),
             active_parameters=0,
-            kept=of_head,
-            moved=read.times(element_passes(compiled)),
+            kept=of_head + rounding_kept(of_rest, seq_len, BYTES[policy.activation]),
+            moved=read.times(element_passes(compiled)) + rounding_moved(of_rest, seq_len, compiled=False),
             fused=compiled,
         ),
         embedding=embedding,
@@ -117,7 +119,9 @@ class _Decoder:
         every = matmuls_of(self.skeleton.model, policy, share_of_tokens)
         matmuls = tuple(matmul for matmul in every if matmul.fqn.startswith(prefix))
         storage = storage_in(policy, matmuls, compiled=self.compiled, inputs=self.recipe.train.checkpoint_inputs)
-        kept = {mode: self._kept(place, mode, storage) for mode in ("none", "selective", "matmuls", "attention")}
+        rounded = rounding_kept(matmuls, seq_len, BYTES[policy.activation])
+        modes: tuple[ActivationCheckpoint, ...] = ("none", "selective", "matmuls", "attention")
+        kept = {mode: self._kept(place, mode, storage) + rounded for mode in modes}
         work = self._work(kept["none"])
         mask = float(seq_len**2 * BYTES[policy.matmul]) if masked else 0.0
         mlp = Line(0, self._mlp_share(place, storage) * kept["none"].per_row)
@@ -139,7 +143,7 @@ class _Decoder:
             input=Line(0, seq_len * config.dim * BYTES[policy.stream]),
             routes=moe,
             work=Line(0, work * kept["none"].per_row) + operands,
-            moved=passed.times(element_passes(fused)),
+            moved=passed.times(element_passes(fused)) + rounding_moved(matmuls, seq_len, compiled=fused),
             fused=fused,
             mlp_kept=mlp,
             mlp_work=Line(0, work * mlp.per_row),

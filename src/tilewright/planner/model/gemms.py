@@ -38,6 +38,8 @@ class LinearGemm:
     """The weight has no gradient."""
     coded: bool = False
     """The weight is kept in 8 bits alone: it counts as a parameter."""
+    integers: str = ""
+    """What the weight is rounded to in each pass, one of `INTEGER_FORMATS`; `gemms` are those of the rounded values."""
 
     @property
     def num_weights(self) -> int:
@@ -149,10 +151,10 @@ def matmuls_of(model: nn.Module, policy: Policy, shares: Mapping[str, float] | f
         else:
             share = shares if ".experts." in fqn else 1.0
         row = rows[fqn]
-        gemms = row.gemms or Gemms.all(row.compute)
+        gemms, integers = row.gemms or Gemms.all(row.matmul or row.compute), row.compute if row.matmul else ""
         coded = isinstance(module, FrozenFloat8Linear)
         shape = weight.shape[1], weight.shape[0]
-        found.append(LinearGemm(fqn, *shape, share, gemms, row.op == "head", not weight.requires_grad, coded))
+        found.append(LinearGemm(fqn, *shape, share, gemms, row.op == "head", not weight.requires_grad, coded, integers))
     return tuple(found)
 
 

@@ -267,8 +267,13 @@ def largest_weight(sizes: Iterable[int], machine: Machine) -> int:
 
 
 def rule_notes(recipe: Recipe) -> tuple[str, ...]:
-    """What a plan by classes does not see of the recipe's precision rules."""
+    """What a plan by classes does not see of the recipe's precision rules, nor of a teacher."""
     single = [rule.match for rule in recipe.precision.rules if re.search(r"layers?\.\d", rule.match)]
-    if not single:
-        return ()
-    return (f"precision rules of single layers count for the first of their class: {', '.join(single)}",)
+    notes = []
+    if single:
+        notes.append(f"precision rules of single layers count for the first of their class: {', '.join(single)}")
+    if recipe.distill.teacher:
+        notes.append(
+            f"not in the plan: the teacher {recipe.distill.teacher}, its weights on the device and its forward pass"
+        )
+    return tuple(notes)

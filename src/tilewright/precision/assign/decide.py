@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tilewright.models.hf.keep_fp32 import kept_fp32
+from tilewright.precision.assign.integers import tied_alike, why_not_integers
 from tilewright.precision.assign.module_kinds import Handling, ModuleSite, find_sites, is_own
 from tilewright.precision.assign.validate import without_effect
 from tilewright.precision.assign.work import Work, multiplies, work_of
@@ -39,8 +40,8 @@ def decide_all(model: nn.Module, policy: Policy) -> ConversionPlan:
     own = is_own(model)
     sites = find_sites(model, policy.rules)
     kept = kept_fp32(model)
-    decided = [(site, _decide(site, policy, kept)) for site in sites]
-    formats = {decision.compute for site, decision in decided if site.kind in _MATRIX_KINDS}
+    decided = tied_alike([(site, _decide(site, policy, kept)) for site in sites])
+    formats = {decision.operands for site, decision in decided if site.kind in _MATRIX_KINDS}
     cuda = policy.device_type == "cuda"
     round_tf32 = "tf32" in formats and (not cuda or "fp32" in formats)
     switch = "" if not cuda or not formats & {"fp32", "tf32"} else "fp32" if "fp32" in formats else "tf32"
@@ -71,6 +72,9 @@ def _decide(site: ModuleSite, policy: Policy, kept: dict[nn.Parameter, str]) -> 
 
 def _possible(site: ModuleSite, decision: FormatDecision, policy: Policy, round_tf32: bool) -> FormatDecision:
     """The decision as it can be carried out: TF32 without a unit and 8 bits exist for plain linear layers only."""
+    if decision.to_integers and (lost := why_not_integers(site, decision.compute)) is not None:
+        reason = f"{decision.matmul.upper()}, not {decision.compute}: {lost} ({decision.reason})"
+        decision = replace(decision, compute=decision.matmul, matmul="", reason=reason, fallback=True)
     if isinstance(site.module, FrozenFloat8Linear):
         return _frozen(site.module, decision)
     if decision.gemms is not None and site.handling not in (Handling.SWAP, Handling.WEIGHT):
@@ -113,7 +117,7 @@ def _row(site: ModuleSite, decision: FormatDecision, policy: Policy, work: Work)
     output = "-" if site.handling is Handling.REGION and policy.stream != policy.activation else decision.output
     storage = "fp8" if isinstance(site.module, FrozenFloat8Linear) else decision.storage
     shown = (site.fqn, site.kind, decision.compute, storage, output, reason)
-    return ModuleRow(*shown, not own, decision.gemms, decision.fallback, work.flops)
+    return ModuleRow(*shown, not own, decision.gemms, decision.fallback, work.flops, decision.matmul)
 
 
 def _function_rows(policy: Policy, own: bool) -> list[ModuleRow]:

@@ -12,13 +12,14 @@ Legend: M rows  K columns; grid [GM, GK] = tiles down and across.
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilewright.core.errors import ConfigError
 from tilewright.formats.quantize import encode_with
 from tilewright.formats.scaling import BLOCK_TILE, ROW_TILE, TENSORWISE, Tile, scale_inv_of, spread_scale, tile_amax
 from tilewright.formats.spec import FP8_SPECS, FloatSpec
 from tilewright.formats.tiled import TiledTensor
+from tilewright.precision.mixed.fake_quantizer import FakeQuantizer, as_matrix, check_scale, check_static
 
 Granularity = Literal["tensor", "token", "channel", "tile", "block"]
 _TILES: dict[str, Tile] = {
@@ -32,7 +33,7 @@ _FIXED = ("tensor", "channel", "block")
 """Granularities whose number of scales does not depend on the batch."""
 
 
-class FP8Quantizer(nn.Module):
+class FP8Quantizer(FakeQuantizer):
     """Rounds to FP8 and back; the gradient passes straight through, and is zero where a value was clipped.
 
     A scale is found again for each input, unless `scale` fixes it or `calibrate_batches` inputs have found it.
@@ -73,22 +74,19 @@ class FP8Quantizer(nn.Module):
         calibrate_batches: int = 0,
         clip_gradient: bool = True,
     ):
-        super().__init__()
         _check(scale, zero_point, spec, granularity, calibrate_batches)
+        super().__init__(granularity, scale, calibrate_batches)
         self.spec: FloatSpec = FP8_SPECS[spec]
-        self.granularity = granularity
         self.power_of_two = power_of_two
         self.clip_gradient = clip_gradient
-        self.calibrate_batches = calibrate_batches
         self.scale: Tensor | None
         self.amax: Tensor | None
         self.register_buffer("scale", None if scale is None else torch.as_tensor(scale, dtype=torch.float32))
         self.register_buffer("amax", None, persistent=False)
-        self._batches_left = 0 if scale is not None else calibrate_batches
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
-        x_MK = self._matrix(x)
+        x_MK = as_matrix(x, self.granularity)
         tile, fixed = _TILES[self.granularity], self.scale is not None
         if self.scale is not None:
             grid = tile.grid((x_MK.shape[0], x_MK.shape[1]))
@@ -111,24 +109,6 @@ class FP8Quantizer(nn.Module):
         if not self._batches_left:
             self.scale = scale_inv_of(self.amax, self.spec, power_of_two=self.power_of_two)
 
-    def _matrix(self, x: Tensor) -> Tensor:
-        if x.ndim == 0:
-            return x.reshape(1, 1)
-        if self.granularity == "channel":
-            return x.flatten(1) if x.ndim > 1 else x[:, None]
-        return x.flatten(0, -2) if x.ndim > 1 else x[None]
-
-    def _fixed_grid(self, scale: Tensor, grid: tuple[int, int]) -> Tensor:
-        if scale.numel() not in (1, grid[0] * grid[1]):
-            raise ConfigError(
-                "Static scale does not fit the tensor",
-                got=f"{list(scale.shape)} scales",
-                need=f"one, or {list(grid)} of granularity {self.granularity!r}",
-                try_="a scale for this tensor, or scale = None",
-                where="scale",
-            )
-        return scale.reshape(1, 1).expand(grid) if scale.numel() == 1 else scale.reshape(grid)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """A scale that was found comes with the checkpoint, and ends the calibration."""
         stored = state_dict.get(prefix + "scale")
@@ -138,11 +118,7 @@ class FP8Quantizer(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings."""
-        if self.scale is not None:
-            source = "fixed scale"
-        else:
-            source = f"scale fixed in {self._batches_left} batches" if self._batches_left else "scale of each input"
-        return f"{self.spec.name}, a scale a {self.granularity}, {source}"
+        return f"{self.spec.name}, a scale a {self.granularity}, {self._source()}"
 
 
 class _Rounded(torch.autograd.Function):
@@ -182,21 +158,6 @@ def _check(scale: Any, zero_point: Any, spec: str, granularity: str, calibrate_b
                 try_=f'{name} = "{next(iter(known))}"',
                 where=name,
             )
-    if scale is not None:
-        values = torch.as_tensor(scale, dtype=torch.float32)
-        if not bool((torch.isfinite(values) & (values > 0)).all()):
-            raise ConfigError(
-                "Scale is not a positive number",
-                got=f"{scale}",
-                need="finite values above 0",
-                try_="scale = None, which finds it",
-                where="scale",
-            )
-    if (calibrate_batches or (isinstance(scale, Tensor) and scale.numel() > 1)) and granularity not in _FIXED:
-        raise ConfigError(
-            f'Scales of granularity "{granularity}" cannot be static',
-            got=f"calibrate_batches = {calibrate_batches}" if calibrate_batches else "a tensor of scales",
-            need=f"one of {', '.join(_FIXED)}: of these every input has equally many",
-            try_='granularity = "tensor", or a scale of each input',
-            where="granularity",
-        )
+    check_scale(scale)
+    many = "a tensor of scales" if isinstance(scale, Tensor) and scale.numel() > 1 else ""
+    check_static(granularity, _FIXED, f"calibrate_batches = {calibrate_batches}" if calibrate_batches else many)

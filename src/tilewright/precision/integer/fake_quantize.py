@@ -23,13 +23,14 @@ from tilewright.formats.integer import (
     tile_range,
 )
 from tilewright.formats.scaling import TENSORWISE, Tile, spread_scale
+from tilewright.precision.mixed.fake_quantizer import FakeQuantizer, as_matrix, check_scale, check_static
 
 IntegerGranularity = Literal["tensor", "token", "channel", "group"]
 FIXED = ("tensor", "channel", "group")
 """Granularities that may have a fixed scale; a token's is always its own."""
 
 
-class IntegerQuantizer(nn.Module):
+class IntegerQuantizer(FakeQuantizer):
     """Rounds to integers and back; the gradient passes straight through, and is zero where a value was clipped.
 
     Args:
@@ -74,15 +75,12 @@ class IntegerQuantizer(nn.Module):
         learned: bool = False,
         clip_gradient: bool = True,
     ):
-        super().__init__()
         _check(scale, zero_point, bits, granularity, group, calibrate_batches, learned)
+        super().__init__(granularity, scale, calibrate_batches)
         self.spec = IntSpec(bits, narrow=symmetric and bits == 8)
         self.symmetric, self.learned, self.clip_gradient = symmetric, learned, clip_gradient
-        self.granularity, self.group = granularity, group
-        self.calibrate_batches = calibrate_batches
-        self._batches_left = 0 if scale is not None else calibrate_batches
+        self.group = group
         value = None if scale is None else torch.as_tensor(scale, dtype=torch.float32).detach().clone()
-        self.scale: Tensor | None
         self.zero_point: Tensor | None
         self.low: Tensor | None
         self.high: Tensor | None
@@ -102,7 +100,7 @@ class IntegerQuantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape, FP32, BF16 or FP16 -> the same shape and dtype."""
-        x_MK = _matrix(x, self.granularity)
+        x_MK = as_matrix(x, self.granularity)
         if self.learned:
             return self._learned(x_MK).view(x.shape)
         if self.scale is not None:
@@ -114,11 +112,11 @@ class IntegerQuantizer(nn.Module):
             if self._batches_left:
                 self._observe(low, high)
         clip = self.scale is not None and self.clip_gradient
-        return _Rounded.apply(x_MK, scale, zero_point, self.tile, self.spec, clip).view(x.shape)
+        return round_to_integers(x_MK, scale, zero_point, self.tile, self.spec, clip=clip).view(x.shape)
 
     def quantize(self, x: Tensor) -> IntegerTensor:
         """The integers that `forward` rounds a calibrated or learned weight to: codes, scale and zero point."""
-        x_MK = _matrix(x.detach(), self.granularity)
+        x_MK = as_matrix(x.detach(), self.granularity)
         if self.scale is None:
             scale, zero_point = scale_of_range(*tile_range(x_MK, self.tile), self.spec, symmetric=self.symmetric)
         else:
@@ -153,16 +151,7 @@ class IntegerQuantizer(nn.Module):
         return ((steps + (steps.round() - steps).detach()) * step).to(x_MK.dtype)
 
     def _fixed(self, values: Tensor, x_MK: Tensor) -> Tensor:
-        grid = self.tile.grid((x_MK.shape[0], x_MK.shape[1]))
-        if values.numel() not in (1, grid[0] * grid[1]):
-            raise ConfigError(
-                "Static scale does not fit the tensor",
-                got=f"{list(values.shape)} scales",
-                need=f"one, or {list(grid)} of granularity {self.granularity!r}",
-                try_="a scale for this tensor, or scale = None",
-                where="scale",
-            )
-        return values.reshape(1, 1).expand(grid) if values.numel() == 1 else values.reshape(grid)
+        return self._fixed_grid(values, self.tile.grid((x_MK.shape[0], x_MK.shape[1])))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """A scale and zero point that were found come with the checkpoint, and end the calibration."""
@@ -174,15 +163,14 @@ class IntegerQuantizer(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings."""
-        found = f"scale fixed in {self._batches_left} batches" if self._batches_left else "scale of each input"
-        source = "learned scale" if self.learned else "fixed scale" if self.scale is not None else found
+        source = "learned scale" if self.learned else self._source()
         kind = "symmetric" if self.symmetric else "affine"
         return f"{self.spec.name} {kind}, scale per {self.granularity}, {source}"
 
 
 def lsq_step(weight: Tensor, *, bits: int = 8, granularity: IntegerGranularity = "tensor", group: int = 32) -> Tensor:
     """Initial step of a learned scale: 2 mean|w| / sqrt(highest code) of each tile, FP32 [GM, GK]."""
-    weight_MK, tile = _matrix(weight.detach(), granularity), _tile(granularity, group)
+    weight_MK, tile = as_matrix(weight.detach(), granularity), _tile(granularity, group)
     spec = IntSpec(bits, narrow=bits == 8)
     shape = (weight_MK.shape[0], weight_MK.shape[1])
     (rows, cols), grid = tile.sizes(shape), tile.grid(shape)
@@ -192,6 +180,19 @@ def lsq_step(weight: Tensor, *, bits: int = 8, granularity: IntegerGranularity =
     sums[0].index_add_(0, index, weight_MK.float().abs().flatten())
     sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float32))
     return _positive((2 * sums[0] / sums[1].clamp(min=1) / spec.highest**0.5).view(grid))
+
+
+def round_to_integers(
+    x_MK: Tensor, scale: Tensor, zero_point: Tensor | None, tile: Tile, spec: IntSpec, *, clip: bool
+) -> Tensor:
+    """x rounded to the integers of a grid and back, in its own dtype; the gradient passes straight through.
+
+    Args:
+        x_MK: [M, K], FP32, BF16 or FP16.
+        scale: FP32, one for each tile; `zero_point` int8 beside it, or None.
+        clip: gradient zero where a value lies outside of the grid.
+    """
+    return _Rounded.apply(x_MK, scale, zero_point, tile, spec, clip)
 
 
 class _Rounded(torch.autograd.Function):
@@ -220,14 +221,6 @@ def _positive(scale: Tensor) -> Tensor:
     return scale.abs().clamp(min=SMALLEST_SCALE)
 
 
-def _matrix(x: Tensor, granularity: str) -> Tensor:
-    if x.ndim == 0:
-        return x.reshape(1, 1)
-    if granularity in ("channel", "group"):
-        return x.flatten(1) if x.ndim > 1 else x[:, None]
-    return x.flatten(0, -2) if x.ndim > 1 else x[None]
-
-
 def _tile(granularity: str, group: int) -> Tile:
     return {"tensor": TENSORWISE, "group": Tile(1, group)}.get(granularity, Tile(1, 0))
 
@@ -245,16 +238,7 @@ def _check(scale, zero_point, bits, granularity, group, calibrate_batches, learn
             try_='granularity = "channel"',
             where="granularity",
         )
-    if scale is not None:
-        values = torch.as_tensor(scale, dtype=torch.float32)
-        if not bool((torch.isfinite(values) & (values > 0)).all()):
-            raise ConfigError(
-                "Scale is not a positive number",
-                got=f"{scale}",
-                need="finite values above 0",
-                try_="scale = None, which finds it",
-                where="scale",
-            )
+    check_scale(scale)
     point = torch.as_tensor(zero_point)
     if bool(point.ne(0).any()) and (scale is None or learned or bool((point.abs() > 1 << (bits - 1)).any())):
         raise ConfigError(
@@ -265,14 +249,8 @@ def _check(scale, zero_point, bits, granularity, group, calibrate_batches, learn
             where="zero_point",
         )
     static = calibrate_batches or learned or (isinstance(scale, Tensor) and scale.numel() > 1)
-    if static and granularity not in FIXED:
-        raise ConfigError(
-            f'Scales of granularity "{granularity}" cannot be static',
-            got="learned" if learned else f"calibrate_batches = {calibrate_batches}",
-            need=f"one of {', '.join(FIXED)}: of these every input has equally many",
-            try_='granularity = "tensor", or a scale of each input',
-            where="granularity",
-        )
+    how = "learned" if learned else f"calibrate_batches = {calibrate_batches}"
+    check_static(granularity, FIXED, how if static else "")
     if learned and (scale is None or calibrate_batches):
         raise ConfigError(
             "Learned scale has no initial value",

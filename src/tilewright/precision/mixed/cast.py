@@ -72,15 +72,20 @@ class CastLinear(Cast, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return self._no_autocast(self._run, x)
 
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and weight before they are cast. A loss that takes the head's weight and not its forward asks too."""
+        return x, self.weight
+
     def _run(self, x: Tensor) -> Tensor:
+        x, weight = self.operands(x)
         if self.round_tf32:
-            out = self._matmul(self._multiply, x, self.weight)
+            out = self._matmul(self._multiply, x, weight)
             out = out if self.bias is None else out + self.bias
         elif self.kernels is not None:  # they cast the weight, and give its gradient in as many bits as they can
-            out = self.kernels.linear(x.to(self.compute_dtype), self.weight, self.bias)
+            out = self.kernels.linear(x.to(self.compute_dtype), weight, self.bias)
         else:
             bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-            out = F.linear(x.to(self.compute_dtype), self.weight.to(self.compute_dtype), bias)
+            out = F.linear(x.to(self.compute_dtype), weight.to(self.compute_dtype), bias)
         return out.to(self.output_dtype)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -92,7 +97,11 @@ class CastEmbedding(Cast, nn.Embedding):
     """Rows of the table, rounded to `compute_dtype`, in `output_dtype`. The table is not cast whole."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).to(self.compute_dtype).to(self.output_dtype)
+        return self.rows(super().forward(input)).to(self.compute_dtype).to(self.output_dtype)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Rows [..., D] of the table before they are cast."""
+        return rows
 
 
 class _CastConv(Cast):

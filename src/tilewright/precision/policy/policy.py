@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from tilewright.core.config.precision import PrecisionSection
 from tilewright.core.errors import ConfigError
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, Gemms, expected_gain
-from tilewright.precision.policy.rules import ALWAYS_FP32, FP8_KINDS, Rule, kinds_of, known_or_raise, rule_error
+from tilewright.precision.policy.rules import (
+    ALWAYS_FP32,
+    FP8_KINDS,
+    INTEGER_FORMATS,
+    INTEGER_KINDS,
+    Rule,
+    kinds_of,
+    known_or_raise,
+    rule_error,
+)
 
 MODES = ("fp32", "tf32", "bf16_mixed", "hybrid", "pure_fp16", *FP8_FORMATS)
 KEEPS = ("qdata", "value")
@@ -55,6 +64,18 @@ class FormatDecision:
     gemms: Gemms | None = None
     fallback: bool = False
     """True where the module does not do what the policy asked for."""
+    matmul: str = ""
+    """Where `compute` is one of `INTEGER_FORMATS`: the format that the rounded values are multiplied in."""
+
+    @property
+    def operands(self) -> str:
+        """Format that a matmul's operands are stored in."""
+        return self.matmul or self.compute
+
+    @property
+    def to_integers(self) -> bool:
+        """True where the weight is rounded to integers."""
+        return self.compute in INTEGER_FORMATS
 
 
 @dataclass(frozen=True)
@@ -156,6 +177,11 @@ class Policy:
         return self.mode in FP8_FORMATS
 
     @property
+    def rounds_to_integers(self) -> bool:
+        """True where a rule asks for integers."""
+        return any(rule.compute in INTEGER_FORMATS for rule in self.rules)
+
+    @property
     def stream(self) -> str:
         """Format of the residual stream: what embeddings return and norms receive."""
         if self.is_fp8:
@@ -198,9 +224,9 @@ class Policy:
             decision = replace(decision, compute="fp32", reason=f'fp32_ops names "{named[-1]}"', gemms=None)
         for index, rule in enumerate(self.rules):
             if rule.sets_formats and rule.matches(fqn, kinds):
-                decision = _follow(rule, index, decision, kind)
+                decision = _follow(rule, index, decision, kind, self.stream if kind == "embedding" else self.matmul)
         if kind == "head":
-            name = decision.gemms.fprop if decision.gemms else decision.compute
+            name = decision.gemms.fprop if decision.gemms else decision.operands
             wide = {"tf32": "fp32"} | dict.fromkeys(FP8_FORMATS, "bf16")
             decision = replace(decision, output=wide.get(name, name))
         if decision.compute == "fp16" and self.device_type == "cpu" and kind != "embedding":
@@ -254,8 +280,15 @@ _EMBEDDING = {
 }
 
 
-def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str) -> FormatDecision:
-    """The decision after a rule that matches. 8-bit formats and single matmuls mean linear layers only."""
+def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str, plain: str) -> FormatDecision:
+    """The decision after a rule that matches. 8-bit formats and single matmuls mean linear layers only, integers
+    embeddings too. `plain`: what the mode computes in, 8 bits apart."""
+    if rule.compute in INTEGER_FORMATS:
+        if kind not in INTEGER_KINDS:
+            return decision
+        how = "looked up" if kind == "embedding" else f"multiplied in {plain.upper()}"
+        reason = f"rule {index + 1}: {rule}; rounded to integers and {how}, so training is not faster"
+        return replace(decision, compute=rule.compute, reason=reason, rule=index, gemms=None, matmul=plain)
     if kind not in FP8_KINDS and (rule.compute in FP8_FORMATS or not rule.compute):
         return decision
     reason = f"rule {index + 1}: {rule}"
@@ -264,7 +297,19 @@ def _follow(rule: Rule, index: int, decision: FormatDecision, kind: str) -> Form
         gemms = (gemms or _all_gemms(rule.compute or decision.compute, rule)).changed(rule.gemms)
         gemms = None if gemms.uniform and not gemms.any_fp8 else gemms
     compute = str(gemms) if gemms else (rule.gemms.get("fprop") or rule.compute or decision.compute)
-    return replace(decision, compute=compute, reason=reason, rule=index, gemms=gemms)
+    return replace(decision, compute=compute, reason=reason, rule=index, gemms=gemms, matmul="")
+
+
+def in_fp32(policy: Policy) -> Policy:
+    """FP32 with what a policy rounds to integers: what a model is evaluated in, and exported from."""
+    rounds = policy.rounds_to_integers
+    rules = tuple(_widened(rule) for rule in policy.rules if rule.kind or (rounds and rule.sets_formats))
+    return Policy("fp32", rules, device_type=policy.device_type)
+
+
+def _widened(rule: Rule) -> Rule:
+    compute = rule.compute if rule.compute in INTEGER_FORMATS else "fp32" if rule.sets_formats else ""
+    return replace(rule, compute=compute, fprop="", dgrad="", wgrad="")
 
 
 def as_policy(policy: "Policy | str") -> Policy:

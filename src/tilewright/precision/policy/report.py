@@ -37,6 +37,8 @@ class ModuleRow:
     """The part does not do what the policy asked for; `reason` says why."""
     work: float = 0.0
     """FLOPs per token of one of its matmuls, see `work`."""
+    matmul: str = ""
+    """Where `compute` rounds to integers: the format that the rounded values are multiplied in."""
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from tilewright.core.errors import ConfigError
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, GEMM_FORMATS, GEMM_NAMES
 
-FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS)
+INTEGER_FORMATS = ("int8", "int4", "int4_a8")
+"""Formats of quantisation-aware training: weights are rounded to integers and back, the matmul itself runs in the
+mode's format. int8: a scale per output channel, inputs rounded to INT8 per token too. int4: a scale per 32 weights.
+int4_a8: the same with inputs rounded as for int8."""
+FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS, *INTEGER_FORMATS)
 FP8_KINDS = ("linear", "head", "experts")
 """Kinds of module that can compute in 8 bits."""
+INTEGER_KINDS = (*FP8_KINDS, "embedding")
+"""Kinds of module that can be rounded to integers; an embedding has no input to round."""
 KINDS = ("linear", "conv", "embedding", "norm", "batch_norm", "attention", "head", "experts", "router")
 """Kinds of module a rule can mean. `head` and `experts` (stacked) are also `linear`, `batch_norm` is also `norm`."""
 GIVEN_KINDS = ("linear", "head", "router")
@@ -72,6 +78,18 @@ class Rule:
                 f"{self.op} has no matmul that can be set so.",
                 self,
                 "8-bit formats and fprop, dgrad, wgrad for linear layers only",
+            )
+        if self.op not in ("*", *INTEGER_KINDS) and self.compute in INTEGER_FORMATS:
+            raise rule_error(
+                f"{self.op} has no weight that can be rounded to integers.",
+                self,
+                f"op one of {', '.join(INTEGER_KINDS)}",
+            )
+        if self.compute in INTEGER_FORMATS and self.gemms:
+            raise rule_error(
+                f"Single matmuls cannot be set beside {self.compute}.",
+                self,
+                f"{self.compute} alone: its matmuls run in the mode's format",
             )
 
     @property

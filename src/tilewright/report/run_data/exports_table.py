@@ -63,7 +63,7 @@ def remarks(record: Mapping[str, Any], run: Path) -> list[tuple[str, str]]:
     for row in _rows(record, "artefacts"):
         notes = [row.get("notes"), row.get("runtime_notes")]
         texts = [row.get("reason"), *(text for some in notes if isinstance(some, list) for text in some)]
-        texts.append(change_since(row, run))
+        texts += [change_since(row, run), _measured_apart(row, record)]
         found += [(str(row.get("target", "")), text) for text in texts if isinstance(text, str) and text]
     for row in _rows(record, "baselines"):
         if isinstance(row.get("reason"), str) and row["reason"]:
@@ -73,13 +73,25 @@ def remarks(record: Mapping[str, Any], run: Path) -> list[tuple[str, str]]:
 
 def conditions(record: Mapping[str, Any]) -> str:
     """What was measured on, in a line."""
-    machine = record.get("machine")
+    return f"{_on(record.get('machine'))}; weights of {record.get('checkpoint')}"
+
+
+def _measured_apart(row: Row, record: Mapping[str, Any]) -> str | None:
+    """What an artefact of an earlier export was measured on, where that is something else; None where it is not."""
+    if not isinstance(row.get("measured"), dict) or row.get("state") != "ran":
+        return None
+    then, now = _on(row["measured"]), _on(record.get("machine"))
+    return f"kept from an earlier export, measured on {then}" if then != now else None
+
+
+def _on(machine: object) -> str:
     machine = machine if isinstance(machine, dict) else {}
     threads, clock = number(machine.get("threads")), number(machine.get("clock_mhz"))
     parts = [str(machine.get("cpu") or "a CPU that is not recorded")]
     parts += [f"at {clock:.0f} MHz"] if clock else []
     parts += [f"{threads:.0f} {'thread' if threads == 1 else 'threads'}"] if threads else []
-    return ", ".join(parts) + f"; weights of {record.get('checkpoint')}"
+    parts += [date] if isinstance(date := machine.get("date"), str) and date else []
+    return ", ".join(parts)
 
 
 def _rows(record: Mapping[str, Any], key: str) -> list[Row]:

@@ -28,8 +28,9 @@ from tilewright.parallel.agree import gather
 from tilewright.parallel.world import World
 from tilewright.precision.snapshot import host_states
 from tilewright.training.checkpoint.generators import generator_tensors, set_generators, stored_generators
+from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.old_scales import OldScales
-from tilewright.training.checkpoint.store import CheckpointStore, read_meta, read_tensors, stored_tensors
+from tilewright.training.checkpoint.store import CheckpointStore, read_tensors, stored_tensors
 from tilewright.training.executor.layer_major_setup import LayerMajorParts
 from tilewright.training.executor.summon import SummonedParams
 from tilewright.training.executor.transaction import Stateful

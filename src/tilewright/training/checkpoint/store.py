@@ -38,7 +38,6 @@ from tilewright.training.checkpoint.index import IndexFormatError, TensorLoadPla
 from tilewright.training.checkpoint.soundness import why_unsound
 from tilewright.training.checkpoint.staging import Staging
 from tilewright.training.checkpoint.writing import (
-    META,
     Content,
     Live,
     ReplicasDifferError,
@@ -283,26 +282,6 @@ class CheckpointStore:
         for path in left:
             shutil.rmtree(path)
         return left
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """The part of a checkpoint that is not tensors.
-
-    Raises:
-        CheckpointError: there is no readable meta.json.
-    """
-    try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-        if not isinstance(meta, dict):
-            raise ValueError(f"{type(meta).__name__} instead of a JSON object")
-        return meta
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint that can be read",
-            got=f"{META}: {error}",
-            need=f"a folder written by tilewright, with {META}, manifest.json and .metadata",
-            try_="name a folder checkpoints/step_... of a run",
-        ) from error
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -22,8 +22,7 @@ from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publi
 from tilewright.parallel.checksum import ReplicaDifference, checksum, find_differences
 from tilewright.parallel.parts import local_part, place_of
 from tilewright.training.checkpoint.failures import DISK_ERRORS, disk_error, of_dcp, on_all
-
-META = "meta.json"
+from tilewright.training.checkpoint.meta import META
 
 Live = Callable[[str, Tensor], Tensor]
 """A tensor with its bytes, from its name and one that has its shape and dtype."""

@@ -42,7 +42,7 @@ def merge(run: Path, out: Path, format_: str) -> None:
     from tilewright.precision.lora.lora import merge_lora
     from tilewright.training.components.export import config_keys, copy_beside
 
-    opened = reopen(run, "cpu")
+    opened = reopen(run, "cpu", rounded=False)
     merged = merge_lora(opened.model)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}[format_]
     opened.model.save_hf(out, dtype=dtype, extra=config_keys(opened.recipe, opened.tokenizer))

@@ -12,10 +12,8 @@ from pathlib import Path
 
 from tilewright.core.config.edit import changed
 from tilewright.core.config.load import CLI, Loaded, load_recipe
-from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.data.prepared import PreparedData
-from tilewright.models.decoder.hf_config import read_config
-from tilewright.models.folder.json_file import read_json
+from tilewright.models.build import kind_of
 from tilewright.models.folder.resolve import local_folder, split_name
 from tilewright.training.components.pinned import pinned
 
@@ -65,20 +63,6 @@ def with_passes(loaded: Loaded, prepared: PreparedData, passes: float) -> Loaded
     source = f"{passes:g} passes over {rows} rows"
     sources = loaded.sources | dict.fromkeys(changes, source)
     return replace(loaded, recipe=changed(loaded.recipe, changes), sources=sources)
-
-
-def kind_of(folder: str) -> str:
-    """`decoder` where the folder has a layout that tilewright's decoder reads, which trains faster; else `hf`.
-
-    Raises:
-        CheckpointError: no folder, or no config.json in it.
-    """
-    read_json(Path(folder).expanduser(), "config.json")
-    try:
-        read_config(folder)
-    except (CheckpointError, ConfigError):
-        return "hf"
-    return "decoder"
 
 
 def _is_set(loaded: Loaded, name: str) -> bool:

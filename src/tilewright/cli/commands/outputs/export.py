@@ -1,12 +1,15 @@
 """`tilewright export`: the model of a run for other runtimes, each artefact with what its own runtime made of it."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tilewright.cli.common import echo, json_option, print_json, run_argument, show_table, verbosity
 from tilewright.core.log import say
+
+if TYPE_CHECKING:
+    from tilewright.compress.export.codes import Method
 
 
 @click.command()
@@ -16,6 +19,13 @@ from tilewright.core.log import say
 @click.option("--no-proof", is_flag=True, help="Write only, and run nothing.")
 @click.option(
     "--without-tokenizer", is_flag=True, help="Write GGUF without a tokenizer where llama.cpp knows none equal."
+)
+@click.option(
+    "--method",
+    type=click.Choice(["auto", "rtn", "gptq", "awq"]),
+    default="auto",
+    show_default=True,
+    help="Weights in 4 bits: as the run was trained, else rounded; rounded; GPTQ; or AWQ.",
 )
 @click.option("--threads", type=click.IntRange(1), help="Threads of each runtime. Default: those of the run.")
 @click.option("--time-limit", type=click.FloatRange(1), default=600, show_default=True, help="Seconds per runtime.")
@@ -27,6 +37,7 @@ def export(
     out: Path | None,
     no_proof: bool,
     without_tokenizer: bool,
+    method: "Method",
     threads: int | None,
     time_limit: float,
     as_json: bool,
@@ -45,7 +56,7 @@ def export(
     from tilewright.compress.prove.limits import ConsumerLimits
     from tilewright.report.run_data.exports_table import COLUMNS, conditions, remarks, table_rows
 
-    source = open_to_export(run, without_tokenizer)
+    source = open_to_export(run, without_tokenizer, method)
     record = export_run(
         source,
         targets if targets is not None else default_targets(source),

@@ -1,0 +1,67 @@
+"""`tilewright data build`: from raw files to a clean, tokenised dataset, in stages that survive a kill."""
+
+import os
+from pathlib import Path
+
+import click
+
+from tilewright.cli.common import json_option, print_json, verbosity
+from tilewright.core import env
+from tilewright.core.log import say
+from tilewright.core.units import format_bytes, format_count
+
+
+@click.command()
+@click.argument("settings", default="data.toml", metavar="[DATA.TOML]", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the dataset. Default: the TOML's name.")
+@click.option("--processes", type=click.IntRange(1), help="Processes of this machine. Default: one per core.")
+@click.option(
+    "--executor",
+    type=click.Choice(["local", "rank"]),
+    default="local",
+    show_default=True,
+    help="`rank`: this process is one of those that torchrun or a Slurm array started.",
+)
+@json_option
+@verbosity
+def build(settings: Path, out: Path | None, processes: int | None, executor: str, as_json: bool) -> None:
+    """Build a dataset from the files that data.toml names.
+
+    DATA.TOML holds the settings; `data.toml` here if left out. The same command continues a build that was stopped, and
+    after a change of settings makes only what depends on it. OUT then trains with `--data.source OUT`, and holds
+    report.html, records and rejects as Parquet.
+    """
+    from tilewright.data.build.config import load_data_toml
+    from tilewright.data.build.executors import LocalExecutor, RankExecutor
+    from tilewright.data.build.run import build_dataset
+    from tilewright.data.common.progress import ProgressBar
+    from tilewright.data.corpus.account import account_line
+
+    loaded = load_data_toml(settings)
+    folder = out or settings.with_suffix("")
+    if executor == "rank":
+        if processes is not None:
+            raise click.UsageError("--processes is for --executor local; a rank is one process.")
+        ranks = env.job_ranks()
+        chosen = RankExecutor(ranks.rank, ranks.world)
+    else:
+        chosen = LocalExecutor(processes or len(os.sched_getaffinity(0)))
+    with ProgressBar("data build") as progress, chosen as running:
+        content = build_dataset(loaded, folder, running, progress)
+    if not chosen.is_first:
+        return
+    from tilewright.data.build.finished.account import build_account
+    from tilewright.report.build_page import write_build_page
+
+    page = write_build_page(build_account(folder))
+    if as_json:
+        print_json(content)
+        return
+    summary, units = content["summary"], content["units"]
+    say(account_line(summary))
+    say(
+        f"{summary['duplicates']:,} exact duplicates and {summary['near_duplicates']:,} near-copies dropped | "
+        f"{format_count(summary['tokens'])} tokens, {format_bytes(summary['bytes'])}, {len(summary['domains'])} domains"
+    )
+    say(f"{units['made']} units made, {units['finished before']} finished before | {page}")
+    click.echo(f"tilewright train --data.source {folder}")

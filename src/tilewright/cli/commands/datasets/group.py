@@ -1,0 +1,15 @@
+"""`tilewright data`: datasets that are built from raw files, and what is in them."""
+
+import click
+
+from tilewright.cli.commands.datasets.build import build
+from tilewright.cli.commands.datasets.inspect import inspect_data
+
+
+@click.group()
+def data() -> None:
+    """Build a dataset from raw files, and look into one."""
+
+
+data.add_command(build)
+data.add_command(inspect_data)

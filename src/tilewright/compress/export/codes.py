@@ -1,0 +1,166 @@
+"""Codes that an export writes as they are, in place of those that a converter would find by rounding.
+
+Two sources: the rules of a run that was trained for integers, whose codes are what it trained with; or GPTQ and AWQ,
+calibrated on the run's own training stream. Four bits have groups of 32 with scales that FP16 holds, so a block of
+Q4_0 and a group of XNNPACK's 8da4w take them unchanged.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.compress.quantize.quantize import quantize
+from tilewright.compress.quantize.spec import QuantSpec
+from tilewright.core.config.recipe import Recipe
+from tilewright.core.errors import ConfigError
+from tilewright.data.batches.stream import Stream
+from tilewright.formats.integer import IntegerTensor
+from tilewright.models.hf.model import HFModel
+from tilewright.precision.assign.decide import decide_all
+from tilewright.precision.integer.compute_formats import COMPUTE_FORMATS
+from tilewright.precision.policy.policy import Policy, in_fp32
+
+Method = Literal["auto", "rtn", "gptq", "awq"]
+METHODS: tuple[Method, ...] = ("auto", "rtn", "gptq", "awq")
+GROUP = 32
+"""Of four bits: that of Q4_0, and the smallest of XNNPACK."""
+CALIBRATION_ROWS = 64
+"""Rows of the run's training stream that GPTQ and AWQ see."""
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A model and the codes of some of its matrices.
+
+    Args:
+        model: FP32; AWQ's has scaled norms, so that all that is not in `codes` is read from here.
+        codes: by the parameter's name in the model's state, a tied matrix under its first name.
+        how: where the codes are from, for the record; "" where there are none.
+    """
+
+    model: Any
+    codes: Mapping[str, IntegerTensor] = field(default_factory=dict)
+    how: str = ""
+
+    def of_net(self) -> dict[str, IntegerTensor]:
+        """The codes under Hugging Face's names."""
+        prefix = "net." if isinstance(self.model, HFModel) else ""
+        return {name.removeprefix(prefix): found for name, found in self.codes.items()}
+
+
+def trained_codes(model: nn.Module, recipe: Recipe, bits: int) -> Coded:
+    """What a run was trained with: codes of the weights that its rules round to `bits` bits."""
+    policy = in_fp32(Policy.from_section(recipe.precision, "cpu"))
+    if not policy.rounds_to_integers:
+        return Coded(model)
+    codes: dict[str, IntegerTensor] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for site, decision in decide_all(model, policy).sites:
+        if decision.to_integers and (form := COMPUTE_FORMATS[decision.compute]).spec.bits == bits:
+            weight = site.module.weight
+            codes[names[id(weight)]] = form.quantize(weight)
+    how = f"{len(codes)} matrices with the codes that they were trained with" if codes else ""
+    return Coded(model, codes, how)
+
+
+def four_bit_codes(model: nn.Module, recipe: Recipe, data: Any, method: Method) -> Coded:
+    """Codes in four bits for the formats of this file's first lines.
+
+    Args:
+        model: FP32, on the CPU.
+        recipe: of the run.
+        data: gives the prepared data; called where text is needed.
+        method: auto: as trained, else none, which leaves rounding to the converter; rtn: none.
+
+    Raises:
+        ConfigError: GPTQ or AWQ for a model that reads images.
+    """
+    if method == "auto":
+        return trained_codes(model, recipe, 4)
+    if method == "rtn":
+        return Coded(model)
+    if recipe.model.task == "image_classification":
+        raise ConfigError(
+            f"{method.upper()} needs text to calibrate on",
+            got='model.task = "image_classification"',
+            need="a language model",
+            try_="--method rtn",
+            where="--method",
+        )
+    batches = calibration(recipe, data())
+    spec = QuantSpec(bits=4, group=GROUP, method=method, embedding_bits=0, head_bits=0, half_scales=True)
+    found = quantize(model, spec, batches)
+    codes = {name: weight for name, weight in found.weights.items() if weight.shape[1] % GROUP == 0}
+    rows = sum(len(batch["input_ids"]) for batch in batches)
+    how = f"{len(codes)} matrices by {method.upper()}, calibrated on {rows} rows of the run's training data"
+    return Coded(found.model, codes, how)
+
+
+def calibration(recipe: Recipe, data: Any) -> list[dict[str, Tensor]]:
+    """Micro-batches of the run's training stream, from its begin."""
+    pairs = recipe.data.format == "preferences"
+    size = max(1, recipe.train.micro_batch_size // (2 if pairs else 1))
+    stream = Stream(
+        data, seed=recipe.run.seed, weights=recipe.data.weights, batch_size=size, micro_batch_size=size, prefetch=0
+    )
+    try:
+        found: list[dict[str, Tensor]] = []
+        while sum(len(batch["input_ids"]) for batch in found) < CALIBRATION_ROWS:
+            for batch in stream.next_step():
+                rows = {name: t.flatten(0, 1) for name, t in batch.items() if t.dim() == 3} if pairs else dict(batch)
+                found.append(rows)
+        return found
+    finally:
+        stream.close()
+
+
+def as_blocks(codes: IntegerTensor) -> tuple[Tensor, Tensor]:
+    """Codes [M, K] int8 and scales [M, K / 32] of FP16 values in FP32."""
+    if codes.tile.cols != GROUP or codes.spec.bits != 4 or codes.zero_point is not None:
+        raise AssertionError(f"four bits in groups of {GROUP} without zero points, not {codes.spec} {codes.tile}")
+    return codes.codes, codes.scale
+
+
+def through(model: Any, codes: Mapping[str, IntegerTensor], make: Any) -> dict[str, IntegerTensor]:
+    """Codes of the linear layers of a graph that is made of a model, whose layers may have been joined.
+
+    The graph is made three times, of values, of codes and of scales: whatever order rows are put in, all three have
+    it. Layers whose values are not the product of the other two are left out.
+
+    Args:
+        model: its parameters are changed meanwhile, and are what they were afterwards.
+        codes: of four bits, by the parameter's name.
+        make: model -> graph.
+
+    Returns:
+        By the layer's name in the graph.
+    """
+    named = {name: parameter for name, parameter in model.named_parameters() if name in codes}
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    graphs = []
+    try:
+        for value in (
+            lambda found: found.dequantize(),
+            lambda found: found.codes.float(),
+            lambda found: found.scale.repeat_interleave(GROUP, dim=1),
+        ):
+            for name, parameter in named.items():
+                parameter.data = value(codes[name])
+            graphs.append(make(model))
+    finally:
+        for name, parameter in named.items():
+            parameter.data = before[name]
+    found = {}
+    layers = [{n: m for n, m in graph.named_modules() if isinstance(m, nn.Linear)} for graph in graphs]
+    example = next(iter(codes.values()), None)
+    for name, layer in layers[0].items():
+        steps, scale = layers[1][name].weight.detach(), layers[2][name].weight.detach()
+        whole = torch.equal(steps, steps.round()) and bool((steps.abs() <= 8).all()) and layer.in_features % GROUP == 0
+        if example is not None and whole and torch.equal(layer.weight.detach(), steps * scale):
+            found[name] = IntegerTensor(
+                steps.to(torch.int8), scale[:, ::GROUP].contiguous(), None, example.tile, example.spec
+            )
+    return found

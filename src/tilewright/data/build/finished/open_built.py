@@ -1,0 +1,118 @@
+"""A built dataset's folder, found and read: by training, which takes its tokens, and by `tilewright data inspect`."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.errors import DataError
+from tilewright.data.build.tables import rows
+from tilewright.data.common.cache import file_digest
+from tilewright.data.common.tokenizer import load_tokenizer
+
+DATASET = "dataset.json"
+"""The file that makes a folder a built dataset: written last, removed first."""
+FORMAT = 1
+
+
+def is_built(folder: Path) -> bool:
+    """Whether `folder` holds a dataset that `tilewright data build` finished."""
+    return os.path.isfile(folder / DATASET)  # False, too, where no file can have this name
+
+
+def read_dataset(folder: Path) -> dict[str, Any]:
+    """What `dataset.json` holds: fingerprint, summary, settings and hashes of the stages.
+
+    Raises:
+        DataError: there is no finished dataset, or one of another version.
+    """
+    unfinished = (folder / "work").is_dir()
+    try:
+        content = json.loads((folder / DATASET).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "Build of this dataset is not finished" if unfinished else "No built dataset in this folder",
+            where=str(folder),
+            got=str(error) if not isinstance(error, FileNotFoundError) else f"no {DATASET}",
+            need="the folder of a finished `tilewright data build`",
+            try_="tilewright data build data.toml --out " + str(folder),
+        ) from None
+    if content.get("format") != FORMAT:
+        raise DataError(
+            "Dataset of another version of tilewright",
+            where=str(folder / DATASET),
+            got=f"format {content.get('format')}",
+            need=f"format {FORMAT}",
+            try_="tilewright data build data.toml --out " + str(folder),
+        )
+    return content
+
+
+def find_records(folder: Path, kind: str, wanted: str, most: int) -> Iterator[dict[str, Any]]:
+    """Rows of `records` or `rejects` (`kind`) whose id begins with `wanted`, whose path holds it, or which that rule
+    dropped; `most` of them."""
+    for file in sorted((folder / kind).glob("*.parquet")):
+        for row in rows(file):
+            if row["id"].startswith(wanted) or wanted in row["path"] or row.get("rule") == wanted:
+                yield row
+                most -= 1
+                if not most:
+                    return
+
+
+@dataclass(frozen=True)
+class BuiltTokens:
+    """What training reads of a built dataset: the folder of its token streams, and what names their content."""
+
+    tokens: Path
+    fingerprint: str
+
+
+def built_tokens(folder: Path, format: str, tokenizer: str, domains: tuple[str, ...]) -> BuiltTokens:
+    """The tokens of a built dataset, checked against what a run wants of it.
+
+    Args:
+        folder: of the dataset.
+        format: of the rows that are wanted; a dataset holds text.
+        tokenizer: of loaded weights, or the one that is asked for; "" where none is.
+        domains: those that are wanted.
+
+    Raises:
+        DataError: the dataset is damaged, or is not what the run wants.
+    """
+    content = read_dataset(folder)
+    if format != "text":
+        need, try_ = "rows of text", "data.source = the files themselves"
+        raise DataError("Built dataset holds no conversations", where="data.source", got=format, need=need, try_=try_)
+    for name, (size, digest) in content["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size or file_digest(path) != digest:
+            raise DataError(
+                "Built dataset is damaged",
+                where=str(path),
+                got="a file that is missing" if not path.is_file() else "a file that has changed",
+                need=f"{size} bytes, as the build wrote them",
+                try_="the same `tilewright data build` again, which makes only what is missing",
+            )
+    tokens = folder / "tokens"
+    if tokenizer and not _same_tokenizer(Path(tokenizer).expanduser(), tokens / "tokenizer"):
+        raise DataError(
+            "Built dataset was encoded with another tokenizer",
+            where="data.tokenizer",
+            got=f"{tokenizer} for the run, {content['settings']['tokenizer']['path'] or 'a trained one'} for {folder}",
+            need="one and the same: ids of another tokenizer mean other words",
+            try_=f'path = "{tokenizer}" in [tokenizer] of data.toml, and `tilewright data build` again',
+        )
+    unknown = sorted(set(domains) - set(content["summary"]["domains"]))
+    if unknown:
+        known = ", ".join(content["summary"]["domains"])
+        need, try_ = f"some of: {known}", "data.domains = []   (all of them)"
+        raise DataError("Unknown data domain", where="data.domains", got=", ".join(unknown), need=need, try_=try_)
+    return BuiltTokens(tokens, content["fingerprint"])
+
+
+def _same_tokenizer(wanted: Path, built: Path) -> bool:
+    """Whether both give the same ids."""
+    return load_tokenizer(wanted).backend.to_str() == load_tokenizer(built).backend.to_str()

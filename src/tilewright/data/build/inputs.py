@@ -1,0 +1,192 @@
+"""What a build reads: the files below its sources, shared out over shards, without reading any text.
+
+A shard holds files of one domain, or ranges of large ones. Which files are in which shard depends on the listing alone,
+so that any number of processes makes the same dataset.
+"""
+
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tilewright.core.errors import DataError
+from tilewright.data.build.config import ReadSection
+from tilewright.data.records import Rejected
+from tilewright.data.sources.documents import Reject, printable, wide_encoding
+from tilewright.data.sources.files import TEXT_SUFFIXES, existing
+from tilewright.data.sources.hub import PREFIX, hub_dataset
+from tilewright.data.sources.installed import installed_source
+from tilewright.data.sources.tables import is_saved_dataset
+from tilewright.data.sources.walk import find_files
+
+INSTALLED = "installed"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file, or the bytes [start, stop) of a large one. `key` says which version of it; `path` is "" for a part of the
+    installed text, which its domain and name identify."""
+
+    domain: str
+    name: str
+    path: str
+    size: int
+    key: str
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass
+class Listing:
+    """Shards of items in the order of the dataset, what was refused while looking, and what the limit left out."""
+
+    shards: list[list[Item]] = field(default_factory=list)
+    rejects: list[Rejected] = field(default_factory=list)
+    found_files: int = 0
+    found_bytes: int = 0
+    left_files: int = 0
+    left_bytes: int = 0
+    """What `max_bytes` and `domains` leave out."""
+
+    def keys(self, shard: int) -> list[dict[str, Any]]:
+        """What identifies the content of a shard; not where on this machine it lies."""
+        return [{k: v for k, v in asdict(item).items() if k != "path"} for item in self.shards[shard]]
+
+
+def list_inputs(read: ReadSection) -> Listing:
+    """Find the files.
+
+    Raises:
+        DataError: a source that does not exist, an unknown domain, or nothing to read.
+    """
+    listing = Listing()
+    items = list(_items(read, listing))
+    listing.found_files = len({item.name for item in items}) + len(listing.rejects)
+    listing.found_bytes = sum(item.size for item in items) + sum(reject.num_bytes for reject in listing.rejects)
+    domains = sorted({item.domain for item in items})
+    unknown = sorted(set(read.domains) - set(domains))
+    if unknown and domains:
+        raise DataError(
+            "Unknown data domain",
+            where="read.domains",
+            got=", ".join(unknown),
+            need="some of: " + ", ".join(domains),
+            try_="domains = []   (all of them)",
+        )
+    wanted = {name: [i for i in items if i.domain == name] for name in read.domains or domains}
+    chosen = _within(wanted, read) if read.max_bytes else wanted
+    taken = [item for name in chosen for item in chosen[name]]
+    listing.left_bytes = sum(item.size for item in items) - sum(item.size for item in taken)
+    names = {item.name for item in taken}
+    listing.left_files = len({item.name for item in items} - names)
+    for name in sorted(chosen):
+        listing.shards += _shards(chosen[name], read.shard_bytes)
+    if not listing.shards:
+        raise _nothing(read, listing)
+    return listing
+
+
+def _items(read: ReadSection, listing: Listing) -> Iterator[Item]:
+    if read.sources:
+        for domain, path in read.sources.items():
+            yield from _files(path, domain, read.shard_bytes, listing, f"{domain}/")
+    elif read.source == INSTALLED:
+        source = installed_source()
+        listing.rejects += [_refused(reject) for reject in source.rejects]
+        for part in source.parts:
+            yield Item(part.domain, part.name, "", part.size, source.key)
+    else:
+        yield from _files(read.source, "", read.shard_bytes, listing, "")
+
+
+def _files(source: str, domain: str, shard_bytes: int, listing: Listing, prefix: str) -> Iterator[Item]:
+    source = hub_dataset(source) if source.startswith(PREFIX) else source
+    root = existing(Path(source).expanduser(), source)
+    saved = root.is_dir() and is_saved_dataset(root)
+    found = find_files(root)
+    listing.rejects += [_refused(reject, domain, prefix) for reject in found.rejects]
+    for name, path, status in found.files:
+        where = domain or (name.split("/")[0] if "/" in name else "text")
+        if not stat.S_ISREG(status.st_mode):
+            listing.rejects.append(Rejected(prefix + name, "", "list", "not a regular file", "", "", domain=where))
+        elif saved and path.suffix != ".arrow":
+            rule = "file of a saved dataset that holds no rows to read"
+            listing.rejects.append(Rejected(prefix + name, "", "list", rule, path.suffix, ".arrow", domain=where))
+        elif not status.st_size:
+            listing.rejects.append(Rejected(prefix + name, "", "list", "empty file", 0.0, 1.0, domain=where))
+        else:
+            size, key = status.st_size, f"{status.st_size} {status.st_mtime_ns}"
+            for start, stop in _segments(path, size, shard_bytes):
+                length = (stop or size) - start
+                yield Item(where, prefix + name, str(path), length, key, start, stop)
+
+
+def _segments(path: Path, size: int, shard_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of a large file of plain lines; (0, 0) for any other file, which is read whole."""
+    if size <= shard_bytes or path.suffix.lower() not in (*TEXT_SUFFIXES.split(), ".jsonl"):
+        yield 0, 0
+        return
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 16)
+    except OSError:
+        yield 0, 0  # that it cannot be read is found out, and said, where it is read
+        return
+    if wide_encoding(head[:4]) or b"\n" not in head:
+        yield 0, 0
+        return
+    for start in range(0, size, shard_bytes):
+        yield start, min(size, start + shard_bytes)
+
+
+def _refused(reject: Reject, domain: str = "", prefix: str = "") -> Rejected:
+    where, example = printable(reject.where), reject.example
+    return Rejected(prefix + where, "", "list", reject.reason, example, "", "", domain, reject.count, reject.num_bytes)
+
+
+def _within(wanted: dict[str, list[Item]], read: ReadSection) -> dict[str, list[Item]]:
+    """Items of about `max_bytes` in all: small domains give everything, large ones share the rest equally."""
+    left, chosen = read.max_bytes, {}
+    by_size = sorted(wanted, key=lambda name: (sum(item.size for item in wanted[name]), name))
+    for number, name in enumerate(by_size):
+        share = left // (len(by_size) - number)
+        taken: set[int] = set()
+        used = 0
+        for index in sorted(range(len(wanted[name])), key=lambda i: _draw(read.seed, wanted[name][i])):
+            if used + wanted[name][index].size <= share:
+                taken.add(index)
+                used += wanted[name][index].size
+        chosen[name] = [item for index, item in enumerate(wanted[name]) if index in taken]
+        left -= used
+    return chosen
+
+
+def _draw(seed: int, item: Item) -> tuple[int, str, int]:
+    text = f"{seed}\0{item.domain}\0{item.name}\0{item.start}"
+    return xxhash.xxh3_64_intdigest(text.encode()), item.name, item.start
+
+
+def _shards(items: list[Item], shard_bytes: int) -> Iterator[list[Item]]:
+    held: list[Item] = []
+    size = 0
+    for item in items:
+        if held and size + item.size > shard_bytes:
+            yield held
+            held, size = [], 0
+        held.append(item)
+        size += item.size
+    if held:
+        yield held
+
+
+def _nothing(read: ReadSection, listing: Listing) -> DataError:
+    reasons = [f"{r.path}: {r.rule}{'; ' + str(r.value) if r.value else ''}" for r in listing.rejects[:5]]
+    return DataError(
+        "No files to read for the data build",
+        where=read.source,
+        got="\n".join(reasons) or (f"files larger than max_bytes = {read.max_bytes}" if read.max_bytes else "no files"),
+        need="files with text, rows of text, images or sound",
+    )

@@ -1,0 +1,270 @@
+"""The stages of a build in their order: how many units each has, what a unit reads, which settings it depends on.
+
+A fingerprint is taken from these, so that a change invalidates what comes after it and nothing else. `version` goes up
+with every change of a stage's code that changes its output.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tilewright.data.build.context import Context
+from tilewright.data.build.stages import encode, lines
+from tilewright.data.build.stages.copies import exact, near, sketches
+from tilewright.data.build.stages.copies.unique import unique_records
+from tilewright.data.build.stages.dataset import Finished, assemble
+from tilewright.data.build.stages.read import read_shard
+from tilewright.data.build.stages.repair import repair_shard
+from tilewright.data.build.stages.rules import apply_rules
+from tilewright.data.build.stages.split import split_records
+from tilewright.data.build.units import fingerprint_of
+from tilewright.data.common.cache import file_digest
+from tilewright.data.common.tokenizer_folder import tokenizer_files
+
+REJECTING = ("read", "repair", "rules", "unique", "encode")
+"""Stages that write rejects, per shard."""
+
+
+@dataclass(frozen=True)
+class BuildStage:
+    """One stage. `says` is what a progress bar shows; `count` gives the number of units once all stages before it are
+    finished; `reads` what a unit's fingerprint is taken from; `run` fills a unit's folder and returns counts."""
+
+    name: str
+    says: str
+    version: int
+    count: Callable[[Context], int]
+    reads: Callable[[Context, int], object]
+    run: Callable[[Context, int, Path], Mapping[str, Any]]
+
+    def fingerprint(self, context: Context, index: int) -> str:
+        return fingerprint_of([self.name, self.version, self.reads(context, index)])
+
+
+def _shards(c: Context) -> int:
+    return c.num_shards
+
+
+def _one(c: Context) -> int:
+    return 1
+
+
+def _line_ranges(c: Context) -> int:
+    return lines.ranges_for(c.total("read", "bytes")) if c.build.repair.repeated_lines else 0
+
+
+def _exact_ranges(c: Context) -> int:
+    return exact.ranges_for(c.total("rules", "records")) if c.build.duplicates.exact else 0
+
+
+def _band_ranges(c: Context) -> int:
+    return sketches.band_ranges(c.total("rules", "records"))
+
+
+def _pair_ranges(c: Context) -> int:
+    return sketches.pair_ranges(c.total("rules", "records"))
+
+
+def _read(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    return read_shard(c.listing.shards[i], c.build, folder)
+
+
+def _repair(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    common = lines.load_common(c.folders("common_lines", _line_ranges(c)))
+    return repair_shard(c.folder("read", i), common, c.build.repair, folder)
+
+
+def _exact_drops(c: Context, i: int):
+    return c.drops("exact", _exact_ranges(c), i)
+
+
+def _sketch(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    rows = near.rows_of(_exact_drops(c, i))
+    return sketches.sketch_shard(c.folder("repair", i), c.folder("rules", i), rows, i, _band_ranges(c), folder)
+
+
+def _pairs(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    keep = c.build.duplicates.keep
+    return sketches.candidate_pairs(c.folders("sketches"), i, _pair_ranges(c), keep, folder)
+
+
+def _shingles(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    rows = near.rows_of(_exact_drops(c, i))
+    pairs = c.folders("pairs", _band_ranges(c))
+    return near.candidate_shingles(c.folder("repair", i), c.folder("rules", i), rows, pairs, i, folder)
+
+
+def _verify(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    return near.verify_pairs(c.folders("pairs", _band_ranges(c)), c.folders("shingles"), i, folder)
+
+
+def _near(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    settings = c.build.duplicates
+    threshold = settings.threshold if settings.near else None
+    return near.resolve(c.folders("verify", _pair_ranges(c)), c.folders("shingles"), threshold, settings.keep, folder)
+
+
+def _unique(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    found = _exact_drops(c, i), c.drops("near", 1, i)
+    return unique_records(c.folders("repair"), c.folder("rules", i), i, *found, c.build.duplicates.threshold, folder)
+
+
+def _split(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    domains = [shard[0].domain for shard in c.listing.shards]
+    settings = c.build.split
+    where = c.folders("unique"), c.folders("repair"), domains, c.folder("near")
+    return split_records(*where, settings.holdout, settings.seed, folder)
+
+
+def _shard(c: Context, i: int) -> encode.Shard:
+    return encode.Shard(i, c.folder("repair", i), c.folder("unique", i), c.folder("split"))
+
+
+def _tokenizer(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    shards = [_shard(c, shard) for shard in range(c.num_shards)]
+    return encode.make_tokenizer(shards, c.build.tokenizer, c.build.split.seed, folder)
+
+
+def _encode(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    tokenizer = c.folder("tokenizer") / "tokenizer"
+    return encode.encode_shard(_shard(c, i), tokenizer, c.build.chunk, c.folder("near"), folder)
+
+
+def _dataset(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    rejects = [[c.folder(stage, shard) for stage in REJECTING] for shard in range(c.num_shards)]
+    copies = {name: c.total("unique", name) for name in ("exact", "near")}
+    label = source_label(c)
+    where = c.folders("read"), c.folders("encode"), rejects, c.folder("tokenizer"), c.folder("split")
+    return assemble(Finished(c.listing, *where, copies, label), folder)
+
+
+def source_label(c: Context) -> str:
+    """The sources of a build, for a person."""
+    return ", ".join(c.build.read.sources.values()) or c.build.read.source
+
+
+def _tokenizer_key(c: Context) -> list[str]:
+    path = c.build.tokenizer.path
+    files = tokenizer_files(Path(path)) if path else []
+    return [f"{file.name}:{file_digest(file)}" for file in files]
+
+
+STAGES = (
+    BuildStage(
+        *("read", "reading files", 1, _shards),
+        lambda c, i: [c.listing.keys(i), c.build.read.text_field, c.build.read.max_chars, c.build.limits.model_dump()],
+        _read,
+    ),
+    BuildStage(
+        *("lines", "counting lines", 1, lambda c: c.num_shards if c.build.repair.repeated_lines else 0),
+        lambda c, i: [c.one("read", i), c.build.repair.model_dump(), _line_ranges(c)],
+        lambda c, i, folder: lines.count_lines(c.folder("read", i), _line_ranges(c), c.build.repair, folder),
+    ),
+    BuildStage(
+        *("common_lines", "finding lines that repeat", 1, _line_ranges),
+        lambda c, i: [c.every("lines"), c.build.repair.repeated_lines],
+        lambda c, i, folder: lines.common_lines(c.folders("lines"), i, c.build.repair, folder),
+    ),
+    BuildStage(
+        *("repair", "repairing text", 1, _shards),
+        lambda c, i: [
+            c.one("read", i),
+            c.build.repair.model_dump(),
+            c.every("common_lines", _line_ranges(c)),
+        ],
+        _repair,
+    ),
+    BuildStage(
+        *("rules", "applying rules", 1, _shards),
+        lambda c, i: [c.one("repair", i), c.build.rules.model_dump()],
+        lambda c, i, folder: apply_rules(c.folder("repair", i), c.build.rules, folder),
+    ),
+    BuildStage(
+        *("digests", "hashing texts", 1, lambda c: c.num_shards if c.build.duplicates.exact else 0),
+        lambda c, i: [c.one("rules", i), _exact_ranges(c)],
+        lambda c, i, folder: exact.digest_keys(c.folder("rules", i), i, _exact_ranges(c), folder),
+    ),
+    BuildStage(
+        *("exact", "finding exact duplicates", 1, _exact_ranges),
+        lambda c, i: c.every("digests"),
+        lambda c, i, folder: exact.exact_duplicates(c.folders("digests"), i, folder),
+    ),
+    BuildStage(
+        *("sketches", "sketching texts", 1, _shards),
+        lambda c, i: [
+            *(c.one("repair", i), c.one("rules", i), c.every("exact", _exact_ranges(c))),
+            _band_ranges(c),
+        ],
+        _sketch,
+    ),
+    BuildStage(
+        *("pairs", "pairing sketches", 1, _band_ranges),
+        lambda c, i: [c.every("sketches"), c.build.duplicates.keep, _pair_ranges(c)],
+        _pairs,
+    ),
+    BuildStage(
+        *("shingles", "reading candidates", 1, _shards),
+        lambda c, i: [
+            *(c.one("repair", i), c.one("rules", i), c.every("exact", _exact_ranges(c))),
+            c.every("pairs", _band_ranges(c)),
+        ],
+        _shingles,
+    ),
+    BuildStage(
+        *("verify", "verifying near-copies", 1, _pair_ranges),
+        lambda c, i: [c.every("pairs", _band_ranges(c)), c.every("shingles")],
+        _verify,
+    ),
+    BuildStage(
+        *("near", "choosing which copies stay", 1, _one),
+        lambda c, i: [c.every("verify", _pair_ranges(c)), c.every("shingles"), c.build.duplicates.model_dump()],
+        _near,
+    ),
+    BuildStage(
+        *("unique", "dropping copies", 1, _shards),
+        lambda c, i: [
+            *(c.one("rules", i), c.every("repair"), c.every("exact", _exact_ranges(c)), c.one("near")),
+            c.build.duplicates.threshold,
+        ],
+        _unique,
+    ),
+    BuildStage(
+        *("split", "holding out", 1, _one),
+        lambda c, i: [c.every("unique"), c.one("near"), c.build.split.model_dump()],
+        _split,
+    ),
+    BuildStage(
+        *("tokenizer", "training the tokenizer", 1, _one),
+        lambda c, i: [
+            *(c.every("unique"), c.one("split"), c.build.tokenizer.vocab_size, c.build.split.seed),
+            *(_tokenizer_key(c), tokenizers.__version__),
+        ],
+        _tokenizer,
+    ),
+    BuildStage(
+        *("encode", "encoding", 1, _shards),
+        lambda c, i: [
+            *(c.one("repair", i), c.one("unique", i), c.one("split"), c.one("tokenizer"), c.one("near")),
+            *(c.build.chunk.model_dump(), tokenizers.__version__),
+        ],
+        _encode,
+    ),
+    BuildStage(
+        *("dataset", "joining the dataset", 1, _one),
+        lambda c, i: [
+            *(c.one("tokenizer"), c.one("split"), source_label(c)),
+            *(c.every("encode"), *(c.told(stage) for stage in REJECTING)),
+            [c.listing.found_bytes, [[r.path, r.rule, str(r.value)] for r in c.listing.rejects]],
+        ],
+        _dataset,
+    ),
+)
+"""In the order in which they run; a stage reads only what stands before it."""
+
+
+def stage_named(name: str) -> BuildStage:
+    """The stage of that name."""
+    return next(stage for stage in STAGES if stage.name == name)

@@ -1,0 +1,131 @@
+"""Runs a build: stage after stage, only the units that are not finished, then the dataset's files under their names.
+
+A build can be killed at any moment and started again. Two builds cannot run in one folder; ranks of one can.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.atomic_io import write_whole
+from tilewright.core.errors import DataError
+from tilewright.data.build.config import DataBuild
+from tilewright.data.build.context import WORK, Context
+from tilewright.data.build.executors import UnitExecutor
+from tilewright.data.build.finished.open_built import DATASET, FORMAT
+from tilewright.data.build.plan import STAGES
+from tilewright.data.build.units import cannot_write, fingerprint_of
+from tilewright.data.common.progress import ProgressBar
+
+_PARTS = ("tokens", "records", "rejects")
+_README = """---
+configs:
+- config_name: records
+  default: true
+  data_files:
+{splits}
+- config_name: rejects
+  data_files: rejects/*.parquet
+---
+
+Built by `tilewright data build` from data.toml. `records` is the text, one row per run of tokens, with the file and the
+bytes that it is from; `rejects` is what was dropped, by which rule; `tokens` is what `tilewright train` reads.
+"""
+
+
+def build_dataset(build: DataBuild, out: Path, executor: UnitExecutor, progress: ProgressBar) -> dict[str, Any]:
+    """Build the dataset in the folder `out`, from where an earlier build of it stopped.
+
+    Returns:
+        What `dataset.json` holds, with `units`: how many were made now and how many were finished before.
+
+    Raises:
+        DataError: nothing usable, a folder that cannot be written, or a full disk.
+        HardwareError: a process was killed for memory.
+    """
+    context = Context(build, out)
+    made = finished = 0
+    with _locked(out, alone=executor.is_first):
+        progress.phase("listing files")
+        context.listing  # noqa: B018  before anything is written: a source that is not there leaves no folder
+        context.units.clean(executor.mark)
+        for stage in STAGES:
+            count = stage.count(context)
+            units = [(index, stage.fingerprint(context, index)) for index in range(count)]
+            todo = [unit for unit in units if not context.units.is_done(stage.name, *unit)]
+            progress.phase(stage.says, len(todo))
+            made, finished = made + len(todo), finished + len(units) - len(todo)
+            for index, _ in todo:
+                context.units.forget(stage.name, index)
+            executor.run(context, stage, todo, progress.advance)
+            if executor.is_first:
+                context.units.remove_beyond(stage.name, count)
+        content = _publish(context) if executor.is_first else {}
+    return content | {"units": {"made": made, "finished before": finished}}
+
+
+@contextlib.contextmanager
+def _locked(out: Path, *, alone: bool) -> Iterator[None]:
+    """The first process of a build holds a lock on its folder and cleans up after earlier ones."""
+    try:
+        (out / WORK).mkdir(parents=True, exist_ok=True)
+        with (out / WORK / "lock").open("w") as file:
+            if alone:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise DataError(
+            "Another data build runs in this folder",
+            where=str(out),
+            got="a lock held by another process",
+            need="one build per folder at a time",
+            try_="wait for it, or another --out",
+        ) from None
+    except OSError as error:
+        raise cannot_write(out, error) from error
+
+
+def _publish(context: Context) -> dict[str, Any]:
+    """Give the dataset's files their names below `out`; nothing is done where they have them."""
+    out, source = context.out, context.folder("dataset")
+    stages = {}
+    for stage in STAGES:
+        receipts = [context.units.receipt(stage.name, i) for i in range(stage.count(context))]
+        stages[stage.name] = [receipt["digest"] for receipt in receipts if receipt is not None]
+    content = {
+        "format": FORMAT,
+        "fingerprint": context.one("dataset"),
+        "files": (context.units.receipt("dataset", 0) or {})["files"],
+        "summary": json.loads((source / "tokens" / "summary.json").read_bytes()),
+        "settings": context.build.model_dump(mode="json"),
+        "stages": {name: fingerprint_of(digests) for name, digests in stages.items()},
+    }
+    path = out / DATASET
+    if path.exists() and json.loads(path.read_bytes()) == content and all((out / part).is_dir() for part in _PARTS):
+        return content
+    path.unlink(missing_ok=True)
+    for part in _PARTS:
+        if (out / part).exists():
+            shutil.rmtree(out / part)
+        shutil.copytree(source / part, out / part, copy_function=_link)
+    splits = sorted(
+        {file.name.partition("-")[0] for file in (out / "records").iterdir()}, key=["train", "holdout", "media"].index
+    )
+    lines = "\n".join(f"  - split: {split}\n    path: records/{split}-*.parquet" for split in splits)
+    (out / "README.md").write_text(_README.format(splits=lines))
+    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False))
+    return content
+
+
+def _link(source: str, target: str) -> str:
+    """Another name for a file of the work folder, or a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+    return target

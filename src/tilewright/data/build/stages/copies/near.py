@@ -1,0 +1,182 @@
+"""Near-copies, second phase: candidates verified by the Jaccard similarity of their shingles, and which record stays.
+
+Records are taken in the order of the rule that says which stays. One that resembles a record which stays already goes;
+any other stays. So each record that goes resembles the one that stays, whatever chains of neighbours there are.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilewright.data.build.ranges import read_range, read_rows
+from tilewright.data.build.stages.copies.exact import DROP, doc_of, row_of, shard_of
+from tilewright.data.build.stages.copies.sketches import PAIR, joined, surviving_texts
+from tilewright.data.corpus.encode import NpyWriter
+from tilewright.data.corpus.near_dup import shingle_hashes
+
+CLUSTER_SIMILARITY = 0.5
+"""From which records are never divided between training and held-out text, and thereby the least threshold."""
+
+INDEX = np.dtype([("doc", "<u8"), ("first", "<u8"), ("count", "<u4"), ("size", "<u4")])
+VERIFIED = np.dtype([("a", "<u8"), ("b", "<u8"), ("similarity", "<f4")])
+CLUSTER = np.dtype([("doc", "<u8"), ("cluster", "<u8")])
+_HELD = 512  # records whose shingles are in memory while pairs are verified
+
+
+def candidate_shingles(
+    records: Path, kept: Path, drops: np.ndarray, pairs: list[Path], shard: int, folder: Path
+) -> Mapping[str, Any]:
+    """Write the sorted shingles of a shard's records that are in any pair, and where those of each are."""
+    wanted = _docs_in(pairs, shard)
+    index: list[tuple[int, int, int, int]] = []
+    first = 0
+    with NpyWriter(folder / "shingles.npy", np.dtype("<u8")) as out:
+        for rows, texts, _ in surviving_texts(records, kept, drops) if len(wanted) else ():
+            docs = doc_of(shard, rows)
+            at = np.flatnonzero(np.isin(docs, wanted)).tolist()
+            if not at:
+                continue
+            data, starts, sizes = joined([texts[i] for i in at])
+            hashes, counts = shingle_hashes(data, starts)
+            ends = np.cumsum(counts)
+            for number, i in enumerate(at):
+                own = np.unique(hashes[ends[number] - counts[number] : ends[number]])
+                out.append(own)
+                index.append((int(docs[i]), first, len(own), int(sizes[number])))
+                first += len(own)
+    np.save(folder / "index.npy", np.array(index, INDEX))
+    return {"records": len(index)}
+
+
+def _docs_in(pairs: list[Path], shard: int) -> np.ndarray:
+    """Records of a shard that are in any pair, sorted."""
+    found = [np.zeros(0, np.uint64)]
+    for folder in pairs:
+        rows = np.load(folder / "pairs.npy")
+        for name in ("a", "b"):
+            found.append(np.unique(rows[name][shard_of(rows[name]) == shard]))
+    return np.unique(np.concatenate(found))
+
+
+def verify_pairs(pairs: list[Path], shingles: list[Path], index: int, folder: Path) -> Mapping[str, Any]:
+    """Write the pairs of range `index` that are as similar as members of a cluster, with their similarity."""
+    rows = np.unique(read_range([one / "pairs" for one in pairs], index, PAIR)[["a", "b"]])
+
+    @lru_cache(maxsize=64)
+    def where(shard: int) -> np.ndarray:
+        return np.load(shingles[shard] / "index.npy")
+
+    @lru_cache(maxsize=_HELD)
+    def of(doc: int) -> np.ndarray:
+        shard = doc >> 40
+        table = where(shard)
+        entry = table[np.searchsorted(table["doc"], np.uint64(doc))]
+        first = int(entry["first"])
+        return read_rows(shingles[shard] / "shingles.npy", first, first + int(entry["count"]))
+
+    similarity = np.array([jaccard(of(a), of(b)) for a, b in rows.tolist()], np.float32)
+    near = np.flatnonzero(similarity >= CLUSTER_SIMILARITY)
+    found = np.zeros(len(near), VERIFIED)
+    found["a"], found["b"], found["similarity"] = rows["a"][near], rows["b"][near], similarity[near]
+    np.save(folder / "verified.npy", found)
+    return {"pairs": len(rows), "similar": len(found)}
+
+
+def jaccard(a: np.ndarray, b: np.ndarray) -> float:
+    """Jaccard similarity of two sorted arrays without duplicates.
+
+    Example:
+        >>> jaccard(np.array([1, 2, 3]), np.array([2, 3, 4]))
+        0.5
+    """
+    if len(a) > len(b):
+        a, b = b, a
+    at = np.searchsorted(b, a)
+    both = int((b[np.minimum(at, len(b) - 1)] == a).sum()) if len(b) else 0
+    return both / max(1, len(a) + len(b) - both)
+
+
+def resolve(
+    verified: list[Path], shingles: list[Path], threshold: float | None, keep: str, folder: Path
+) -> Mapping[str, Any]:
+    """Write which records go (`drops.npy`), and the cluster of each that has a near-copy (`clusters.npy`).
+
+    Args:
+        verified: folders of the pairs.
+        shingles: folders of all shards, which know the sizes.
+        threshold: similarity from which one of two goes; None: none goes.
+        keep: "longest" or "first".
+        folder: gets the files, both sorted by record.
+    """
+    pairs = np.concatenate([np.zeros(0, VERIFIED), *(np.load(one / "verified.npy") for one in verified)])
+    pairs = np.sort(pairs, order=("a", "b"))
+    docs = np.unique(np.concatenate([pairs["a"], pairs["b"]]))
+    a, b = np.searchsorted(docs, pairs["a"]), np.searchsorted(docs, pairs["b"])
+    clusters = np.zeros(len(docs), CLUSTER)
+    clusters["doc"], clusters["cluster"] = docs, docs[_components(len(docs), a, b)]
+    np.save(folder / "clusters.npy", clusters)
+    drops = np.zeros(0, DROP)
+    if threshold is not None:
+        sizes = _sizes(docs, shingles) if keep == "longest" else np.zeros(len(docs), np.int64)
+        close = pairs["similarity"] >= np.float32(threshold)
+        order = np.lexsort((docs, -sizes))
+        gone = list(_greedy(order, a[close], b[close], pairs["similarity"][close]))
+        drops = np.array([(docs[i], docs[j], s) for i, j, s in gone], DROP)
+    np.save(folder / "drops.npy", np.sort(drops, order="doc"))
+    return {"near_duplicates": len(drops), "clusters": len(np.unique(clusters["cluster"]))}
+
+
+def _sizes(docs: np.ndarray, shingles: list[Path]) -> np.ndarray:
+    sizes = np.zeros(len(docs), np.int64)
+    shards = shard_of(docs)
+    for shard in np.unique(shards).tolist():
+        here = np.flatnonzero(shards == shard)
+        table = np.load(shingles[shard] / "index.npy")
+        sizes[here] = table["size"][np.searchsorted(table["doc"], docs[here])]
+    return sizes
+
+
+def _greedy(
+    order: np.ndarray, a: np.ndarray, b: np.ndarray, similarity: np.ndarray
+) -> Iterator[tuple[int, int, float]]:
+    """(record that goes, record that stays, similarity), records taken in `order`."""
+    left, right = np.concatenate([a, b]), np.concatenate([b, a])
+    both = np.concatenate([similarity, similarity])
+    by_left = np.argsort(left, kind="stable")
+    right, both = right[by_left], both[by_left]
+    bounds = np.searchsorted(left[by_left], np.arange(len(order) + 1))
+    is_gone = np.zeros(len(order), bool)
+    stays = np.zeros(len(order), bool)
+    for i in order.tolist():
+        if is_gone[i]:
+            continue
+        stays[i] = True
+        for k in range(bounds[i], bounds[i + 1]):
+            j = int(right[k])
+            if not is_gone[j] and not stays[j]:
+                is_gone[j] = True
+                yield j, i, float(both[k])
+
+
+def _components(num: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Connected components; the smallest index names one."""
+    parent = list(range(num))
+    for i, j in zip(a.tolist(), b.tolist(), strict=True):
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        while parent[j] != j:
+            parent[j] = parent[parent[j]]
+            j = parent[j]
+        parent[max(i, j)] = min(i, j)
+    for i in range(num):
+        parent[i] = parent[parent[i]]
+    return np.array(parent, np.int64)
+
+
+def rows_of(drops: np.ndarray) -> np.ndarray:
+    """Rows within their shard of the records that go."""
+    return row_of(drops["doc"])

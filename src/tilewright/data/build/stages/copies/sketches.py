@@ -1,0 +1,115 @@
+"""Near-copies, first phase: sketches of each shard, and candidate pairs by ranges of the hash of a band.
+
+A sketch is 128 MinHash values over shingles of five words (`corpus.near_dup`); records that share one of 32 bands of
+four values are candidates: of similarity 0.65 with probability 0.998, of 0.8 nearly always. Each record of a bucket is
+paired with the bucket's first, which is the one that would stay, and with the three before it: all pairs would be
+quadratic, and 32 bands give every true pair many chances.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilewright.data.build.ranges import num_ranges, read_range, write_ranges
+from tilewright.data.build.stages.copies.exact import doc_of
+from tilewright.data.build.stages.rules import survivors
+from tilewright.data.build.tables import batches
+from tilewright.data.common.hashing import hash64, mix64
+from tilewright.data.corpus.near_dup import BAND_ROWS, PERMUTATIONS, shingle_hashes, sketches_of
+
+BAND = np.dtype([("key", "<u8"), ("doc", "<u8"), ("size", "<u4")])
+PAIR = np.dtype([("key", "<u8"), ("a", "<u8"), ("b", "<u8")])
+_NUM_BANDS = PERMUTATIONS // BAND_ROWS
+_BEFORE = 3
+
+
+def band_ranges(records: int) -> int:
+    """Ranges over which the bands of `records` are shared out."""
+    return num_ranges(BAND.itemsize * _NUM_BANDS * records)
+
+
+def pair_ranges(records: int) -> int:
+    """Ranges over which the pairs among `records` are shared out for verification."""
+    return num_ranges(PAIR.itemsize * records)
+
+
+def surviving_texts(
+    records: Path, kept: Path, drops: np.ndarray, columns: tuple[str, ...] = ()
+) -> Iterator[tuple[np.ndarray, list[str], dict[str, list[Any]]]]:
+    """Row group by row group: row numbers, texts and other columns of the records that stay so far.
+
+    Args:
+        records: folder of the stage that repaired the text.
+        kept: folder with a `kept.parquet`.
+        drops: rows that go, besides those that are not in it.
+        columns: others that are wanted.
+    """
+    alive = survivors(kept / "kept.parquet", drops)
+    next_ = next(alive, None)
+    for first, batch in batches(records / "records.parquet", ("text", *columns)):
+        chosen = []
+        stop = first + len(batch["text"])
+        while next_ is not None and next_["row"] < stop:
+            chosen.append(next_["row"])
+            next_ = next(alive, None)
+        rows = np.array(chosen, np.int64)
+        others = {name: [batch[name][row - first] for row in chosen] for name in columns}
+        yield rows, [batch["text"][row - first] for row in chosen], others
+
+
+def joined(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(uint8 bytes of all texts, first byte of each, bytes of each)."""
+    parts = [text.encode() for text in texts]
+    sizes = np.array([len(part) for part in parts], np.int64)
+    return np.frombuffer(b"".join(parts), np.uint8), np.cumsum(sizes) - sizes, sizes
+
+
+def sketch_shard(records: Path, kept: Path, drops: np.ndarray, shard: int, num: int, folder: Path) -> Mapping[str, Any]:
+    """Write the bands of the sketches of a shard's records over `num` ranges. Records without a word have none."""
+    found = [np.zeros(0, BAND)]
+    for rows, texts, _ in surviving_texts(records, kept, drops):
+        wordy = [i for i, text in enumerate(texts) if text.strip()]
+        if not wordy:
+            continue
+        data, starts, sizes = joined([texts[i] for i in wordy])
+        hashes, counts = shingle_hashes(data, starts)
+        sketch = sketches_of(hashes, counts)
+        bands = np.zeros((len(wordy), _NUM_BANDS), BAND)
+        for band in range(_NUM_BANDS):
+            key = np.full(len(wordy), band, np.uint64)
+            for column in sketch[:, band * BAND_ROWS : (band + 1) * BAND_ROWS].T:
+                key = mix64(key ^ column)
+            bands["key"][:, band] = key
+        bands["doc"] = doc_of(shard, rows[wordy])[:, None]
+        bands["size"] = sizes[:, None]
+        found.append(bands[counts > 0].reshape(-1))
+    rows_ = np.concatenate(found)
+    write_ranges(folder / "bands", rows_, num)
+    return {"records": len(rows_) // _NUM_BANDS}
+
+
+def candidate_pairs(shards: list[Path], index: int, num: int, keep: str, folder: Path) -> Mapping[str, Any]:
+    """Write the pairs of records that share a band of range `index`, each once, over `num` ranges of a hash of both."""
+    bands = read_range([shard / "bands" for shard in shards], index, BAND)
+    size = bands["size"].astype(np.int64)
+    rank = -size if keep == "longest" else np.zeros_like(size)
+    bands = bands[np.lexsort((bands["doc"], rank, bands["key"]))]
+    at = np.arange(len(bands))
+    begins = np.ones(len(bands), bool)
+    begins[1:] = bands["key"][1:] != bands["key"][:-1]
+    leader = np.maximum.accumulate(np.where(begins, at, 0))
+    left, right = [], []
+    for back in range(_BEFORE + 1):  # 0: the leader
+        other = leader if back == 0 else at - back
+        true = np.flatnonzero((other >= leader) & (other < at) & ((other > leader) | (back == 0)))
+        left.append(bands["doc"][other[true]])
+        right.append(bands["doc"][true])
+    a, b = np.concatenate(left), np.concatenate(right)
+    pairs = np.zeros(len(a), PAIR)
+    pairs["a"], pairs["b"] = np.minimum(a, b), np.maximum(a, b)
+    pairs = np.unique(pairs)
+    pairs["key"] = hash64(pairs["a"], pairs["b"])
+    write_ranges(folder / "pairs", pairs, num)
+    return {"pairs": len(pairs)}

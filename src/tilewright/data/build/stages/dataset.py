@@ -1,0 +1,231 @@
+"""Last stage: the dataset. Streams of all shards joined, domain by domain, and what the build has to say of itself.
+
+`tokens/` is what training reads: `train.npy`, `holdout.npy` and beside them `holdout.bytes.npy` and, of windows with
+context, `*.trained.npy`; `documents.parquet` (one row per run of tokens, training first), the tokenizer,
+`rejects.jsonl` and `summary.json`. Records and rejects are Parquet files per shard, which Hugging Face datasets opens.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import xxhash
+
+from tilewright.data.build.inputs import Listing
+from tilewright.data.build.stages.encode import RUNS, SPLIT_NAMES
+from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row, rows
+from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.data.corpus.compressors import compressor_bits
+from tilewright.data.corpus.encode import NpyWriter
+
+TOKENS = "tokens"
+DOCUMENT_COLUMNS = (
+    *("domain", "path", "part", "start", "stop", "chunk", "context", "id", "language"),
+    *("bytes", "tokens", "length", "cluster"),
+)
+_COPY = 1 << 20  # numbers that are copied at once
+_COMPRESSED_BYTES = 4 << 20  # of a domain's held-out text that is compressed: xz takes 11 times that in memory
+_MOST_LISTED = 1000  # rejects of one rule in rejects.jsonl; all of them are in the Parquet files
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Folders of all shards, by stage, and the folders of the units that there is one of."""
+
+    listing: Listing
+    read: list[Path]
+    encoded: list[Path]
+    rejects: list[list[Path]]
+    """By shard, in the order of the stages."""
+    tokenizer: Path
+    split: Path
+    duplicates: Mapping[str, int]
+    label: str
+
+
+def assemble(done: Finished, folder: Path) -> Mapping[str, Any]:
+    """Fill `folder` with `tokens/`, `records/` and `rejects/`; returns the summary."""
+    tokens = folder / TOKENS
+    tokens.mkdir()
+    shutil.copytree(done.tokenizer / "tokenizer", tokens / "tokenizer")
+    for name in SPLIT_NAMES.values():
+        for suffix in ("", ".bytes", ".trained"):
+            if (done.encoded[0] / f"{name}{suffix}.npy").exists():
+                _join([one / f"{name}{suffix}.npy" for one in done.encoded], tokens / f"{name}{suffix}.npy")
+    _documents(done.encoded, tokens / "documents.parquet")
+    (folder / "records").mkdir()
+    for name in (*SPLIT_NAMES.values(), "media"):
+        filled = [one / f"{name}.parquet" for one in done.encoded if pq.read_metadata(one / f"{name}.parquet").num_rows]
+        for number, one in enumerate(filled):
+            shutil.copyfile(one, folder / "records" / f"{name}-{number:05}-of-{len(filled):05}.parquet")
+    refused = _rejects(done, folder / "rejects", tokens / "rejects.jsonl")
+    summary = _summary(done, refused, tokens)
+    (tokens / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+    return {"docs": summary["docs"], "tokens": summary["tokens"], "bytes": summary["bytes"]}
+
+
+def _join(parts: list[Path], out: Path) -> None:
+    """One stream of several."""
+    with NpyWriter(out, np.load(parts[0], mmap_mode="r").dtype) as writer:
+        for part in parts:
+            values = np.load(part, mmap_mode="r")
+            for start in range(0, len(values), _COPY):
+                writer.append(values[start : start + _COPY])
+
+
+def _documents(encoded: list[Path], out: Path) -> None:
+    """One row per run, in the order of the streams."""
+    import pyarrow as pa
+
+    schema = pa.schema(
+        [pa.field("split", pa.string()), pa.field("name", pa.string()), *(RUNS.field(n) for n in DOCUMENT_COLUMNS)]
+    )
+    with TableWriter(out, schema) as writer:
+        for split in SPLIT_NAMES.values():
+            for one in encoded:
+                for row in rows(one / f"{split}.parquet", DOCUMENT_COLUMNS):
+                    writer.append(row | {"split": split, "name": place(row)})
+
+
+def place(row: Mapping[str, Any]) -> str:
+    """Where a record is, for a person to find it again.
+
+    Example:
+        >>> place({"path": "a.jsonl", "part": "row", "start": 10, "stop": 20})
+        'a.jsonl, row, bytes 10-20'
+    """
+    found = f"{row['path']}, {row['part']}" if row["part"] else row["path"]
+    return f"{found}, bytes {row['start']}-{row['stop']}" if row["stop"] else found
+
+
+@dataclass
+class _Refused:
+    """Rejects by rule: files, documents, bytes of each, and examples of where."""
+
+    reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        entry = self.entry(row["rule"])
+        kind = ("files", "file_bytes") if row["stage"] == "list" else ("documents", "text_bytes")
+        entry[kind[0]] += row["count"]
+        entry[kind[1]] += row["num_bytes"]
+        if len(entry["examples"]) < 3 and row["path"] not in entry["examples"]:
+            entry["examples"].append(row["path"])
+
+    def entry(self, reason: str) -> dict[str, Any]:
+        empty = {"files": 0, "file_bytes": 0, "documents": 0, "text_bytes": 0, "examples": []}
+        return self.reasons.setdefault(reason, empty)
+
+
+def _rejects(done: Finished, out: Path, lines: Path) -> _Refused:
+    """Copy the rejects of each shard into one Parquet file, and list them by rule."""
+    refused = _Refused()
+    listed: Counter[str] = Counter()
+    out.mkdir()
+    with lines.open("w", encoding="utf-8") as file:
+        for shard, folders in enumerate([None, *done.rejects]):
+            source = _listed(done.listing) if folders is None else (r for f in folders for r in _rows_of(f))
+            with TableWriter(out / f"{shard:05}.parquet", REJECTS) as writer:
+                for row in source:
+                    writer.append(row)
+                    refused.add(row)
+                    listed[row["rule"]] += 1
+                    if listed[row["rule"]] <= _MOST_LISTED:
+                        example = row["excerpt"] if row["id"] else row["value"]
+                        one = {"where": row["path"], "reason": row["rule"], "count": row["count"], "example": example}
+                        file.write(json.dumps(one | {"num_bytes": row["num_bytes"]}, ensure_ascii=False) + "\n")
+    return refused
+
+
+def _listed(listing: Listing) -> Iterator[dict[str, Any]]:
+    return map(reject_row, listing.rejects)
+
+
+def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:
+    return rows(folder / "rejects.parquet")
+
+
+def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
+    """Counts over the dataset and by domain, with the keys that every kind of prepared text has."""
+    by_domain: dict[str, Counter[str]] = {}
+    used: set[int] = set()
+    held: dict[str, bytearray] = {}
+    for split in SPLIT_NAMES.values():
+        for one in done.encoded:
+            for _, batch in batches(one / f"{split}.parquet", ("domain", "path", "chunk", "bytes", "tokens", "text")):
+                _count(by_domain, split, batch)
+                used.update(xxhash.xxh3_64_intdigest(path.encode()) for path in set(batch["path"]))
+                if split == "holdout":
+                    _take(held, batch)
+    media = 0
+    for one in done.encoded:
+        for _, batch in batches(one / "media.parquet", ("path",)):
+            media += len(batch["path"])
+            used.update(xxhash.xxh3_64_intdigest(path.encode()) for path in set(batch["path"]))
+    split_notes = json.loads((done.split / "split.json").read_bytes())
+    total = sum(by_domain.values(), Counter())
+    files = {item.name: 0 for items in done.listing.shards for item in items}
+    for item in (item for items in done.listing.shards for item in items):
+        files[item.name] += item.size
+    idle = [name for name in files if xxhash.xxh3_64_intdigest(name.encode()) not in used]
+    if idle:
+        entry = refused.entry("file of which no record stays")
+        entry["files"], entry["file_bytes"] = len(idle), sum(files[name] for name in idle)
+        entry["examples"] = idle[:3]
+    if done.listing.left_bytes:
+        entry = refused.entry("left out by max_bytes or domains")
+        entry["files"], entry["file_bytes"] = done.listing.left_files, done.listing.left_bytes
+    read = {
+        "files": len(files) - len(idle),
+        "file_bytes": sum(files.values()) - sum(files[name] for name in idle),
+        "documents": total["records"] + media,
+        "text_bytes": total["bytes"],
+    }
+    lost = {name: sum(reason[name] for reason in refused.reasons.values()) for name in read}
+    sizes = {name: (-reason["file_bytes"] - reason["text_bytes"], name) for name, reason in refused.reasons.items()}
+    reasons = sorted(refused.reasons, key=lambda name: sizes[name])
+    domains: dict[str, Any] = {}
+    for name, counts in sorted(by_domain.items()):
+        domains[name] = {k: counts[k] for k in ("docs", "bytes", "tokens", "holdout_docs", "holdout_tokens")}
+        domains[name]["compressors"] = compressor_bits([held.get(name, b"")])
+    return {
+        "source": done.label,
+        "available_bytes": done.listing.found_bytes,
+        "docs": total["docs"],
+        "bytes": total["bytes"],
+        "tokens": total["tokens"],
+        "bytes_per_token": round(total["bytes"] / max(1, total["tokens"]), 3),
+        "media": media,
+        "vocab_size": load_tokenizer(tokens / "tokenizer").vocab_size,
+        "duplicates": done.duplicates["exact"],
+        "near_duplicates": done.duplicates["near"],
+        "read": {k: {"found": read[k] + lost[k], "used": read[k], "refused": lost[k]} for k in read},
+        "refused": {r: refused.reasons[r] | {"examples": ", ".join(refused.reasons[r]["examples"])} for r in reasons},
+        "file_types_not_read": {},
+        "changed": {},
+        "notes": split_notes["notes"],
+        "domains": domains,
+    }
+
+
+def _count(by_domain: dict[str, Counter[str]], split: str, batch: Mapping[str, list[Any]]) -> None:
+    """Runs, records, bytes and tokens of a row group."""
+    columns = (batch[name] for name in ("domain", "chunk", "bytes", "tokens"))
+    for domain, chunk, size, tokens in zip(*columns, strict=True):
+        counts = by_domain.setdefault(domain, Counter())
+        counts.update({"docs": 1, "records": chunk == 0, "bytes": size, "tokens": tokens})
+        if split == "holdout":
+            counts.update({"holdout_docs": 1, "holdout_tokens": tokens})
+
+
+def _take(held: dict[str, bytearray], batch: Mapping[str, list[Any]]) -> None:
+    for domain, text in zip(batch["domain"], batch["text"], strict=True):
+        texts = held.setdefault(domain, bytearray())
+        if len(texts) < _COMPRESSED_BYTES:
+            texts += text.encode()

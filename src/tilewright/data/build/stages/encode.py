@@ -1,0 +1,228 @@
+"""The tokenizer, and the token streams of each shard with a row for every run of tokens in them.
+
+A run is a record, or a window of it; runs of the training and of the held-out part go into streams of their own. The
+rows are the dataset's records: with the text of the run's targets, and the place of its record in the files.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tilewright.data.build.config import ChunkSection, TokenizerSection
+from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
+from tilewright.data.build.stages.split import DROPPED, HELD, TRAIN
+from tilewright.data.build.stages.windows import Window, windows
+from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows
+from tilewright.data.common.hashing import hash64
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.corpus.account import TOO_SMALL
+from tilewright.data.corpus.encode import NpyWriter, token_dtype
+from tilewright.data.corpus.long_words import short_words
+from tilewright.data.records import Rejected
+
+SPLIT_NAMES = {TRAIN: "train", HELD: "holdout"}
+TOKENIZER_BYTES = 16_000_000
+"""The tokenizer is trained on a sample of this size; more does not change it for the better."""
+RUNS = pa.schema(
+    [
+        *RECORDS,
+        *(pa.field(name, pa.int64()) for name in ("bytes", "tokens", "length", "context", "cluster")),
+    ]
+)
+"""A record of the dataset; `bytes` and `tokens` of its text, `length` of its run in the stream, `context` positions of
+that which repeat the run before, `cluster` of near-copies."""
+
+_BATCH = 256  # records that are encoded together
+
+
+@dataclass(frozen=True)
+class KeptText:
+    """A text that stays: its record, the number of that over all shards, the part it goes to, and its UTF-8 bytes."""
+
+    record: dict[str, Any]
+    doc: int
+    part: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a shard's records are (`repaired`), which of them stay (`kept`), and where each goes (`split`)."""
+
+    number: int
+    repaired: Path
+    kept: Path
+    split: Path
+
+    def texts(self) -> Iterator[KeptText]:
+        """All that stay so far; a record whose tail is held out comes twice."""
+        cut = {int(doc): at for doc, at in json.loads((self.split / "split.json").read_bytes())["cut"].items()}
+        where = np.load(self.split / f"{self.number:05}.npy")
+        alive = zip(rows(self.kept / "kept.parquet"), where.tolist(), strict=True)
+        side, part = next(alive, (None, 0))
+        for first, batch in batches(self.repaired / "records.parquet"):
+            stop = first + len(batch["id"])
+            while side is not None and side["row"] < stop:
+                record = {name: column[side["row"] - first] for name, column in batch.items()}
+                record["language"] = side["language"]
+                data = record["text"].encode()
+                doc = int(doc_of(self.number, np.array([side["row"]]))[0])
+                if doc in cut:
+                    yield KeptText(record, doc, TRAIN, data[: cut[doc]])
+                    yield KeptText(record, doc, HELD, data[cut[doc] :])
+                else:
+                    yield KeptText(record, doc, part, data)
+                side, part = next(alive, (None, 0))
+
+
+def make_tokenizer(shards: list[Shard], settings: TokenizerSection, seed: int, folder: Path) -> Mapping[str, Any]:
+    """Train the tokenizer on a sample of the training text, or copy the given one, into `folder`/tokenizer."""
+    if settings.path:
+        tokenizer = load_tokenizer(settings.path)
+    else:
+        tokenizer = train_tokenizer(short_words(_sample(shards, seed)), settings.vocab_size)
+    tokenizer.save(folder / "tokenizer")
+    return {"vocab_size": tokenizer.vocab_size}
+
+
+def _sample(shards: list[Shard], seed: int) -> Iterator[str]:
+    """Training texts by a seeded hash, in the order of the dataset, so that domains keep their proportions."""
+    docs, sizes = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    for shard in shards:
+        where = np.load(shard.split / f"{shard.number:05}.npy")
+        kept = [batch for _, batch in batches(shard.kept / "kept.parquet", ("row", "bytes"))]
+        row = np.array([r for batch in kept for r in batch["row"]], np.int64)
+        size = np.array([b for batch in kept for b in batch["bytes"]], np.int64)
+        docs.append(doc_of(shard.number, row[where == TRAIN]))
+        sizes.append(size[where == TRAIN])
+    every = np.concatenate(docs)
+    order = np.argsort(hash64(seed, np.arange(len(every))), kind="stable")
+    num = int(np.searchsorted(np.cumsum(np.concatenate(sizes)[order]), TOKENIZER_BYTES)) + 1
+    chosen = np.sort(every[order[:num]])
+    for shard in shards:
+        wanted = row_of(chosen[shard_of(chosen) == shard.number])
+        if not len(wanted):
+            continue
+        cut = json.loads((shard.split / "split.json").read_bytes())["cut"]
+        for first, batch in batches(shard.repaired / "records.parquet", ("text",)):
+            inside = wanted[(wanted >= first) & (wanted < first + len(batch["text"]))]
+            for row in inside.tolist():
+                at = cut.get(str(int(doc_of(shard.number, np.array([row]))[0])))
+                text = batch["text"][row - first]
+                yield text if at is None else text.encode()[:at].decode()
+
+
+def encode_shard(
+    shard: Shard, tokenizer_folder: Path, chunk: ChunkSection, clusters: Path, folder: Path
+) -> Mapping[str, Any]:
+    """Write both streams of a shard, their rows, and what each held-out token stands for, into `folder`.
+
+    Images and sounds without a text have no tokens and are in `media.parquet`.
+    """
+    tokenizer = load_tokenizer(tokenizer_folder)
+    with ExitStack() as files:
+        parts = {
+            part: _Part(files, folder, name, tokenizer, chunk, sized=part == HELD) for part, name in SPLIT_NAMES.items()
+        }
+        media = files.enter_context(TableWriter(folder / "media.parquet", RUNS))
+        rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
+        known = np.load(clusters / "clusters.npy")
+        texts = shard.texts()
+        while batch := list(islice(texts, _BATCH)):
+            for text in batch:
+                if text.part == DROPPED:
+                    rejects.append(reject_row(_too_small(text)))
+                elif not text.data:
+                    media.append(text.record)
+            for part, into in parts.items():
+                mine = [text for text in batch if text.part == part and text.data]
+                if mine:
+                    into.add(mine, known)
+        counts: dict[str, Any] = {"rejects": rejects.num_rows, "media": media.num_rows}
+        for into in parts.values():
+            counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
+    return counts
+
+
+def _too_small(text: KeptText) -> Rejected:
+    row, size = text.record, len(text.data)
+    place = row["path"], row["part"], "split", TOO_SMALL
+    return Rejected(*place, 1.0, 2.0, row["text"], row["domain"], 1, size, row["id"])
+
+
+class _Part:
+    """The files of one part of the dataset in one shard."""
+
+    def __init__(
+        self, files: ExitStack, folder: Path, name: str, tokenizer: Tokenizer, chunk: ChunkSection, *, sized: bool
+    ):
+        def stream(suffix: str, dtype: np.dtype) -> NpyWriter:
+            return files.enter_context(NpyWriter(folder / f"{name}{suffix}.npy", dtype))
+
+        self.name, self.num_tokens = name, 0
+        self.runs = files.enter_context(TableWriter(folder / f"{name}.parquet", RUNS))
+        self._tokenizer, self._chunk = tokenizer, chunk
+        self._tokens = stream("", token_dtype(tokenizer.vocab_size))
+        self._sizes = stream(".bytes", np.dtype("<u4")) if sized else None
+        masked = chunk.tokens and chunk.overlap_loss == "context"
+        self._trained = stream(".trained", np.dtype("u1")) if masked else None
+
+    def add(self, texts: list[KeptText], clusters: np.ndarray) -> None:
+        """Encode `texts` and write their runs."""
+        strings = [text.data.decode() for text in texts]
+        if self._sizes is None and not self._chunk.tokens:  # nobody asks which bytes a token stands for
+            for text, ids in zip(texts, self._tokenizer.encode_batch(strings), strict=True):
+                whole = Window(0, 1, len(ids) + 2)
+                self._run(text, clusters, self._stream(ids), [len(text.data)] + [0] * (len(ids) + 1), whole, 0)
+            return
+        for text, (ids, sizes) in zip(texts, self._tokenizer.encode_sized(strings), strict=True):
+            num, overlap = self._chunk.tokens, self._chunk.overlap
+            spans = windows(text.data, sizes, num, overlap) if num else [Window(0, 1, len(ids) + 2)]
+            stream, stood = self._stream(ids), [0, *sizes, 0]
+            for number, span in enumerate(spans):
+                self._run(text, clusters, stream, stood, span, number)
+
+    def _stream(self, ids: list[int]) -> list[int]:
+        return [self._tokenizer.bos_id, *ids, self._tokenizer.eos_id]
+
+    def _run(
+        self, text: KeptText, clusters: np.ndarray, ids: list[int], sizes: list[int], span: Window, number: int
+    ) -> None:
+        """Write one run of a text, of whose bytes each stream position stands for `sizes`."""
+        first, stop = (sum(sizes[: span.target]) if number else 0), sum(sizes[: span.stop])
+        context = span.target - span.start if number else 0
+        tokens = span.stop - span.target - (span.stop == len(ids))
+        self.num_tokens += tokens
+        self.runs.append(
+            text.record
+            | {
+                "text": text.data[first:stop].decode(),
+                "chunk": number,
+                "bytes": stop - first,
+                "tokens": tokens,
+                "length": span.stop - span.start,
+                "context": context,
+                "cluster": _cluster(clusters, text.doc),
+            }
+        )
+        self._tokens.append(ids[span.start : span.stop])
+        if self._trained is not None:
+            self._trained.append([0] * context + [1] * (span.stop - span.start - context))
+        if self._sizes is not None:
+            counted = sizes[span.start : span.stop]
+            repeats = 0 if self._trained is None else context  # what has no label stands for no text
+            self._sizes.append([0] * repeats + counted[repeats:])
+
+
+def _cluster(clusters: np.ndarray, doc: int) -> int:
+    """The cluster of a record, which is the record itself where it has no near-copy."""
+    at = int(np.searchsorted(clusters["doc"], np.uint64(doc)))
+    known = at < len(clusters) and int(clusters["doc"][at]) == doc
+    return int(clusters["cluster"][at]) if known else doc

@@ -1,0 +1,176 @@
+"""First stage: the records of a shard's files, with where each stands, and what could not be read.
+
+Text that is longer than `max_chars` becomes several records; a record knows its bytes of the file where the file is
+UTF-8 text or rows of JSON. Nothing is repaired here, so that places are those of the file.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tilewright.data.build.config import DataBuild
+from tilewright.data.build.inputs import Item
+from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
+from tilewright.data.readers.limits import ReadLimits, ReadOptions
+from tilewright.data.readers.open import read_file
+from tilewright.data.records import Record, Rejected
+from tilewright.data.sources.documents import Document, Part, Reject, cut, decode
+from tilewright.data.sources.installed import installed_source
+from tilewright.data.sources.json_rows import row
+from tilewright.data.sources.lines import segment_lines, too_long
+
+STAGE = "read"
+_BLOCK_BYTES = 1 << 20
+"""Text of a large file is decoded in pieces of about this size."""
+
+Items = Iterator[Record | Rejected]
+
+
+def read_shard(items: list[Item], build: DataBuild, folder: Path, killed: Sequence[Item] = ()) -> Mapping[str, Any]:
+    """Write the records and rejects of `items` into `folder`; returns counts.
+
+    Args:
+        items: files, or ranges of them.
+        build: settings.
+        folder: gets `records.parquet` and `rejects.parquet`.
+        killed: items that are refused unread: the processes that read them were killed.
+    """
+    num_bytes = 0
+    with (
+        TableWriter(folder / "records.parquet", RECORDS) as records,
+        TableWriter(folder / "rejects.parquet", REJECTS) as rejects,
+    ):
+        for item in items:
+            for found in read_item(item, build):
+                for one in _cut(found, build.read.max_chars) if isinstance(found, Record) else (found,):
+                    if isinstance(one, Record):
+                        records.append(record_row(one))
+                        num_bytes += len(one.text.encode())
+                    else:
+                        rejects.append(reject_row(one))
+        for item in killed:
+            rule = "process that read it was killed, twice"
+            one = Rejected(item.name, "", STAGE, rule, "killed", "", "", item.domain, 1, item.size)
+            rejects.append(reject_row(one))
+        file_bytes = sum(item.size for item in items)
+        counts = {"records": records.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
+    return counts | {"file_bytes": file_bytes}
+
+
+def read_item(item: Item, build: DataBuild) -> Items:
+    """What an item gives, or a reject where it cannot be read, and another where it changed meanwhile."""
+    try:
+        yield from _read(item, build)
+        if item.path:
+            now = os.stat(item.path)
+            if item.key != f"{now.st_size} {now.st_mtime_ns}":
+                value = f"{now.st_size} bytes, {item.key.split()[0]} when it was found"
+                yield Rejected(item.name, "", STAGE, "file changed while it was read", value, "", "", item.domain, 0)
+    except OSError as error:
+        why = str(error.strerror or error)
+        yield Rejected(item.name, "", STAGE, "cannot be read", why, "", "", item.domain, 1, item.size)
+
+
+def _read(item: Item, build: DataBuild) -> Items:
+    path = Path(item.path)
+    if not item.path:
+        yield from _documents(item, _installed()[item.domain, item.name].read())
+    elif item.stop:  # a range of a large file of lines
+        rows = path.suffix.lower() == ".jsonl"
+        yield from _json_lines(item, path, build) if rows else _blocks(item, path, build.limits.line_bytes)
+    else:
+        limits = ReadLimits(**build.limits.model_dump())
+        yield from read_file(path, item.name, item.domain, limits, ReadOptions(text_field=build.read.text_field))
+
+
+@lru_cache(maxsize=1)
+def _installed() -> dict[tuple[str, str], Part]:
+    """The parts of the installed text by domain and name; listing them takes a second."""
+    return {(part.domain, part.name): part for part in installed_source().parts}
+
+
+def _documents(item: Item, found: Iterator[Document | Reject]) -> Items:
+    for one in found:
+        if isinstance(one, Reject):
+            yield refused(one, item.domain)
+        else:
+            part = one.name.removeprefix(item.name).lstrip("@:#")
+            stop = item.size if item.path and not part else 0
+            yield Record("", "text", item.domain, one.text, path=item.name, part=part, stop=stop)
+
+
+def _json_lines(item: Item, path: Path, build: DataBuild) -> Items:
+    longest, field = build.limits.line_bytes, build.read.text_field
+    for start, line in segment_lines(path, item.start, item.stop or item.size, longest):
+        if len(line) > longest:
+            yield refused(too_long(item.name, longest, len(line)), item.domain)
+            continue
+        for one in row(item.name, f"byte {start}", line, field):
+            if isinstance(one, Reject):
+                yield refused(one, item.domain)
+            else:
+                stop = start + len(line)
+                yield Record("", "text", item.domain, one.text, path=item.name, part="row", start=start, stop=stop)
+
+
+def _blocks(item: Item, path: Path, longest: int) -> Items:
+    """Text of a plain file in pieces of about `_BLOCK_BYTES`, at line ends."""
+    held: list[bytes] = []
+    first = at = item.start
+    for start, line in segment_lines(path, item.start, item.stop or item.size, longest):
+        if len(line) > longest:
+            yield refused(too_long(item.name, longest, len(line)), item.domain)
+            continue
+        if not held:
+            first = start
+        held.append(line)
+        at = start + len(line)
+        if at - first >= _BLOCK_BYTES:
+            yield from _decoded(item, b"".join(held), first, at)
+            held = []
+    if held:
+        yield from _decoded(item, b"".join(held), first, at)
+
+
+def _decoded(item: Item, data: bytes, start: int, stop: int) -> Items:
+    for one in decode(item.name, data):
+        if isinstance(one, Reject):
+            yield refused(one, item.domain)
+        else:
+            yield Record("", "text", item.domain, one.text, path=item.name, start=start, stop=stop)
+
+
+def refused(reject: Reject, domain: str) -> Rejected:
+    """A reject of a source as one of the build."""
+    numbers = reject.count, reject.num_bytes
+    return Rejected(reject.where, "", STAGE, reject.reason, reject.example, "", "", domain, *numbers)
+
+
+def _cut(record: Record, max_chars: int) -> Items:
+    """The record in pieces of at most `max_chars`, each with an id; a reject where its text cannot be written."""
+    try:
+        size = len(record.text.encode())
+    except UnicodeEncodeError as error:
+        why = error.reason
+        yield Rejected(record.path, record.part, STAGE, "half a Unicode surrogate pair", why, "", "", record.domain)
+        return
+    exact = size == record.stop - record.start  # the text is the file's bytes, so pieces have places of their own
+    at = record.start
+    for piece in cut(Document(record.path, record.text), max_chars):
+        stop = at + len(piece.text.encode())
+        place = {"start": at, "stop": stop} if exact else {}
+        part = record.part if exact or piece.name == record.path else f"{record.part}{piece.name[len(record.path) :]}"
+        one = replace(record, text=piece.text, part=part, **place)
+        yield replace(one, id=_id(one))
+        at = stop
+
+
+def _id(record: Record) -> str:
+    """Of place and content: the same record has the same id in every build."""
+    place = f"{record.domain}\0{record.path}\0{record.part}\0{record.start}\0"
+    return xxhash.xxh3_128_hexdigest(place.encode("utf-8", "backslashreplace") + record.text.encode())

@@ -1,0 +1,117 @@
+"""Records and rejects as Parquet: schemas, a writer whose row groups are bounded in bytes, and batched readers.
+
+The same rows give the same bytes. Row groups hold about 4 MiB of text, so that no reader needs more at once.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tilewright.data.records import Record, Rejected
+
+_GROUP_BYTES, _GROUP_ROWS = 4 << 20, 16_384
+_EXCERPT = 200
+
+RECORDS = pa.schema(
+    [
+        *(pa.field(name, pa.string()) for name in ("id", "modality", "domain", "text", "language", "path", "part")),
+        *(pa.field(name, pa.int64()) for name in ("start", "stop")),
+        *(pa.field(name, pa.string()) for name in ("facts", "scores")),  # JSON objects
+        pa.field("chunk", pa.int32()),
+    ]
+)
+REJECTS = pa.schema(
+    [
+        *(pa.field(name, pa.string()) for name in ("id", "domain", "path", "part", "stage", "rule", "value")),
+        *(pa.field(name, pa.string()) for name in ("threshold", "excerpt")),
+        *(pa.field(name, pa.int64()) for name in ("count", "num_bytes")),
+    ]
+)
+
+
+class TableWriter:
+    """Appends rows to a Parquet file. A context manager.
+
+    Args:
+        path: the file.
+        schema: its columns.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema):
+        self.num_rows = 0
+        self._schema = schema
+        self._columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+        self._held = 0
+        self._writer = pq.ParquetWriter(path, schema, compression="zstd", compression_level=1)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row; columns that it lacks are null."""
+        for name, column in self._columns.items():
+            value = row.get(name)
+            column.append(value)
+            if isinstance(value, str):
+                self._held += len(value)
+        self.num_rows += 1
+        if self._held >= _GROUP_BYTES or len(self._columns[self._schema.names[0]]) >= _GROUP_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._columns[self._schema.names[0]]:
+            self._writer.write_table(pa.table(self._columns, schema=self._schema), row_group_size=1 << 30)
+        self._columns = {name: [] for name in self._schema.names}
+        self._held = 0
+
+    def __enter__(self) -> "TableWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if kind is None:
+            self._flush()
+        self._writer.close()
+
+
+def record_row(record: Record) -> dict[str, Any]:
+    """A record as a row of `RECORDS`; its arrays stay behind."""
+    row = {name: getattr(record, name) for name in RECORDS.names}
+    return row | {name: json.dumps(dict(row[name]), sort_keys=True) for name in ("facts", "scores")}
+
+
+def reject_row(reject: Rejected) -> dict[str, Any]:
+    """A reject as a row of `REJECTS`. Numbers become text, excerpts are cut, and what is no UTF-8 is escaped."""
+    row = {name: getattr(reject, name) for name in REJECTS.names}
+    row["excerpt"] = row["excerpt"][:_EXCERPT]
+    for name in ("value", "threshold"):
+        row[name] = f"{row[name]:.6g}" if isinstance(row[name], float) else str(row[name])
+    return {name: _clean(value) if isinstance(value, str) else value for name, value in row.items()}
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def batches(path: Path, columns: Iterable[str] | None = None) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    """(number of its first row, columns as lists) of each row group."""
+    first = 0
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, columns=None if columns is None else list(columns), use_threads=False)
+            yield first, table.to_pydict()
+            first += table.num_rows
+
+
+def rows(path: Path, columns: Iterable[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows one by one, as dicts."""
+    for _, batch in batches(path, columns):
+        names = list(batch)
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(names, values, strict=True))
+
+
+def num_rows(path: Path) -> int:
+    """Rows of a Parquet file, from its footer."""
+    return pq.read_metadata(path).num_rows

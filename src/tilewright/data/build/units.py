@@ -1,0 +1,136 @@
+"""Units of work on disk: a folder per (stage, unit), whole or not there, with a receipt of what it was made from.
+
+A unit is built in a folder of another name and renamed. Its receipt holds a fingerprint (of the stage's version and
+settings and of the outputs that it read), the sizes and hashes of its files, counts, and seconds. A unit with the
+fingerprint that it would get now is finished and never runs again; any other is made anew. Because fingerprints are
+taken from the content of inputs, a stage that gives the same bytes as before invalidates nothing.
+"""
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tilewright.core.atomic_io import hash_file
+from tilewright.core.errors import DataError
+from tilewright.core.units import format_bytes
+
+RECEIPT = "receipt.json"
+_TOLD = ("rejects.parquet", "histograms.json")
+"""Files that tell what a unit did. No stage but the last reads them, so that only that runs again for them."""
+
+
+class Units:
+    """The units below one folder.
+
+    Args:
+        root: the folder; made where it is missing.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.mark = str(os.getpid())
+        """In the names of unfinished units, so that processes do not meet in one."""
+        self._known: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def folder(self, stage: str, index: int) -> Path:
+        """Where a unit's files are."""
+        return self.root / stage / f"{index:05}"
+
+    def receipt(self, stage: str, index: int) -> dict[str, Any] | None:
+        """The receipt of a unit whose files are all there in their sizes, or None."""
+        known = self._known.get((stage, index))
+        if known is not None:
+            return known
+        folder = self.folder(stage, index)
+        try:
+            receipt = json.loads((folder / RECEIPT).read_bytes())
+            if any((folder / name).stat().st_size != size for name, (size, _) in receipt["files"].items()):
+                return None
+        except (FileNotFoundError, ValueError, KeyError):
+            return None
+        self._known[stage, index] = receipt
+        return receipt
+
+    def forget(self, stage: str, index: int) -> None:
+        """Look at the disk again when the receipt is asked for next: another process may have written it."""
+        self._known.pop((stage, index), None)
+
+    def digest(self, stage: str, index: int, *, told: bool = False) -> str:
+        """Hash of what a finished unit hands on; `told`: of what it tells of itself."""
+        receipt = self.receipt(stage, index)
+        assert receipt is not None, f"{stage} {index} is read before it is finished"
+        return receipt["told" if told else "digest"]
+
+    def is_done(self, stage: str, index: int, fingerprint: str) -> bool:
+        """Whether the unit is finished as it would be made now."""
+        receipt = self.receipt(stage, index)
+        return receipt is not None and receipt["fingerprint"] == fingerprint
+
+    def make(self, stage: str, index: int, fingerprint: str, work: Callable[[Path], Mapping[str, Any]]) -> None:
+        """Run `work`, which fills the folder that it gets and returns counts, and publish the folder.
+
+        Raises:
+            DataError: the disk is full, or the folder cannot be written. Units that are finished stay.
+        """
+        final = self.folder(stage, index)
+        part = final.with_name(f"{final.name}.part-{self.mark}")
+        try:
+            part.mkdir(parents=True)
+            started = time.perf_counter()
+            counts = dict(work(part))
+            files = {p.relative_to(part).as_posix(): p for p in sorted(part.rglob("*")) if p.is_file()}
+            listed = {name: [path.stat().st_size, hash_file(path)] for name, path in files.items()}
+            receipt = {
+                "fingerprint": fingerprint,
+                "digest": fingerprint_of({name: file for name, file in listed.items() if name not in _TOLD}),
+                "told": fingerprint_of({name: file for name, file in listed.items() if name in _TOLD}),
+                "files": listed,
+                "counts": counts,
+                "seconds": round(time.perf_counter() - started, 4),
+            }
+            (part / RECEIPT).write_text(json.dumps(receipt, indent=1, sort_keys=True))
+            if final.exists():
+                shutil.rmtree(final)
+            part.rename(final)
+        except OSError as error:
+            raise cannot_write(self.root, error) from error
+        finally:
+            if part.exists():
+                shutil.rmtree(part, ignore_errors=True)
+        self.forget(stage, index)
+
+    def clean(self, mark: str) -> None:
+        """Remove what processes with this mark ("*": any) left that were killed."""
+        for left in self.root.glob(f"*/*.part-{mark}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def remove_beyond(self, stage: str, num: int) -> None:
+        """Remove units of a stage that has fewer of them now."""
+        for folder in (self.root / stage).glob("*"):
+            if folder.name.isdigit() and int(folder.name) >= num:
+                shutil.rmtree(folder)
+
+
+def fingerprint_of(value: object) -> str:
+    """Hash of a JSON value."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def cannot_write(root: Path, error: OSError) -> DataError:
+    """The error of a data build whose folder cannot be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    free = f", {format_bytes(shutil.disk_usage(root).free)} free" if full and root.exists() else ""
+    return DataError(
+        "Data build cannot be written" if error.filename is None or full else "File of a data build cannot be used",
+        where=str(root),
+        got=f"{error.strerror or error}{free}" + (f": {error.filename}" if error.filename else ""),
+        need="a folder that can be written, with room for about three times the text",
+        try_="free some space and run the same command again: finished units stay" if full else "another --out",
+    )

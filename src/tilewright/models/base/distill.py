@@ -1,0 +1,73 @@
+"""Distillation: the loss of a student that also learns from the distributions of a teacher.
+
+loss = (1 - weight) * cross-entropy + weight * T^2 * KL(teacher || student), both at temperature T (Hinton et al.,
+"Distilling the Knowledge in a Neural Network", 2015, section 2), summed over targets. Logits are made and freed by
+chunks of rows, forward and backward, for teacher and student alike. Like pairs of preferences, what the loss needs
+travels with the batch, so each executor computes it.
+
+Legend: B rows  S positions  N tokens  C tokens of a chunk  D student's width  E teacher's width  V vocabulary.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tilewright.models.base.head import IGNORED_LABEL, head_loss, head_operands
+from tilewright.models.base.protocols import LossOutput
+from tilewright.ops.kernels import Kernels
+
+HIDDEN, HEAD, HOW = "teacher_hidden", "teacher_head", "teacher_how"
+"""Of a batch: the teacher's last hidden values [B, S, E], the weight of its head [V, E], and FP32 [temperature,
+weight]."""
+
+
+def is_taught(batch: Mapping[str, Tensor]) -> bool:
+    """Whether a batch carries what a teacher makes of it."""
+    return HIDDEN in batch
+
+
+def batch_loss(kernels: Kernels, head: nn.Linear, x_ND: Tensor, batch: Mapping[str, Tensor]) -> LossOutput:
+    """Loss of a head that is one matmul: cross-entropy, or the mixture where the batch carries a teacher.
+
+    Args:
+        kernels: of the model.
+        head: of the student, without bias.
+        x_ND: its input at all positions, N = B S.
+        batch: labels [B, S], and of a teacher the three entries above.
+
+    Returns:
+        Sum over targets, their number, and with a teacher both parts as means.
+    """
+    labels_N = batch["labels"].flatten()
+    if not is_taught(batch):
+        return LossOutput(*head_loss(kernels, head, x_ND, labels_N))
+    x_ND, weight_VD = head_operands(head, x_ND)
+    temperature, weight = batch[HOW].tolist()
+    rows = max(1, kernels.loss_chunk_bytes // (4 * weight_VD.shape[0]))
+    hidden_NE = batch[HIDDEN].flatten(0, 1)
+    parts = [
+        checkpoint(_chunk, x_CD, weight_VD, labels_C, hidden_CE, batch[HEAD], temperature, use_reentrant=False)
+        for x_CD, labels_C, hidden_CE in zip(x_ND.split(rows), labels_N.split(rows), hidden_NE.split(rows), strict=True)
+    ]
+    entropy, divergence = torch.stack(parts).sum(0)
+    count = (labels_N != IGNORED_LABEL).sum()
+    means = torch.stack((entropy, divergence)).detach() / count.clamp_min(1)
+    shown = {"cross_entropy": means[0], "distillation": means[1]}
+    return LossOutput((1 - weight) * entropy + weight * divergence, count, shown)
+
+
+def _chunk(
+    x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, hidden_CE: Tensor, head_VE: Tensor, temperature: float
+) -> Tensor:
+    """[cross-entropy, T^2 KL] of some rows, each summed over targets, FP32."""
+    logits_CV = (x_CD @ weight_VD.to(x_CD.dtype).T).float()
+    entropy = F.cross_entropy(logits_CV, labels_C, ignore_index=IGNORED_LABEL, reduction="sum")
+    with torch.no_grad():
+        theirs_CV = ((hidden_CE @ head_VE.to(hidden_CE.dtype).T).float() / temperature).log_softmax(-1)
+    ours_CV = (logits_CV / temperature).log_softmax(-1)
+    each_C = F.kl_div(ours_CV, theirs_CV, reduction="none", log_target=True).sum(-1)
+    divergence = each_C.masked_fill(labels_C == IGNORED_LABEL, 0.0).sum() * temperature**2
+    return torch.stack((entropy, divergence))

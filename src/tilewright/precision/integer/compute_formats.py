@@ -1,0 +1,91 @@
+"""What the compute names of integers in precision rules mean: the grid of the weight, and whether inputs are rounded.
+
+The grids are those of the exports: INT8 with a scale per output channel is what ONNX holds; INT4 has groups of 32 with
+scales that FP16 holds, so that a block of llama.cpp's Q4_0 and a group of XNNPACK's 8da4w take the codes as they are.
+
+Legend: M rows  K columns.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.formats.integer import (
+    INT4,
+    INT8,
+    IntegerTensor,
+    IntSpec,
+    encode_integer,
+    half_scale,
+    scale_of_range,
+    tile_range,
+)
+from tilewright.formats.scaling import Tile
+from tilewright.precision.integer.fake_quantize import round_to_integers
+
+_TOKEN = Tile(1, 0)
+
+
+@dataclass(frozen=True)
+class IntegerCompute:
+    """Quantisation of a layer while it is trained.
+
+    Args:
+        name: in rules.
+        spec: of the weight's codes.
+        group: elements of a row with one scale; 0: the whole row.
+        rounds_inputs: inputs are rounded to INT8 with a scale per token.
+
+    Example: the values that a layer multiplies by are those of the codes that an export writes.
+        >>> weight = torch.linspace(-1, 1, 64).reshape(2, 32)
+        >>> int4 = COMPUTE_FORMATS["int4"]
+        >>> bool((int4.weight(weight) == int4.quantize(weight).dequantize()).all())
+        True
+    """
+
+    name: str
+    spec: IntSpec
+    group: int = 0
+    rounds_inputs: bool = False
+
+    @property
+    def tile(self) -> Tile:
+        """Which elements of the weight share a scale."""
+        return Tile(1, self.group)
+
+    def scale(self, weight_MK: Tensor) -> Tensor:
+        """The weight's scales, FP32, from its present values."""
+        scale, _ = scale_of_range(*tile_range(weight_MK.detach(), self.tile), self.spec)
+        return half_scale(scale) if self.group else scale
+
+    def weight(self, weight_MK: Tensor) -> Tensor:
+        """The rounded weight, in FP32; the gradient passes straight through."""
+        weight_MK = weight_MK.to(torch.float32)
+        return round_to_integers(weight_MK, self.scale(weight_MK), None, self.tile, self.spec, clip=False)
+
+    def quantize(self, weight_MK: Tensor) -> IntegerTensor:
+        """Codes and scales that `weight` decodes to."""
+        weight_MK = weight_MK.detach().to(torch.float32)
+        scale = self.scale(weight_MK)
+        return IntegerTensor(
+            encode_integer(weight_MK, scale, None, self.tile, self.spec), scale, None, self.tile, self.spec
+        )
+
+    def input(self, x: Tensor) -> Tensor:
+        """x [..., K] as the layer reads it, in its own dtype."""
+        if not self.rounds_inputs or not x.numel():
+            return x
+        x_MK = x.reshape(-1, x.shape[-1])
+        scale, _ = scale_of_range(*tile_range(x_MK.detach(), _TOKEN), INT8)
+        return round_to_integers(x_MK, scale, None, _TOKEN, INT8, clip=False).view(x.shape)
+
+
+COMPUTE_FORMATS = {
+    each.name: each
+    for each in (
+        IntegerCompute("int8", INT8, rounds_inputs=True),
+        IntegerCompute("int4", INT4, group=32),
+        IntegerCompute("int4_a8", INT4, group=32, rounds_inputs=True),
+    )
+}

@@ -1,0 +1,87 @@
+"""A data build as one HTML page: what came in and went out, by stage and domain, why, examples, and histograms.
+
+Made of the same charts and style sheet as the report of a run; opens offline. Text of records is escaped.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.atomic_io import write_whole
+from tilewright.core.units import format_bytes, format_count, format_seconds
+from tilewright.data.build.finished.account import BuildAccount, MeasureHistogram, StageCount
+from tilewright.report.figures.run_figures import Figure
+from tilewright.report.summary import SummaryCard
+from tilewright.report.svg.charts import Mark, Series, line_chart
+from tilewright.report.template import fill
+
+PAGE = "report.html"
+_OUT = ("records", "rejects", "bytes")
+_MOST_REASONS, _MOST_FIGURES = 60, 40
+
+
+def write_build_page(account: BuildAccount) -> Path:
+    """Write `report.html` into the folder of the build, whole or not at all; returns its path."""
+    path = account.folder / PAGE
+    write_whole(path, render_build(account))
+    return path
+
+
+def render_build(account: BuildAccount) -> str:
+    """The page as HTML text."""
+    shown = account.reasons[:_MOST_REASONS]
+    return fill(
+        "build.html",
+        title=f"{format_count(account.summary['tokens'])} tokens from {account.summary['source']}",
+        cards=_cards(account.summary),
+        stages=[_stage_row(stage) for stage in account.stages],
+        domains=[_domain_row(name, counts) for name, counts in account.summary["domains"].items()],
+        reasons=shown,
+        num_more=len(account.reasons) - len(shown),
+        size=format_bytes,
+        notes=account.summary["notes"],
+        figures=[_figure(one) for one in account.histograms[:_MOST_FIGURES]],
+        num_more_figures=max(0, len(account.histograms) - _MOST_FIGURES),
+    )
+
+
+def _cards(summary: dict[str, Any]) -> list[SummaryCard]:
+    files, documents, text = (summary["read"][name] for name in ("files", "documents", "text_bytes"))
+    refused = 1 - text["used"] / max(1, text["found"])
+    return [
+        SummaryCard("Files", f"{files['used']:,}", f"of {files['found']:,} found"),
+        SummaryCard("Records", f"{documents['used']:,}", f"of {documents['found']:,} read"),
+        SummaryCard("Text", format_bytes(text["used"]), f"{100 * refused:.1f} % of what was read is dropped"),
+        SummaryCard("Tokens", format_count(summary["tokens"]), f"{summary['bytes_per_token']} bytes each"),
+        SummaryCard("Copies", f"{summary['duplicates']:,} + {summary['near_duplicates']:,}", "exact and near"),
+    ]
+
+
+def _stage_row(stage: StageCount) -> list[str]:
+    counts = dict(stage.counts)
+    row = [stage.says, f"{stage.units}", format_seconds(stage.seconds)]
+    for name in _OUT:
+        value = counts.pop(name, None)
+        row.append("" if value is None else format_bytes(value) if name == "bytes" else f"{value:,}")
+    return [*row, ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items())]
+
+
+def _domain_row(name: str, counts: dict[str, Any]) -> list[str]:
+    held = f"{counts['holdout_docs']:,}, {format_count(counts['holdout_tokens'])} tokens"
+    return [name, f"{counts['docs']:,}", format_bytes(counts["bytes"]), format_count(counts["tokens"]), held]
+
+
+def _figure(one: MeasureHistogram) -> Figure:
+    """A histogram as steps; counts of things are on an axis of powers of two."""
+    doubles = one.starts[2] == 2 * one.starts[1] and one.starts[1] == 1
+    last = max((i for i, count in enumerate(one.counts) if count), default=0) + 2
+    xs = [float(i) if doubles else start for i, start in enumerate(one.starts)][:last]
+    marks = [Mark(math.log2(v) + 1 if doubles and v > 0 else v, name) for name, v in one.thresholds.items()]
+    name = one.measure.replace("_", " ")
+    series = Series("records", xs, [float(count) for count in one.counts[:last]], kind="step")
+    axis = f"{name}, bins of powers of two" if doubles else name
+    chart = line_chart(
+        [series], label=f"{name} in {one.domain}", y_label="records", x_label=axis, zero=True, marks=marks
+    )
+    limits = ", ".join(f"{rule} = {value:g}" for rule, value in one.thresholds.items())
+    return Figure(f"{one.domain}: {name}", chart, f"{sum(one.counts):,} records; {limits}")

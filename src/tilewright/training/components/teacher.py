@@ -1,0 +1,162 @@
+"""The teacher of `[distill]`: a frozen model that adds its last hidden values to each micro-batch.
+
+They and the weight of its head are all that `models.base.distill` needs: logits are made there by chunks. A checkpoint
+holds the hash of the teacher's weights, so that a run is not continued with another teacher.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from tilewright.core.config.load import load_recipe
+from tilewright.core.config.recipe import DistillSection, ModelSection
+from tilewright.core.errors import CheckpointError, ConfigError
+from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer
+from tilewright.data.common.tokenizer_folder import folder_tokenizer
+from tilewright.models.base import distill
+from tilewright.models.base.eval_mode import evaluation
+from tilewright.models.base.output_layers import find_heads
+from tilewright.models.base.protocols import Model
+from tilewright.models.build import build_model, kind_of
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.ops.kernels import Kernels
+from tilewright.precision.convert import convert
+from tilewright.precision.policy.policy import Policy, in_fp32
+from tilewright.training.components.lora_model import build_adapted
+from tilewright.training.components.trained_weights import load_newest
+
+
+class Teacher:
+    """A frozen model with the student's tokenizer.
+
+    Args:
+        model: on the device, converted to what it computes in.
+        section: how it teaches, and its name for errors.
+        device: where it is.
+    """
+
+    def __init__(self, model: Model, section: DistillSection, device: torch.device) -> None:
+        self.model, self.name = model.eval().requires_grad_(False), section.teacher  # type: ignore[attr-defined]
+        self.device = device
+        self._how = torch.tensor([section.temperature, section.weight])
+        digest = xxhash.xxh3_64()
+        for tensor in self.model.state_dict().values():
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() if tensor.ndim else b"")
+        self._digest = digest.hexdigest()
+
+    @torch.no_grad()
+    def taught(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The micro-batches with what the teacher makes of them."""
+        found = []
+        with evaluation(self.model):  # type: ignore[arg-type]
+            for batch in microbatches:
+                there = {name: tensor.to(self.device) for name, tensor in batch.items()}
+                extra = {
+                    distill.HIDDEN: _hidden(self.model, there),
+                    distill.HEAD: _head(self.model),
+                    distill.HOW: self._how,
+                }
+                found.append({**batch, **extra})
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"weights": self._digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the run goes on with the teacher that it had.
+
+        Raises:
+            CheckpointError: its weights are others now.
+        """
+        if state["weights"] != self._digest:
+            raise CheckpointError(
+                "Teacher has other weights than when the run was stopped",
+                got=f"{self.name} with weights {self._digest}",
+                need=f"weights {state['weights']}",
+                try_="a copy of the teacher that nothing trains further, or a new run.name",
+                where="distill.teacher",
+            )
+
+
+def open_teacher(section: DistillSection, tokenizer: Tokenizer | None, student: Any, policy: Policy) -> Teacher | None:
+    """The teacher of a run; None where there is none.
+
+    Args:
+        section: names it.
+        tokenizer: of the student's data.
+        student: a causal language model; its kernels serve the teacher too.
+        policy: of the student; the teacher computes in the same format, 8 bits and rules apart.
+
+    Raises:
+        ConfigError: no such run or folder, or another tokenizer.
+        CheckpointError: weights that cannot be read.
+    """
+    if not section.teacher or tokenizer is None:
+        return None
+    path, kernels, device = Path(section.teacher).expanduser(), student.kernels, torch.device(policy.device_type)
+    run = next((place for place in (path, Path("runs") / section.teacher) if (place / "run.toml").is_file()), None)
+    if run is not None:
+        model, own, rules = _of_run(run, kernels, device)
+    elif (path / "config.json").is_file():
+        own, rules = load_tokenizer(folder_tokenizer(str(path))), ()
+        kind = kind_of(str(path))
+        model = build_model(ModelSection(kind=kind, path=str(path), weights="load"), own.vocab_size, kernels, device)
+    else:
+        raise ConfigError(
+            "No such teacher",
+            got=section.teacher,
+            need="a run folder or its name below runs, or a folder with a config.json",
+            try_='distill.teacher = "runs/latest"',
+            where="distill.teacher",
+        )
+    _check_vocabulary(section.teacher, own, tokenizer, _head(model).shape[0], find_heads(student)[-1].out_features)
+    mode = "bf16_mixed" if policy.matmul == "bf16" else "fp32"
+    convert(model, Policy(mode, rules, device_type=device.type), kernels=kernels)
+    return Teacher(model, section, device)
+
+
+def _of_run(run: Path, kernels: Kernels, device: torch.device):
+    recipe = load_recipe(run / "run.toml", environ={}).recipe
+    if recipe.model.task != "causal_lm":
+        raise ConfigError(
+            "Teacher is no causal language model",
+            got=f'model.task = "{recipe.model.task}" in {run}',
+            need='model.task = "causal_lm"',
+            try_="another run",
+            where="distill.teacher",
+        )
+    own = load_tokenizer(run / "tokenizer.json")
+    plain = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": "random"})})
+    model = build_adapted(plain, own.vocab_size, kernels, device)
+    load_newest(run, model)
+    return model, own, in_fp32(Policy.from_section(recipe.precision, device.type)).rules
+
+
+def _check_vocabulary(name: str, own: Tokenizer, tokenizer: Tokenizer, rows: int, vocab_size: int) -> None:
+    differ = own.backend.get_vocab() != tokenizer.backend.get_vocab()
+    if differ or rows != vocab_size:
+        raise ConfigError(
+            "Teacher has another vocabulary",
+            got=f"{name}: {own.vocab_size} tokens, a head of {rows} rows" + (", other tokens" if differ else ""),
+            need=f"the tokens of this run's data, and a head of {vocab_size} rows: distributions are compared by token",
+            try_=f"data.tokenizer = the tokenizer.json of {name}",
+            where="distill.teacher",
+        )
+
+
+def _hidden(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    if isinstance(model, Decoder):
+        return model.hidden(batch["input_ids"], batch.get("positions"), batch.get("segments"))
+    return model.hidden(batch)
+
+
+def _head(model: Any) -> Tensor:
+    """The head's weight as it multiplies."""
+    head = model.lm_head if isinstance(model, Decoder) else model.net.get_output_embeddings()
+    operands = getattr(head, "operands", None)
+    return head.weight if operands is None else operands(head.weight[:0])[1].detach()

@@ -1,0 +1,146 @@
+"""`tilewright data`: a build as a user runs it, its words, its page, what inspect shows, and bad input."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data.build.corpora import write_corpus
+from tilewright.cli.app import run
+from tilewright.core.config.load import load_recipe
+from tilewright.core.errors import DataError
+from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
+from tilewright.data.prepare import prepare
+
+TOML = '[read]\nsource = "in"\n[rules]\nmin_words = 20\n[tokenizer]\nvocab_size = 400\n'
+SMALL = {
+    "model.dim": "16",
+    "model.num_layers": "1",
+    "model.num_heads": "2",
+    "model.ffn_dim": "32",
+    "data.seq_len": "32",
+}
+SMALL |= {"train.steps": "2", "train.global_batch_size": "3", "train.micro_batch_size": "3", "train.compile": "off"}
+SMALL |= {"train.eval_batches": "1", "train.sample_tokens": "0", "run.threads": "1", "log.report": "false"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "in")
+    (tmp_path / "data.toml").write_text(TOML)
+    return tmp_path
+
+
+def test_build_then_inspect(here, capsys):
+    assert run(["data", "build", "--processes", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "60 of 68 documents" in told
+    assert "3 exact duplicates" not in told
+    assert "2 exact duplicates and 1 near-copies dropped" in told
+    assert "tilewright train --data.source data" in told
+    assert run(["data", "inspect", "data", "--reject", "short.txt"]) == 0
+    shown = capsys.readouterr().out
+    assert "rule: min_words" in shown
+    assert "value: 2" in shown
+    assert "threshold: 20" in shown
+    assert run(["data", "inspect", "data", "--record", "prose/07", "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (here / "in" / record["path"]).read_bytes()[record["start"] : record["stop"]].decode().strip() == record[
+        "text"
+    ]
+    assert run(["data", "inspect", "data", "--reject", record["id"]]) == 2
+    page = (here / "data" / "report.html").read_text()
+    for words in (
+        "near-copy",
+        "min_words",
+        "prose/short.txt",
+        "too short",
+        "Measures and thresholds",
+        "finding exact dup",
+    ):
+        assert words in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_text_of_records_is_escaped_in_the_page(here):
+    (here / "in" / "prose" / "short.txt").write_text("<script>alert(1)</script>")
+    assert run(["data", "build", "--processes", "1"]) == 0
+    page = (here / "data" / "report.html").read_text()
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page
+
+
+def test_diff_of_two_builds(here, capsys):
+    assert run(["data", "build", "--processes", "1", "-q"]) == 0
+    (here / "other.toml").write_text(TOML.replace("min_words = 20", "min_words = 1"))
+    assert run(["data", "build", "other.toml", "--processes", "1", "-q"]) == 0
+    capsys.readouterr()
+    assert run(["data", "inspect", "data", "--diff", "other", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["same dataset"] is False
+    assert found["first stage that differs"] == "rules"
+    assert found["settings"] == [["rules.min_words", "20", "1"]]
+    assert ["min_words", "1", "0"] in found["dropped"]
+
+
+def test_from_a_step_to_its_files(here, capsys):
+    assert run(["data", "build", "--processes", "1", "-q"]) == 0
+    settings = [argument for name, value in SMALL.items() for argument in (f"--{name}", value)]
+    train = ["train", "--data.source", "data", "--data.cache_dir", "cache", "--run.name", "a", *settings]
+    assert run([*train, "-q"]) == 0
+    capsys.readouterr()
+    started = time.perf_counter()
+    assert run(["data", "inspect", "--run", "a", "--step", "2", "--json"]) == 0
+    assert time.perf_counter() - started < 2
+    samples = json.loads(capsys.readouterr().out)
+    assert [sample["sample"] for sample in samples] == [3, 4, 5]
+    for document in (document for sample in samples for document in sample["documents"]):
+        data = (here / "in" / document["path"]).read_bytes()[document["file_start"] : document["file_stop"]]
+        text = json.loads(data)["text"] if document["part"].startswith("row") else data.decode()
+        assert document["text"].strip("\ufffd") in text
+    assert run(["data", "inspect", "--run", "a", "--step", "3"]) == 2
+    assert "1 to 2" in capsys.readouterr().err
+
+
+def test_what_a_run_cannot_have_of_a_built_dataset(here):
+    assert run(["data", "build", "--processes", "1", "-q"]) == 0
+    notes = load_recipe(None, {"data.source": "data", "data.max_bytes": "5", "data.holdout": "0.1"}, environ={}).notes
+    assert [note.partition(" ")[0] for note in notes] == ["data.max_bytes", "data.holdout"]
+    assert all("data.source is a built dataset" in note for note in notes)
+    cache = {"cache_dir": "cache", "seq_len": 32}
+    assert prepare("data", domains=("rows",), **cache).domains == ("rows",)
+    with pytest.raises(DataError, match="some of: prose, rows"):
+        prepare("data", domains=("none",), **cache)
+    with pytest.raises(DataError, match="holds no conversations"):
+        prepare("data", format="chat", **cache)
+    own = Path("data/tokens/tokenizer")
+    assert prepare("data", tokenizer=str(own), **cache).vocab_size == load_tokenizer(own).vocab_size
+    train_tokenizer(["other text " * 50], 300).save("other")
+    with pytest.raises(DataError, match="another tokenizer"):
+        prepare("data", tokenizer="other", **cache)
+    torn = Path("data/tokens/train.npy")
+    data = bytearray(torn.read_bytes())
+    data[-1] ^= 1
+    torn.unlink()
+    torn.write_bytes(data)
+    with pytest.raises(DataError, match="Built dataset is damaged"):
+        prepare("data", **cache)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["build", "none.toml"], "No such data.toml"),
+        (["build", "--executor", "rank", "--processes", "2"], "a rank is one process"),
+        (["inspect"], "DIR, the folder of a built dataset"),
+        (["inspect", "in"], "No built dataset in this folder"),
+        (["inspect", "--step", "3"], "--run and --step belong together"),
+        (["inspect", "--run", "nowhere", "--step", "3"], "No such run"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input(here, capsys, arguments, words):
+    assert run(["data", *arguments]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,141 @@
+"""Every setting of a data.toml is read and has an effect: the dataset with it is another one than without."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.build import test_rules
+from tests.data.build.corpora import build, prose, settings, write_corpus
+from tilewright.core.config import schema
+from tilewright.data.build.config import DataBuild, LimitsSection, load_data_toml
+from tilewright.data.build.inputs import list_inputs
+from tilewright.data.build.stages import read
+from tilewright.data.readers.limits import ReadLimits
+
+# setting -> (value that changes the dataset, settings that it needs)
+PROBES: dict[str, tuple[object, dict]] = {
+    "read.source": ("in/rows", {}),
+    "read.sources": ({"one": "in/rows"}, {}),
+    "read.text_field": ("other", {}),
+    "read.domains": (("rows",), {}),
+    "read.max_bytes": (60_000, {}),
+    "read.seed": (4, {"read": {"max_bytes": 60_000}}),
+    "read.shard_bytes": (1 << 20, {}),
+    "read.max_chars": (512, {}),
+    "limits.line_bytes": (1 << 10, {}),
+    "repair.unicode": ("none", {}),
+    "repair.mask": (("email",), {}),
+    "repair.repeated_lines": (2, {}),
+    "repair.repeated_line_chars": (100, {"repair": {"repeated_lines": 2}}),
+    "rules.domains": (("rows",), {"rules": {"min_words": 20}}),
+    "rules.min_chars": (50, {}),
+    "rules.max_chars": (50, {}),
+    "rules.min_words": (20, {}),
+    "rules.max_words": (20, {}),
+    "rules.min_mean_word_chars": (4.0, {}),
+    "rules.max_mean_word_chars": (5.0, {}),
+    "rules.max_symbol_share": (0.01, {}),
+    "rules.max_bullet_lines": (0.05, {}),
+    "rules.max_ellipsis_lines": (0.5, {}),
+    "rules.min_alphabetic_words": (0.9, {}),
+    "rules.min_stop_words": (1, {}),
+    "rules.max_duplicate_lines": (0.1, {}),
+    "rules.max_duplicate_line_chars": (0.1, {}),
+    "rules.max_duplicate_paragraphs": (0.1, {}),
+    "rules.max_duplicate_paragraph_chars": (0.1, {}),
+    "rules.max_top_2gram_chars": (0.1, {}),
+    "rules.max_top_3gram_chars": (0.1, {}),
+    "rules.max_top_4gram_chars": (0.1, {}),
+    "rules.max_duplicate_5gram_chars": (0.1, {}),
+    "rules.max_duplicate_10gram_chars": (0.1, {}),
+    "rules.min_punctuated_lines": (0.5, {}),
+    "rules.max_short_lines": (0.5, {}),
+    "rules.min_sentences": (1, {}),
+    "rules.max_curly_brackets": (0, {}),
+    "duplicates.exact": (False, {"duplicates": {"near": False}}),
+    "duplicates.near": (False, {}),
+    "duplicates.threshold": (1.0, {}),
+    "duplicates.keep": ("first", {}),
+    "split.holdout": (0.2, {}),
+    "split.seed": (3, {"split": {"holdout": 0.2}}),
+    "chunk.tokens": (64, {}),
+    "chunk.overlap": (0.5, {"chunk": {"tokens": 64}}),
+    "chunk.overlap_loss": ("train", {"chunk": {"tokens": 64}}),
+    "tokenizer.path": ("tokenizer.json", {}),
+    "tokenizer.vocab_size": (500, {}),
+}
+LIMITS = {item.path for item in schema.fields(DataBuild) if item.path.startswith("limits.")} - {"limits.line_bytes"}
+"""Of readers, whose tests prove each; here `test_limits_reach_the_readers` shows that they get there."""
+ELSEWHERE = {
+    "rules.languages": "test_languages",
+    "rules.min_language_score": "test_a_language_that_is_not_sure",
+}
+"""Tests in `test_rules`."""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("settings")
+    source = write_corpus(folder / "in")
+    line = "this line is in several records\n"
+    odd = "- 12 34 { } # ... the a@b.example e\u0301 \u2026\n" * 3 + "short\n\nshort\n\n" * 9
+    (source / "prose" / "odd.txt").write_text(line + odd)
+    (source / "prose" / "other.txt").write_text(line + prose(77))
+    (source / "prose" / "ellipsis.txt").write_text("and so on...\n" + line.strip() + "...\n")
+    loop = "one two three four five six seven eight nine ten eleven twelve "
+    (source / "prose" / "loop.txt").write_text(loop * 20)
+    (source / "rows" / "fields.jsonl").write_text(
+        "".join(json.dumps({"text": prose(900 + i), "other": prose(800 + i)}) + "\n" for i in range(3))
+    )
+    for i in range(20):
+        (source / "rows" / f"big{i}.txt").write_text(prose(4000 + i, 600))
+    build(settings(source), folder / "base")
+    from tilewright.data.common.tokenizer import train_tokenizer
+
+    train_tokenizer(["other text " * 50], 300).save(folder / "tokenizer.json")
+    return folder
+
+
+def test_every_setting_has_a_probe():
+    assert set(PROBES) | set(ELSEWHERE) | LIMITS == {item.path for item in schema.fields(DataBuild)}
+    assert all(hasattr(test_rules, name) for name in ELSEWHERE.values())
+
+
+def test_limits_reach_the_readers(tmp_path, monkeypatch):
+    """Every one as it is set."""
+    seen = []
+    monkeypatch.setattr(read, "read_file", lambda path, name, domain, limits, options: seen.append(limits) or iter(()))
+    values = {name: getattr(LimitsSection(), name) // 2 for name in LimitsSection.model_fields}
+    (tmp_path / "a.txt").write_text("text")
+    config = settings(tmp_path, limits=values)
+    list(read.read_item(list_inputs(config.read).shards[0][0], config))
+    assert seen == [ReadLimits(**values)]
+
+
+@pytest.mark.parametrize("setting", PROBES)
+def test_every_setting_has_an_effect(here, tmp_path, setting):
+    value, needed = PROBES[setting]
+    section, _, name = setting.partition(".")
+    if setting in ("read.source", "tokenizer.path"):
+        value = str(here / str(value))
+    if setting == "read.sources":
+        value = {key: str(here / path) for key, path in value.items()}
+    with_needed = {key: dict(values) for key, values in needed.items()}
+    base = here / "base"
+    if needed:
+        base = tmp_path / "base"
+        build(settings(here / "in", **{key: dict(values) for key, values in needed.items()}), base)
+    with_needed.setdefault(section, {})[name] = value
+    build(settings(here / "in", **with_needed), tmp_path / "out")
+    one, two = (json.loads((folder / "dataset.json").read_bytes()) for folder in (base, tmp_path / "out"))
+    told = [(len(content["stages"]), content["stages"]["read"], content["fingerprint"]) for content in (one, two)]
+    assert told[0] != told[1]
+
+
+def test_a_setting_without_effect_is_told(tmp_path, caplog):
+    (tmp_path / "data.toml").write_text("[chunk]\noverlap = 0.2\n[duplicates]\nnear = false\nkeep = 'first'\n")
+    load_data_toml(tmp_path / "data.toml")
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" has no effect here: ")[0] for text in told] == ["duplicates.keep", "chunk.overlap"]
+    assert "data.toml:2" in told[1]

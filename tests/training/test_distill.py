@@ -1,0 +1,129 @@
+"""A teacher beside a run: the loss against plain PyTorch in FP64, and runs with one."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.cli.tuned import make_model
+from tests.training.tiny import last_state, rows, tiny
+from tilewright.core.errors import CheckpointError, ConfigError
+from tilewright.models.base import distill
+from tilewright.models.decoder.config import DecoderConfig
+from tilewright.models.decoder.decoder import Decoder
+from tilewright.models.hf.load import load_hf
+from tilewright.ops.kernels import Kernels
+from tilewright.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def teacher(data, tmp_path_factory):
+    """A run to learn from."""
+    return train(tiny(data, tmp_path_factory.mktemp("teacher"), precision__mode="fp32")).run_dir
+
+
+@pytest.fixture
+def taught_batch():
+    draw = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, 50, (2, 9), generator=draw)
+    labels[0, :3] = -100
+    ids = torch.randint(0, 50, (2, 9), generator=draw)
+    head, hidden = torch.randn(50, 12, generator=draw), torch.randn(2, 9, 12, generator=draw)
+    how = {distill.HIDDEN: hidden, distill.HEAD: head, distill.HOW: torch.tensor([2.0, 0.75])}
+    return {"input_ids": ids, "labels": labels} | how
+
+
+def by_hand(logits_NV, batch):
+    """In FP64, from whole logits."""
+    temperature, weight = 2.0, 0.75
+    kept = batch["labels"].flatten() != -100
+    theirs = (batch[distill.HIDDEN].double().flatten(0, 1) @ batch[distill.HEAD].double().T)[kept] / temperature
+    ours, labels = logits_NV.double()[kept], batch["labels"].flatten()[kept]
+    p = theirs.softmax(-1)
+    divergence = (p * (p.log() - (ours / temperature).log_softmax(-1))).sum() * temperature**2
+    return (1 - weight) * F.cross_entropy(ours, labels, reduction="sum") + weight * divergence
+
+
+def small(chunk_bytes):
+    torch.manual_seed(0)
+    kernels = Kernels(Kernels.default().machine, loss_chunk_bytes=chunk_bytes)
+    shape = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_dim": 16}
+    model = Decoder(DecoderConfig(vocab_size=50, **shape), kernels)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.3) if param.ndim > 1 else torch.nn.init.ones_(param)
+    return model
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 800, 2**20])
+def test_loss_and_gradients_are_those_of_whole_logits(taught_batch, chunk_bytes):
+    model = small(chunk_bytes)
+    out = model.loss(taught_batch)
+    out.loss_sum.backward()
+    found = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    expected = by_hand(model(taught_batch["input_ids"]).flatten(0, 1), taught_batch)
+    expected.backward()
+    assert int(out.count) == 15
+    # bound: FP32 sums of 15 rows of 50 logits
+    assert abs(float(out.loss_sum.detach() - expected.detach())) < 1e-4 * float(expected)
+    for name, param in model.named_parameters():
+        assert (found[name] - param.grad).abs().max() < 1e-4 * param.grad.abs().max(), name
+    parts = out.aux["cross_entropy"] * 0.25 + out.aux["distillation"] * 0.75
+    assert abs(float(parts) * 15 - float(expected)) < 1e-3
+
+
+def test_a_hugging_face_student_has_the_same_loss(taught_batch, tmp_path):
+    model = load_hf(make_model(tmp_path / "llama", "llama"), "causal_lm", "load")
+    taught_batch[distill.HEAD] = torch.randn(400, 12)
+    expected = by_hand(model.net(input_ids=taught_batch["input_ids"]).logits.detach().flatten(0, 1), taught_batch)
+    assert abs(float(model.loss(taught_batch).loss_sum.detach() - expected)) < 1e-4 * float(expected)
+
+
+def test_a_student_comes_nearer_to_its_teacher_than_without(teacher, data, tmp_path):
+    """The same data and start; a student that sees only the teacher, at its temperature."""
+    options = {"precision__mode": "fp32", "run__seed": 5, "train__steps": 12, "optim__lr": 3e-3, "model__dim": 16}
+    shown = {"distill__teacher": teacher, "distill__weight": 1.0}
+    alone = train(tiny(data, tmp_path, run__name="alone", **options, **shown | {"distill__weight": 1e-9})).run_dir
+    taught = train(tiny(data, tmp_path, run__name="taught", **options, **shown)).run_dir
+    found = [[row for row in rows(run / "metrics.jsonl") if "distillation" in str(row)][-1] for run in (alone, taught)]
+    far, near = (row.get("distillation", row.get("aux", {}).get("distillation")) for row in found)
+    assert near < far
+
+
+@pytest.mark.parametrize("executor", ["standard", "layer_major"])
+def test_resume_equals_never_having_stopped(teacher, data, tmp_path, executor):
+    options = {
+        "precision__rules": '[{compute = "int4_a8"}]', "distill__teacher": teacher, "distill__temperature": 2.0,
+        "memory__executor": executor, "optim__schedule": "constant", "train__eval_interval": 0,
+    }  # fmt: skip
+    whole = train(tiny(data, tmp_path, run__name="whole", train__steps=6, **options)).run_dir
+    train(tiny(data, tmp_path, run__name="part", train__steps=4, **options))
+    resumed = train(tiny(data, tmp_path, run__name="part", train__steps=6, **options)).run_dir
+    (tensors, _), (expected, _) = last_state(resumed), last_state(whole)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
+
+
+def test_layer_major_learns_the_same(teacher, data, tmp_path):
+    options = {"precision__mode": "fp32", "model__tie_embeddings": False, "distill__teacher": teacher}
+    options |= {"log__report": False}
+    one = train(tiny(data, tmp_path, run__name="one", **options)).run_dir
+    two = train(tiny(data, tmp_path, run__name="two", memory__executor="layer_major", **options)).run_dir
+    (tensors, _), (expected, _) = last_state(two), last_state(one)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensors[name], tensor)] == []
+
+
+def test_bad_teachers_say_why(teacher, data, tmp_path):
+    with pytest.raises(ConfigError, match="No such teacher"):
+        train(tiny(data, tmp_path, distill__teacher="nowhere"))
+    other = make_model(tmp_path / "llama", "llama")
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        train(tiny(data, tmp_path, run__name="b", distill__teacher=other))
+    with pytest.raises(ConfigError, match="causal language model and one answer"):
+        tiny(data, tmp_path, distill__teacher=teacher, data__format="preferences", train__micro_batch_size=2)
+
+
+def test_another_teacher_does_not_continue_the_run(teacher, data, tmp_path):
+    student = {"run__name": "held", "distill__teacher": teacher, "train__steps": 4}
+    train(tiny(data, tmp_path, **student))
+    second = train(tiny(data, tmp_path, run__name="second", run__seed=9, precision__mode="fp32")).run_dir
+    with pytest.raises(CheckpointError, match="Teacher has other weights"):
+        train(tiny(data, tmp_path, **student | {"distill__teacher": second, "train__steps": 8}))
