@@ -107,8 +107,10 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     from tilewright.optim.adam import DeepSeekAdam
     from tilewright.optim.clip import GradClip
     from tilewright.optim.param_groups import decay_groups
+    from tilewright.parallel.world import World
     from tilewright.precision.convert import convert
     from tilewright.precision.policy.policy import Policy
+    from tilewright.training.components.weights.sharded_model import first_values
     from tilewright.training.executor import layer_major_setup
     from tilewright.training.executor.standard import StandardExecutor
 
@@ -117,7 +119,7 @@ def _ours(name: str, compiled: bool, tiny: bool) -> Step:
     kernels = Kernels(detect_machine("cpu"), {}, compile=compiled, loss_chunk_bytes=recipe.memory.loss_chunk_bytes)
     sliced = layer_major_setup.has_layer_groups(recipe)
     model = build_model(recipe.model, vocab, kernels, "meta" if sliced else "cpu")
-    values = layer_major_setup.initial_values(recipe, model)
+    values = first_values(recipe, model, World.alone())
     if values is None:
         init_weights(model, recipe.run.seed)
     parameters = "" if optim.master_weights == "fp32" else "bf16"

@@ -87,6 +87,7 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     from tilewright.memory.offload.lazy_params import fill_buffers, to_placeholders
     from tilewright.memory.tracking.tracker import MemoryTracker
     from tilewright.models.build import build_model
+    from tilewright.models.layerwise.lazy_init import random_values
     from tilewright.ops.kernels import Kernels
     from tilewright.optim.adam import DeepSeekAdam
     from tilewright.optim.clip import GradClip
@@ -99,7 +100,7 @@ def make_executor(recipe: Any, compiled: bool, folder: Path) -> Any:
     sizes = {"loss_chunk_bytes": memory.loss_chunk_bytes, "attention_block": memory.attention_block}
     kernels = Kernels(detect_machine("cpu"), compile=compiled, **sizes)
     model = build_model(recipe.model, recipe.data.vocab_size, kernels, "meta")
-    values = layer_major_setup.initial_values(recipe, model)
+    values = random_values(model, recipe.run.seed)
     convert(model, Policy.from_section(recipe.precision, "cpu", parameters="bf16"), kernels=kernels)
     to_placeholders(model, "cpu")
     fill_buffers(model, values)

@@ -18,11 +18,11 @@ from tilewright.planner.cost.choices import GlobalConfig
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.plan_file import read_plan, to_toml
 from tilewright.planner.summary import make_plan
-from tilewright.training.components.signals import StopRequest
 from tilewright.training.loop import train
 from tilewright.training.planning.resolve import plan_run
 from tilewright.training.planning.site import PlanContext
 from tilewright.training.run import Run
+from tilewright.training.runlog.signals import StopRequest
 
 # Big enough that activations show beside the process, small enough that a step takes a tenth of a second.
 BIG = {

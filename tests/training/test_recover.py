@@ -8,7 +8,7 @@ import pytest
 
 from tilewright.core.config import schema
 from tilewright.core.config.recipe import Recipe
-from tilewright.training.components.signals import StopRequest, recipe_changes
+from tilewright.training.runlog.signals import StopRequest, recipe_changes
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -51,7 +51,6 @@ from tilewright.training.components.optimizer import make_optimizer
 from tilewright.training.components.pinned import pinned
 from tilewright.training.components.precision_hook import PrecisionHook, precision_hook
 from tilewright.training.components.precision_modes import PrecisionModes
-from tilewright.training.components.ranks import unplanned
 from tilewright.training.components.weights.lora_model import build_adapted
 from tilewright.training.components.weights.sharded_model import first_values, give_weights, on_meta, quantized_weights
 from tilewright.training.components.weights.teacher import Teacher, open_teacher
@@ -67,6 +66,7 @@ from tilewright.training.executor.not_finite import all_finite
 from tilewright.training.executor.standard import Executor, StandardExecutor
 from tilewright.training.executor.summon import SummonedParams, passing
 from tilewright.training.planning.oom_report import explained
+from tilewright.training.planning.ranks import unplanned
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
 from tilewright.training.planning.site import PlanContext
 from tilewright.training.runlog.files import Counters

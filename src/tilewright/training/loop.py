@@ -23,12 +23,11 @@ from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, RunContext, build, set_up
 from tilewright.training.checkpoint.store import CheckpointStore
 from tilewright.training.components.pinned import pinned
-from tilewright.training.components.ranks import RankWatch, check_world
 from tilewright.training.components.reference import attach_reference
-from tilewright.training.components.signals import StopRequest
 from tilewright.training.dry_run import dry_run as run_dry
 from tilewright.training.executor.layer_major import UnrecoverableStepError
 from tilewright.training.executor.standard import MAX_BAD_STEPS
+from tilewright.training.planning.ranks import RankWatch, check_world
 from tilewright.training.planning.resolve import load_run_plan
 from tilewright.training.replan_setup import replanner_for
 from tilewright.training.resume import ResumePoint, find, open_folder, restore
@@ -37,6 +36,7 @@ from tilewright.training.runlog.files import RunLog
 from tilewright.training.runlog.progress import open_progress
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
+from tilewright.training.runlog.signals import StopRequest
 from tilewright.training.runlog.sinks import open_sinks
 
 

@@ -15,7 +15,7 @@ from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.planner.model.constraints import fuses, same_bits
 from tilewright.training.assemble import Components, RunContext
-from tilewright.training.components.ranks import Agreement, planner_on_first
+from tilewright.training.planning.ranks import Agreement, planner_on_first
 from tilewright.training.planning.refused import fixes_of
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.runlog.recorder import MetricsLogger

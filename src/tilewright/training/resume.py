@@ -18,9 +18,9 @@ from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
 from tilewright.training.checkpoint.meta import read_meta
 from tilewright.training.checkpoint.store import CheckpointStore, Rejection
-from tilewright.training.components.signals import SettingChange, recipe_changes
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder, move_away
+from tilewright.training.runlog.signals import SettingChange, recipe_changes
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,12 @@ from tilewright.training.checkpoint.store import CheckpointStore, SaveRecord
 from tilewright.training.components.dataset import data_events, evaluation_line
 from tilewright.training.components.export import export
 from tilewright.training.components.precision_hook import PrecisionHook
-from tilewright.training.components.ranks import Agreement
-from tilewright.training.components.signals import StopRequest
 from tilewright.training.executor.evaluate import DomainLoss, evaluate
 from tilewright.training.executor.layer_major import UnrecoverableStepError, left_out
 from tilewright.training.executor.standard import Batch, StepResult, row_length
 from tilewright.training.executor.transaction import PartialUpdateError, run_with_retries
 from tilewright.training.planning.oom_report import no_memory
+from tilewright.training.planning.ranks import Agreement
 from tilewright.training.planning.replan import AdaptiveReplanner
 from tilewright.training.replan_setup import cheapest_fixes
 from tilewright.training.runlog.lifecycle import RunResult, check_files, record_done, record_recovery
@@ -37,6 +36,7 @@ from tilewright.training.runlog.parameters import in_words, num_parameters
 from tilewright.training.runlog.recorder import MetricsLogger
 from tilewright.training.runlog.run_folder import RunFolder
 from tilewright.training.runlog.sample import run_samples
+from tilewright.training.runlog.signals import StopRequest
 
 
 @dataclass

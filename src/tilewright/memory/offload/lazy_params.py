@@ -1,7 +1,7 @@
 """A model without memory, ready to be filled layer group by layer group.
 
     model = build_model(section, vocab_size, kernels, "meta")
-    values = random_values(model, seed)  # or stored_values(model, folder); see models.initial_values
+    values = random_values(model, seed)  # or stored_values(model, folder)
     convert(model, policy)  # dtypes are chosen on meta
     to_placeholders(model, device)
     fill_buffers(model, values)
