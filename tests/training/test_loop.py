@@ -299,7 +299,7 @@ def test_the_host_running_out_of_memory_is_told_like_the_device(data, tmp_path, 
             raise error
         torch.empty(2**60, dtype=torch.uint8)
 
-    monkeypatch.setattr("tilewright.models.decoder.decoder.head_loss", forward)
+    monkeypatch.setattr("tilewright.models.decoder.decoder.batch_loss", forward)
     with pytest.raises(FitError, match="Out of memory in step 1") as caught:
         train(tiny(data, tmp_path))
     assert "forward" in caught.value.problems[0].got
@@ -317,7 +317,7 @@ def test_an_error_that_is_not_about_memory_stays_what_it_is(data, tmp_path, monk
     def forward(*_):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("tilewright.models.decoder.decoder.head_loss", forward)
+    monkeypatch.setattr("tilewright.models.decoder.decoder.batch_loss", forward)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         train(tiny(data, tmp_path))
 

@@ -44,7 +44,7 @@ def read_range(paths: Iterable[Path], index: int, dtype: np.dtype) -> np.ndarray
     """
     found = [np.zeros(0, dtype)]
     for path in paths:
-        bounds = np.load(path.with_suffix(".bounds.npy"))
+        bounds = np.load(path.with_suffix(".bounds.npy"), allow_pickle=False)
         found.append(read_rows(path.with_suffix(".npy"), int(bounds[index]), int(bounds[index + 1])))
     return np.concatenate(found)
 
@@ -61,5 +61,5 @@ def read_rows(path: Path, first: int, stop: int) -> np.ndarray:
 
 def slice_of(path: Path, first: int, stop: int, key: str) -> np.ndarray:
     """Rows with first <= `key` < stop of a structured .npy file that is sorted by `key`."""
-    keys = np.load(path, mmap_mode="r")[key]
+    keys = np.load(path, mmap_mode="r", allow_pickle=False)[key]
     return read_rows(path, *np.searchsorted(keys, np.array([first, stop], keys.dtype)).tolist())

@@ -57,6 +57,7 @@ class FP8Quantizer(FakeQuantizer):
     Example: small and large values alike keep four binary digits. (Integers of the same scale would make 0.1 zero.)
         >>> FP8Quantizer()(torch.tensor([0.1, 3.0, -448.0])).tolist()
         [0.1015625, 3.0, -448.0]
+        >>> from torch import nn
         >>> weight = nn.Linear(8, 4)  # quantisation-aware training of a layer
         >>> _ = nn.utils.parametrize.register_parametrization(weight, "weight", FP8Quantizer(granularity="channel"))
         >>> weight(torch.ones(2, 8)).sum().backward(); weight.parametrizations.weight.original.grad.unique()

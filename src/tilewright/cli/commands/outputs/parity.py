@@ -103,7 +103,7 @@ def compare(loaded: Loaded, replicate: int, shards: int) -> list[Gap]:
             problems = [error for call in calls if (error := call.exception()) is not None]
             if problems:
                 raise next((error for error in problems if isinstance(error, TilewrightError)), problems[0])
-            sides.append(dict(np.load(out)))
+            sides.append(dict(np.load(out, allow_pickle=False)))
     return gaps(*sides, tolerance_of(recipe))
 
 

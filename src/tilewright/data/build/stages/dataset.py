@@ -72,9 +72,9 @@ def assemble(done: Finished, folder: Path) -> Mapping[str, Any]:
 
 def _join(parts: list[Path], out: Path) -> None:
     """One stream of several."""
-    with NpyWriter(out, np.load(parts[0], mmap_mode="r").dtype) as writer:
+    with NpyWriter(out, np.load(parts[0], mmap_mode="r", allow_pickle=False).dtype) as writer:
         for part in parts:
-            values = np.load(part, mmap_mode="r")
+            values = np.load(part, mmap_mode="r", allow_pickle=False)
             for start in range(0, len(values), _COPY):
                 writer.append(values[start : start + _COPY])
 

@@ -64,7 +64,7 @@ class Shard:
     def texts(self) -> Iterator[KeptText]:
         """All that stay so far; a record whose tail is held out comes twice."""
         cut = {int(doc): at for doc, at in json.loads((self.split / "split.json").read_bytes())["cut"].items()}
-        where = np.load(self.split / f"{self.number:05}.npy")
+        where = np.load(self.split / f"{self.number:05}.npy", allow_pickle=False)
         alive = zip(rows(self.kept / "kept.parquet"), where.tolist(), strict=True)
         side, part = next(alive, (None, 0))
         for first, batch in batches(self.repaired / "records.parquet"):
@@ -96,7 +96,7 @@ def _sample(shards: list[Shard], seed: int) -> Iterator[str]:
     """Training texts by a seeded hash, in the order of the dataset, so that domains keep their proportions."""
     docs, sizes = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for shard in shards:
-        where = np.load(shard.split / f"{shard.number:05}.npy")
+        where = np.load(shard.split / f"{shard.number:05}.npy", allow_pickle=False)
         kept = [batch for _, batch in batches(shard.kept / "kept.parquet", ("row", "bytes"))]
         row = np.array([r for batch in kept for r in batch["row"]], np.int64)
         size = np.array([b for batch in kept for b in batch["bytes"]], np.int64)
@@ -133,7 +133,7 @@ def encode_shard(
         }
         media = files.enter_context(TableWriter(folder / "media.parquet", RUNS))
         rejects = files.enter_context(TableWriter(folder / "rejects.parquet", REJECTS))
-        known = np.load(clusters / "clusters.npy")
+        known = np.load(clusters / "clusters.npy", allow_pickle=False)
         texts = shard.texts()
         while batch := list(islice(texts, _BATCH)):
             for text in batch:

@@ -63,4 +63,6 @@ def _summed(found: list[np.ndarray]) -> np.ndarray:
 
 def load_common(folders: list[Path]) -> np.ndarray:
     """All repeated lines of a build, as sorted hashes; empty where none was looked for."""
-    return np.sort(np.concatenate([np.zeros(0, np.uint64), *(np.load(one / "common.npy") for one in folders)]))
+    return np.sort(
+        np.concatenate([np.zeros(0, np.uint64), *(np.load(one / "common.npy", allow_pickle=False) for one in folders)])
+    )

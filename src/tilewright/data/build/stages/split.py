@@ -84,7 +84,7 @@ def split_records(
 
 def _clusters(docs: np.ndarray, path: Path) -> np.ndarray:
     """Cluster of each record; one without a near-copy is its own."""
-    known = np.load(path / "clusters.npy")
+    known = np.load(path / "clusters.npy", allow_pickle=False)
     cluster = docs.copy()
     at = np.searchsorted(docs, known["doc"])
     here = (at < len(docs)) & (docs[np.minimum(at, len(docs) - 1)] == known["doc"])

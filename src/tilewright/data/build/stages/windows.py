@@ -34,7 +34,7 @@ def windows(data: bytes, sizes: list[int], num: int, overlap: float) -> list[Win
 
     Example:
         >>> windows(b"aa bb cc dd ee ff", [2, 3, 3, 3, 3, 3], 4, 0.5)
-        [Window(start=0, target=1, stop=5), Window(start=2, target=5, stop=7), Window(start=4, target=7, stop=8)]
+        [Window(start=0, target=1, stop=5), Window(start=3, target=5, stop=8)]
     """
     total = len(sizes) + 2
     if total - 1 <= num:

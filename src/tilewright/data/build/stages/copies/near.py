@@ -55,7 +55,7 @@ def _docs_in(pairs: list[Path], shard: int) -> np.ndarray:
     """Records of a shard that are in any pair, sorted."""
     found = [np.zeros(0, np.uint64)]
     for folder in pairs:
-        rows = np.load(folder / "pairs.npy")
+        rows = np.load(folder / "pairs.npy", allow_pickle=False)
         for name in ("a", "b"):
             found.append(np.unique(rows[name][shard_of(rows[name]) == shard]))
     return np.unique(np.concatenate(found))
@@ -67,7 +67,7 @@ def verify_pairs(pairs: list[Path], shingles: list[Path], index: int, folder: Pa
 
     @lru_cache(maxsize=64)
     def where(shard: int) -> np.ndarray:
-        return np.load(shingles[shard] / "index.npy")
+        return np.load(shingles[shard] / "index.npy", allow_pickle=False)
 
     @lru_cache(maxsize=_HELD)
     def of(doc: int) -> np.ndarray:
@@ -111,7 +111,9 @@ def resolve(
         keep: "longest" or "first".
         folder: gets the files, both sorted by record.
     """
-    pairs = np.concatenate([np.zeros(0, VERIFIED), *(np.load(one / "verified.npy") for one in verified)])
+    pairs = np.concatenate(
+        [np.zeros(0, VERIFIED), *(np.load(one / "verified.npy", allow_pickle=False) for one in verified)]
+    )
     pairs = np.sort(pairs, order=("a", "b"))
     docs = np.unique(np.concatenate([pairs["a"], pairs["b"]]))
     a, b = np.searchsorted(docs, pairs["a"]), np.searchsorted(docs, pairs["b"])
@@ -134,7 +136,7 @@ def _sizes(docs: np.ndarray, shingles: list[Path]) -> np.ndarray:
     shards = shard_of(docs)
     for shard in np.unique(shards).tolist():
         here = np.flatnonzero(shards == shard)
-        table = np.load(shingles[shard] / "index.npy")
+        table = np.load(shingles[shard] / "index.npy", allow_pickle=False)
         sizes[here] = table["size"][np.searchsorted(table["doc"], docs[here])]
     return sizes
 
