@@ -178,7 +178,7 @@ class Run:
         if due:
             self._check_folder()
             if self.agreement is not None and memory is not None:
-                self.agreement.table.write(self.step, memory["peak_bytes"])
+                self.agreement.write_table(self.step, memory["peak_bytes"])
             self._give_back()  # else free blocks pile up over hundreds of steps
 
     def _compute(self, number: int, microbatches: Sequence[Batch], lr: float, due: bool) -> StepResult:

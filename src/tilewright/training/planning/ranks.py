@@ -95,6 +95,11 @@ class Agreement:
         """See `parallel.launch.on_first`."""
         return on_first(self.world, work)
 
+    def write_table(self, step: int, peak_bytes: int) -> None:
+        """Write the table of ranks; a folder that is gone by then is met by all."""
+        rows = self.table.rows(peak_bytes)
+        self.on_first(lambda: self.table.write(step, rows))
+
     def all_of(self, flag: bool) -> bool:
         """Whether it is so on all ranks."""
         found = torch.tensor(int(flag))

@@ -51,15 +51,17 @@ class RankTable:
         self._step_s += step_s
         self._wait_s += max(0.0, step_s - cpu_s)
 
-    def write(self, step: int, peak_bytes: int) -> None:
-        """Write the table; all ranks call it.
+    def rows(self, peak_bytes: int) -> list[dict[str, Any]]:
+        """A row per rank; all ranks call it.
 
         Args:
-            step: done.
             peak_bytes: measured on this rank since it was asked last.
         """
         self._peak = max(self._peak, peak_bytes)
-        rows = gather(self._group, self._row())
+        return gather(self._group, self._row())
+
+    def write(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write the table of a step; the first rank does."""
         self._folder.write_json(FILE, {"step": step, "ranks": rows})
 
     def _row(self) -> dict[str, Any]:
