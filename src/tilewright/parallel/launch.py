@@ -25,8 +25,8 @@ from tilewright.parallel.world import MeshSizes, World, join
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
-"""How long ranks wait for work of unknown length that one of them does, such as preparing data. Gloo counts in 32 bits
-of milliseconds: from 25 days on it would not even wait for a connection."""
+"""How long ranks wait for work of unknown length that one of them does, such as preparing data. Below the 25 days
+that 32 bits of milliseconds hold, should a backend count in them."""
 
 
 @contextmanager
