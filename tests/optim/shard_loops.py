@@ -74,7 +74,7 @@ def fsdp_beside_adamw(rank, sizes):
 
 
 def own_loop(mesh, dtype, options):
-    """A model and its optimizer, as somebody's own FSDP2 loop makes them."""
+    """A model and its optimizer, as a user's own FSDP2 loop makes them."""
     model = net(dtype, mesh)
     return model, DeepSeekAdam(model.parameters(), **HYPER, seed=3, kernels=kernels_with("ref"), **options)
 

@@ -1,4 +1,4 @@
-"""Loops on shards: FSDP2 and DCP as somebody's own loop uses them, clipping and loss scale against one process."""
+"""Loops on shards: FSDP2 and DCP as a user's own loop uses them, clipping and loss scale against one process."""
 
 import pickle
 import sys

@@ -108,7 +108,7 @@ def _give_fp32_gradients(module: nn.Module) -> None:
 def keep_fp32_sums(model: nn.Module) -> None:
     """Let FSDP2 leave the sum of gradients in FP32, which it would cast to the parameter's dtype.
 
-    What it casts to is settled anew by each `unshard()` and has no public setting.
+    What it casts to is decided by each `unshard()` and has no public setting.
     """
     for module in fsdp_modules(model):
         for group in module._get_fsdp_state()._fsdp_param_groups:

@@ -190,7 +190,9 @@ def test_files_that_kill_their_process_are_set_aside(tmp_path):
     tried._processes_of = processes_of
     with tried:
         tried.run(context, stage, units, lambda n: None)
-    reasons = {row["path"]: row["rule"] for row in rows(tmp_path / "out/work/read/00000/rejects.parquet")}
+    reasons = {
+        row["path"]: row["rule"] for row in rows(tmp_path / "out" / "work" / "read" / "00000" / "rejects.parquet")
+    }
     assert reasons.pop(items[0].name) == "process that read it was killed, twice"
     assert not any("killed" in rule for rule in reasons.values())
     assert build(settings(source), tmp_path / "out")["summary"]["refused"]["process that read it was killed, twice"]

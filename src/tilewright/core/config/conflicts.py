@@ -140,7 +140,7 @@ def _integers(recipe: Recipe) -> Iterator[Conflict]:
             ("precision.rules", "lora.rank"),
             "Adapters cannot be trained for integers",
             f'compute = "{rounded[0]}" in precision.rules, lora.rank = {recipe.lora.rank}',
-            "all parameters trained: what is exported is the base with the adapter in it, rounded anew",
+            "all parameters trained: what is exported is the base with the adapter in it, rounded a second time",
             "lora.rank = 0",
         )
 

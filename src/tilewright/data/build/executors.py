@@ -139,7 +139,7 @@ class LocalExecutor:
 
 
 class RankExecutor:
-    """One of several processes that somebody else started.
+    """One of several processes that something else started, such as torchrun.
 
     Args:
         rank, world: this process and how many there are.

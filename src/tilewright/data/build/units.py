@@ -2,7 +2,7 @@
 
 A unit is built in a folder of another name and renamed. Its receipt holds a fingerprint (of the stage's version and
 settings and of the outputs that it read), the sizes and hashes of its files, counts, and seconds. A unit with the
-fingerprint that it would get now is finished and never runs again; any other is made anew. Because fingerprints are
+fingerprint that it would get now is finished and never runs again; any other is made again. Because fingerprints are
 taken from the content of inputs, a stage that gives the same bytes as before invalidates nothing.
 """
 
