@@ -16,8 +16,14 @@ ROUNDING = 2e-5
 """Sums in FP32 in another order, logits of order one."""
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+BOTH = pytest.mark.parametrize("model", ["llama", "qwen3"], indirect=True)
+OTHER_SLOW = pytest.mark.parametrize("model", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)], indirect=True)
+"""Of the architecture that transformers runs only by -m slow: it takes twice as long."""
+
+
+@pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
+    """Of the architecture that is asked for."""
     return make_model(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
 
@@ -40,6 +46,7 @@ def losses(folder):
     return [row["loss"] for row in rows(folder / "metrics.jsonl") if "loss" in row]
 
 
+@OTHER_SLOW
 @pytest.mark.parametrize("how", ["lora", "lora_fp8", "full"])
 def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, tmp_path, capsys):
     assert finetune(model, talks, how, arguments(tmp_path, train__steps=25)) == 0
@@ -59,6 +66,7 @@ def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, t
         assert (folder / name).is_file()
 
 
+@OTHER_SLOW
 def test_a_resumed_finetune_equals_one_that_never_stopped(model, talks, tmp_path):
     each = {"train__eval_interval": 6}
     assert finetune(model, talks, "lora", arguments(tmp_path, run__name="parts", train__steps=6, **each)) == 0
@@ -67,6 +75,7 @@ def test_a_resumed_finetune_equals_one_that_never_stopped(model, talks, tmp_path
     assert_same_run(tmp_path / "runs" / "parts", tmp_path / "runs" / "straight")
 
 
+@OTHER_SLOW
 def test_run_toml_trains_the_same(model, talks, tmp_path):
     assert finetune(model, talks, "lora", arguments(tmp_path)) == 0
     folder = tmp_path / "runs" / "tuned"
@@ -74,7 +83,8 @@ def test_run_toml_trains_the_same(model, talks, tmp_path):
     assert_same_run(tmp_path / "again", folder)
 
 
-@pytest.mark.parametrize("master", ["fp32", "stochastic"])
+@BOTH
+@pytest.mark.parametrize("master", ["fp32", pytest.param("stochastic", marks=pytest.mark.slow)])
 def test_the_adapter_loads_in_peft_with_equal_logits(model, talks, tmp_path, master):
     from peft import PeftModel
 
@@ -91,6 +101,7 @@ def test_the_adapter_loads_in_peft_with_equal_logits(model, talks, tmp_path, mas
     assert (theirs - mine).abs().max() < ROUNDING < (theirs - before).abs().max()
 
 
+@OTHER_SLOW
 @pytest.mark.parametrize("how", ["lora", "lora_fp8", "full"])
 def test_a_merged_folder_loads_in_transformers_with_equal_logits(model, talks, how, tmp_path, capsys):
     assert finetune(model, talks, how, arguments(tmp_path)) == 0
@@ -111,6 +122,7 @@ def test_a_merged_folder_loads_in_transformers_with_equal_logits(model, talks, h
     assert "not empty" in capsys.readouterr().err
 
 
+@OTHER_SLOW
 def test_several_files_are_a_mixture_and_steps_are_passes(model, talks, tmp_path, capsys):
     more = make_talks(tmp_path / "more.jsonl", 20)
     settings = arguments(tmp_path, data__weights="{ talks = 0.5, more = 0.5 }")
@@ -126,6 +138,7 @@ def test_several_files_are_a_mixture_and_steps_are_passes(model, talks, tmp_path
     assert "1 passes over" in capsys.readouterr().out
 
 
+@OTHER_SLOW
 def test_what_is_wrong_is_told_before_anything_is_trained(model, talks, tmp_path, capsys):
     settings = arguments(tmp_path)
     assert run(["finetune", str(model)]) == 2

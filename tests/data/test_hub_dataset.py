@@ -1,5 +1,7 @@
 """Datasets of the hub: what is downloaded, and what is said where nothing can be."""
 
+import time
+
 import pytest
 
 from tilewright.core.errors import DataError
@@ -7,6 +9,12 @@ from tilewright.data.sources.files import user_source
 from tilewright.data.sources.hub import hub_dataset
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
+
+
+@pytest.fixture(autouse=True)
+def tries_follow_at_once(monkeypatch):
+    """huggingface_hub waits 23 s in all between its tries."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 
 def test_without_a_network_the_error_says_what_to_do(tmp_path):

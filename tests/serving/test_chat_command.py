@@ -72,7 +72,7 @@ def test_what_is_wrong_is_told(model, tmp_path, capsys):
     assert "cannot listen" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["lora", "full"])
+@pytest.mark.parametrize("how", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_run_its_folder_and_its_merged_folder_answer_alike(model, how, tmp_path, capsys):
     talks = make_talks(tmp_path / "talks.jsonl")
     assert run(["finetune", str(model), str(talks), "--how", how, *arguments(tmp_path)]) == 0

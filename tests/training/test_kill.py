@@ -72,6 +72,7 @@ def _kill_and_compare(data, runs, straight, kills: int, seed: int, **changes) ->
     assert all(seconds < 15 for seconds in recovered)
 
 
+@pytest.mark.slow
 def test_killed_twice_at_random_moments(data, tmp_path, straight):
     _kill_and_compare(data, tmp_path, straight, kills=2, seed=int.from_bytes(os.urandom(4)))
 

@@ -22,7 +22,11 @@ def losses(run_dir):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"optim__moments": "8bit"}, {"model__num_experts": 4, "model__num_dense_layers": 1}],
+    [
+        {},
+        {"optim__moments": "8bit"},
+        pytest.param({"model__num_experts": 4, "model__num_dense_layers": 1}, marks=pytest.mark.slow),
+    ],
     ids=["fp32", "8bit", "experts"],
 )
 def test_layer_major_is_the_standard_run(data, tmp_path, options):
