@@ -95,9 +95,9 @@ def test_adam(name, dtype):
             scale = v.sqrt() / (1 - settings.beta2**step) ** 0.5 + settings.eps
             moved = settings.lr / (1 - settings.beta1**step) * m / scale
             want = (p * (1 - settings.lr * settings.weight_decay) - moved, m, v)
-            sizes = (p.abs() + settings.lr * (m.abs() + g.abs()) / scale, m.abs() + g.abs(), v)  # of what is added up
+            terms = (p.abs() + settings.lr * (m.abs() + g.abs()) / scale, m.abs() + g.abs(), v)  # sums of magnitudes
             found = (params[at], firsts[at], seconds[at])
-            for what, got, exact, size in zip(("p", "m", "v"), found, want, sizes, strict=True):
+            for what, got, exact, size in zip(("p", "m", "v"), found, want, terms, strict=True):
                 error = (got.cpu().double() - exact).abs()
                 stored = torch.finfo(dtype).eps * exact.abs() if dtype == torch.bfloat16 else 0
                 allowed = stored + 16 * 2.0**-23 * size + 1e-30

@@ -211,8 +211,7 @@ class Slow:
         return getattr(self._answer, name)
 
     def __iter__(self):
-        for piece in self._answer:
-            yield piece
-            while self._slow:
-                time.sleep(0.02)
-                yield ""
+        while self._slow:  # before the first token, which may be the one that ends an answer
+            time.sleep(0.02)
+            yield ""
+        yield from self._answer
