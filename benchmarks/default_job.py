@@ -7,7 +7,7 @@ ends, and a later call makes those that are missing on this text (it depends on 
 result has the runs of all texts; how far a rung is above the default is said of pairs on one text.
 
 python -m benchmarks.default_job --calibrate
-python -m benchmarks.default_job [--rungs adamw default ...] [--seeds 3]
+python -m benchmarks.default_job [--rungs schedule default schedule:1e-3 ...] [--seeds 3]
 """
 
 import argparse
@@ -30,14 +30,12 @@ SMALL_STEPS = {"data.seq_len": "256", "train.micro_batch_size": "16"}
 SMALL_VOCAB = SMALL_STEPS | {"data.vocab_size": "4096"}
 SMALL_MODEL = SMALL_VOCAB | {"model.dim": "256", "model.num_heads": "4"}
 LINEAR = SMALL_MODEL | {"optim.schedule": "wsd", "optim.decay_fraction": "0.5", "optim.min_lr_ratio": "0.0"}
-ADAMW = LINEAR | {"optim.lr": "6e-3"}
 RUNGS: dict[str, tuple[str, dict[str, str]]] = {
     "start": ("cpu_10m", {}),
     "steps": ("cpu_10m", SMALL_STEPS),
     "vocabulary": ("cpu_10m", SMALL_VOCAB),
     "width": ("cpu_10m", SMALL_MODEL),
     "schedule": ("cpu_10m", LINEAR),
-    "adamw": ("cpu_10m", ADAMW),
     "default": ("default", {}),
 }
 WORDS = {
@@ -46,17 +44,16 @@ WORDS = {
     "vocabulary": "vocabulary of 4096: the head is half as wide",
     "width": "256 wide",
     "schedule": "constant rate, then linear to zero over the last half",
-    "adamw": "AdamW's rate tuned",
     "default": "Muon for the matrices",
 }
 STEPS = {
-    "start": 214, "steps": 456, "vocabulary": 552, "width": 730, "schedule": 730, "adamw": 730, "default": 600,
+    "start": 214, "steps": 456, "vocabulary": 552, "width": 730, "schedule": 730, "default": 600,
 }  # fmt: skip
 """Of a run: as many seconds for all, by their seconds per step."""
 
 
 def arguments(rung: str) -> list[str]:
-    """Recipe and settings of a rung, as typed. `adamw:RATE` is the last AdamW rung at another rate."""
+    """Recipe and settings of a rung, as typed; `RUNG:RATE` is the rung at another learning rate."""
     name, _, rate = rung.partition(":")
     recipe, settings = RUNGS[name]
     settings = settings | ({"optim.lr": rate} if rate else {})
@@ -92,7 +89,7 @@ def calibrate(rounds: int, steps: int) -> None:
                 samples[rung].append(step_seconds(rung, steps, Path(folder) / str(turn)))
                 print(f"round {turn + 1}: {rung:<12} {samples[rung][-1]:.3f} s per step", flush=True)
     results = {rung: spread(times) for rung, times in samples.items()}
-    ratio = [muon / adamw for muon, adamw in zip(samples["default"], samples["adamw"], strict=True)]
+    ratio = [muon / adamw for muon, adamw in zip(samples["default"], samples["schedule"], strict=True)]
     write_result(
         f"default_job_steps_{machine_kind()}",
         "a Muon step takes at most 1.15 of AdamW's",
@@ -134,7 +131,7 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=25, help="of a calibration run")
-    parser.add_argument("--rungs", nargs="+", default=list(RUNGS), help="names of rungs, or adamw:RATE")
+    parser.add_argument("--rungs", nargs="+", default=list(RUNGS), help="names of rungs, or RUNG:RATE")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="of each run: 1 shares a busy machine better")
     args = parser.parse_args()
@@ -162,7 +159,8 @@ def summary(runs: list[dict]) -> dict:
     results: dict = {"unit": "bits per byte, held out", "texts": sorted({run["text"] for run in runs})}
     default = {(run["text"], run["seed"]): run["bits_per_byte"] for run in runs if run["rung"] == "default"}
     seconds = run_seconds()
-    for rung in dict.fromkeys([*RUNGS, *(run["rung"] for run in runs)]):
+    order = list(RUNGS)
+    for rung in sorted({run["rung"] for run in runs}, key=lambda rung: (order.index(rung.partition(":")[0]), rung)):
         here = [run for run in runs if run["rung"] == rung and run["steps"] == STEPS[rung.partition(":")[0]]]
         if here:
             here.sort(key=lambda run: (run["text"], run["seed"]))
@@ -171,7 +169,7 @@ def summary(runs: list[dict]) -> dict:
             found["above_default"] = [other - mine for other, mine in pairs if mine is not None]
             mean = statistics.fmean(found["samples"])
             name, _, rate = rung.partition(":")
-            words = {"words": WORDS[name] + (f": at {rate}" if rate else ""), "seconds": seconds.get(name)}
+            words = {"words": WORDS[name] + (f"; learning rate {rate}" if rate else ""), "seconds": seconds.get(name)}
             results[rung] = words | found | {"mean": mean, "steps": here[0]["steps"], "tokens": here[0]["tokens"]}
     return results
 

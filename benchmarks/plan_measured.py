@@ -236,12 +236,12 @@ class Case:
 
 
 def measure(
-    recipe: str, settings: dict[str, str], plans: Sequence[str], rounds: int, patience: int
+    recipe: str, settings: dict[str, str], plans: Sequence[str], rounds: int, patience: int, refresh: bool
 ) -> dict[str, dict[str, Any]]:
     """The plans of a model in turns, and their errors."""
     # Measured here and not in a case's process, because what that leaves there is not a run's.
     device = settings["run.device"]
-    rates = [measured_rates(device)]
+    rates = [measured_rates(device, refresh)]
     cases: dict[str, Case] = {}
     whole = 0.0
     for plan in plans:
@@ -256,17 +256,17 @@ def measure(
     for turn in range(1, patience * rounds + 1):
         for plan, case in cases.items():
             counted[plan] += case.step()
-        rates.append(measured_rates(device))
+        rates.append(measured_rates(device, refresh))
         enough = min(*counted.values(), sum(share <= STOLEN for _, share in rates)) >= ENOUGH
         if enough and turn >= rounds:
             break
     return {plan: errors(case.end(rates)) for plan, case in cases.items()}
 
 
-def measured_rates(device: str) -> tuple[ceilings.Ceilings, float]:
-    """The ceilings now, and what was stolen meanwhile."""
+def measured_rates(device: str, refresh: bool) -> tuple[ceilings.Ceilings, float]:
+    """The ceilings now (or, not refreshed, those that the machine keeps), and what was stolen meanwhile."""
     with Stolen() as stolen:
-        found = ceilings.measure(detect_machine(device), refresh=True)
+        found = ceilings.measure(detect_machine(device), refresh=refresh)
     return found, stolen.share
 
 
@@ -326,7 +326,8 @@ def main() -> None:
                 settings = settings | TINY | ({} if model in foreign else TINY_DECODER)
             settings = common | settings | ({"model.path": f"{folder}/{model}"} if model in foreign else {})
             planned_bytes(recipe, settings)  # prepares the data
-            cases = measure(recipe, settings, plans, args.rounds, 1 if args.tiny or wide else PATIENCE)
+            patience = 1 if args.tiny or wide else PATIENCE
+            cases = measure(recipe, settings, plans, args.rounds, patience, refresh=not args.tiny)
             pairs = [(row["step_s_planned"], row["measured_step_s"]) for row in cases.values() if "step_error" in row]
             if len(pairs) > 2:
                 order[model] = float(spearmanr(*zip(*pairs, strict=True)).statistic)
