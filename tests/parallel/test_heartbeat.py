@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from tilewright.parallel.heartbeat import Heartbeat, RankRecord, Watch, records, take_lost, watching
+from tilewright.parallel.liveness.heartbeat import Heartbeat, RankRecord, Watch, records, take_lost, watching
 
 BEATS = """
 import sys, time
 from pathlib import Path
-from tilewright.parallel.heartbeat import Heartbeat
+from tilewright.parallel.liveness.heartbeat import Heartbeat
 beat = Heartbeat(Path(sys.argv[1]), 1, beat_s=0.05)
 beat.at(7, "forward")
 print("there", flush=True)

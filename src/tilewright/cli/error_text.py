@@ -30,9 +30,13 @@ def print_once(error: TilewrightError) -> None:
     """`print_error`; of the ranks that torchrun started only by one, where all of them met the same error."""
     ranks = env.ranks()
     if ranks.world > 1:
-        from tilewright.parallel.ending import prints  # torch, so only where there are ranks
+        from tilewright.parallel.liveness.ending import prints  # torch, so only where there are ranks
+        from tilewright.parallel.liveness.failure import RankFailedError, speaks_for_others
 
-        if not prints(str(error)):
+        if isinstance(error, RankFailedError):  # torchrun starts again when the last one has ended: nobody waits
+            if not speaks_for_others(ranks.rank, error.failed):
+                return
+        elif not prints(str(error)):
             return
         if ranks.rank:
             click.echo(f"rank {ranks.rank} of {ranks.world}:", err=True)
@@ -44,7 +48,7 @@ def is_of_others(error: RuntimeError) -> bool:
     ranks = env.ranks()
     if ranks.world == 1:
         return False
-    from tilewright.parallel.ending import others_failed
+    from tilewright.parallel.liveness.ending import others_failed
 
     failed = others_failed()
     if failed:

@@ -228,6 +228,11 @@ class DeepSeekAdam(torch.optim.Optimizer):
         self.num_updates += 1
         return loss
 
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether ranks exchange something in an update, so that none can repeat its part alone."""
+        return False
+
     @torch.no_grad()
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
         """One update of some parameters, with the settings of their groups. The result of a step does not depend on

@@ -107,6 +107,11 @@ class Muon(DeepSeekAdam):
         """Storage of a parameter's states: those of a matrix have no second moment."""
         return replace(self.format, second=not self._is_muon(param))
 
+    @property
+    def meets_ranks(self) -> bool:
+        """See `DeepSeekAdam`: they share out the directions of sharded matrices."""
+        return any(self._is_muon(param) and axis_of(param) is not None for param in self._all_params())
+
     def step_params(self, params: Sequence[Tensor], grads: Sequence[Tensor] | None = None) -> None:
         """See `DeepSeekAdam`."""
         for param in params:

@@ -9,15 +9,15 @@ returns or raises.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 from tilewright.core.config.load import Loaded, write_run_toml
 from tilewright.core.log import say
 from tilewright.models.base.protocols import Model
-from tilewright.parallel.heartbeat import take_lost
 from tilewright.parallel.launch import in_turn, launched, on_first
+from tilewright.parallel.liveness.heartbeat import take_lost
 from tilewright.parallel.world import World
 from tilewright.planner.plan_file import PlanFile
 from tilewright.training.assemble import Components, RunContext, build, set_up
@@ -84,7 +84,10 @@ def _open_and_train(
         if world.size == 1:
             return _train_through(loaded, run_plan, folder, store, found, began, None, on_setup)
         with RankWatch(folder.path, world).running() as watch:
-            return _train_through(loaded, run_plan, folder, store, found, began, watch, on_setup)
+            try:
+                return _train_through(loaded, run_plan, folder, store, found, began, watch, on_setup)
+            finally:
+                store.wait()  # the others can finish what is being written until they hear that this rank has failed
     finally:
         store.close()
         folder.close()
@@ -172,10 +175,12 @@ def _train(
             resumed=resumed, agreement=agreement, left_out=left_out,
         )  # fmt: skip
         run.begin(began)
-        with StopRequest() as stop:
+        with StopRequest() as stop, nullcontext() if watch is None else watch.blaming():
             return run.train(stop)
     finally:
         parts.close()
+        if watch is not None:
+            watch.recorder = None
         recorder.close()
 
 

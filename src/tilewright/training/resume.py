@@ -12,8 +12,8 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import CheckpointError, ConfigError
 from tilewright.core.units import format_seconds
-from tilewright.parallel.heartbeat import RankRecord
 from tilewright.parallel.launch import on_first
+from tilewright.parallel.liveness.heartbeat import RankRecord
 from tilewright.parallel.world import World
 from tilewright.training.assemble import Components
 from tilewright.training.checkpoint.meta import read_meta

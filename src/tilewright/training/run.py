@@ -16,6 +16,7 @@ from tilewright.core.units import format_bytes, format_seconds
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
 from tilewright.parallel.launch import on_first
+from tilewright.parallel.oom import OnAllRanksError
 from tilewright.precision.float8 import audit_table
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.checkpoint.state import TrainState
@@ -126,7 +127,7 @@ class Run:
                 self.recorder.event(self.step, "stop", str(error))
                 raise
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or (self.agreement and not isinstance(error, OnAllRanksError)):
                     raise
                 raise self._out_of_memory(error) from error
             if self.step == first + 1:
@@ -185,14 +186,13 @@ class Run:
         """The executor's step, between two looks of the re-planner where its budget, the rows or a line ask for it."""
         replanner, executor = self.replanner, self.parts.executor
         length = row_length(microbatches)
-        if self.agreement is not None:
-            length = self.agreement.before_step(length, self.parts.stream.wait_s)
+        length = self.agreement.before_step(length, self.parts.stream.wait_s) if self.agreement else length
         looks = replanner.watches or (replanner.active and (due or length != replanner.forecast.row_length))
         if looks:
             replanner.before_step(number, length)
         if self.parts.teacher is not None:
             microbatches = self._retried(partial(self.parts.teacher.taught, microbatches))
-        result = run_with_retries(partial(executor.step, microbatches, lr), partial(replanner.reduce_memory, number))
+        result = self._retried(partial(executor.step, microbatches, lr))
         self._agree()
         if looks or replanner.watches or executor.transaction.oom_messages:
             replanner.after_step(number, result.seconds)
@@ -216,8 +216,9 @@ class Run:
         return 0 < 60 * self.recipe.checkpoint.interval_minutes <= time.monotonic() - self._saved_at
 
     def _retried(self, work: Callable[[], Any]) -> Any:
-        """A pass of the precision controller or of a teacher, again under a tighter plan where memory runs out."""
-        return run_with_retries(work, partial(self.replanner.reduce_memory, self.step + 1))
+        """A step or an extra pass, again under a tighter plan where memory runs out and all ranks have stopped."""
+        tighten = partial(self.replanner.reduce_memory, self.step + 1)
+        return run_with_retries(work, tighten, alone=self.agreement is None)
 
     def _enter_mode(self) -> None:
         """Go over to the precision mode that begins with this step."""

@@ -56,7 +56,7 @@ from tilewright.training.executor.standard import (
     count_tokens,
     to_device,
 )
-from tilewright.training.executor.transaction import StepTransaction
+from tilewright.training.executor.transaction import PartialUpdateError, StepTransaction, others_wait, partial_update
 
 Result = TypeVar("Result")
 
@@ -165,7 +165,7 @@ class LayerMajorExecutor:
         attempt = Attempt(1.0 / num_targets)
         delayed = self.delayed.now() if self.delayed is not None else None
         try:
-            with self.transaction.rollback_on_oom(irrevocable=lambda: self._why_half(attempt)) as before:
+            with self.transaction.rollback_on_oom(irrevocable=lambda error: self._final(error, attempt)) as before:
                 batches = [to_device(batch, self.device) for batch in microbatches]
                 norm = self._lagged(batches, attempt) if self.delayed is not None else self._exact(batches, attempt)
                 self.run.end()
@@ -174,7 +174,7 @@ class LayerMajorExecutor:
                 loss = attempt.loss_sum / num_targets
                 self._watch(loss, norm)
                 if attempt.skipped is None:
-                    self._finish(lambda: after_step(self.model, self._group))
+                    after_step(self.model, self._group, self._finish)
         except (RuntimeError, MemoryError):
             if delayed is not None:
                 self.delayed.back_to(delayed)
@@ -295,14 +295,16 @@ class LayerMajorExecutor:
             self._refresh(part)
         attempt.updated.clear()
 
-    def _why_half(self, attempt: Attempt) -> str | None:
-        """Why a step that found no memory cannot be taken back; None where nothing was updated, or it is undone."""
+    def _final(self, error: BaseException, attempt: Attempt) -> PartialUpdateError | None:
+        """The error of a step that found no memory and cannot be taken back; None where nothing was updated, or it is
+        undone."""
         if self._group is not None:
-            return "the other ranks have continued"
+            return others_wait(error)
         if not attempt.updated:
             return None
         if self.rollback_buffer is None:
-            return f"{len(attempt.updated)} of {sum(1 for _ in self.run.layer_groups)} layer groups were updated"
+            groups = sum(1 for _ in self.run.layer_groups)
+            return partial_update(error, f"{len(attempt.updated)} of {groups} layer groups were updated")
         self._roll_back(attempt)
         return None
 

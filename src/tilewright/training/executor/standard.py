@@ -9,9 +9,8 @@ Which data comes, which learning rate, and what is written down is the matter of
 """
 
 import math
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -33,7 +32,12 @@ from tilewright.precision.controller.runtime import PrecisionController
 from tilewright.precision.loss_scaling.loss_scale import DynamicScaler
 from tilewright.training.executor.activation_policy import ActivationPolicy
 from tilewright.training.executor.not_finite import not_finite_error
-from tilewright.training.executor.transaction import StepTransaction
+from tilewright.training.executor.transaction import (
+    PartialUpdateError,
+    StepTransaction,
+    others_wait,
+    partial_update,
+)
 
 IGNORED_LABEL = -100
 MAX_BAD_STEPS = 3
@@ -194,7 +198,7 @@ class StandardExecutor:
         """
         started = time.perf_counter()
         progress = _Progress()
-        with self.transaction.rollback_on_oom(irrevocable=lambda: self._why_half(progress)) as before:
+        with self.transaction.rollback_on_oom(irrevocable=lambda error: self._final(error, progress)) as before:
             if self._sharded:
                 check_as_many(self._group, len(microbatches), self.device)
             num_targets, num_tokens = count_over(self._group, microbatches, self.device)
@@ -278,12 +282,12 @@ class StandardExecutor:
         progress.gradients = self._num_gradients()
         self._update()
         progress.updated = True
-        self.transaction.retry_on_oom(lambda: after_step(self.model, self._group))
+        after_step(self.model, self._group, self.transaction.retry_on_oom)
 
     def _update(self) -> None:
         optimizer = self.optimizer
-        if not isinstance(optimizer, DeepSeekAdam):  # nothing is known of what it does half-way
-            optimizer.step()
+        if not isinstance(optimizer, DeepSeekAdam) or optimizer.meets_ranks:
+            optimizer.step()  # nothing is known of what it does half-way, or ranks wait for each other in it
             return
         before = optimizer.num_updates
 
@@ -297,18 +301,18 @@ class StandardExecutor:
     def _num_gradients(self) -> int:
         return sum(param.grad is not None for param in self._params)
 
-    def _why_half(self, progress: _Progress) -> str | None:
-        """Why a step that got so far cannot be taken back; None where it can."""
+    def _final(self, error: BaseException, progress: _Progress) -> PartialUpdateError | None:
+        """The error of a step that got so far and cannot be taken back; None where it can."""
         if self._group is not None:
-            return None if isinstance(sys.exception(), OnAllRanksError) else "the other ranks have continued"
+            return None if isinstance(error, OnAllRanksError) else others_wait(error)
         if progress.updated:
-            return "the weights are new, and what follows from them is missing"
+            return partial_update(error, "the weights are new, and what follows from them is missing")
         if progress.gradients is None:
             return None
         done = progress.gradients - self._num_gradients()
         if not done and isinstance(self.optimizer, DeepSeekAdam):
             return None
-        return f"some of {progress.gradients} parameters were updated"
+        return partial_update(error, f"some of {progress.gradients} parameters were updated")
 
     def _watch(self, loss: float, norm: float) -> None:
         """Stop after several bad steps in a row that no loss scale can mend."""
@@ -323,9 +327,17 @@ class StandardExecutor:
         return self.memory_tracker.phase(name) if self.memory_tracker is not None else nullcontext()
 
 
-def after_step(model: TrainableModel, group: dist.ProcessGroup | None) -> None:
-    """`model.after_step`; a model for one rank need not take a group."""
-    model.after_step() if group is None else model.after_step(group)
+def after_step(
+    model: TrainableModel, group: dist.ProcessGroup | None, retry: Callable[[Callable[[], None]], None]
+) -> None:
+    """`model.after_step`; a model for one rank need not take a group.
+
+    Args:
+        model: whose weights are new.
+        group: ranks that meet in it, and so repeat nothing; None for one process.
+        retry: calls a piece again where an allocator finds no memory.
+    """
+    retry(model.after_step) if group is None else model.after_step(group)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from tilewright.core.errors import FitError
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.process_memory import trim_malloc
+from tilewright.parallel.oom import OnAllRanksError
 from tilewright.precision.snapshot import ModuleSlots, Snapshot
 
 Result = TypeVar("Result")
@@ -35,7 +36,8 @@ TRIES = 3
 
 
 class PartialUpdateError(FitError):
-    """Memory ran out in the middle of an update, and freeing some did not help. The weights are of no use."""
+    """Memory ran out where the step can be neither finished nor taken back: in the middle of an update, or on one of
+    several ranks. The weights are of no use."""
 
 
 class Stateful(Protocol):
@@ -98,13 +100,16 @@ class StepTransaction:
         """What the allocator said where a piece was called again, since the caller last emptied this list."""
 
     @contextmanager
-    def rollback_on_oom(self, *, irrevocable: Callable[[], str | None] = lambda: None) -> Iterator[StateBefore]:
+    def rollback_on_oom(
+        self, *, irrevocable: Callable[[BaseException], PartialUpdateError | None] = lambda _: None
+    ) -> Iterator[StateBefore]:
         """Where an allocator finds no memory inside, everything is put back, and its error is raised.
 
         Gives what was before, for a step that turns out to be skipped.
 
         Args:
-            irrevocable: why it cannot be put back, asked then; None where it can. It may do its own part of it.
+            irrevocable: the error instead where it cannot be put back, asked then; None where it can. It may do its
+                own part of it.
 
         Raises:
             PartialUpdateError: it cannot be put back.
@@ -118,9 +123,9 @@ class StepTransaction:
             if not is_out_of_memory(error):
                 raise
             self._free_after_error(error)
-            why = irrevocable()
-            if why is not None:
-                raise partial_update(error, why) from error
+            final = irrevocable(error)
+            if final is not None:
+                raise final from error
             for param in self._params:
                 param.grad = None
             before.restore()
@@ -159,16 +164,18 @@ class StepTransaction:
         free_memory(self._device)
 
 
-def run_with_retries(work: Callable[[], Result], tighten: Callable[[str], bool]) -> Result:
+def run_with_retries(work: Callable[[], Result], tighten: Callable[[str], bool], *, alone: bool = True) -> Result:
     """work(); called again where an allocator finds no memory, each time after `tighten`.
 
     Args:
         work: changes nothing where it does not come to its end, as a step in its transaction.
         tighten: makes `work` take less memory, given what the allocator said. False where it cannot: then `work` is
             called once more, because what the failure has freed may be enough.
+        alone: False on one of several ranks, which repeat nothing unless all have stopped.
 
     Raises:
         torch.OutOfMemoryError, RuntimeError, MemoryError: the allocator's error of the last call. Nothing has changed.
+        PartialUpdateError: of one of several ranks, where the others have not stopped.
     """
     tighter = True
     while True:
@@ -177,6 +184,8 @@ def run_with_retries(work: Callable[[], Result], tighten: Callable[[str], bool])
         except (RuntimeError, MemoryError) as error:
             if not tighter or not is_out_of_memory(error):
                 raise
+            if not alone and not isinstance(error, OnAllRanksError):
+                raise others_wait(error) from error
             traceback.clear_frames(error.__traceback__)  # they hold what was computed up to it
             said = first_line(error)
         tighter = tighten(said)
@@ -203,4 +212,15 @@ def partial_update(error: BaseException, why: str) -> PartialUpdateError:
         need="memory for the rest of the update: the weights in memory are half new, so nothing of them is saved",
         try_="the same command continues from the newest checkpoint; give it more memory, or\n"
         'memory.rollback = "buffer" with optim.clip = "delayed" (layer_major), which can take such a step back',
+    )
+
+
+def others_wait(error: BaseException) -> PartialUpdateError:
+    """The error of one of several ranks that found no memory where the others have gone on, or wait for it."""
+    return PartialUpdateError(
+        "Out of memory on one rank, in the middle of a step of all",
+        got=f"{first_line(error)}; the other ranks have gone on, or wait for this one",
+        need="memory for the step on every rank: none can repeat its part alone, so all end",
+        try_="the same command continues from the newest checkpoint; for less memory per rank:\n"
+        "--train.micro_batch_size 1, --train.activation_checkpoint full, or more processes",
     )

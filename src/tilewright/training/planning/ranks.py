@@ -4,6 +4,7 @@ What one rank alone sees (a signal, minutes that have passed, rows of another le
 that is gone) is brought to all before any of them acts on it: the next collective would wait for ever otherwise.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import MemoryTracker
 from tilewright.parallel.agree import gather
-from tilewright.parallel.heartbeat import Heartbeat, Watch, watching
 from tilewright.parallel.launch import check_equal, on_first
+from tilewright.parallel.liveness.failure import Blame, RankEnd, RankFailedError, ending_with_others, speaks_for_others
+from tilewright.parallel.liveness.heartbeat import Heartbeat, Watch, watching
 from tilewright.parallel.world import World
 from tilewright.planner.summary import PlanSummary
 from tilewright.training.executor.standard import Executor
@@ -171,15 +173,51 @@ class RankWatch:
     def __init__(self, folder: Path, world: World) -> None:
         self.heartbeat = Heartbeat(folder, world.rank)
         self.recorder: MetricsLogger | None = None
-        """Once there is one, on the first rank: told what is seen, from the watching thread."""
+        """While there is one, on the first rank: told what is seen, from the watching thread."""
         self.world = world
+        self._folder = folder
         self._watch = Watch(folder, world.size, world.rank)
 
     @contextmanager
     def running(self) -> Iterator["RankWatch"]:
-        """Beats and watches inside."""
-        with self.heartbeat, watching(self._watch, self._tell):
+        """Beats and watches inside. Ends with other ranks: see `blaming`, and in ten seconds where this one waits for
+        one that failed and no connection breaks."""
+        ends = ending_with_others(self._blame(), self._end)
+        with self.heartbeat, watching(self._watch, self._tell), ends, self.blaming():
             yield self
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """An error of torch inside becomes that of the rank whose fault it is, where another one has failed.
+
+        Raises:
+            RankFailedError: instead.
+        """
+        try:
+            yield
+        except RuntimeError as error:  # gloo, NCCL: of a connection that broke; or of this rank alone
+            found = self._blame().wait(error)
+            if found is None:
+                raise
+            raise self._followed(found) from error
+
+    def _blame(self) -> Blame:
+        return Blame(self._folder, self.world.rank)
+
+    def _followed(self, found: RankEnd) -> RankFailedError:
+        """The error of this rank, written down."""
+        error = found.error(self.world.size)
+        self.heartbeat.fail(error, follows=True)
+        if self.recorder is not None:
+            self.recorder.event(self.recorder.log.step_done, "stop", str(error), rank=error.failed)
+        return error
+
+    def _end(self, found: RankEnd) -> None:
+        """End this process from the watching thread: the main thread waits in a collective that does not end."""
+        error = self._followed(found)
+        if speaks_for_others(self.world.rank, error.failed):
+            print(f"tilewright: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
 
     def agreement(
         self, folder: RunFolder, plan: PlanSummary, memory_tracker: MemoryTracker, recorder: MetricsLogger

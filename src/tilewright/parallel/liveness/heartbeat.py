@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 
 FOLDER = "ranks"
+ENDED = "ended"
+"""How a rank's record ends that came to its end."""
 _SIZE = 512
 BEAT_S = 1.0
 SILENT_S = 10.0
@@ -45,11 +47,18 @@ class RankRecord:
     beats: int = 0
     end: str = ""
     """How the process ended; empty while it runs, and for ever where it was killed."""
+    follows: bool = False
+    """It ended because another rank had."""
 
     @property
     def where(self) -> str:
         """For a user."""
         return f"step {self.step}, {self.phase}" if self.step else self.phase
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it said that it ends on an error."""
+        return self.end not in ("", ENDED)
 
     @property
     def process(self) -> str:
@@ -68,6 +77,7 @@ class Heartbeat:
 
     def __init__(self, folder: Path, rank: int, beat_s: float = BEAT_S) -> None:
         self._step, self._phase, self._moves, self._beats, self._end = 0, "start", 0, 0, ""
+        self._follows = False
         self._static = {"rank": rank, "host": platform.node(), "pid": os.getpid()}
         self._lock = threading.Lock()
         path = folder / FOLDER / f"{rank:05d}.json"
@@ -93,12 +103,25 @@ class Heartbeat:
         """The same, of the step that it is in."""
         self.at(self._step, phase)
 
-    def close(self, end: str = "ended") -> None:
-        """Say how it ended, and stop counting."""
+    def fail(self, error: BaseException, *, follows: bool = False) -> None:
+        """Say that this rank ends on an error, for those who wait for it. What it says first stays.
+
+        Args:
+            error: a user's, or a bug.
+            follows: another rank had ended before.
+        """
+        with self._lock:
+            if not self._end:
+                self._end, self._follows = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", follows
+            self._write()
+            self._map.flush()
+
+    def close(self) -> None:
+        """Say that it ended, and stop counting."""
         self._stop.set()
         self._thread.join()
         with self._lock:
-            self._end = end
+            self._end = self._end or ENDED
             self._write()
             self._map.flush()
             self._map.close()
@@ -107,7 +130,9 @@ class Heartbeat:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close("ended" if kind is None else f"{kind.__name__}: {str(error).partition(chr(10))[0]}")
+        if error is not None:
+            self.fail(error)
+        self.close()
 
     def _beat(self, beat_s: float) -> None:
         while not self._stop.wait(beat_s):
@@ -118,8 +143,9 @@ class Heartbeat:
 
     def _write(self) -> None:
         record = RankRecord(
-            **self._static, step=self._step, phase=self._phase, moves=self._moves, beats=self._beats, end=self._end
-        )
+            **self._static, step=self._step, phase=self._phase, moves=self._moves, beats=self._beats, end=self._end,
+            follows=self._follows,
+        )  # fmt: skip
         text = json.dumps(asdict(record)).encode()
         if len(text) > _SIZE:
             text = json.dumps(asdict(record) | {"end": self._end[:100], "host": ""}).encode()
