@@ -17,6 +17,8 @@ from tilewright.parallel.shard import Sharding, shard
 from tilewright.parallel.world import MeshSizes, World, join
 from tilewright.precision.convert import convert
 from tilewright.precision.lora.lora import add_lora
+from tilewright.precision.policy.policy import Policy
+from tilewright.precision.policy.rules import Rule
 from tilewright.training.executor.standard import StandardExecutor
 
 HF_SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -34,6 +36,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     """Attributes of the model."""
     chunks: int = 1
+    compute: str = ""
+    """Integers that linear layers are trained for."""
     lora: str = ""
     """Storage of the frozen weights under adapters."""
     compiled: bool = False
@@ -75,7 +79,8 @@ def made(case):
         for name, param in model.named_parameters():
             if name.endswith("lora_B"):
                 param.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    convert(model, case.mode, kernels=KERNELS)
+    rules = (Rule(compute=case.compute),) if case.compute else ()
+    convert(model, Policy(case.mode, rules, device_type="cpu"), kernels=KERNELS)
     for name, value in case.settings.items():
         setattr(model, name, value)
     if case.compiled:

@@ -23,15 +23,6 @@ with launched(dp_replicate=2, dp_shard=1, device="cpu", timeout_s=1.0) as world:
 """
 
 
-@pytest.fixture
-def port():
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 @pytest.mark.dist
 def test_a_rank_that_waits_too_long_ends(port):
     """`parallel.timeout_minutes` is what `launched` gets: a second here, against a rank that sleeps six."""

@@ -26,6 +26,9 @@ TWO_SHARDS = {
     "gqa-by-layer": Case("gqa", settings={"checkpointing": ("full", "none")}),
     **{f"{kind}-tiled-{mode}": Case(kind, mode, chunks=2)
        for kind, mode in (("gqa", "fp32"), ("llama", "fp32"), ("gqa", "fp8_tile"))},
+    **{f"{kind}-{compute}": Case(kind, compute=compute) for kind, compute in (
+        ("gqa", "int4_a8"), ("llama", "int4_a8"), ("deepseek", "int8"), ("mla", "int4"),
+    )},
     "gqa-kept": Case("gqa", sharding=KEPT),
     "llama-kept": Case("llama", number=1, sharding=KEPT),
     "gqa-offloaded": Case("gqa", sharding=OFFLOADED),

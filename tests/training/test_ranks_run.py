@@ -7,7 +7,7 @@ import pytest
 
 from tests.contracts.observe import fixed_ceilings
 from tests.ranks import on_ranks
-from tests.training.tiny import last_state, rows, tiny
+from tests.training.tiny import assert_same_run, last_state, rows, tiny
 from tilewright.core.errors import TilewrightError
 from tilewright.parallel.shard import Sharding
 from tilewright.planner.machine import ceilings
@@ -116,6 +116,42 @@ def test_an_error_is_the_same_on_all_ranks(changes, title, data, tmp_path):
     first, second = on(2, data, tmp_path, **changes)
     assert first == second
     assert title in first
+
+
+INTEGERS = '[{compute = "int4_a8"}, {op = "head", compute = "int8"}]'
+MESHES = {
+    "shards": (2, {"parallel__dp_shard": 2}),
+    "hsdp": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2}),
+    "copies": (2, {"parallel__dp_replicate": 2, "parallel__dp_shard": 1}),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("rules", ["[]", INTEGERS], ids=["fp32", "integers"])
+def test_shards_and_shards_with_copies_are_the_run_of_one_process(mesh, rules, data, tmp_path):
+    """Weights that differ in their last bits may be rounded to other integers, so those losses are a little further."""
+    changes = EVALS | {"train__steps": 6, "precision__rules": rules, "optim__moments": "8bit"}
+    world, sizes = MESHES[mesh]
+    (alone,) = on_ranks(1, run, str(data), str(tmp_path / "one"), changes)
+    found = on_ranks(world, run, str(data), str(tmp_path / "all"), sizes | changes)
+    assert all(each == found[0] for each in found)
+    one, many = (
+        [row["loss"] for row in rows(tmp_path / name / "tiny" / "metrics.jsonl") if "loss" in row]
+        for name in ("one", "all")
+    )
+    assert many[0] == pytest.approx(one[0], rel=2e-6)
+    assert many == pytest.approx(one, rel=2e-5 if rules == "[]" else 1e-3)
+    assert found[0][2] == pytest.approx(alone[2], rel=2e-5 if rules == "[]" else 1e-3)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"parallel__dp_shard": 1}], ids=["what is left", "one"])
+def test_one_process_of_torchrun_is_the_plain_run_bit_for_bit(mesh, data, tmp_path):
+    """The environment of torchrun, and a group of one rank that is there already: nothing is put around the model."""
+    on_ranks(1, run, str(data), str(tmp_path / "one"), EVALS | mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ceilings, "measure", fixed_ceilings)
+        train(tiny(data, tmp_path / "plain", **EVALS))
+    assert_same_run(tmp_path / "one" / "tiny", tmp_path / "plain" / "tiny")
 
 
 def options(rank, data, runs, changes):

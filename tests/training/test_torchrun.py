@@ -1,0 +1,43 @@
+"""The whole of it, through torchrun: four ranks of which one is killed, then two on the same folder, then one process."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.rank_kills import SETTINGS, Job, kill_one
+from tests.training.tiny import rows
+from tilewright.report.page import write_report
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+SAVES = {"checkpoint.interval": "5", "checkpoint.interval_minutes": "0", "log.report": "true"}
+
+
+def test_four_ranks_survive_a_kill_and_two_and_one_go_on(tmp_path):
+    runs = tmp_path / "runs"
+    job = Job(runs, 4, restarts=1, **SAVES | {"train.steps": "40"})
+    job.wait_for_step(15)
+    row = kill_one(job, 2)
+    print(row)
+    job.finish()
+    assert row["named"]
+    assert row["recovery_s"] is not None
+    folder = job.run
+    said = job.said.read_text()
+    assert "Rank 2 of 4 has failed in step" in said
+    assert "it ended without a word" in said
+    (done,) = [event for event in rows(folder / "events.jsonl") if event["kind"] == "done"]
+    assert 0 < done["goodput"] < 1
+    page = write_report(folder).read_text()
+    for text in ("4 processes, goodput", "Memory measured"):
+        assert text in page
+    Job(runs, 2, **SAVES | {"train.steps": "50"}).finish()
+    assert "2 processes, goodput" in write_report(folder).read_text()
+    settings = SETTINGS | SAVES | {"train.steps": "60", "run.dir": str(runs), "data.cache_dir": str(tmp_path / "cache")}
+    options = [f"--{name}={value}" for name, value in settings.items()]
+    subprocess.run([sys.executable, "-m", "tilewright", "train", "zero_cpu", *options], check=True)
+    events, metrics = rows(folder / "events.jsonl"), rows(folder / "metrics.jsonl")
+    assert [event["kind"] for event in events].count("resume") == 3
+    assert [row["step"] for row in metrics if "loss" in row] == list(range(1, 61))
+    losses = [row["loss"] for row in metrics if "loss" in row]
+    assert sum(losses[-10:]) < sum(losses[:10])
