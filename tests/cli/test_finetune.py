@@ -48,6 +48,9 @@ def losses(folder):
 
 @OTHER_SLOW
 @pytest.mark.parametrize("how", ["lora", "lora_fp8", "full"])
+@pytest.mark.support("lora", "one")
+@pytest.mark.support("lora_fp8", "one")
+@pytest.mark.support("finetune", "one")
 def test_the_loss_falls_and_the_result_is_in_the_run_folder(model, talks, how, tmp_path, capsys):
     assert finetune(model, talks, how, arguments(tmp_path, train__steps=25)) == 0
     folder = tmp_path / "runs" / "tuned"

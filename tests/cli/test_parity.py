@@ -56,6 +56,7 @@ def test_two_processes_against_one(tmp_path, monkeypatch):
     assert max(gap["error"] for gap in found["gaps"] if gap["kind"] == "gradient") < 2e-6
 
 
+@pytest.mark.support("others", "copies", "shards", "hsdp", refused=True)
 def test_commands_of_one_process_say_so(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = CliRunner().invoke(cli, ["generate"])

@@ -58,6 +58,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.support("commands", "one", "shards")
 def test_a_command_says_the_same(command, runs, capsys):
     said = []
     for folder in runs:

@@ -34,6 +34,9 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("mesh", ["dp_shard", "dp_replicate"])
 @pytest.mark.parametrize("how", ["lora", "lora_fp8", "full"])
+@pytest.mark.support("lora", "copies", "shards")
+@pytest.mark.support("lora_fp8", "copies", "shards")
+@pytest.mark.support("finetune", "copies", "shards")
 def test_two_ranks_have_the_losses_of_one_and_chat_takes_the_result(how, mesh, model, tmp_path, capsys):
     talks = make_talks(tmp_path / "talks.jsonl")
     settings = {"train__steps": STEPS, "precision__mode": "fp32", "train__eval_interval": 0}

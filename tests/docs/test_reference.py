@@ -55,6 +55,28 @@ def test_the_drawing_is_up_to_date():
     assert ends == set(flow.BOXES), "each box is reached"
 
 
+def test_the_support_matrix_is_up_to_date():
+    support = tool("write_ranks_support")
+    found = support.marks()
+    assert support.PAGE.read_text(encoding="utf-8") == support.page(found), "run `make reference`"
+    for mark in found:
+        assert (mark.feature, mark.mesh) not in support.NOT_THERE, mark.test
+    unmarked = {key for features in support.FEATURES.values() for key in features} - {mark.feature for mark in found}
+    assert not unmarked, "a row without a test"
+
+
+def test_a_mark_that_is_in_no_row_or_contradicts_another_is_an_error(tmp_path):
+    support = tool("write_ranks_support")
+    for text in ('@pytest.mark.support("nothing", "copies")', '@pytest.mark.support("muon", "everywhere")'):
+        (tmp_path / "test_x.py").write_text(f"{text}\ndef test_it(): ...\n")
+        with pytest.raises(ValueError, match=r"test_x.py::test_it"):
+            support.marks(tmp_path)
+    works, refused = (support.Mark("muon", "copies", refused, "test_x.py::test_it") for refused in (False, True))
+    assert "| Muon | untested | refused [1] |" in support.page([refused])
+    with pytest.raises(ValueError, match="works and is refused"):
+        support.page([works, refused])
+
+
 def test_the_tree_has_every_folder_in_two_levels_with_a_line():
     page = (ROOT / "docs" / "explanation" / "how-tilewright-is-built.md").read_text(encoding="utf-8")
     tree = page.partition("<!-- tree -->")[2].partition("<!-- /tree -->")[0]

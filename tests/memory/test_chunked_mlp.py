@@ -55,6 +55,7 @@ def assert_equal_results(got, want, rtol):
 
 @pytest.mark.parametrize("tiles", [2, 3, 7, 100])
 @pytest.mark.parametrize("shape", [(2, 9, 12), (23, 12), (1, 1, 12)])
+@pytest.mark.support("tiled", "one")
 def test_equals_the_whole_mlp(tiles, shape):
     layer, x = make_layer(), torch.randn(*shape, dtype=torch.float64)
     whole = results(copy.deepcopy(layer), x)

@@ -74,6 +74,7 @@ def test_backward_twice_and_without_gradients():
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "hybrid"])
 @pytest.mark.parametrize("name", ["gqa", "mla_q_rank", "deepseek"])
+@pytest.mark.support("inputs", "one")
 def test_loss_is_exact_and_gradients_are_near(name, mode):
     model, batch = make_decoder(name), make_batch(rows=3)
     convert(model, mode)
@@ -149,6 +150,8 @@ def test_compiled_layers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bf16_mixed", "fp8_tile"])
+@pytest.mark.support("compiled", "one")
+@pytest.mark.support("checkpointing", "one")
 def test_compiled_layers_have_the_same_bits_whatever_they_keep(mode):
     """And those of eager mode without gradients. The shape is one at which loops that keep 16-bit values in FP32 were
     seen to give other gradients with `selective`, and in FP8 other outputs."""

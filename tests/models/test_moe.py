@@ -28,6 +28,7 @@ def test_dispatch_equals_the_definition(name):
     assert_snr(got.flatten(0, 1), one_token_at_a_time(moe, x_BSD.flatten(0, 1)), 110)
 
 
+@pytest.mark.support("experts", "one")
 def test_gradient_equals_the_definition():
     moe = make_decoder("deepseek").blocks[1].mlp
     x = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(4))

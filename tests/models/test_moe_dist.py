@@ -28,6 +28,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.support("experts", "copies")
 def test_ranks_agree_with_one_process(tmp_path):
     mp.spawn(_rank, (str(tmp_path),), nprocs=3)
     want = bias_after([make_batch(seed=1), make_batch(rows=4, seed=2), make_batch(seed=3)])

@@ -31,6 +31,7 @@ def run(optimizer, params, steps=12):
 
 
 @pytest.mark.parametrize("candidate", ["native", "compiled", "ref"])
+@pytest.mark.support("adam", "one")
 def test_equals_torch_adamw_in_fp32(candidate):
     ours, theirs = parameters(), parameters()
     kernels = Kernels(detect_machine("cpu"), {"adam": candidate})

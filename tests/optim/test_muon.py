@@ -49,6 +49,7 @@ def assert_equal(got, want, what=""):
     momentum=st.sampled_from([0.0, 0.4, 0.95]),
     scale=st.sampled_from([0.0, 1e-20, 1e-6, 1.0, 1e6]),
 )
+@pytest.mark.support("muon", "one")
 def test_a_matrix_equals_torchs_bit_by_bit(shape, adjust_lr, nesterov, momentum, scale):
     ours, other = nn.Parameter(normal(*shape)), nn.Parameter(normal(*shape))
     optimizer = muon(ours, adjust_lr=adjust_lr, nesterov=nesterov, momentum=momentum)

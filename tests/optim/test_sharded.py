@@ -50,6 +50,7 @@ EVERY_FORMAT = [Case(((7, 300), (5,), (3, 4, 40)), format) for format in FORMATS
 @example(sizes=(8,), cases=EVERY_FORMAT)  # three ranks and more without a row
 @example(sizes=(2, 2), cases=EVERY_FORMAT)
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.support("adam", "shards", "hsdp")
 def test_a_sharded_update_has_the_bits_of_the_whole_one(sizes, cases):
     for rank, found in enumerate(on_ranks(torch.Size(sizes).numel(), differences, sizes, cases)):
         assert not found, f"rank {rank} of {sizes}:\n" + "\n".join(found)
@@ -61,6 +62,7 @@ MATRICES = [
 
 
 @pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)])
+@pytest.mark.support("muon", "shards", "hsdp")
 def test_a_sharded_matrix_of_muons_has_the_bits_of_the_whole_one(sizes):
     """More and fewer matrices than ranks, and matrices with fewer rows than those."""
     for rank, found in enumerate(on_ranks(torch.Size(sizes).numel(), differences, sizes, MATRICES)):

@@ -45,6 +45,7 @@ def test_states_go_through_dcp_and_load_at_any_number_of_ranks(tmp_path, name):
 
 
 @EVERY_FORMAT
+@pytest.mark.support("adam", "copies")
 def test_copies_go_on_with_the_same_bits(dtype, options):
     on_ranks(2, loops.copies, dtype, options)
 
@@ -68,6 +69,7 @@ def test_an_overflow_on_one_rank_is_seen_by_all():
 
 
 @pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)])
+@pytest.mark.support("clip", "shards", "hsdp")
 def test_clipping_and_loss_scale_decide_as_one_process_does(sizes):
     want, mean, weights = loops.decisions(0, ())
     assert {flag for _, flag, *_ in want} == {True, False}, "a sequence that decides nothing tests nothing"

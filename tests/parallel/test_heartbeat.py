@@ -39,6 +39,7 @@ def wait_for(lines, text, seconds=20):
     raise AssertionError(f"{text!r} is not in {lines}")
 
 
+@pytest.mark.support("stopped", "copies", "shards", "hsdp")
 def test_a_process_that_is_stopped_is_named_and_so_is_that_it_goes_on(other, tmp_path):
     lines = []
     with Heartbeat(tmp_path, 0, beat_s=0.05), watching(Watch(tmp_path, 2, 0, silent_s=0.5), lines.append, 0.05):

@@ -57,6 +57,18 @@ def check(name, found, bound=2e-6):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", TWO_SHARDS)
+@pytest.mark.support("decoder", "shards")
+@pytest.mark.support("experts", "shards")
+@pytest.mark.support("hf", "shards")
+@pytest.mark.support("bf16", "shards")
+@pytest.mark.support("fp16", "shards")
+@pytest.mark.support("fp8", "shards")
+@pytest.mark.support("integers", "shards")
+@pytest.mark.support("checkpointing", "shards")
+@pytest.mark.support("inputs", "shards")
+@pytest.mark.support("tiled", "shards")
+@pytest.mark.support("offload", "shards")
+@pytest.mark.support("accumulation", "shards")
 def test_two_shards_have_the_gradient_of_one_process(name):
     check(name, results((1, 2), tuple(TWO_SHARDS))[name])
 
@@ -76,6 +88,19 @@ def test_two_shards_have_the_gradient_of_one_process(name):
     ],
     ids=str,
 )
+@pytest.mark.support("decoder", "copies", "hsdp")
+@pytest.mark.support("experts", "hsdp")
+@pytest.mark.support("hf", "copies", "hsdp")
+@pytest.mark.support("fp8", "copies", "hsdp")
+@pytest.mark.support("fp16", "copies", "hsdp")
+@pytest.mark.support("bf16", "hsdp")
+@pytest.mark.support("lora", "hsdp")
+@pytest.mark.support("lora_fp8", "hsdp")
+@pytest.mark.support("checkpointing", "hsdp")
+@pytest.mark.support("inputs", "hsdp")
+@pytest.mark.support("tiled", "hsdp")
+@pytest.mark.support("offload", "hsdp")
+@pytest.mark.support("accumulation", "hsdp")
 def test_any_mesh_has_the_gradient_of_one_process(sizes, names):
     for name, found in results(sizes, names).items():
         check(f"{sizes} {name}", found)
@@ -83,6 +108,7 @@ def test_any_mesh_has_the_gradient_of_one_process(sizes, names):
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.support("compiled", "shards")
 def test_compiled_layers():
     modes = {"gqa": "none", "llama": "full", "deepseek": "full"}
     cases = [Case(kind, compiled=True, settings={"activation_checkpoint": mode}) for kind, mode in modes.items()]

@@ -96,6 +96,7 @@ def _evaluated(rank, sizes):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@pytest.mark.support("evaluation", "copies", "shards")
 def test_evaluation_shares_the_batches(sizes):
     for found in on_ranks(2, _evaluated, sizes):
         for losses, parts in found:

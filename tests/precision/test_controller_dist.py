@@ -92,6 +92,7 @@ def alone():
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.support("controller", "one", "copies")
 def test_ranks_decide_alike_and_as_one_process_does(world, alone, tmp_path):
     mp.spawn(_rank, (world, str(tmp_path)), nprocs=world)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]

@@ -46,6 +46,7 @@ def by_hand(weight, name):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4_a8"])
+@pytest.mark.support("integers", "one")
 def test_layer_multiplies_rounded_values_and_passes_gradients_straight_through(name):
     torch.manual_seed(0)
     layer = convert(torch.nn.Sequential(torch.nn.Linear(64, 48)), policy(Rule(compute=name)))[0]

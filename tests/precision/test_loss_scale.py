@@ -29,6 +29,7 @@ def torch_decisions(overflows: list[bool], init: float, window: int) -> list[tup
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 5), st.integers(4, 16))
+@pytest.mark.support("clip", "one")
 def test_decisions_equal_torchs_grad_scaler(overflows, window, exponent):
     scaler = DynamicScaler(2.0**exponent, window=window, min=2.0**-80, max=2.0**80)
     decisions = []

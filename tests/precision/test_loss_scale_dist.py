@@ -10,6 +10,7 @@ from tests.ranks import on_ranks
 
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo with a file store")
+@pytest.mark.support("clip", "copies")
 def test_two_ranks_decide_alike():
     first, second = on_ranks(2, one_rank_overflows)
     assert first == second

@@ -88,6 +88,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("gemms", MIXTURES, ids=str)
+@pytest.mark.support("fp8", "one")
 def test_three_products_multiply_the_operands_they_should(gemms, shape):
     num, num_in, num_out = shape
     generator = torch.Generator().manual_seed(0)

@@ -54,6 +54,7 @@ def small(chunk_bytes):
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 800, 2**20])
+@pytest.mark.support("teacher", "one")
 def test_loss_and_gradients_are_those_of_whole_logits(taught_batch, chunk_bytes):
     model = small(chunk_bytes)
     out = model.loss(taught_batch)

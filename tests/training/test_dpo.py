@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.contracts.observe import fixed_ceilings
+from tests.ranks import on_ranks
 from tests.training.test_sft import WORDS, make_model
 from tests.training.tiny import rows, tiny
 from tilewright.core.errors import ConfigError
 from tilewright.data.chat.template import ChatTemplate
 from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.planner.machine import ceilings
 from tilewright.training.assemble import build, set_up
 from tilewright.training.components.reference import attach_reference, reference_logps, weights_digest
 from tilewright.training.loop import train
@@ -94,6 +97,7 @@ def _plain_loss(net, frozen, batches, beta):
 
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 @pytest.mark.parametrize("kind", ["hf", "decoder"])
+@pytest.mark.support("pairs", "one")
 def test_losses_and_margins_are_those_of_a_plain_loop(kind, beta, model, pairs, tmp_path):
     _, parts = _started(dpo(pairs, model, tmp_path, model__kind=kind, train__dpo_beta=beta))
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -172,6 +176,29 @@ def test_a_run_raises_the_margin_resumes_and_records_it(lora, model, pairs, tmp_
     assert steps[0][0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert steps[0][-1]["loss"] < steps[0][0]["loss"]
     assert all("margin" in r["aux"] if "aux" in r else "margin" in r for r in steps[0])
+
+
+def _rank(rank, model, pairs, runs, changes):
+    """Losses of a run on this rank's world, in two parts: the second finds the starting weights again."""
+    ceilings.measure = fixed_ceilings  # this process is the test's own
+    for steps in (3, 6):
+        for entry in (runs / "cache" / "data").glob("reference-*") if rank == 0 else ():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        train(dpo(pairs, model, runs, train__steps=steps, **changes))
+    return [row["loss"] for row in rows(runs / "tiny" / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mesh", ["copies", "shards"])
+@pytest.mark.support("pairs", "copies", "shards")
+def test_ranks_have_the_losses_of_one_process(mesh, model, pairs, tmp_path):
+    changes = {"model__kind": "decoder", "optim__lr": 3e-3, "train__log_interval": 1, "precision__mode": "fp32"}
+    (alone,) = on_ranks(1, _rank, model, pairs, tmp_path / "one", changes)
+    sizes = {"parallel__dp_replicate": 2, "parallel__dp_shard": 1} if mesh == "copies" else {"parallel__dp_shard": 2}
+    first, second = on_ranks(2, _rank, model, pairs, tmp_path / "two", changes | sizes)
+    assert first == second
+    assert first == pytest.approx(alone, rel=2e-5)
+    assert alone[0] == pytest.approx(np.log(2), abs=1e-6)
 
 
 def test_what_a_pair_cannot_be_is_refused(model, pairs, tmp_path):

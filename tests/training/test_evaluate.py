@@ -24,6 +24,7 @@ def _by_hand(model, batches):
     return torch.nn.functional.cross_entropy(torch.cat([x.flatten(0, 1) for x in logits]), labels).item()
 
 
+@pytest.mark.support("evaluation", "one")
 def test_uneven_batches_are_weighted_by_targets():
     model = Toy()
     batches = {"a": [_rows(1, seed=1), _rows(5, seed=2, ignored=0.1)], "b": [_rows(3, seed=3)]}

@@ -73,6 +73,7 @@ def _kill_and_compare(data, runs, straight, kills: int, seed: int, **changes) ->
 
 
 @pytest.mark.slow
+@pytest.mark.support("kill", "one")
 def test_killed_twice_at_random_moments(data, tmp_path, straight):
     _kill_and_compare(data, tmp_path, straight, kills=2, seed=int.from_bytes(os.urandom(4)))
 
@@ -90,6 +91,7 @@ def test_killed_six_times_at_random_moments(data, tmp_path, straight, seed):
     _kill_and_compare(data, tmp_path, straight, kills=6, seed=seed)
 
 
+@pytest.mark.support("signal", "one")
 def test_sigterm_saves_and_exits_with_0(data, tmp_path, straight):
     code, said = _kill(data, tmp_path, 7, 0.0, signal.SIGTERM)
     assert code == 0, said

@@ -59,6 +59,7 @@ def _compare(rank, delayed):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.support("layer_major", "copies")
 def test_two_copies_train_as_one_process_does(delayed):
     first, second = on_ranks(2, _compare, delayed)
     for ours, theirs in zip(first, second, strict=True):

@@ -69,6 +69,7 @@ def worst(a, b):
 
 
 @pytest.mark.parametrize(("name", "group"), [("gqa", 2), ("tied", 1), ("mla", 1), ("gqa_moe", 5)])
+@pytest.mark.support("layer_major", "one")
 def test_exact_is_torch_adamw(name, group):
     """FP32, five steps of four uneven micro-batches, clipped: within 1e-6, where AdamW moves by lr = 5e-4 a step."""
     ours, theirs = make_decoder(name).train(), make_decoder(name).train()

@@ -102,6 +102,8 @@ QUICK = ("bf16", "loss_scale", "switch", "split24", "moe", "fp8")
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
+@pytest.mark.support("resume", "one")
+@pytest.mark.support("bf16", "one")
 def test_stopped_and_resumed_equals_never_stopped_bitwise(case, data, tmp_path, straight, monkeypatch):
     reference = straight(case)
     with monkeypatch.context() as patch:
@@ -265,6 +267,7 @@ def test_bad_numbers_stop_the_run_with_the_last_good_state(data, tmp_path, monke
     assert metrics[-1]["skipped"]
 
 
+@pytest.mark.support("memory", "one")
 def test_running_out_of_device_memory_names_owners_and_saves_the_steps_before(data, tmp_path, straight, monkeypatch):
     real = StandardExecutor.step
 
@@ -335,6 +338,7 @@ def test_a_disk_that_refuses_is_loud_and_the_run_goes_on_to_its_end(data, tmp_pa
     assert rows(run / "metrics.jsonl")[-1]["step"] == 12
 
 
+@pytest.mark.support("export", "one")
 def test_export_and_sinks(data, tmp_path):
     pytest.importorskip("tensorboard")
     train(tiny(data, tmp_path, train__steps=2, checkpoint__export_hf=True, log__sinks='["tensorboard"]'))

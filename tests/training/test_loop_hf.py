@@ -43,6 +43,7 @@ def _resnet(folder):
 
 
 @pytest.mark.parametrize("make", [_bert, _resnet])
+@pytest.mark.support("hf", "one")
 def test_resumed_equals_never_stopped_bitwise(make, data, tmp_path, monkeypatch):
     changes = make(tmp_path / "model") | {"optim__lr": 0.01}
     train(tiny(data, tmp_path / "straight", **changes))

@@ -99,6 +99,7 @@ def on_two(data, runs, mesh, what, **changes):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.support("signal", "copies", "shards")
 def test_a_signal(mesh, data, tmp_path):
     found = on_two(data, tmp_path, mesh, "stop")
     assert [one[:2] for one in found] == [(3, "SIGTERM (rank 1)")] * 2
@@ -121,6 +122,7 @@ def test_memory_that_is_short(data, tmp_path):
     assert replans[0]["budget_bytes"] < 1e9
 
 
+@pytest.mark.support("memory", "copies")
 def test_an_allocator_that_finds_nothing(data, tmp_path):
     straight = on_two(data, tmp_path / "straight", "copies", "nothing")
     found = on_two(data, tmp_path / "oom", "copies", "oom")

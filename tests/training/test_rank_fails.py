@@ -111,6 +111,7 @@ def rank_main(rank, data, runs, changes, place, error):
         ("copies", "forward", "bug"),
     ],
 )  # fmt: skip
+@pytest.mark.support("alone", "copies", "shards")
 def test_all_end_and_the_rank_is_named(mesh, place, error, data, tmp_path):
     changes = {"optim__moments": "8bit", "optim__kind": "muon" if place == "round" else "adamw"}
     changes |= {"train__global_batch_size": 12, "train__log_interval": 1, "checkpoint__interval": 2}

@@ -43,6 +43,7 @@ def alone(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.support("run", "copies")
 def test_it_is_the_run_of_one_process(world, data, tmp_path, alone):
     """Five rows of a step over 2 and 4 ranks: uneven, the same samples in all. Sums have another order (FP32)."""
     folder, (steps, loss, evals) = alone
@@ -76,6 +77,8 @@ def test_a_held_out_row_is_evaluated_by_one_rank_and_the_numbers_are_those_of_on
 
 
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 3)])
+@pytest.mark.support("resume", "copies")
+@pytest.mark.support("reshard", "one", "copies")
 def test_it_continues_with_another_number_of_processes(worlds, data, tmp_path, alone):
     _, (_, loss, _) = alone
     on(worlds[0], data, tmp_path, **EVALS | {"train__steps": 12, "run__seed": 1234, "checkpoint__interval": 5})
@@ -118,7 +121,32 @@ def test_an_error_is_the_same_on_all_ranks(changes, title, data, tmp_path):
     assert title in first
 
 
-INTEGERS = '[{compute = "int4_a8"}, {op = "head", compute = "int8"}]'
+SHARDS = {"parallel__dp_replicate": 1, "parallel__dp_shard": 2}
+
+
+@pytest.mark.parametrize("mesh", [{}, SHARDS], ids=["copies", "shards"])
+@pytest.mark.support("teacher", "copies", "shards", refused=True)
+def test_a_teacher_is_refused(mesh, data, tmp_path):
+    for said in on(2, data, tmp_path, distill__teacher=str(tmp_path), **mesh):
+        assert "Teacher on several processes" in said
+        assert "start it without torchrun" in said
+
+
+@pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 2)])
+@pytest.mark.support("layer_major", "shards", "hsdp", refused=True)
+def test_layer_major_in_shards_is_refused(world, copies, data, tmp_path):
+    sizes = {"parallel__dp_replicate": copies, "parallel__dp_shard": 2}
+    for said in on(world, data, tmp_path, memory__executor="layer_major", **sizes):
+        assert "Layer-major executor does not shard" in said
+        assert f"--parallel.dp_replicate {world}" in said
+
+
+WHAT = {
+    "adamw": (2e-5, {}),
+    "muon": (2e-5, {"optim__kind": "muon"}),
+    "integers": (1e-3, {"precision__rules": '[{compute = "int4_a8"}, {op = "head", compute = "int8"}]'}),
+}
+"""How near losses and evaluations are, and settings."""
 MESHES = {
     "shards": (2, {"parallel__dp_shard": 2}),
     "hsdp": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2}),
@@ -127,10 +155,15 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("rules", ["[]", INTEGERS], ids=["fp32", "integers"])
-def test_shards_and_shards_with_copies_are_the_run_of_one_process(mesh, rules, data, tmp_path):
+@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.support("run", "shards", "hsdp")
+@pytest.mark.support("evaluation", "hsdp")
+@pytest.mark.support("integers", "copies", "hsdp")
+@pytest.mark.support("muon", "copies")
+def test_shards_and_shards_with_copies_are_the_run_of_one_process(mesh, what, data, tmp_path):
     """Weights that differ in their last bits may be rounded to other integers, so those losses are a little further."""
-    changes = EVALS | {"train__steps": 6, "precision__rules": rules, "optim__moments": "8bit"}
+    near, given = WHAT[what]
+    changes = EVALS | {"train__steps": 6, "optim__moments": "8bit"} | given
     world, sizes = MESHES[mesh]
     (alone,) = on_ranks(1, run, str(data), str(tmp_path / "one"), changes)
     found = on_ranks(world, run, str(data), str(tmp_path / "all"), sizes | changes)
@@ -140,11 +173,12 @@ def test_shards_and_shards_with_copies_are_the_run_of_one_process(mesh, rules, d
         for name in ("one", "all")
     )
     assert many[0] == pytest.approx(one[0], rel=2e-6)
-    assert many == pytest.approx(one, rel=2e-5 if rules == "[]" else 1e-3)
-    assert found[0][2] == pytest.approx(alone[2], rel=2e-5 if rules == "[]" else 1e-3)
+    assert many == pytest.approx(one, rel=near)
+    assert found[0][2] == pytest.approx(alone[2], rel=near)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"parallel__dp_shard": 1}], ids=["what is left", "one"])
+@pytest.mark.support("run", "one")
 def test_one_process_of_torchrun_is_the_plain_run_bit_for_bit(mesh, data, tmp_path):
     """The environment of torchrun, and a group of one rank that is there already: nothing is put around the model."""
     on_ranks(1, run, str(data), str(tmp_path / "one"), EVALS | mesh)

@@ -67,6 +67,7 @@ def _exported(rank, folder, shard, cases):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("cases", [OURS, pytest.param(FOREIGN, marks=pytest.mark.slow)], ids=["ours", "foreign"])
+@pytest.mark.support("export", "shards")
 def test_the_folder_is_that_of_one_process(tmp_path, cases):
     (tmp_path / "one").mkdir()
     (tmp_path / "three").mkdir()

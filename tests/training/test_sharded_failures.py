@@ -137,6 +137,7 @@ def _flips_a_bit(rank, folder):
     return records
 
 
+@pytest.mark.support("corruption", "hsdp")
 def test_replicas_that_differ_are_named_and_not_saved(tmp_path):
     """Whether it is written in the background or at once; and of what is sound each shard is written once."""
     (tmp_path / "False").mkdir()

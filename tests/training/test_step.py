@@ -67,6 +67,7 @@ def _grad_of(executor, microbatches):
 
 
 @pytest.mark.parametrize("sizes", [[7], [1, 6], [3, 1, 2, 1], [1] * 7])
+@pytest.mark.support("accumulation", "one")
 def test_uneven_microbatches_give_the_gradient_of_the_whole_batch(sizes):
     model = Toy(dtype=torch.float64)
     batch = _rows(7, seed=1)
@@ -83,6 +84,7 @@ def test_uneven_microbatches_give_the_gradient_of_the_whole_batch(sizes):
         assert worst < 1e-14, f"{name} is off by {worst}"
 
 
+@pytest.mark.support("fp16", "one")
 def test_loss_scaling_changes_neither_gradient_nor_reported_loss():
     batch = _split(_rows(6, seed=2), [2, 4])
     plain, plain_result = _grad_of(_executor(Toy()), batch)
@@ -94,6 +96,7 @@ def test_loss_scaling_changes_neither_gradient_nor_reported_loss():
         assert torch.equal(grad, scaled[name]), name  # a power of two moves only exponents
 
 
+@pytest.mark.support("decoder", "one")
 def test_ten_steps_equal_a_plain_loop():
     model, plain = Toy(), Toy()
     executor = StandardExecutor(model, DeepSeekAdam(model.parameters(), lr=1.0), clip=GradClip(0.5))

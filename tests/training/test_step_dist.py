@@ -18,6 +18,7 @@ def _step(rank):
 
 
 @pytest.mark.dist
+@pytest.mark.support("accumulation", "copies")
 def test_two_ranks_equal_one():
     model = Toy(dtype=torch.float64)
     result = _executor(model).step(_split(_rows(7, seed=8), [1, 4, 2]), 0.3)

@@ -1,4 +1,4 @@
-"""The whole of it, through torchrun: four ranks of which one is killed, then two on the same folder, then one process."""
+"""Through torchrun: four ranks of which one is killed, then two on the same folder, then one process."""
 
 import subprocess
 import sys
@@ -13,6 +13,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SAVES = {"checkpoint.interval": "5", "checkpoint.interval_minutes": "0", "log.report": "true"}
 
 
+@pytest.mark.support("kill", "shards")
+@pytest.mark.support("resume", "shards")
 def test_four_ranks_survive_a_kill_and_two_and_one_go_on(tmp_path):
     runs = tmp_path / "runs"
     job = Job(runs, 4, restarts=1, **SAVES | {"train.steps": "40"})

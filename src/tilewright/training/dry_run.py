@@ -31,7 +31,7 @@ def dry_run(loaded: Loaded, world: World = World.alone()) -> int:  # noqa: B008 
     setup = set_up(loaded, world=world)
     parts = build(setup, fresh=True)
     try:
-        attach_reference(setup.recipe, setup.prepared, setup.device, lambda: nullcontext(parts.model))
+        attach_reference(setup.recipe, setup.prepared, setup.device, lambda: nullcontext(parts.model), world)
         for step in range(NUM_STEPS):
             parts.modes.enter(step)
             started = time.perf_counter()

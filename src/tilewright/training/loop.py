@@ -164,7 +164,7 @@ def _train(
     try:
         for text, numbers in setup.planned.events:
             recorder.event(found.step, "plan", text, **numbers)
-        attach_reference(recipe, setup.prepared, setup.device, lambda: _starting(setup, parts, found))
+        attach_reference(recipe, setup.prepared, setup.device, lambda: _starting(setup, parts, found), world)
         restore(found, parts, recorder)
         _write_facts(folder, setup, parts)
         resumed = found.checkpoint is not None

@@ -18,7 +18,10 @@ def rank_rows(run: RunData) -> list[tuple[str, ...]]:
 def rank_summary(run: RunData) -> str:
     """How many there are, and the share of all time that went into steps that count."""
     ranks = [row for row in (run.ranks or {}).get("ranks", ()) if isinstance(row, dict)]
-    text = f"{len(ranks)} processes"
+    text, step = f"{len(ranks)} processes", (run.ranks or {}).get("step")
+    last = max((row["step"] for row in run.steps), default=0)
+    if isinstance(step, int) and step < last:  # the run went on with one process, or is between two tables
+        text += f" up to step {step} of {last}"
     done = run.kinds("done")
     goodput = number(done[-1].get("goodput")) if done else None
     return text if goodput is None else f"{text}, goodput {goodput:.1%}"

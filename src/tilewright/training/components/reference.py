@@ -17,23 +17,29 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError
 from tilewright.core.log import say
 from tilewright.core.units import format_seconds
-from tilewright.data.common.cache import cached, file_digest
+from tilewright.data.common.cache import cached, damage, file_digest
 from tilewright.data.common.progress import timed
 from tilewright.data.prepared_chat import PreparedChat
 from tilewright.models.base.eval_mode import evaluation
 from tilewright.models.base.protocols import Model
 from tilewright.models.folder.resolve import local_folder
+from tilewright.parallel.launch import in_turn, on_first
+from tilewright.parallel.world import World
 
 _FILE = "logps.npy"
 
 
 def attach_reference(
-    recipe: Recipe, prepared: object, device: torch.device, starting: Callable[[], AbstractContextManager[Model]]
+    recipe: Recipe,
+    prepared: object,
+    device: torch.device,
+    starting: Callable[[], AbstractContextManager[Model]],
+    world: World = World.alone(),  # noqa: B008 (frozen)
 ) -> None:
     """Give preferences what their loss needs of the starting model; other data needs nothing.
 
     Args:
-        recipe, device, starting: see `reference_logps`.
+        recipe, device, starting, world: see `reference_logps`.
         prepared: data of any kind.
 
     Raises:
@@ -49,7 +55,7 @@ def attach_reference(
             need="the standard executor: both answers of a pair are computed before their loss",
             try_="lora.rank = 16, train.micro_batch_size = 2, or a smaller data.seq_len",
         )
-    prepared.set_reference(reference_logps(recipe, prepared, device, starting), recipe.train.dpo_beta)
+    prepared.set_reference(reference_logps(recipe, prepared, device, starting, world), recipe.train.dpo_beta)
 
 
 def reference_logps(
@@ -57,6 +63,7 @@ def reference_logps(
     prepared: PreparedChat,
     device: torch.device,
     starting: Callable[[], AbstractContextManager[Model]],
+    world: World = World.alone(),  # noqa: B008 (frozen)
 ) -> np.ndarray:
     """Log probabilities of the chosen and the rejected answer of each pair, FP32 [pairs, 2], training pairs first.
 
@@ -65,6 +72,8 @@ def reference_logps(
         prepared: preferences.
         device: where the model is.
         starting: gives the model with the weights that training begins with; not called where they are on disk.
+        world: of several ranks one computes and the others read what it wrote; those that hold parts of the model
+            compute together.
 
     Raises:
         DataError: the cache folder cannot be written.
@@ -72,12 +81,22 @@ def reference_logps(
     root = Path(recipe.data.cache_dir).expanduser() if recipe.data.cache_dir else _user_cache()
     key = f"reference-{prepared.fingerprint[:16]}-{weights_digest(recipe)}"
 
-    def build(folder: Path) -> None:
+    computed: list[np.ndarray] = []
+
+    def compute() -> None:
         with starting() as model:
-            seconds = timed("reference", _compute, folder, prepared, device, model)
+            seconds = timed("reference", _compute, computed, prepared, device, model)
         say(f"reference log probabilities of {prepared.num_pairs:,} pairs in {format_seconds(sum(seconds.values()))}")
 
-    return np.load(cached(root / "data", key, build) / _FILE, allow_pickle=False)
+    def build(folder: Path) -> None:
+        if not computed:
+            compute()
+        np.save(folder / _FILE, computed[0])
+
+    entries = root / "data"
+    if world.fsdp_mesh is not None and on_first(world, lambda: damage(entries / key) is not None):
+        compute()
+    return np.load(in_turn(world, lambda: cached(entries, key, build)) / _FILE, allow_pickle=False)
 
 
 def weights_digest(recipe: Recipe) -> str:
@@ -99,7 +118,9 @@ def _user_cache() -> Path:
 
 
 @torch.no_grad()
-def _compute(folder: Path, prepared: PreparedChat, device: torch.device, model: Model, *, progress) -> None:
+def _compute(
+    computed: list[np.ndarray], prepared: PreparedChat, device: torch.device, model: Model, *, progress
+) -> None:
     progress.phase("log probabilities of the starting model", prepared.num_pairs)
     found = []
     with evaluation(model):
@@ -108,4 +129,4 @@ def _compute(folder: Path, prepared: PreparedChat, device: torch.device, model: 
                 row = {name: values[:, answer].to(device) for name, values in batch.items() if values.dim() == 3}
                 found.append(-float(model.loss(row).loss_sum))
             progress.advance(1)
-    np.save(folder / _FILE, np.array(found, np.float32).reshape(-1, 2))
+    computed.append(np.array(found, np.float32).reshape(-1, 2))
