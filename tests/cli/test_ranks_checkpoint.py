@@ -65,7 +65,7 @@ def test_a_command_says_the_same(command, runs, capsys):
         assert run([str(folder) if word == "RUN" else word for word in COMMANDS[command]]) == 0
         said.append(capsys.readouterr().out.replace(str(folder), "RUN"))
     assert said[0] == said[1]
-    assert said[0].strip()
+    assert said[0]
 
 
 def test_inspect_lists_the_tensors_of_all_ranks(runs, capsys):
