@@ -120,11 +120,16 @@ class RunContext:
         return self.prepared.tokenizer if isinstance(self.prepared, PreparedData) else None
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the data's tokenizer, and the chat template where there is one."""
-        if isinstance(self.prepared, PreparedData):
-            self.prepared.tokenizer.save(folder)
-        if isinstance(self.prepared, PreparedChat):
-            self.prepared.template.save(folder)
+        """Write the data's tokenizer, and the chat template where there is one; the first of several ranks does."""
+        prepared = self.prepared
+
+        def save() -> None:
+            if isinstance(prepared, PreparedData):
+                prepared.tokenizer.save(folder)
+            if isinstance(prepared, PreparedChat):
+                prepared.template.save(folder)
+
+        on_first(self.world, save)
 
     @property
     def recipe_digest(self) -> str:

@@ -198,12 +198,16 @@ def _starting(setup: RunContext, parts: Components, found: ResumePoint) -> Itera
 
 
 def _write_facts(folder: RunFolder, setup: RunContext, parts: Components) -> None:
-    """Everything about the run that is known before its first step."""
-    write_run_toml(setup.loaded, folder.recipe)
-    folder.write_json("machine.json", {**setup.machine.to_json(), "kernels": setup.kernels.explain()})
-    folder.write_json("plan.json", setup.plan.to_json())
-    setup.planned.write(folder.path)
-    folder.write_json("data.json", {"fingerprint": setup.prepared.fingerprint, **setup.prepared.summary})
-    folder.write_json("precision.json", parts.modes.rows())
+    """Everything about the run that is known before its first step; the first of several ranks writes it."""
+
+    def write() -> None:
+        write_run_toml(setup.loaded, folder.recipe)
+        folder.write_json("machine.json", {**setup.machine.to_json(), "kernels": setup.kernels.explain()})
+        folder.write_json("plan.json", setup.plan.to_json())
+        setup.planned.write(folder.path)
+        folder.write_json("data.json", {"fingerprint": setup.prepared.fingerprint, **setup.prepared.summary})
+        folder.write_json("precision.json", parts.modes.rows())
+
+    on_first(setup.world, write)
     setup.save_tokenizer(folder.path)
     folder.link_latest()
