@@ -32,14 +32,26 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("llama") / "model", "llama")
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard", "dp_replicate"])
-@pytest.mark.parametrize("how", ["lora", "lora_fp8", "full"])
+@pytest.mark.parametrize(
+    ("how", "mesh"),
+    [
+        ("lora", "dp_shard"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("full", "dp_shard"), ("lora_fp8", "dp_shard"), ("lora", "dp_replicate"), ("full", "dp_replicate"),
+                ("lora_fp8", "dp_replicate"),
+            )
+        ),
+    ],
+)  # fmt: skip
 @pytest.mark.support("lora", "copies", "shards")
 @pytest.mark.support("lora_fp8", "copies", "shards")
 @pytest.mark.support("finetune", "copies", "shards")
 def test_two_ranks_have_the_losses_of_one_and_chat_takes_the_result(how, mesh, model, tmp_path, capsys):
     talks = make_talks(tmp_path / "talks.jsonl")
     settings = {"train__steps": STEPS, "precision__mode": "fp32", "train__eval_interval": 0}
+    settings |= {"train__sample_tokens": 0, "data__eval_source": ""}
     other = "dp_replicate" if mesh == "dp_shard" else "dp_shard"
     sizes = {f"parallel__{mesh}": 2, f"parallel__{other}": 1}
     for name, world, more in (("one", 1, {}), ("two", 2, sizes)):
@@ -53,7 +65,8 @@ def test_two_ranks_have_the_losses_of_one_and_chat_takes_the_result(how, mesh, m
     assert (two / "hf" / weights).is_file()
     said = []
     for folder in (one, two):
-        assert run(["chat", str(folder), "--device", "cpu", "--message", "hello Paris", "--temperature", "0"]) == 0
+        asked = ["--device", "cpu", "--message", "hello Paris", "--temperature", "0", "--tokens", "12"]
+        assert run(["chat", str(folder), *asked]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     if how != "lora_fp8":
@@ -68,9 +81,10 @@ def test_two_ranks_have_the_losses_of_one_and_chat_takes_the_result(how, mesh, m
 
 def test_a_fine_tune_of_two_ranks_goes_on_with_one(model, tmp_path):
     talks = make_talks(tmp_path / "talks.jsonl")
-    words = [str(model), str(talks), *arguments(tmp_path, train__steps=3)]
+    short = {"train__sample_tokens": 0, "data__eval_source": ""}
+    words = [str(model), str(talks), *arguments(tmp_path, train__steps=3, **short)]
     assert on_ranks(2, finetune, words) == [0, 0]
-    words = [str(model), str(talks), *arguments(tmp_path, train__steps=STEPS)]
+    words = [str(model), str(talks), *arguments(tmp_path, train__steps=STEPS, **short)]
     assert on_ranks(1, finetune, words) == [0]
     folder = tmp_path / "runs" / "tuned"
     assert len(losses(folder)) == STEPS
