@@ -135,7 +135,7 @@ def test_a_teacher_is_refused(mesh, data, tmp_path):
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 2)])
 @pytest.mark.support("layer_major", "shards", "hsdp", refused=True)
 def test_layer_major_in_shards_is_refused(world, copies, data, tmp_path):
-    sizes = {"parallel__dp_replicate": copies, "parallel__dp_shard": 2}
+    sizes = {"parallel__dp_replicate": copies, "parallel__dp_shard": -1}
     for said in on(world, data, tmp_path, memory__executor="layer_major", **sizes):
         assert "Layer-major executor does not shard" in said
         assert f"--parallel.dp_replicate {world}" in said
