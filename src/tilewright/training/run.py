@@ -192,7 +192,8 @@ class Run:
             replanner.before_step(number, length)
         if self.parts.teacher is not None:
             microbatches = self._retried(partial(self.parts.teacher.taught, microbatches))
-        result = self._retried(partial(executor.step, microbatches, lr))
+        tighten = partial(replanner.reduce_memory, number)
+        result = run_with_retries(partial(executor.step, microbatches, lr), tighten, alone=self.agreement is None)
         self._agree()
         if looks or replanner.watches or executor.transaction.oom_messages:
             replanner.after_step(number, result.seconds)
@@ -216,9 +217,8 @@ class Run:
         return 0 < 60 * self.recipe.checkpoint.interval_minutes <= time.monotonic() - self._saved_at
 
     def _retried(self, work: Callable[[], Any]) -> Any:
-        """A step or an extra pass, again under a tighter plan where memory runs out and all ranks have stopped."""
-        tighten = partial(self.replanner.reduce_memory, self.step + 1)
-        return run_with_retries(work, tighten, alone=self.agreement is None)
+        """An extra pass, again under a tighter plan where memory runs out and all ranks have stopped."""
+        return run_with_retries(work, partial(self.replanner.reduce_memory, self.step + 1), alone=self.agreement is None)
 
     def _enter_mode(self) -> None:
         """Go over to the precision mode that begins with this step."""
