@@ -193,7 +193,7 @@ class Run:
         if self.parts.teacher is not None:
             microbatches = self._retried(partial(self.parts.teacher.taught, microbatches))
         tighten = partial(replanner.reduce_memory, number)
-        result = run_with_retries(partial(executor.step, microbatches, lr), tighten, alone=self.agreement is None)
+        result = run_with_retries(partial(executor.step, microbatches, lr), tighten, alone=not self.agreement)
         self._agree()
         if looks or replanner.watches or executor.transaction.oom_messages:
             replanner.after_step(number, result.seconds)
@@ -218,7 +218,7 @@ class Run:
 
     def _retried(self, work: Callable[[], Any]) -> Any:
         """An extra pass, again under a tighter plan where memory runs out and all ranks have stopped."""
-        return run_with_retries(work, partial(self.replanner.reduce_memory, self.step + 1), alone=self.agreement is None)
+        return run_with_retries(work, partial(self.replanner.reduce_memory, self.step + 1), alone=not self.agreement)
 
     def _enter_mode(self) -> None:
         """Go over to the precision mode that begins with this step."""
