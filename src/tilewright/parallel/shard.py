@@ -75,12 +75,19 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # A parameter may be used on one rank alone. (Zeros would be 16-bit beside gradients in FP32.)
-        module.set_reduce_scatter_unused_params(not _has_low(module))
+        if takes_unused():  # Zeros would be 16-bit beside gradients in FP32.
+            module.set_reduce_scatter_unused_params(not _has_low(module))
     for name in getattr(model, "forward_methods", ()):
         register_fsdp_forward_method(model, name)
     if not any(param.is_meta for param in model.parameters()):
         ready(model)
+
+
+def takes_unused() -> bool:
+    """Whether this torch's FSDP2 takes a parameter that one rank alone uses in a step. That of 2.11 does not: its ranks
+    would reduce different tensors. Models of this package use each parameter on every rank (an expert without tokens
+    runs on no rows), so only a model of somebody's own can meet this."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def ready(model: nn.Module) -> None:
