@@ -118,7 +118,10 @@ def keep_fp32_sums(model: nn.Module) -> None:
     What it casts to is decided by each `unshard()` and has no public setting.
     """
     for module in fsdp_modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        state = module._get_fsdp_state()
+        # A list in newer torch; torch 2.11 has one group or None.
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
             if getattr(group, "_orig_dtype", None) in LOW_DTYPES:
                 group._orig_dtype = torch.float32
 
