@@ -121,8 +121,8 @@ def keep_fp32_sums(model: nn.Module) -> None:
         state = module._get_fsdp_state()
         # A list in newer torch; torch 2.11 has one group or None.
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            if getattr(group, "_orig_dtype", None) in LOW_DTYPES:
+        for group in filter(None, groups):
+            if group._orig_dtype in LOW_DTYPES:
                 group._orig_dtype = torch.float32
 
 
