@@ -60,7 +60,7 @@ PROBES: dict[str, tuple[object, dict]] = {
     "split.holdout": (0.2, {}),
     "split.seed": (3, {"split": {"holdout": 0.2}}),
     "split.max_bytes": (60_000, {}),
-    "duplicates.image_distance": (0, {}),
+    "duplicates.image_distance": (12, {}),
     "media.image_size": (8, {}),
     "media.log_mel": (True, {}),
     "media.num_mels": (10, {"media": {"log_mel": True}}),

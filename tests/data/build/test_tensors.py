@@ -1,4 +1,4 @@
-"""Pixels and log-mel frames of a build: those of the files, of what stays only, and what image models are trained on."""
+"""Pixels and log-mel frames of a build: those of the files, of what stays, and what image models are trained on."""
 
 import json
 
@@ -16,6 +16,7 @@ from tilewright.data.readers.media.images import near_images
 from tilewright.data.readers.media.log_mel import log_mel
 
 PIL = pytest.importorskip("PIL.Image")
+NEAR = {"image_distance": 12}  # a smaller JPEG of these images of few points differs in up to ten bits, another in 20
 MEDIA = {"image_size": 16, "log_mel": True, "num_mels": 20, "window_ms": 32.0, "hop_ms": 16.0}
 
 
@@ -27,7 +28,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def built(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "built"
-    build(settings(source, media=MEDIA), out)
+    build(settings(source, media=MEDIA, duplicates=NEAR), out)
     return out
 
 
@@ -62,25 +63,29 @@ def test_frames_are_those_of_the_sound(built):
 def test_near_copies_of_images_are_dropped_with_their_distance(built):
     rejects = [row for row in pq.read_table(built / "rejects").to_pylist() if "image" in row["rule"]]
     assert {(row["path"], row["rule"], row["threshold"]) for row in rejects} == {
-        (f"{domain}/near.jpg", "near-copy of an image", "4") for domain in ("ant", "bee")
+        (f"{domain}/near.jpg", "near-copy of an image", "12") for domain in ("ant", "bee")
     }
     stays = {row["id"]: row["path"] for row in table(built, "pixels")}
     for row in rejects:
         bits, _, of = row["value"].partition(" bits of 64 from ")
-        assert 0 <= int(bits) <= 4
+        assert 0 < int(bits) <= 12
         assert stays[of] == row["path"].replace("near.jpg", "0.png")
 
 
 def test_a_distance_of_each_kind(source, tmp_path):
-    """What stays at each threshold is what a loop over all pairs leaves."""
+    """No two that stay are as near, and each that goes is near one that stays."""
     for distance in (0, 2, 8, 15):
         build(settings(source, duplicates={"image_distance": distance, "keep": "first"}), tmp_path / str(distance))
         media = tmp_path / str(distance) / "records"
         kept = [row for row in pq.read_table(media).to_pylist() if row["modality"] == "image"]
         hashes = [int(json.loads(row["facts"])["phash"], 16) for row in kept]
         assert near_images(hashes, distance) == []
-        every = [row for row in pq.read_table(tmp_path / str(distance) / "rejects").to_pylist() if row["id"]]
-        assert len(kept) + len(every) == 18
+        gone = [row for row in pq.read_table(tmp_path / str(distance) / "rejects").to_pylist() if row["id"]]
+        assert len(kept) + len(gone) == 18
+        for row in gone:
+            bits, _, stays = row["value"].partition(" bits of 64 from ")
+            assert int(bits) <= distance
+            assert stays in {one["id"] for one in kept}
 
 
 def test_images_of_one_colour_are_no_near_copies(tmp_path):
@@ -113,18 +118,18 @@ def test_two_images_of_one_caption_both_stay(source, tmp_path):
 @pytest.mark.dist
 def test_any_number_of_processes_gives_the_same_tensors(source, built, tmp_path):
     with LocalExecutor(2) as executor:
-        build(settings(source, media=MEDIA), tmp_path, executor)
+        build(settings(source, media=MEDIA, duplicates=NEAR), tmp_path, executor)
     assert digest(tmp_path) == digest(built)
 
 
 def test_other_tensors_invalidate_no_text(source, tmp_path):
-    build(settings(source, media=MEDIA), tmp_path)
+    build(settings(source, media=MEDIA, duplicates=NEAR), tmp_path)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "work").rglob("receipt.json")}
-    build(settings(source, media=MEDIA | {"image_size": 24}), tmp_path)
+    build(settings(source, media=MEDIA | {"image_size": 24}, duplicates=NEAR), tmp_path)
     work = tmp_path / "work"
     made = {p.relative_to(work).parts[0] for p in work.rglob("receipt.json") if before.get(p) != p.stat().st_mtime_ns}
     assert made == {"read", "media", "dataset"}
-    build(settings(source), tmp_path)
+    build(settings(source, duplicates=NEAR), tmp_path)
     assert not (tmp_path / "media").exists()
 
 

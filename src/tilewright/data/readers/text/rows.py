@@ -1,7 +1,7 @@
 """Rows of text: .jsonl, .json, .csv, .tsv, .parquet and .arrow, by the readers of `data.sources`.
 
-A row of .jsonl knows the bytes of its line. The others are known by their number. A file in a legacy encoding is one that
-its first MiB of lines is in: in a single row, too few bytes say which.
+A row of .jsonl knows the bytes of its line. The others are known by their number. A legacy encoding is found from the
+first MiB of a file's lines: in a single row, too few bytes say which.
 """
 
 import tempfile
@@ -21,7 +21,6 @@ from tilewright.data.sources.documents import Document, Part, Reject
 from tilewright.data.sources.json_rows import holds_lines, read_json, row, streamed_rows
 from tilewright.data.sources.lines import segment_lines, too_long
 from tilewright.data.sources.tables import arrow_parts, parquet_parts
-
 
 _DELIMITER = {"csv": ",", "tsv": "\t"}
 
