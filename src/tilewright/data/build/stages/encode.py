@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.build.stages.split import DROPPED, HELD, LEFT, TRAIN
 from tilewright.data.build.stages.windows import Window, windows
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows
+from tilewright.data.common.cache import file_digest
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tilewright.data.common.tokenizer_folder import tokenizer_files
 from tilewright.data.corpus.account import LIMIT, TOO_SMALL
 from tilewright.data.corpus.encode import NpyWriter, token_dtype
 from tilewright.data.corpus.long_words import short_words
@@ -128,7 +131,7 @@ def encode_shard(
 
     Images and sounds without a text have no tokens and are in `media.parquet`.
     """
-    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer = _loaded(tokenizer_folder, tuple(file_digest(file) for file in tokenizer_files(tokenizer_folder)))
     with ExitStack() as files:
         parts = {
             part: _Part(files, folder, name, tokenizer, chunk, sized=part == HELD) for part, name in SPLIT_NAMES.items()
@@ -151,6 +154,13 @@ def encode_shard(
         for into in parts.values():
             counts |= {into.name: into.runs.num_rows, f"{into.name}_tokens": into.num_tokens}
     return counts
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: Path, digests: tuple[str, ...]) -> Tokenizer:
+    """The tokenizer, once for all shards that a process encodes: the words that it remembers are a third of the work.
+    `digests` say of which content."""
+    return load_tokenizer(folder)
 
 
 def _unused(text: KeptText) -> Rejected:
