@@ -81,7 +81,7 @@ def write_media(folder: Path, classes: tuple[str, ...] = ("ant", "bee"), each: i
             large = Image.fromarray(smooth.astype(np.uint8)).resize((60, 50), Image.Resampling.BICUBIC)
             large.save(folder / name / f"{i}.png")
             if not i:
-                large.resize((48, 40), Image.Resampling.BILINEAR).save(folder / name / "near.jpg", quality=60)
+                large.resize((48, 40), Image.Resampling.BILINEAR).save(folder / name / "smaller.jpg", quality=60)
     with wave.open(str(folder / classes[0] / "tone.wav"), "wb") as file:
         file.setparams((1, 2, 8000, 0, "NONE", ""))
         file.writeframes((8000 * np.sin(np.arange(8000) / 3)).astype("<i2").tobytes())

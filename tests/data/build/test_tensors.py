@@ -63,13 +63,13 @@ def test_frames_are_those_of_the_sound(built):
 def test_near_copies_of_images_are_dropped_with_their_distance(built):
     rejects = [row for row in pq.read_table(built / "rejects").to_pylist() if "image" in row["rule"]]
     assert {(row["path"], row["rule"], row["threshold"]) for row in rejects} == {
-        (f"{domain}/near.jpg", "near-copy of an image", "12") for domain in ("ant", "bee")
+        (f"{domain}/smaller.jpg", "near-copy of an image", "12") for domain in ("ant", "bee")
     }
     stays = {row["id"]: row["path"] for row in table(built, "pixels")}
     for row in rejects:
         bits, _, of = row["value"].partition(" bits of 64 from ")
         assert 0 < int(bits) <= 12
-        assert stays[of] == row["path"].replace("near.jpg", "0.png")
+        assert stays[of] == row["path"].replace("smaller.jpg", "0.png")
 
 
 def test_a_distance_of_each_kind(source, tmp_path):
