@@ -5,9 +5,11 @@ depends on the row length and the task. This is the only function that most call
 """
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import platformdirs
 import tokenizers
@@ -15,7 +17,9 @@ import xxhash
 
 from tilewright.core.subprocess_call import answer, call_module
 from tilewright.data.batches.build_rows import build_rows
-from tilewright.data.build.finished.open_built import built_tokens, is_built
+from tilewright.data.build.finished.open_built import INSTALLED, built_at, built_tokens
+from tilewright.data.build.shipped.installed import build_entry, build_key, installed_build
+from tilewright.data.build.stages.dataset import TOKENS
 from tilewright.data.chat.build import build_chat
 from tilewright.data.chat.load import template_source
 from tilewright.data.chat.pack import pack_chat
@@ -26,7 +30,7 @@ from tilewright.data.common.tokenizer_folder import tokenizer_files
 from tilewright.data.corpus.build import build_corpus
 from tilewright.data.prepared import PreparedData, need_mask
 from tilewright.data.prepared_chat import PreparedChat
-from tilewright.data.prepared_images import PreparedImages, prepare_images
+from tilewright.data.prepared_images import PreparedImages, open_built_images, prepare_images
 from tilewright.data.sources.files import several_sources, user_source
 from tilewright.data.sources.installed import installed_source
 
@@ -52,6 +56,7 @@ def prepare(
     image_size: int = 64,
     cache_dir: str = "",
     seed: int = 0,
+    processes: int = 1,
     own_process: bool = False,
 ) -> PreparedData | PreparedChat | PreparedImages:
     """Prepare the data of a run, or find it prepared.
@@ -74,14 +79,16 @@ def prepare(
         image_size: side in pixels that images are brought to.
         cache_dir: where prepared data is kept; empty: the user's cache folder.
         seed: which text is sampled and held out. Not the order of training: keep it, and runs stay comparable.
+        processes: which build the installed text together. Above 1, a script needs `if __name__ == "__main__"`.
         own_process: what is not there yet is made by a process of its own, so that what this takes of memory (a
-            hundred MiB, much of which a process does not get rid of) is not in the one that continues.
+            hundred MiB, much of which a process does not get rid of) is not in the one that continues. It uses all
+            cores.
 
     Raises:
         DataError: nothing usable in the source, or a cache folder that cannot be written.
         HardwareError: the process of its own was killed.
     """
-    arguments = {name: value for name, value in locals().items() if name != "own_process"}
+    arguments = {name: value for name, value in locals().items() if name not in ("own_process", "processes")}
     seconds: dict[str, float] = {}
 
     def elsewhere() -> None:
@@ -90,10 +97,13 @@ def prepare(
     before = elsewhere if own_process else None
     root = Path(cache_dir).expanduser() if cache_dir else Path(platformdirs.user_cache_dir("tilewright"))
     root = root / "data"
+    built_folder = None if sources else built_at(source)
+    if task == "image_classification" and built_folder is not None:
+        return open_built_images(built_folder, image_size)
     if task == "image_classification":
         return prepare_images(source, root, image_size=image_size, holdout=holdout, seed=seed, before=before)
-    if not sources and source != "installed" and is_built(Path(source).expanduser()):
-        built = built_tokens(Path(source).expanduser(), format, tokenizer, domains)
+    if built_folder is not None:
+        built = built_tokens(built_folder, format, tokenizer, domains)
         if task == "masked_lm":
             need_mask(load_tokenizer(built.tokens / "tokenizer"))
         rows_key = _key("rows", built.fingerprint, task=task, seq_len=seq_len, domains=domains)
@@ -103,7 +113,7 @@ def prepare(
     if sources:
         found = several_sources(sources, field, domains)
     else:
-        found = installed_source() if source == "installed" else user_source(source, field, domains)
+        found = installed_source() if source == INSTALLED else user_source(source, field, domains)
     if task == "masked_lm" and tokenizer:
         need_mask(load_tokenizer(tokenizer))
     settings = {
@@ -125,7 +135,14 @@ def prepare(
         rows_key = _key("rows", key, seq_len=seq_len)
         rows = cached(root, rows_key, _builder(seconds, pack_chat, encoded, pairs, seq_len), before)
         return _timed(PreparedChat(encoded, rows, pairs), seconds)
-    corpus = cached(root, key, _builder(seconds, build_corpus, found, **settings), before)
+    if source == INSTALLED and not sources:
+        build = installed_build(**settings)
+        key = _key("text", key, build_key(build))
+        unfinished = root / f"{key}.build"
+        corpus = cached(root, key, _builder(seconds, build_entry, build, found, unfinished, processes), before) / TOKENS
+        shutil.rmtree(unfinished, ignore_errors=True)
+    else:
+        corpus = cached(root, key, _builder(seconds, build_corpus, found, **settings), before)
     rows_key = _key("rows", key, task=task, seq_len=seq_len)
     packed = cached(root, rows_key, _builder(seconds, build_rows, corpus, task, seq_len), before)
     return _timed(PreparedData(corpus, packed), seconds)
@@ -155,10 +172,16 @@ def _tokenizer_digest(path: str) -> str:
     return "".join(f"{file.name}:{file_digest(file)} " for file in tokenizer_files(Path(path).expanduser()))
 
 
+def _in_own_process(domains: list[str], **rest: Any) -> dict[str, float]:
+    """What the phases took, in the process that `prepare` starts."""
+    prepared = prepare(domains=tuple(domains), processes=len(os.sched_getaffinity(0)), **rest)
+    return prepared.summary.get("seconds", {})
+
+
 def _key(kind: str, *values: object, **named: object) -> str:
     text = json.dumps([values, sorted(named.items())])
     return f"{kind}-{xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
 if __name__ == "__main__":
-    answer(lambda domains, **rest: prepare(domains=tuple(domains), **rest).summary.get("seconds", {}))
+    answer(_in_own_process)

@@ -19,6 +19,9 @@ from tilewright.core.errors import DataError
 from tilewright.data.batches.mix import Picks, permute
 from tilewright.data.batches.rows import IGNORE
 from tilewright.data.batches.tensors import Batch, as_tensors
+from tilewright.data.build.finished.images import BuiltImages, ShardedPixels, built_images
+from tilewright.data.build.finished.open_built import read_dataset
+from tilewright.data.build.stages.dataset import TOKENS
 from tilewright.data.common.cache import cached, file_digest
 from tilewright.data.common.progress import ProgressBar, timed
 from tilewright.data.corpus.account import account_of_files
@@ -37,16 +40,10 @@ class PreparedImages:
     task = "image_classification"
     domains = (DOMAIN,)
 
-    def __init__(self, folder: Path):
-        meta = json.loads((folder / "meta.json").read_bytes())
+    def __init__(self, folder: Path, images: BuiltImages, summary: dict[str, Any]):
         self.folder = folder
-        self.fingerprint: str = meta["fingerprint"]
-        self.classes: tuple[str, ...] = tuple(meta["classes"])
-        self.summary: dict[str, Any] = meta["summary"]
-        self._names: list[str] = meta["names"]
-        self._pixels = np.load(folder / "pixels.npy", mmap_mode="r", allow_pickle=False)
-        self._labels = np.load(folder / "labels.npy", allow_pickle=False)
-        self._rows = {split: np.array(meta[split], np.int64) for split in ("train", "holdout")}
+        self.fingerprint, self.classes, self.summary = images.fingerprint, images.classes, summary
+        self._names, self._pixels, self._labels, self._rows = images.names, images.pixels, images.labels, images.rows
         self.num_rows: Mapping[str, int] = {DOMAIN: len(self._rows["train"])}
 
     @property
@@ -94,6 +91,28 @@ class PreparedImages:
         return [json.loads(line) for line in lines if line]
 
 
+def open_built_images(folder: Path, image_size: int) -> PreparedImages:
+    """The images of a built dataset (`data.build`), whose domains are the classes.
+
+    Raises:
+        DataError: it has no pixels of this size, or too few of them.
+    """
+    images = built_images(folder, image_size)
+    summary = dict(read_dataset(folder)["summary"])
+    rows = {"rows": len(images.rows["train"]), "holdout_rows": len(images.rows["holdout"])}
+    summary |= {"images": len(images.names), "classes": len(images.classes), "domains": {DOMAIN: rows}}
+    return PreparedImages(folder / TOKENS, images, summary)
+
+
+def _open_entry(folder: Path) -> PreparedImages:
+    meta = json.loads((folder / "meta.json").read_bytes())
+    rows = {split: np.array(meta[split], np.int64) for split in ("train", "holdout")}
+    labels = np.load(folder / "labels.npy", allow_pickle=False)
+    pixels = ShardedPixels([folder / "pixels.npy"])
+    images = BuiltImages(pixels, labels, tuple(meta["classes"]), meta["names"], rows, meta["fingerprint"])
+    return PreparedImages(folder, images, meta["summary"])
+
+
 def prepare_images(
     source: str,
     root: Path,
@@ -120,7 +139,7 @@ def prepare_images(
     def build(folder: Path) -> None:
         timed("preparing images", build_images, folder, source, found, image_size, holdout, seed)
 
-    return PreparedImages(cached(root, f"images-{digest.hexdigest()}", build, before))
+    return _open_entry(cached(root, f"images-{digest.hexdigest()}", build, before))
 
 
 def _need_pillow() -> None:

@@ -3,7 +3,10 @@
 import hashlib
 import json
 import random
+import wave
 from pathlib import Path
+
+import numpy as np
 
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.executors import LocalExecutor, UnitExecutor
@@ -65,6 +68,24 @@ def write_corpus(folder: Path) -> Path:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+def write_media(folder: Path, classes: tuple[str, ...] = ("ant", "bee"), each: int = 8) -> Path:
+    """Images of classes that differ in brightness, one near-copy of the first image of each, smaller, and a tone."""
+    from PIL import Image
+
+    for label, name in enumerate(classes):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for i in range(each):
+            smooth = np.random.default_rng(100 * label + i).normal(90 + 80 * label, 25, (6, 5, 3)).clip(0, 255)
+            large = Image.fromarray(smooth.astype(np.uint8)).resize((60, 50), Image.Resampling.BICUBIC)
+            large.save(folder / name / f"{i}.png")
+            if not i:
+                large.resize((48, 40), Image.Resampling.BILINEAR).save(folder / name / "smaller.jpg", quality=60)
+    with wave.open(str(folder / classes[0] / "tone.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes((8000 * np.sin(np.arange(8000) / 3)).astype("<i2").tobytes())
+    return folder
 
 
 def settings(source: Path, **sections: dict) -> DataBuild:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.build import test_rules
-from tests.data.build.corpora import build, prose, settings, write_corpus
+from tests.data.build.corpora import build, prose, settings, write_corpus, write_media
 from tilewright.core.config import schema
 from tilewright.data.build.config import DataBuild, LimitsSection, load_data_toml
 from tilewright.data.build.inputs import list_inputs
@@ -59,6 +59,13 @@ PROBES: dict[str, tuple[object, dict]] = {
     "duplicates.keep": ("first", {}),
     "split.holdout": (0.2, {}),
     "split.seed": (3, {"split": {"holdout": 0.2}}),
+    "split.max_bytes": (60_000, {}),
+    "duplicates.image_distance": (12, {}),
+    "media.image_size": (8, {}),
+    "media.log_mel": (True, {}),
+    "media.num_mels": (10, {"media": {"log_mel": True}}),
+    "media.window_ms": (50.0, {"media": {"log_mel": True}}),
+    "media.hop_ms": (50.0, {"media": {"log_mel": True}}),
     "chunk.tokens": (64, {}),
     "chunk.overlap": (0.5, {"chunk": {"tokens": 64}}),
     "chunk.overlap_loss": ("train", {"chunk": {"tokens": 64}}),
@@ -90,6 +97,7 @@ def here(tmp_path_factory) -> Path:
     )
     for i in range(20):
         (source / "rows" / f"big{i}.txt").write_text(prose(4000 + i, 600))
+    write_media(source, ("prose", "rows"), 2)
     build(settings(source), folder / "base")
     from tilewright.data.common.tokenizer import train_tokenizer
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.data.readers.made import HTML, one, pdf_bytes, read, refusal
+from tests.data.readers.made import HTML, TEXT, one, pdf_bytes, read, refusal, zip_bytes
 from tilewright.data.readers.limits import ReadLimits
 
 PAGE = """<!doctype html><html lang="fr"><head><title> A
@@ -136,3 +136,17 @@ def test_a_missing_package_names_itself(tmp_path, monkeypatch):
         reject = refusal(tmp_path / name)
         assert reject.rule == f"missing package {package}"
         assert reject.threshold == 'pip install "tilewright[data]"'
+
+
+@pytest.mark.parametrize("name", ["a.docx", "a.XLSX", "a.odt", "a.doc"])
+def test_office_documents_say_what_to_do(name, tmp_path):
+    """They are archives of XML, which is no text to learn from."""
+    inside = {"[Content_Types].xml": b"<Types/>", "word/document.xml": b"<w:document>text</w:document>"}
+    (tmp_path / name).write_bytes(zip_bytes(inside))
+    found = refusal(tmp_path / name)
+    assert (found.rule, found.value) == ("office document is not read", name[1:].lower())
+    assert "PDF" in str(found.threshold)
+    (tmp_path / "many.zip").write_bytes(zip_bytes({name: zip_bytes(inside), "b.txt": TEXT.encode()}))
+    records, rejects = read(tmp_path / "many.zip")
+    assert [record.part for record in records] == ["b.txt"]
+    assert [reject.part for reject in rejects] == [name]

@@ -111,6 +111,34 @@ def test_rows(kind, tmp_path):
     assert {reject.rule for reject in rejects} == {"no field 'absent'"}
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv"])
+@pytest.mark.parametrize(("language", "encoding"), [("ru", "koi8-r"), ("ru", "cp1251"), ("ja", "shift-jis")])
+def test_rows_of_a_legacy_encoding(kind, language, encoding, tmp_path):
+    texts = [f"{SAMPLES[language]} {number}" for number in range(4)]
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    mark = "\t" if kind == "tsv" else ","
+    table = f"id{mark}text\n" + "".join(f'{i}{mark}"{text}"\n' for i, text in enumerate(texts))
+    content = {"jsonl": "\n".join(rows), "json": f"[{','.join(rows)}]"}.get(kind, table)
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(content.encode(encoding))
+    records, rejects = read(path)
+    assert rejects == []
+    assert [record.text for record in records] == texts
+    for record in records:
+        assert "fits".encode(record.facts["encoding"])
+        if kind == "jsonl":
+            line = path.read_bytes()[record.start : record.stop].decode(record.facts["encoding"])
+            assert json.loads(line)["text"] == record.text
+
+
+def test_a_bad_row_of_a_file_in_utf8_is_set_aside_alone(tmp_path):
+    rows = [json.dumps({"text": SAMPLES["ru"]}, ensure_ascii=False).encode() for _ in range(30)]
+    rows[7] = json.dumps({"text": SAMPLES["fr"]}, ensure_ascii=False).encode("latin-1")
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(rows))
+    records, (reject,) = read(tmp_path / "a.jsonl")
+    assert (len(records), reject.rule, reject.part) == (29, "row is not UTF-8", "row 8")
+
+
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_compressed_text(suffix, tmp_path):
     path = tmp_path / f"a.txt{suffix}"

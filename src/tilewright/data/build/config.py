@@ -21,6 +21,8 @@ from tilewright.core.log import get_logger
 
 log = get_logger(__name__)
 
+_NEAR = ("threshold", "keep", "image_distance")
+
 Share = Annotated[float, Field(ge=0, le=1)] | None
 Number = Annotated[int, Field(ge=0, le=2**31 - 1)] | None
 
@@ -146,14 +148,32 @@ class DuplicatesSection(Section):
     threshold: float = Field(default=0.8, ge=0.5, le=1)
     """Jaccard similarity of the shingles of five words from which a record is a near-copy."""
     keep: Literal["longest", "first"] = "longest"
-    """Which of several copies stays; where this says nothing, the first that was read."""
+    """Which of several copies stays, of images the one with most pixels; where this says nothing, the first that was
+    read."""
+    image_distance: Annotated[int, Field(ge=0, le=15)] = 4
+    """Images are near-copies if at most so many of the 64 bits of their perceptual hashes differ."""
+
+
+class MediaSection(Section):
+    image_size: Annotated[Count, Field(ge=0, le=4096)] = 0
+    """Keep the pixels of images, their middle square scaled to a side of so many. 0: no pixels are kept."""
+    log_mel: bool = False
+    """Keep the log-mel frames of sounds, at the rate of each file."""
+    num_mels: Annotated[Count, Field(ge=1, le=512)] = 80
+    """Numbers in a log-mel frame: bands of equal width on Slaney's mel scale, up to 8 kHz."""
+    window_ms: Annotated[float, Field(ge=2, le=1000)] = 25.0
+    """Milliseconds of sound in a log-mel frame."""
+    hop_ms: Annotated[float, Field(ge=1, le=1000)] = 10.0
+    """Milliseconds from one log-mel frame to the next."""
 
 
 class SplitSection(Section):
     holdout: float = Field(default=0.02, gt=0, lt=0.5)
     """Share held out for evaluation, by clusters of near-copies (similarity 0.5)."""
+    max_bytes: Bytes = Field(default=0, ge=0)
+    """Keep at most this much text, shared over the domains: small ones give everything. 0: all that passed."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Which clusters are held out."""
+    """Which clusters are held out, and which records stay under `max_bytes`."""
 
 
 class ChunkSection(Section):
@@ -180,6 +200,7 @@ class DataBuild(Section):
     repair: RepairSection = RepairSection()
     rules: RulesSection = RulesSection()
     duplicates: DuplicatesSection = DuplicatesSection()
+    media: MediaSection = MediaSection()
     split: SplitSection = SplitSection()
     chunk: ChunkSection = ChunkSection()
     tokenizer: TokenizerSection = TokenizerSection()
@@ -236,7 +257,8 @@ def without_effect(build: DataBuild) -> dict[str, str]:
         (bool(build.read.sources), "read.sources are given", ("read.source",)),
         (not build.read.max_bytes, "read.max_bytes = 0", ("read.seed",)),
         (not build.repair.repeated_lines, "repair.repeated_lines = 0", ("repair.repeated_line_chars",)),
-        (not build.duplicates.near, "duplicates.near = false", ("duplicates.threshold", "duplicates.keep")),
+        (not build.duplicates.near, "duplicates.near = false", tuple(f"duplicates.{n}" for n in _NEAR)),
+        (not build.media.log_mel, "media.log_mel = false", ("media.num_mels", "media.window_ms", "media.hop_ms")),
         (not build.chunk.tokens, "chunk.tokens = 0", ("chunk.overlap", "chunk.overlap_loss")),
         (bool(build.tokenizer.path), "tokenizer.path is given", ("tokenizer.vocab_size",)),
     )

@@ -3,6 +3,7 @@
 The order and the inputs of the stages are in `plan`; what a stage does is in `stages`.
 """
 
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 
@@ -13,27 +14,36 @@ from tilewright.data.build.inputs import Listing, list_inputs
 from tilewright.data.build.ranges import slice_of
 from tilewright.data.build.stages.copies.exact import DROP, doc_of
 from tilewright.data.build.units import Units, fingerprint_of
+from tilewright.data.sources.documents import Source
 
 WORK = "work"
 """Folder of the units below the folder of a build."""
 
 
 class Context:
-    """A build in the folder `out`."""
+    """A build in the folder `out`.
 
-    def __init__(self, build: DataBuild, out: Path):
+    Args:
+        build: settings.
+        out: the folder.
+        installed: the installed text, where it has been listed already.
+        num_shards: where it is known: a process that is given what it reads lists nothing.
+    """
+
+    def __init__(self, build: DataBuild, out: Path, installed: Source | None = None, num_shards: int | None = None):
         self.build, self.out = build, out
+        self._installed, self._num_shards = installed, num_shards
         self.units = Units(out / WORK)
         self._digests: dict[str, str] = {}
 
     @cached_property
     def listing(self) -> Listing:
-        """What there is to read. Every process lists it for itself."""
-        return list_inputs(self.build.read)
+        """What there is to read. Each rank lists it for itself; workers are told."""
+        return list_inputs(self.build.read, self._installed)
 
     @property
     def num_shards(self) -> int:
-        return len(self.listing.shards)
+        return len(self.listing.shards) if self._num_shards is None else self._num_shards
 
     def folder(self, stage: str, index: int = 0) -> Path:
         return self.units.folder(stage, index)
@@ -53,14 +63,31 @@ class Context:
             self._digests[stage] = fingerprint_of([self.one(stage, i) for i in range(count)])
         return self._digests[stage]
 
-    def told(self, stage: str) -> str:
-        """Hash of what all shards of a stage tell of themselves: rejects."""
-        return fingerprint_of([self.units.digest(stage, i, told=True) for i in range(self.num_shards)])
+    def told(self, stage: str, num: int | None = None) -> str:
+        """Hash of what all shards of a stage, or `num` units, tell of themselves: rejects and tensors."""
+        count = self.num_shards if num is None else num
+        return fingerprint_of([self.told_one(stage, i) for i in range(count)])
+
+    def told_one(self, stage: str, index: int) -> str:
+        """The same of one unit."""
+        return self.units.digest(stage, index, told=True)
+
+    def count(self, stage: str, index: int, name: str) -> int:
+        """A count of a finished unit."""
+        receipt = self.units.receipt(stage, index)
+        return 0 if receipt is None else receipt["counts"][name]
 
     def total(self, stage: str, count: str) -> int:
         """Sum of a count over all shards of a finished stage."""
-        receipts = (self.units.receipt(stage, i) for i in range(self.num_shards))
-        return sum(receipt["counts"][count] for receipt in receipts if receipt is not None)
+        return sum(self.count(stage, i, count) for i in range(self.num_shards))
+
+    def totals(self, stage: str, counts: str) -> dict[str, int]:
+        """Sums over all shards of counts by name."""
+        found: Counter[str] = Counter()
+        for shard in range(self.num_shards):
+            receipt = self.units.receipt(stage, shard)
+            found.update({} if receipt is None else receipt["counts"][counts])
+        return dict(sorted(found.items()))
 
     def drops(self, stage: str, num: int, shard: int) -> np.ndarray:
         """Records of a shard that go, by all units of a stage that searched for copies."""

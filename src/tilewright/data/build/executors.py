@@ -9,19 +9,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from tilewright.core import env
 from tilewright.core.errors import HardwareError
 from tilewright.core.log import get_logger
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import Context
+from tilewright.data.build.inputs import Item
 from tilewright.data.build.plan import BuildStage, stage_named
 from tilewright.data.build.stages.read import STAGE as READ
 from tilewright.data.build.stages.read import read_item, read_shard
@@ -98,10 +99,10 @@ class LocalExecutor:
         """Make a unit of the first stage without the files that kill the process that reads them."""
         items = context.listing.shards[unit[0]]
         setting, bad = context.build.model_dump_json(), []
-        for number, item in enumerate(items):
+        for item in items:
             try:
                 with env.one_thread(), self._processes_of(1) as alone:
-                    alone.submit(try_item, setting, str(context.out), unit[0], number).result()
+                    alone.submit(try_item, setting, item).result()
             except BrokenProcessPool:
                 log.warning("%s is set aside: the process that read it was killed", item.name)
                 bad.append(item)
@@ -114,8 +115,10 @@ class LocalExecutor:
         setting = context.build.model_dump_json()
         with env.one_thread():  # around submitting, too: that is when processes start
             self._pool = self._pool or self._processes_of(processes)
-            place = setting, str(context.out), stage.name
-            jobs = [self._pool.submit(make_unit, *place, *unit) for unit in todo]
+            place = setting, str(context.out), context.num_shards, stage.name
+            shards = context.listing.shards if stage.name == READ else None
+            given = [None if shards is None else shards[index] for index, _ in todo]
+            jobs = [self._pool.submit(make_unit, *place, *unit, items) for unit, items in zip(todo, given, strict=True)]
         for job in as_completed(jobs):
             job.result()
             advance(1)
@@ -176,18 +179,26 @@ class RankExecutor:
         pass
 
 
-def make_unit(setting: str, out: str, stage: str, index: int, fingerprint: str) -> None:
-    """In a worker: make one unit of the build with settings `setting` (JSON) in the folder `out`."""
-    context = _context(setting, out)
-    if stage == READ:
-        context.listing.shards  # noqa: B018  listed once per worker, outside of the unit's time
-    found = stage_named(stage)
-    context.units.make(stage, index, fingerprint, lambda folder: found.run(context, index, folder))
+def make_unit(
+    setting: str, out: str, num_shards: int, stage: str, index: int, fingerprint: str, items: list[Item] | None
+) -> None:
+    """In a worker: make one unit of the build with settings `setting` (JSON) in the folder `out`. `items` are what a
+    unit of the first stage reads."""
+    context = _context(setting, out, num_shards)
+
+    def work(folder: Path) -> Mapping[str, Any]:
+        return (
+            stage_named(stage).run(context, index, folder)
+            if items is None
+            else read_shard(items, context.build, folder)
+        )
+
+    context.units.make(stage, index, fingerprint, work)
 
 
 @lru_cache(maxsize=1)
-def _context(setting: str, out: str) -> Context:
-    return Context(DataBuild.model_validate_json(setting), Path(out))
+def _context(setting: str, out: str, num_shards: int) -> Context:
+    return Context(DataBuild.model_validate_json(setting), Path(out), num_shards=num_shards)
 
 
 def _watch_parent(parent: int) -> None:
@@ -203,10 +214,9 @@ def _watch_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def try_item(setting: str, out: str, shard: int, number: int) -> None:
-    """In a worker: read one item of a shard, and keep nothing of it."""
-    context = _context(setting, out)
-    for _ in read_item(context.listing.shards[shard][number], context.build):
+def try_item(setting: str, item: Item) -> None:
+    """In a worker: read one item, and keep nothing of it."""
+    for _ in read_item(item, DataBuild.model_validate_json(setting)):
         pass
 
 

@@ -6,7 +6,7 @@ so that any number of processes makes the same dataset.
 
 import stat
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import xxhash
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import ReadSection
 from tilewright.data.records import Rejected
-from tilewright.data.sources.documents import Reject, printable, wide_encoding
+from tilewright.data.sources.documents import Part, Reject, Source, printable, wide_encoding
 from tilewright.data.sources.files import TEXT_SUFFIXES, existing
 from tilewright.data.sources.hub import PREFIX, hub_dataset
 from tilewright.data.sources.installed import installed_source
@@ -37,6 +37,12 @@ class Item:
     key: str
     start: int = 0
     stop: int = 0
+    part: Part | None = field(default=None, compare=False, repr=False)
+    """How a part of the installed text is read."""
+
+    def identity(self) -> dict[str, Any]:
+        """What says which content it is; not where on this machine it lies."""
+        return {name: getattr(self, name) for name in ("domain", "name", "size", "key", "start", "stop")}
 
 
 @dataclass
@@ -52,18 +58,22 @@ class Listing:
     """What `max_bytes` and `domains` leave out."""
 
     def keys(self, shard: int) -> list[dict[str, Any]]:
-        """What identifies the content of a shard; not where on this machine it lies."""
-        return [{k: v for k, v in asdict(item).items() if k != "path"} for item in self.shards[shard]]
+        """What identifies the content of a shard."""
+        return [item.identity() for item in self.shards[shard]]
 
 
-def list_inputs(read: ReadSection) -> Listing:
+def list_inputs(read: ReadSection, installed: Source | None = None) -> Listing:
     """Find the files.
+
+    Args:
+        read: settings.
+        installed: the installed text, where it has been listed already: that takes a second.
 
     Raises:
         DataError: a source that does not exist, an unknown domain, or nothing to read.
     """
     listing = Listing()
-    items = list(_items(read, listing))
+    items = list(_items(read, listing, installed))
     listing.found_files = len({item.name for item in items}) + len(listing.rejects)
     listing.found_bytes = sum(item.size for item in items) + sum(reject.num_bytes for reject in listing.rejects)
     domains = sorted({item.domain for item in items})
@@ -89,15 +99,15 @@ def list_inputs(read: ReadSection) -> Listing:
     return listing
 
 
-def _items(read: ReadSection, listing: Listing) -> Iterator[Item]:
+def _items(read: ReadSection, listing: Listing, installed: Source | None) -> Iterator[Item]:
     if read.sources:
         for domain, path in read.sources.items():
             yield from _files(path, domain, read.shard_bytes, listing, f"{domain}/")
     elif read.source == INSTALLED:
-        source = installed_source()
+        source = installed or installed_source()
         listing.rejects += [_refused(reject) for reject in source.rejects]
         for part in source.parts:
-            yield Item(part.domain, part.name, "", part.size, source.key)
+            yield Item(part.domain, part.name, "", part.size, source.key, part=part)
     else:
         yield from _files(read.source, "", read.shard_bytes, listing, "")
 
@@ -135,11 +145,20 @@ def _segments(path: Path, size: int, shard_bytes: int) -> Iterator[tuple[int, in
     except OSError:
         yield 0, 0  # that it cannot be read is found out, and said, where it is read
         return
-    if wide_encoding(head[:4]) or b"\n" not in head:
+    if wide_encoding(head[:4]) or b"\n" not in head or not _is_utf8(head):  # other encodings are found in the whole
         yield 0, 0
         return
     for start in range(0, size, shard_bytes):
         yield start, min(size, start + shard_bytes)
+
+
+def _is_utf8(head: bytes) -> bool:
+    """Whether the beginning of a file is UTF-8; a character at its end may be cut."""
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start >= len(head) - 3 and error.reason == "unexpected end of data"
+    return True
 
 
 def _refused(reject: Reject, domain: str = "", prefix: str = "") -> Rejected:

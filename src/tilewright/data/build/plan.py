@@ -12,8 +12,8 @@ from typing import Any
 import tokenizers
 
 from tilewright.data.build.context import Context
-from tilewright.data.build.stages import encode, lines
-from tilewright.data.build.stages.copies import exact, near, sketches
+from tilewright.data.build.stages import encode, lines, media
+from tilewright.data.build.stages.copies import exact, images, near, sketches
 from tilewright.data.build.stages.copies.unique import unique_records
 from tilewright.data.build.stages.dataset import Finished, assemble
 from tilewright.data.build.stages.read import read_shard
@@ -68,6 +68,14 @@ def _pair_ranges(c: Context) -> int:
     return sketches.pair_ranges(c.total("rules", "records"))
 
 
+def _images(c: Context) -> int:
+    return int(c.build.duplicates.near and c.total("read", "images") > 0)
+
+
+def _media_shards(c: Context) -> int:
+    return c.num_shards if media.is_wanted(c.build.media) else 0
+
+
 def _read(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     return read_shard(c.listing.shards[i], c.build, folder)
 
@@ -107,16 +115,27 @@ def _near(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     return near.resolve(c.folders("verify", _pair_ranges(c)), c.folders("shingles"), threshold, settings.keep, folder)
 
 
+def _image_copies(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    with_images = [shard for shard in range(c.num_shards) if c.count("read", shard, "images")]
+    shards = {s: (c.folder("repair", s), c.folder("rules", s), _exact_drops(c, s)) for s in with_images}
+    return images.image_copies(shards, c.build.duplicates, folder)
+
+
 def _unique(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
-    found = _exact_drops(c, i), c.drops("near", 1, i)
-    return unique_records(c.folders("repair"), c.folder("rules", i), i, *found, c.build.duplicates.threshold, folder)
+    found = _exact_drops(c, i), c.drops("near", 1, i), c.drops("images", _images(c), i)
+    return unique_records(c.folders("repair"), c.folder("rules", i), i, *found, c.build.duplicates, folder)
 
 
 def _split(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     domains = [shard[0].domain for shard in c.listing.shards]
     settings = c.build.split
     where = c.folders("unique"), c.folders("repair"), domains, c.folder("near")
-    return split_records(*where, settings.holdout, settings.seed, folder)
+    return split_records(*where, settings, folder)
+
+
+def _media(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
+    where = c.folder("read", i), c.folder("repair", i), c.folder("unique", i), c.folder("split") / f"{i:05}.npy"
+    return media.gather_shard(*where, c.build.media, folder)
 
 
 def _shard(c: Context, i: int) -> encode.Shard:
@@ -137,8 +156,8 @@ def _dataset(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     rejects = [[c.folder(stage, shard) for stage in REJECTING] for shard in range(c.num_shards)]
     copies = {name: c.total("unique", name) for name in ("exact", "near")}
     label = source_label(c)
-    where = c.folders("read"), c.folders("encode"), rejects, c.folder("tokenizer"), c.folder("split")
-    return assemble(Finished(c.listing, *where, copies, label), folder)
+    where = c.folders("media", _media_shards(c)), c.folders("encode"), rejects, c.folder("tokenizer"), c.folder("split")
+    return assemble(Finished(c.listing, *where, copies, c.totals("repair", "changed"), label), folder)
 
 
 def source_label(c: Context) -> str:
@@ -154,8 +173,11 @@ def _tokenizer_key(c: Context) -> list[str]:
 
 STAGES = (
     BuildStage(
-        *("read", "reading files", 1, _shards),
-        lambda c, i: [c.listing.keys(i), c.build.read.text_field, c.build.read.max_chars, c.build.limits.model_dump()],
+        *("read", "reading files", 2, _shards),
+        lambda c, i: [
+            *(c.listing.keys(i), c.build.read.text_field, c.build.read.max_chars, c.build.limits.model_dump()),
+            c.build.media.model_dump(),
+        ],
         _read,
     ),
     BuildStage(
@@ -193,7 +215,7 @@ STAGES = (
         lambda c, i, folder: exact.exact_duplicates(c.folders("digests"), i, folder),
     ),
     BuildStage(
-        *("sketches", "sketching texts", 1, _shards),
+        *("sketches", "sketching texts", 2, _shards),
         lambda c, i: [
             *(c.one("repair", i), c.one("rules", i), c.every("exact", _exact_ranges(c))),
             _band_ranges(c),
@@ -224,17 +246,33 @@ STAGES = (
         _near,
     ),
     BuildStage(
-        *("unique", "dropping copies", 1, _shards),
+        *("images", "comparing images", 1, _images),
+        lambda c, i: [
+            *(c.every("repair"), c.every("rules"), c.every("exact", _exact_ranges(c))),
+            *(c.build.duplicates.image_distance, c.build.duplicates.keep),
+        ],
+        _image_copies,
+    ),
+    BuildStage(
+        *("unique", "dropping copies", 2, _shards),
         lambda c, i: [
             *(c.one("rules", i), c.every("repair"), c.every("exact", _exact_ranges(c)), c.one("near")),
-            c.build.duplicates.threshold,
+            *(c.every("images", _images(c)), c.build.duplicates.threshold, c.build.duplicates.image_distance),
         ],
         _unique,
     ),
     BuildStage(
-        *("split", "holding out", 1, _one),
+        *("split", "holding out", 2, _one),
         lambda c, i: [c.every("unique"), c.one("near"), c.build.split.model_dump()],
         _split,
+    ),
+    BuildStage(
+        *("media", "gathering pixels and sounds", 1, _media_shards),
+        lambda c, i: [
+            *(c.told_one("read", i), c.one("repair", i), c.one("unique", i), c.one("split")),
+            c.build.media.model_dump(),
+        ],
+        _media,
     ),
     BuildStage(
         *("tokenizer", "training the tokenizer", 1, _one),
@@ -245,7 +283,7 @@ STAGES = (
         _tokenizer,
     ),
     BuildStage(
-        *("encode", "encoding", 1, _shards),
+        *("encode", "encoding", 2, _shards),
         lambda c, i: [
             *(c.one("repair", i), c.one("unique", i), c.one("split"), c.one("tokenizer"), c.one("near")),
             *(c.build.chunk.model_dump(), tokenizers.__version__),
@@ -253,10 +291,11 @@ STAGES = (
         _encode,
     ),
     BuildStage(
-        *("dataset", "joining the dataset", 1, _one),
+        *("dataset", "joining the dataset", 2, _one),
         lambda c, i: [
-            *(c.one("tokenizer"), c.one("split"), source_label(c)),
-            *(c.every("encode"), *(c.told(stage) for stage in REJECTING)),
+            *(c.one("tokenizer"), c.one("split"), source_label(c), c.totals("repair", "changed")),
+            *(c.every("encode"), *(c.told(stage) for stage in REJECTING), c.every("media", _media_shards(c))),
+            c.told("media", _media_shards(c)),
             [c.listing.found_bytes, [[r.path, r.rule, str(r.value)] for r in c.listing.rejects]],
         ],
         _dataset,

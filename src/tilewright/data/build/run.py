@@ -6,7 +6,6 @@ A build can be killed at any moment and started again. Two builds cannot run in 
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,12 @@ from tilewright.data.build.context import WORK, Context
 from tilewright.data.build.executors import UnitExecutor
 from tilewright.data.build.finished.open_built import DATASET, FORMAT
 from tilewright.data.build.plan import STAGES
-from tilewright.data.build.units import cannot_write, fingerprint_of
+from tilewright.data.build.units import cannot_write, fingerprint_of, link_or_copy
 from tilewright.data.common.progress import ProgressBar
+from tilewright.data.sources.documents import Source
 
-_PARTS = ("tokens", "records", "rejects")
+PARTS = ("tokens", "records", "rejects", "media")
+"""Folders of a dataset; `media` only where tensors are asked for."""
 _README = """---
 configs:
 - config_name: records
@@ -38,8 +39,17 @@ bytes that it is from; `rejects` is what was dropped, by which rule; `tokens` is
 """
 
 
-def build_dataset(build: DataBuild, out: Path, executor: UnitExecutor, progress: ProgressBar) -> dict[str, Any]:
+def build_dataset(
+    build: DataBuild, out: Path, executor: UnitExecutor, progress: ProgressBar, installed: Source | None = None
+) -> dict[str, Any]:
     """Build the dataset in the folder `out`, from where an earlier build of it stopped.
+
+    Args:
+        build: settings.
+        out: the folder.
+        executor: runs the units.
+        progress: shows a phase per stage.
+        installed: the installed text, where it has been listed already.
 
     Returns:
         What `dataset.json` holds, with `units`: how many were made now and how many were finished before.
@@ -48,7 +58,7 @@ def build_dataset(build: DataBuild, out: Path, executor: UnitExecutor, progress:
         DataError: nothing usable, a folder that cannot be written, or a full disk.
         HardwareError: a process was killed for memory.
     """
-    context = Context(build, out)
+    context = Context(build, out, installed)
     made = finished = 0
     with _locked(out, alone=executor.is_first):
         progress.phase("listing files")
@@ -105,14 +115,15 @@ def _publish(context: Context) -> dict[str, Any]:
         "settings": context.build.model_dump(mode="json"),
         "stages": {name: fingerprint_of(digests) for name, digests in stages.items()},
     }
-    path = out / DATASET
-    if path.exists() and json.loads(path.read_bytes()) == content and all((out / part).is_dir() for part in _PARTS):
+    path, parts = out / DATASET, [part for part in PARTS if (source / part).is_dir()]
+    if path.exists() and json.loads(path.read_bytes()) == content and all((out / part).is_dir() for part in parts):
         return content
     path.unlink(missing_ok=True)
-    for part in _PARTS:
+    for part in PARTS:
         if (out / part).exists():
             shutil.rmtree(out / part)
-        shutil.copytree(source / part, out / part, copy_function=_link)
+        if part in parts:
+            shutil.copytree(source / part, out / part, copy_function=link_or_copy)
     splits = sorted(
         {file.name.partition("-")[0] for file in (out / "records").iterdir()}, key=["train", "holdout", "media"].index
     )
@@ -120,12 +131,3 @@ def _publish(context: Context) -> dict[str, Any]:
     (out / "README.md").write_text(_README.format(splits=lines))
     write_whole(path, json.dumps(content, indent=1, ensure_ascii=False))
     return content
-
-
-def _link(source: str, target: str) -> str:
-    """Another name for a file of the work folder, or a copy where the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-    return target

@@ -22,8 +22,9 @@ from tilewright.core.errors import DataError
 from tilewright.core.units import format_bytes
 
 RECEIPT = "receipt.json"
-_TOLD = ("rejects.parquet", "histograms.json")
-"""Files that tell what a unit did. No stage but the last reads them, so that only that runs again for them."""
+_TOLD = ("rejects.parquet", "histograms.json", "arrays.parquet", "pixels.npy", "log_mel.npy")
+"""Files that tell what a unit did, and tensors of media. Only the stages for these and the last one read them, so that
+only these run again for them."""
 
 
 class Units:
@@ -134,3 +135,12 @@ def cannot_write(root: Path, error: OSError) -> DataError:
         need="a folder that can be written, with room for about three times the text",
         try_="free some space and run the same command again: finished units stay" if full else "another --out",
     )
+
+
+def link_or_copy(source: str, target: str) -> str:
+    """Another name for a file, or a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+    return target

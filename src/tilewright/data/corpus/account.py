@@ -24,7 +24,8 @@ _MOST_REASONS = 25  # in a summary, and as many types; the rest are one
 _NUM_EXAMPLES = 3
 _OTHERS = "others"
 _TYPE = re.compile(r"file type (.+) is not read")
-_TYPES = "file type is not read"
+TYPES = "file type is not read"
+"""All reasons of that kind as one; which types there are is told apart."""
 
 
 @dataclass
@@ -141,9 +142,9 @@ class Account:
         for file, size, records in self._by_file():
             whole = _reason_of(records, self._file_reason.get(_shown(file), "no text in it"))
             used_files += not whole
-            if kind := _TYPE.fullmatch(whole):
-                whole = _TYPES
-                of_type = types.setdefault(kind[1], {"files": 0, "file_bytes": 0})
+            if kind := file_type(whole):
+                whole = TYPES
+                of_type = types.setdefault(kind, {"files": 0, "file_bytes": 0})
                 of_type["files"] += 1
                 of_type["file_bytes"] += size
             if whole:
@@ -174,8 +175,8 @@ class Account:
                 name: {"found": used[name] + refused[name], "used": used[name], "refused": refused[name]}
                 for name in used
             },
-            "refused": _fewer(reasons, "reasons"),
-            "file_types_not_read": _fewer(types, "types"),
+            "refused": most_bytes(reasons, "reasons"),
+            "file_types_not_read": most_bytes(types, "types"),
             "changed": self.notes,
         }
 
@@ -184,6 +185,17 @@ class Account:
         for record in self.records.values():
             parts[record.file].append(record)
         return [(file, self._files[file], records) for file, records in parts.items()]
+
+
+def file_type(reason: str) -> str:
+    """The type of file that a reason names, or "".
+
+    Example:
+        >>> file_type("file type .so is not read"), file_type("empty file")
+        ('.so', '')
+    """
+    found = _TYPE.fullmatch(reason)
+    return found[1] if found else ""
 
 
 def account_of_files(sizes: Mapping[str, int], used: Collection[str], rejects: Sequence[Reject]) -> dict[str, Any]:
@@ -228,8 +240,13 @@ def _shares(size: int, records: list[PartRecord]) -> list[tuple[PartRecord | Non
     return shares
 
 
-def _fewer(entries: dict[str, dict[str, Any]], noun: str) -> dict[str, dict[str, Any]]:
-    """The entries by how many bytes they count, the rare ones as one; lists of examples as text."""
+def most_bytes(entries: dict[str, dict[str, Any]], noun: str) -> dict[str, dict[str, Any]]:
+    """The entries by how many bytes they count, the rare ones as one; lists of examples as text.
+
+    Args:
+        entries: by name, each with `file_bytes`, perhaps `text_bytes`, other counts, and `examples`.
+        noun: of the names.
+    """
     order = sorted(entries, key=lambda e: (-entries[e]["file_bytes"], -entries[e].get("text_bytes", 0), e))
     kept, rest = order[:_MOST_REASONS], order[_MOST_REASONS:]
     found = {e: dict(entries[e]) for e in kept}
@@ -267,7 +284,7 @@ def account_line(summary: dict[str, Any], most: int = 5) -> str:
     if not refused:
         return line + " | nothing refused"
     types = list(summary["file_types_not_read"])
-    kinds = {_TYPES: f"{_TYPES}: {', '.join(types[:4])}{', ...' if len(types) > 4 else ''}"}
+    kinds = {TYPES: f"{TYPES}: {', '.join(types[:4])}{', ...' if len(types) > 4 else ''}"}
     named = [f"{kinds.get(reason, reason)} ({_amount(entry)})" for reason, entry in list(refused.items())[:most]]
     if len(refused) > most:
         named.append(_counted(len(refused) - most, "other reason"))

@@ -82,12 +82,18 @@ def _batches(texts: Sequence[Text]) -> Iterator[list[Text]]:
 
 
 class NpyWriter:
-    """Appends to a one-dimensional .npy file whose length is known only at the end. A context manager."""
+    """Appends to a .npy file whose length is known only at the end. A context manager.
 
-    def __init__(self, path: Path, dtype: np.dtype):
-        self._file, self._dtype, self._length = path.open("wb"), dtype, 0
+    Args:
+        path: the file.
+        dtype: of its numbers.
+        shape: of one entry.
+    """
 
-    def append(self, values: Sequence[int]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...] = ()):
+        self._file, self._dtype, self._shape, self._length = path.open("wb"), dtype, shape, 0
+
+    def append(self, values: Sequence[int] | np.ndarray) -> None:
         self._file.write(np.asarray(values, self._dtype).tobytes())
         self._length += len(values)
 
@@ -98,13 +104,13 @@ class NpyWriter:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self._file.seek(0)
-            self._file.write(_npy_header(self._dtype, self._length))
+            self._file.write(_npy_header(self._dtype, (self._length, *self._shape)))
         self._file.close()
 
 
-def _npy_header(dtype: np.dtype, length: int) -> bytes:
+def _npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     """A version 1.0 header of a fixed size: magic, its length, the description padded with blanks."""
     start = b"\x93NUMPY\x01\x00"
     room = _HEADER_BYTES - len(start) - 2
-    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({length},), }}"
+    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
     return start + room.to_bytes(2, "little") + text.ljust(room - 1).encode("ascii") + b"\n"

@@ -44,6 +44,7 @@ _SUFFIXES = {
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"), "image"),
     **dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au"), "audio"),
 }
+_OFFICE = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".odp", ".doc", ".xls", ".ppt", ".rtf")
 _HTML = re.compile(rb"\s*+(?:<!--(?>.*?-->)\s*+)*+<(?:!doctype\s+html|html[\s>])", re.IGNORECASE | re.DOTALL)
 
 
@@ -51,13 +52,17 @@ def kind_of(name: str, head: bytes) -> str:
     """What a file called `name` that begins with `head` is.
 
     Returns:
-        text, html, markdown, jsonl, json, csv, tsv, parquet, arrow, pdf, image, audio, zip, tar, or the suffix of a
-        compressed file (.gz, .zst, .bz2, .xz); "" where it is none of these.
+        text, html, markdown, jsonl, json, csv, tsv, parquet, arrow, pdf, image, audio, zip, tar, office (of an office
+        program, which nothing here reads), or the suffix of a compressed file (.gz, .zst, .bz2, .xz); "" where it is
+        none of these.
 
     Example:
         >>> kind_of("a.dat", b"%PDF-1.7"), kind_of("notes.txt", b"plain"), kind_of("server.key", b"-----BEGIN")
         ('pdf', 'text', '')
     """
+    suffix = PurePath(name).suffix.lower()
+    if suffix in _OFFICE and not _HTML.match(head):
+        return "office"
     for kind, at, magic in _MAGIC:
         if head.startswith(magic, at) and (at != 8 or head[:4] in (b"RIFF", b"FORM")):
             return kind
@@ -65,7 +70,6 @@ def kind_of(name: str, head: bytes) -> str:
         return ".bz2"
     if b"%PDF-" in head[:1024]:
         return "pdf"
-    suffix = PurePath(name).suffix.lower()
     known = _SUFFIXES.get(suffix) or ("text" if not suffix or suffix in TEXT_SUFFIXES.split() else "")
     if known in ("", "text") and _HTML.match(head):
         return "html"

@@ -40,10 +40,14 @@ class ReadOptions:
     """What the readers do beyond the plain text and facts of a file.
 
     `text_field` is the field of rows that holds the text. `image_size` asks for pixels: uint8 [3, size, size], the
-    middle square scaled; 0: none. `log_mel` asks for float32 [frames, 80]. `language` asks for the language of texts.
+    middle square scaled; 0: none. `log_mel` asks for float32 [frames, num_mels] of windows of `window_ms` milliseconds
+    each `hop_ms`. `language` asks for the language of texts.
     """
 
     text_field: str = "text"
     image_size: int = 0
     log_mel: bool = False
+    num_mels: int = 80
+    window_ms: float = 25.0
+    hop_ms: float = 10.0
     language: bool = False

@@ -77,6 +77,9 @@ def _of_kind(entry: Entry, size: int) -> Items:
     if not kind:
         suffix = PurePosixPath(entry.inner).suffix.lower()[:12]
         yield entry.reject("file type is not read", suffix or "none", "text, rows, image, audio", num_bytes=size)
+    elif kind == "office":
+        suffix = PurePosixPath(entry.inner).suffix.lower()
+        yield entry.reject("office document is not read", suffix, "saved as PDF, HTML or CSV", num_bytes=size)
     elif kind in ("text", "json", "jsonl", "csv", "tsv") and (
         media := described_file(entry.path, entry.limits.document_bytes)
     ):

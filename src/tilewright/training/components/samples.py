@@ -11,7 +11,7 @@ from tilewright.core.config.load import load_recipe
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError
 from tilewright.data.batches.stream import Rows, Stream
-from tilewright.data.build.finished.open_built import is_built
+from tilewright.data.build.finished.open_built import built_at
 from tilewright.data.prepare import prepare
 from tilewright.training.checkpoint.meta import read_meta
 
@@ -43,7 +43,7 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
 def _prepared(recipe: Recipe) -> Rows:
     """The run's data. A built dataset is opened without the model, whose libraries take seconds to load."""
     data = recipe.data
-    if not data.sources and data.source != "installed" and is_built(Path(data.source).expanduser()):
+    if not data.sources and built_at(data.source) is not None:
         wanted = {"task": recipe.model.task, "domains": data.domains, "seq_len": data.seq_len}
         return prepare(data.source, **wanted, cache_dir=data.cache_dir, own_process=True)
     from tilewright.training.components.dataset import prepare_data

@@ -13,6 +13,7 @@ from tilewright.core.errors import ConfigError
 from tilewright.core.hardware import Machine, detect_machine
 from tilewright.core.log import say
 from tilewright.core.units import format_bytes, parse_bytes
+from tilewright.data.build.finished.open_built import built_at, built_vocabulary
 from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.planner.advice.changes import cheapest_changes, replan_with
 from tilewright.planner.advice.sweep import largest
@@ -212,7 +213,10 @@ def _size(text: str, option: str, most: int | None, owner: str) -> int:
 
 
 def _vocab_size(recipe: Recipe) -> int:
-    """Tokens of the tokenizer that the run would use; classes of an image folder."""
+    """Tokens of the tokenizer that the run would use, of a built dataset its own; classes of images."""
+    built = None if recipe.data.sources else built_at(recipe.data.source)
+    if built is not None:
+        return built_vocabulary(built, images=recipe.model.task == "image_classification")
     if recipe.model.task == "image_classification":
         source = Path(recipe.data.source).expanduser()
         return max(1, sum(path.is_dir() for path in source.iterdir())) if source.is_dir() else 1

@@ -8,18 +8,31 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.core.errors import DataError
+from tilewright.data.build.inputs import INSTALLED
 from tilewright.data.build.tables import rows
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.tokenizer import load_tokenizer
 
 DATASET = "dataset.json"
 """The file that makes a folder a built dataset: written last, removed first."""
-FORMAT = 1
+FORMAT = 2
 
 
-def is_built(folder: Path) -> bool:
-    """Whether `folder` holds a dataset that `tilewright data build` finished."""
-    return os.path.isfile(folder / DATASET)  # False, too, where no file can have this name
+def built_at(source: str) -> Path | None:
+    """The folder of a dataset that `tilewright data build` finished, or None where a source is something else."""
+    folder = Path(source).expanduser()
+    is_built = source != INSTALLED and os.path.isfile(folder / DATASET)  # False, too, for what no file can be called
+    return folder if is_built else None
+
+
+def built_vocabulary(folder: Path, *, images: bool) -> int:
+    """Ids that a model of a built dataset tells apart: of its tokenizer, or the classes of its images.
+
+    Raises:
+        DataError: there is no finished dataset.
+    """
+    summary = read_dataset(folder)["summary"]
+    return len(summary["tensors"].get("pixels", {}).get("domains", [])) or 1 if images else summary["vocab_size"]
 
 
 def read_dataset(folder: Path) -> dict[str, Any]:
@@ -105,6 +118,9 @@ def built_tokens(folder: Path, format: str, tokenizer: str, domains: tuple[str, 
             need="one and the same: ids of another tokenizer mean other words",
             try_=f'path = "{tokenizer}" in [tokenizer] of data.toml, and `tilewright data build` again',
         )
+    if not content["summary"]["tokens"]:
+        need, try_ = "records with a text", 'model.task = "image_classification" for its images'
+        raise DataError("Built dataset holds no text", where=str(folder), got="0 tokens", need=need, try_=try_)
     unknown = sorted(set(domains) - set(content["summary"]["domains"]))
     if unknown:
         known = ", ".join(content["summary"]["domains"])

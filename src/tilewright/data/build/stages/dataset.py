@@ -19,8 +19,10 @@ import xxhash
 
 from tilewright.data.build.inputs import Listing
 from tilewright.data.build.stages.encode import RUNS, SPLIT_NAMES
+from tilewright.data.build.stages.media import publish_media
 from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row, rows
 from tilewright.data.common.tokenizer import load_tokenizer
+from tilewright.data.corpus.account import TYPES, file_type, most_bytes
 from tilewright.data.corpus.compressors import compressor_bits
 from tilewright.data.corpus.encode import NpyWriter
 
@@ -39,18 +41,21 @@ class Finished:
     """Folders of all shards, by stage, and the folders of the units that there is one of."""
 
     listing: Listing
-    read: list[Path]
+    media: list[Path]
+    """Of shards with tensors; empty where none are asked for."""
     encoded: list[Path]
     rejects: list[list[Path]]
     """By shard, in the order of the stages."""
     tokenizer: Path
     split: Path
     duplicates: Mapping[str, int]
+    changed: Mapping[str, int]
+    """How many records each kind of repair changed."""
     label: str
 
 
 def assemble(done: Finished, folder: Path) -> Mapping[str, Any]:
-    """Fill `folder` with `tokens/`, `records/` and `rejects/`; returns the summary."""
+    """Fill `folder` with `tokens/`, `records/`, `rejects/` and, if asked for, `media/`; returns counts."""
     tokens = folder / TOKENS
     tokens.mkdir()
     shutil.copytree(done.tokenizer / "tokenizer", tokens / "tokenizer")
@@ -64,8 +69,9 @@ def assemble(done: Finished, folder: Path) -> Mapping[str, Any]:
         filled = [one / f"{name}.parquet" for one in done.encoded if pq.read_metadata(one / f"{name}.parquet").num_rows]
         for number, one in enumerate(filled):
             shutil.copyfile(one, folder / "records" / f"{name}-{number:05}-of-{len(filled):05}.parquet")
+    tensors = publish_media(done.media, folder / "media") if done.media else {}
     refused = _rejects(done, folder / "rejects", tokens / "rejects.jsonl")
-    summary = _summary(done, refused, tokens)
+    summary = _summary(done, refused, tokens) | {"tensors": tensors}
     (tokens / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
     return {"docs": summary["docs"], "tokens": summary["tokens"], "bytes": summary["bytes"]}
 
@@ -109,9 +115,16 @@ class _Refused:
     """Rejects by rule: files, documents, bytes of each, and examples of where."""
 
     reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
+    types: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Files and bytes of each type that is not read."""
 
     def add(self, row: Mapping[str, Any]) -> None:
-        entry = self.entry(row["rule"])
+        suffix = file_type(row["rule"]) or (row["value"] if row["rule"] == TYPES else "")
+        if suffix:
+            of_type = self.types.setdefault(suffix, {"files": 0, "file_bytes": 0})
+            of_type["files"] += row["count"]
+            of_type["file_bytes"] += row["num_bytes"]
+        entry = self.entry(TYPES if suffix else row["rule"])
         kind = ("files", "file_bytes") if row["stage"] == "list" else ("documents", "text_bytes")
         entry[kind[0]] += row["count"]
         entry[kind[1]] += row["num_bytes"]
@@ -207,8 +220,8 @@ def _summary(done: Finished, refused: _Refused, tokens: Path) -> dict[str, Any]:
         "near_duplicates": done.duplicates["near"],
         "read": {k: {"found": read[k] + lost[k], "used": read[k], "refused": lost[k]} for k in read},
         "refused": {r: refused.reasons[r] | {"examples": ", ".join(refused.reasons[r]["examples"])} for r in reasons},
-        "file_types_not_read": {},
-        "changed": {},
+        "file_types_not_read": most_bytes(refused.types, "types"),
+        "changed": dict(done.changed),
         "notes": split_notes["notes"],
         "domains": domains,
     }

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import pyarrow as pa
 
 from tilewright.data.build.config import ChunkSection, TokenizerSection
 from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
-from tilewright.data.build.stages.split import DROPPED, HELD, TRAIN
+from tilewright.data.build.stages.split import DROPPED, HELD, LEFT, TRAIN
 from tilewright.data.build.stages.windows import Window, windows
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows
+from tilewright.data.common.cache import file_digest
 from tilewright.data.common.hashing import hash64
 from tilewright.data.common.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tilewright.data.corpus.account import TOO_SMALL
+from tilewright.data.common.tokenizer_folder import tokenizer_files
+from tilewright.data.corpus.account import LIMIT, TOO_SMALL
 from tilewright.data.corpus.encode import NpyWriter, token_dtype
 from tilewright.data.corpus.long_words import short_words
 from tilewright.data.records import Rejected
@@ -39,6 +42,8 @@ RUNS = pa.schema(
 """A record of the dataset; `bytes` and `tokens` of its text, `length` of its run in the stream, `context` positions of
 that which repeat the run before, `cluster` of near-copies."""
 
+_UNUSED = {DROPPED: (TOO_SMALL, 1.0, 2.0), LEFT: (LIMIT, "", "split.max_bytes")}
+"""Part of a record that neither split has -> rule, value and threshold of its reject."""
 _BATCH = 256  # records that are encoded together
 
 
@@ -126,7 +131,7 @@ def encode_shard(
 
     Images and sounds without a text have no tokens and are in `media.parquet`.
     """
-    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer = _loaded(tokenizer_folder, tuple(file_digest(file) for file in tokenizer_files(tokenizer_folder)))
     with ExitStack() as files:
         parts = {
             part: _Part(files, folder, name, tokenizer, chunk, sized=part == HELD) for part, name in SPLIT_NAMES.items()
@@ -137,8 +142,8 @@ def encode_shard(
         texts = shard.texts()
         while batch := list(islice(texts, _BATCH)):
             for text in batch:
-                if text.part == DROPPED:
-                    rejects.append(reject_row(_too_small(text)))
+                if text.part in _UNUSED:
+                    rejects.append(reject_row(_unused(text)))
                 elif not text.data:
                     media.append(text.record)
             for part, into in parts.items():
@@ -151,10 +156,17 @@ def encode_shard(
     return counts
 
 
-def _too_small(text: KeptText) -> Rejected:
+@lru_cache(maxsize=1)
+def _loaded(folder: Path, digests: tuple[str, ...]) -> Tokenizer:
+    """The tokenizer, once for all shards that a process encodes: the words that it remembers are a third of the work.
+    `digests` say of which content."""
+    return load_tokenizer(folder)
+
+
+def _unused(text: KeptText) -> Rejected:
     row, size = text.record, len(text.data)
-    place = row["path"], row["part"], "split", TOO_SMALL
-    return Rejected(*place, 1.0, 2.0, row["text"], row["domain"], 1, size, row["id"])
+    place = row["path"], row["part"], "split"
+    return Rejected(*place, *_UNUSED[text.part], row["text"], row["domain"], 1, size, row["id"])
 
 
 class _Part:

@@ -7,7 +7,6 @@ UTF-8 text or rows of JSON. Nothing is repaired here, so that places are those o
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ import xxhash
 
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.inputs import Item
+from tilewright.data.build.stages.media import ArrayWriter
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, record_row, reject_row
 from tilewright.data.readers.limits import ReadLimits, ReadOptions
 from tilewright.data.readers.open import read_file
 from tilewright.data.records import Record, Rejected
-from tilewright.data.sources.documents import Document, Part, Reject, cut, decode
-from tilewright.data.sources.installed import installed_source
+from tilewright.data.sources.documents import Document, Reject, cut, decode
 from tilewright.data.sources.json_rows import row
 from tilewright.data.sources.lines import segment_lines, too_long
 
@@ -37,20 +36,25 @@ def read_shard(items: list[Item], build: DataBuild, folder: Path, killed: Sequen
     Args:
         items: files, or ranges of them.
         build: settings.
-        folder: gets `records.parquet` and `rejects.parquet`.
+        folder: gets `records.parquet` and `rejects.parquet`, and pixels and frames of sound where they are wanted.
         killed: items that are refused unread: the processes that read them were killed.
     """
-    num_bytes = 0
+    num_bytes = images = 0
     with (
         TableWriter(folder / "records.parquet", RECORDS) as records,
         TableWriter(folder / "rejects.parquet", REJECTS) as rejects,
+        ArrayWriter(folder, build.media) as arrays,
     ):
         for item in items:
             for found in read_item(item, build):
-                for one in _cut(found, build.read.max_chars) if isinstance(found, Record) else (found,):
+                pieces = _cut(found, build.read.max_chars) if isinstance(found, Record) else [found]
+                for number, one in enumerate(pieces):
                     if isinstance(one, Record):
                         records.append(record_row(one))
                         num_bytes += len(one.text.encode())
+                        images += one.modality == "image"
+                        if not number:  # of a caption that is cut, the first piece has the picture
+                            arrays.append(one)
                     else:
                         rejects.append(reject_row(one))
         for item in killed:
@@ -59,7 +63,7 @@ def read_shard(items: list[Item], build: DataBuild, folder: Path, killed: Sequen
             rejects.append(reject_row(one))
         file_bytes = sum(item.size for item in items)
         counts = {"records": records.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
-    return counts | {"file_bytes": file_bytes}
+    return counts | {"images": images, "file_bytes": file_bytes}
 
 
 def read_item(item: Item, build: DataBuild) -> Items:
@@ -78,20 +82,15 @@ def read_item(item: Item, build: DataBuild) -> Items:
 
 def _read(item: Item, build: DataBuild) -> Items:
     path = Path(item.path)
-    if not item.path:
-        yield from _documents(item, _installed()[item.domain, item.name].read())
+    if item.part is not None:
+        yield from _documents(item, item.part.read())
     elif item.stop:  # a range of a large file of lines
         rows = path.suffix.lower() == ".jsonl"
         yield from _json_lines(item, path, build) if rows else _blocks(item, path, build.limits.line_bytes)
     else:
         limits = ReadLimits(**build.limits.model_dump())
-        yield from read_file(path, item.name, item.domain, limits, ReadOptions(text_field=build.read.text_field))
-
-
-@lru_cache(maxsize=1)
-def _installed() -> dict[tuple[str, str], Part]:
-    """The parts of the installed text by domain and name; listing them takes a second."""
-    return {(part.domain, part.name): part for part in installed_source().parts}
+        options = ReadOptions(text_field=build.read.text_field, **build.media.model_dump())
+        yield from read_file(path, item.name, item.domain, limits, options)
 
 
 def _documents(item: Item, found: Iterator[Document | Reject]) -> Items:
@@ -100,8 +99,8 @@ def _documents(item: Item, found: Iterator[Document | Reject]) -> Items:
             yield refused(one, item.domain)
         else:
             part = one.name.removeprefix(item.name).lstrip("@:#")
-            stop = item.size if item.path and not part else 0
-            yield Record("", "text", item.domain, one.text, path=item.name, part=part, stop=stop)
+            part = f"line {part}" if part.isdigit() else part
+            yield Record("", "text", item.domain, one.text, path=item.name, part=part)
 
 
 def _json_lines(item: Item, path: Path, build: DataBuild) -> Items:

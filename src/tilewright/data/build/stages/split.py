@@ -1,4 +1,8 @@
-"""Which records are held out: whole clusters of near-copies, some of every domain (`corpus.holdout`)."""
+"""Which records are held out: whole clusters of near-copies, some of every domain (`corpus.holdout`).
+
+Before that, a limit on the text: small domains give everything, large ones share the rest equally, and which records of
+a domain stay is a seeded hash's choice. Images and sounds without a text are held out by their number.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from tilewright.core.errors import DataError
+from tilewright.data.build.config import SplitSection
 from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
 from tilewright.data.build.tables import batches
+from tilewright.data.common.hashing import hash64
 from tilewright.data.corpus.holdout import choose_holdout
 
-TRAIN, HELD, DROPPED = 0, 1, 2
+TRAIN, HELD, DROPPED, LEFT = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,13 @@ def split_records(
     repaired: list[Path],
     domain_of_shard: list[str],
     clusters: Path,
-    holdout: float,
-    seed: int,
+    settings: SplitSection,
     folder: Path,
 ) -> Mapping[str, Any]:
     """Write where each record goes: `NNNNN.npy` per shard (uint8, one per row of its side table) and `split.json`.
 
-    `split.json` has `cut` (record -> byte where its held-out tail begins), domains that are dropped, and notes.
+    `split.json` has `cut` (record -> byte where its held-out tail begins), domains that are dropped, and notes. Records
+    that are left out by the limit go to `LEFT`, those of a domain that is too small to `DROPPED`.
 
     Raises:
         DataError: too little text for both parts.
@@ -64,9 +70,16 @@ def split_records(
     found = _Documents(domains, every, np.concatenate(domain_of), np.concatenate(lengths), repaired)
     if not len(found):
         raise _too_little(0)
-    split = choose_holdout(found, _clusters(every, clusters), holdout, seed)
-    where = np.where(split.held, HELD, TRAIN).astype(np.uint8)
-    where[np.isin(found.domain_of, split.dropped)] = DROPPED
+    stays = within(found.domain_of, found.lengths, every, settings)
+    found = _Documents(domains, every[stays], found.domain_of[stays], found.lengths[stays], repaired)
+    if not len(found):
+        raise _too_little(0)
+    split = choose_holdout(found, _clusters(found.docs, clusters), settings.holdout, settings.seed)
+    where = np.full(len(every), LEFT, np.uint8)
+    part = np.where(split.held, HELD, TRAIN).astype(np.uint8)
+    part[np.isin(found.domain_of, split.dropped)] = DROPPED
+    part[_held_media(found, settings)] = HELD
+    where[stays] = part
     if not (where == TRAIN).any() or not ((where == HELD).any() or split.cut):
         raise _too_little(len(found))
     shards = shard_of(every)
@@ -74,12 +87,49 @@ def split_records(
         first, stop = np.searchsorted(shards, [shard, shard + 1])
         np.save(folder / f"{shard:05}.npy", where[first:stop])
     notes = {
-        "cut": {str(int(every[i])): at for i, at in sorted(split.cut.items())},
+        "cut": {str(int(found.docs[i])): at for i, at in sorted(split.cut.items())},
         "dropped": sorted(domains[i] for i in split.dropped),
         "notes": split.notes,
     }
     (folder / "split.json").write_text(json.dumps(notes, indent=1, sort_keys=True))
-    return {"train": int((where == TRAIN).sum()), "holdout": int((where == HELD).sum()) + len(split.cut)}
+    counts = {name: int((where == code).sum()) for name, code in (("train", TRAIN), ("holdout", HELD), ("left", LEFT))}
+    return counts | {"holdout": counts["holdout"] + len(split.cut)}
+
+
+def _held_media(found: _Documents, settings: SplitSection) -> np.ndarray:
+    """Images and sounds without a text that are held out: of two of a domain one at least, and never all."""
+    held = [np.zeros(0, np.int64)]
+    order = np.argsort(hash64(settings.seed, found.docs), kind="stable")
+    order = order[found.lengths[order] == 0]
+    for domain in range(len(found.domains)):
+        mine = order[found.domain_of[order] == domain]
+        held.append(mine[: min(len(mine) - 1, max(1, round(settings.holdout * len(mine))))] if len(mine) else mine)
+    return np.concatenate(held)
+
+
+def within(domain_of: np.ndarray, lengths: np.ndarray, docs: np.ndarray, settings: SplitSection) -> np.ndarray:
+    """Which records stay under `settings.max_bytes`, bool: all where it is 0.
+
+    Example:
+        >>> domain_of, lengths = np.array([0, 0, 0, 1]), np.array([50, 50, 50, 20])
+        >>> stays = within(domain_of, lengths, np.arange(4), SplitSection(max_bytes=125))
+        >>> int(stays[:3].sum()), bool(stays[3])
+        (2, True)
+    """
+    left = settings.max_bytes
+    stays = (lengths == 0) if left else np.ones(len(docs), bool)  # images and sounds without a text are no bytes of it
+    sizes = np.bincount(domain_of, lengths)
+    order = np.argsort(hash64(settings.seed, docs.astype(np.uint64)), kind="stable")
+    by_size = [domain for domain in np.argsort(sizes, kind="stable").tolist() if sizes[domain]]
+    for number, domain in enumerate(by_size if left else []):
+        mine = order[domain_of[order] == domain]
+        share = free = left // (len(by_size) - number)
+        for doc, size in zip(mine.tolist(), lengths[mine].tolist(), strict=True):
+            if size <= free:
+                stays[doc] = True
+                free -= size
+        left -= share - free
+    return stays
 
 
 def _clusters(docs: np.ndarray, path: Path) -> np.ndarray:

@@ -61,7 +61,9 @@ def read_audio(entry: Entry) -> Iterator[Record | Rejected]:
         facts: dict[str, Any] = {"duration_s": num / rate, "rate": rate, "channels": channels, **measured}
         if caption.source:
             facts["caption_from"] = caption.source
-        arrays = {"log_mel": log_mel(mono, rate)} if entry.options.log_mel else {}
+        options = entry.options
+        frames_of = (options.num_mels, options.window_ms, options.hop_ms)
+        arrays = {"log_mel": log_mel(mono, rate, *frames_of)} if options.log_mel else {}
         yield entry.record("audio", caption.text, stop=size, facts=facts, arrays=arrays)
 
 

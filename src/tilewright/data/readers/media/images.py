@@ -16,10 +16,14 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """What Pillow may open. Others, such as EPS, start programs."""
 _HASH_INPUT = 32
 _ORIENTATION = 0x0112
+_FLAT = 4  # steps of grey between the darkest and the brightest point: less is what compression leaves of one colour
 
 
 def read_image(entry: Entry) -> Iterator[Record | Rejected]:
-    """One record with the facts width, height (after the turn), mode, format, phash; the first frame of several."""
+    """One record with the facts width, height (after the turn), mode, format, phash; the first frame of several.
+
+    An image of one colour has the fact flat: its perceptual hash says nothing.
+    """
     missing = entry.missing("PIL")
     if missing:
         yield missing
@@ -63,6 +67,8 @@ def _facts(image: Any, size: int) -> tuple[dict[str, int | str], dict[str, np.nd
     rgb = turned.convert("RGB")
     grey = rgb.convert("L").resize((_HASH_INPUT, _HASH_INPUT), Image.Resampling.LANCZOS)
     facts["phash"] = f"{perceptual_hash(np.asarray(grey)):016x}"
+    if np.ptp(np.asarray(grey)) < _FLAT:
+        facts["flat"] = 1
     if not size:
         return facts, {}
     square = ImageOps.fit(rgb, (size, size), Image.Resampling.BICUBIC)

@@ -1,16 +1,19 @@
 """Rows of text: .jsonl, .json, .csv, .tsv, .parquet and .arrow, by the readers of `data.sources`.
 
-A row of .jsonl knows the bytes of its line. The others are known by their number.
+A row of .jsonl knows the bytes of its line. The others are known by their number. A legacy encoding is found from the
+first MiB of a file's lines: in a single row, too few bytes say which.
 """
 
+import tempfile
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
 from tilewright.core.units import format_bytes
 from tilewright.data.readers.damage import PARSER_ERRORS, failure
 from tilewright.data.readers.entry import Entry
 from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
-from tilewright.data.readers.text.plain import Items, text_record
+from tilewright.data.readers.text.plain import BLOCK_BYTES, Items, text_record
 from tilewright.data.records import Rejected
 from tilewright.data.sources.csv_rows import read_csv
 from tilewright.data.sources.decompress import expands_too_much
@@ -19,20 +22,26 @@ from tilewright.data.sources.json_rows import holds_lines, read_json, row, strea
 from tilewright.data.sources.lines import segment_lines, too_long
 from tilewright.data.sources.tables import arrow_parts, parquet_parts
 
+_DELIMITER = {"csv": ",", "tsv": "\t"}
+
 
 def read_rows(entry: Entry, kind: str) -> Items:
     """The texts of a file of rows."""
     field, longest = entry.options.text_field, entry.limits.line_bytes
     with entry.path.open("rb") as file:
         wide = bool(wide_encoding_of(file.read(4096)))
+    legacy = "" if wide or kind in ("parquet", "arrow") else _legacy_encoding(entry)
     if kind in ("jsonl", "json") and not wide and (kind == "jsonl" or holds_lines(entry.path)):
-        yield from _json_lines(entry, field)
+        yield from _json_lines(entry, field, legacy)
+        return
+    if legacy:
+        yield from _transcoded(entry, kind, legacy)
         return
     if kind in ("jsonl", "json"):
         reader = streamed_rows if kind == "jsonl" else read_json
         found: Iterable[Document | Reject] = reader(entry.name, entry.path, field, longest)
     elif kind in ("csv", "tsv"):
-        found = read_csv(entry.name, entry.path, "," if kind == "csv" else "\t", field, longest)
+        found = read_csv(entry.name, entry.path, _DELIMITER[kind], field, longest)
     elif kind == "parquet":
         found = _of_parts(parquet_parts(entry.domain, entry.name, entry.path, field, entry.limits.ratio))
     else:
@@ -48,15 +57,43 @@ def _of_parts(parts: Iterable[Part | Reject]) -> Iterator[Document | Reject]:
             yield from part.read()
 
 
-def _json_lines(entry: Entry, field: str) -> Items:
+def _legacy_encoding(entry: Entry) -> str:
+    """The encoding of a file of rows whose first MiB is in none of Unicode's, and in one alone; else ""."""
+    with entry.path.open("rb") as file:
+        head = file.read(BLOCK_BYTES)
+    whole = head[: head.rfind(b"\n") + 1] or head
+    _, encoding, lost = decode_text(whole.removeprefix(b"\xef\xbb\xbf"))
+    return "" if lost or "utf-8" in encoding else encoding
+
+
+def _transcoded(entry: Entry, kind: str, encoding: str) -> Items:
+    """The rows of a file in a legacy encoding, read from a copy in UTF-8."""
+    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+        copy = Path(folder) / f"rows.{kind}"
+        try:
+            with entry.path.open(encoding=encoding, newline="") as source, copy.open("w", newline="") as target:
+                while text := source.read(BLOCK_BYTES):
+                    target.write(text)
+        except UnicodeError as error:
+            yield entry.reject("unknown encoding", f"{encoding}: {failure(error)}", "all bytes decode")
+            return
+        field, longest = entry.options.text_field, entry.limits.line_bytes
+        if kind == "json":
+            found = read_json(entry.name, copy, field, longest)
+        else:
+            found = read_csv(entry.name, copy, _DELIMITER[kind], field, longest)
+        yield from _converted(entry, found, {"encoding": encoding})
+
+
+def _json_lines(entry: Entry, field: str, legacy: str) -> Items:
     size, longest = entry.path.stat().st_size, entry.limits.line_bytes
     for number, (start, line) in enumerate(segment_lines(entry.path, 0, size, longest), 1):
         part = f"row {number}"
         if len(line) > longest:
             yield entry.reject("line length", f"over {longest}", longest, ascii(line[:60]), part)
             continue
-        text, encoding, lost = decode_text(line)
-        if lost or encoding != "utf-8":  # a legacy encoding is found in a row only where others would be as likely
+        text, encoding, lost = decode_text(line, legacy)
+        if lost or encoding not in ("utf-8", legacy):
             yield entry.reject("row is not UTF-8", encoding or "none fits", "utf-8", ascii(line[:60]), part)
             continue
         stop = start + len(line)
@@ -64,10 +101,11 @@ def _json_lines(entry: Entry, field: str) -> Items:
             if isinstance(item, Reject):
                 yield told(entry, item, part)
             else:
-                yield from text_record(entry, item.text, start, stop, {}, part)
+                facts = {"encoding": encoding} if legacy else {}
+                yield from text_record(entry, item.text, start, stop, facts, part)
 
 
-def _converted(entry: Entry, found: Iterator[Document | Reject]) -> Items:
+def _converted(entry: Entry, found: Iterator[Document | Reject], facts: dict[str, str] | None = None) -> Items:
     step = partial(next, found, None)
     while True:
         try:
@@ -82,7 +120,7 @@ def _converted(entry: Entry, found: Iterator[Document | Reject]) -> Items:
             continue
         group, _, number = item.name.removeprefix(entry.name).rpartition(":")
         part = f"row {number}" + (f" of group {group[1:]}" if group.startswith("@") else "")
-        yield from text_record(entry, item.text, 0, 0, {}, part)
+        yield from text_record(entry, item.text, 0, 0, facts or {}, part)
 
 
 def told(entry: Entry, reject: Reject, part: str = "") -> Rejected:

@@ -125,7 +125,7 @@ def resolve(
         sizes = _sizes(docs, shingles) if keep == "longest" else np.zeros(len(docs), np.int64)
         close = pairs["similarity"] >= np.float32(threshold)
         order = np.lexsort((docs, -sizes))
-        gone = list(_greedy(order, a[close], b[close], pairs["similarity"][close]))
+        gone = list(greedy(order, a[close], b[close], pairs["similarity"][close]))
         drops = np.array([(docs[i], docs[j], s) for i, j, s in gone], DROP)
     np.save(folder / "drops.npy", np.sort(drops, order="doc"))
     return {"near_duplicates": len(drops), "clusters": len(np.unique(clusters["cluster"]))}
@@ -141,10 +141,20 @@ def _sizes(docs: np.ndarray, shingles: list[Path]) -> np.ndarray:
     return sizes
 
 
-def _greedy(
-    order: np.ndarray, a: np.ndarray, b: np.ndarray, similarity: np.ndarray
-) -> Iterator[tuple[int, int, float]]:
-    """(record that goes, record that stays, similarity), records taken in `order`."""
+def greedy(order: np.ndarray, a: np.ndarray, b: np.ndarray, similarity: np.ndarray) -> Iterator[tuple[int, int, float]]:
+    """Which records go because they resemble one that stays.
+
+    Args:
+        order: all records, in the order in which they are taken.
+        a, b, similarity: pairs of records that resemble each other, and how much.
+
+    Yields:
+        (record that goes, record that stays, similarity).
+
+    Example:
+        >>> list(greedy(np.array([0, 1, 2]), np.array([0, 1]), np.array([1, 2]), np.array([0.9, 0.8])))
+        [(1, 0, 0.9)]
+    """
     left, right = np.concatenate([a, b]), np.concatenate([b, a])
     both = np.concatenate([similarity, similarity])
     by_left = np.argsort(left, kind="stable")

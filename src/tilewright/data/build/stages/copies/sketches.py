@@ -67,10 +67,14 @@ def joined(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def sketch_shard(records: Path, kept: Path, drops: np.ndarray, shard: int, num: int, folder: Path) -> Mapping[str, Any]:
-    """Write the bands of the sketches of a shard's records over `num` ranges. Records without a word have none."""
+    """Write the bands of the sketches of a shard's records over `num` ranges.
+
+    Records without a word have none, nor have images and sounds: two of them may have the same caption.
+    """
     found = [np.zeros(0, BAND)]
-    for rows, texts, _ in surviving_texts(records, kept, drops):
-        wordy = [i for i, text in enumerate(texts) if text.strip()]
+    for rows, texts, others in surviving_texts(records, kept, drops, ("modality",)):
+        pairs = zip(texts, others["modality"], strict=True)
+        wordy = [i for i, (text, modality) in enumerate(pairs) if modality == "text" and text.strip()]
         if not wordy:
             continue
         data, starts, sizes = joined([texts[i] for i in wordy])

@@ -7,17 +7,27 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.data.build.config import DuplicatesSection
 from tilewright.data.build.stages.copies.exact import DROP, row_of, shard_of
+from tilewright.data.build.stages.copies.images import BITS
 from tilewright.data.build.stages.rules import KEPT, survivors
 from tilewright.data.build.tables import REJECTS, TableWriter, batches, reject_row
 from tilewright.data.records import Rejected
 
+EXACT, NEAR, IMAGE = "exact duplicate", "near-copy", "near-copy of an image"
 _HELD = 64  # shards whose ids are in memory
 _COLUMNS = ("id", "text", "domain", "path", "part")
 
 
 def unique_records(
-    repaired: list[Path], kept: Path, shard: int, exact: np.ndarray, near: np.ndarray, threshold: float, folder: Path
+    repaired: list[Path],
+    kept: Path,
+    shard: int,
+    exact: np.ndarray,
+    near: np.ndarray,
+    images: np.ndarray,
+    duplicates: DuplicatesSection,
+    folder: Path,
 ) -> Mapping[str, Any]:
     """Write `kept.parquet` and `rejects.parquet` of a shard.
 
@@ -25,8 +35,8 @@ def unique_records(
         repaired: folders of the repaired records of all shards: a reject names the record that stays.
         kept: folder with the side table of the shard's records that keep to the rules.
         shard: number of the shard.
-        exact, near: what goes of this shard (`DROP`), sorted.
-        threshold: of near-copies.
+        exact, near, images: what goes of this shard (`DROP`), sorted.
+        duplicates: settings.
         folder: gets the files.
     """
 
@@ -34,8 +44,9 @@ def unique_records(
     def ids(other: int) -> list[str]:
         return [one for _, batch in batches(repaired[other] / "records.parquet", ("id",)) for one in batch["id"]]
 
-    drops = np.concatenate([np.zeros(0, DROP), exact, near])
-    rule = ["exact duplicate"] * len(exact) + ["near-copy"] * len(near)
+    drops = np.concatenate([np.zeros(0, DROP), exact, near, images])
+    of_each = [(EXACT, 1.0)] * len(exact) + [(NEAR, duplicates.threshold)] * len(near)
+    of_each += [(IMAGE, float(duplicates.image_distance))] * len(images)
     by_row = {row: i for i, row in enumerate(row_of(drops["doc"]).tolist())}
     num_bytes = 0
     with (
@@ -51,12 +62,13 @@ def unique_records(
                     drop = by_row[row]
                     stays = int(drops["stays"][drop])
                     of = ids(int(shard_of(np.uint64(stays))))[int(row_of(np.uint64(stays)))]
-                    value = f"{drops['similarity'][drop]:.3f} with {of}"
-                    least = threshold if drop >= len(exact) else 1.0
+                    rule, threshold = of_each[drop]
+                    found = drops["similarity"][drop]
+                    value = f"{found:.0f} bits of {BITS} from {of}" if rule == IMAGE else f"{found:.3f} with {of}"
                     one = dict(zip(batch, values, strict=True))
-                    rejects.append(reject_row(_reject(one, rule[drop], value, least)))
+                    rejects.append(reject_row(_reject(one, rule, value, threshold)))
         counts = {"records": staying.num_rows, "bytes": num_bytes, "rejects": rejects.num_rows}
-    return counts | {"exact": len(exact), "near": len(near)}
+    return counts | {"exact": len(exact), "near": len(near) + len(images)}
 
 
 def _reject(row: Mapping[str, Any], rule: str, value: str, threshold: float) -> Rejected:
