@@ -7,7 +7,8 @@
     row = memory_tracker.snapshot(model, optimizer)  # since the last snapshot
 
 Parameters, optimizer states, gradients and buffers are exact (unique storages); what is not on the device, or is not to
-be found in model and optimizer, its keeper tells (`own`). `activations` is what a forward phase leaves allocated for
+be found in model and optimizer, its keeper tells (`register_owner`). Of a sharded model they are this rank's parts, and
+what is put together of all ranks' at the time (`watch`). `activations` is what a forward phase leaves allocated for
 backward, by the allocator's count of live bytes (glibc and CUDA; elsewhere by the resident set). `allocator` is what
 `malloc` held without use both before and after the stretch in which the peak was (glibc). `other` is the rest of the
 peak: interpreter, libraries, compiled code, data, what operations need while they run. Memory of child processes, of
@@ -43,6 +44,8 @@ class _Moment:
     kept: int
     gradients: int
     reported: Mapping[str, int]
+    whole: Mapping[str, int]
+    """What a sharded model has put together."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class _Stretch:
         if owner not in self.before.reported | self.after.reported:
             return None
         return max(self.before.reported.get(owner, 0), self.after.reported.get(owner, 0))
+
+    def whole(self, owner: str) -> int:
+        """The larger of what was put together of an owner before and after."""
+        return max(self.before.whole.get(owner, 0), self.after.whole.get(owner, 0))
 
 
 @dataclass
@@ -87,6 +94,7 @@ class MemoryTracker:
         self._params: list[nn.Parameter] = []
         self._gradient_bytes: dict[nn.Parameter, int] = {}
         """Of each parameter that had a gradient: always as many."""
+        self._whole: Callable[[], Mapping[str, int]] = dict
         self._keepers: list[tuple[str, Callable[[], Mapping[Tier, int]]]] = []
         self._known: dict[str, dict[str, int]] = {}
         self._window = _Window()
@@ -100,9 +108,15 @@ class MemoryTracker:
         """Name of the probe: vm_hwm, sampler or torch.cuda."""
         return self._probe.name
 
-    def watch(self, model: nn.Module) -> None:
-        """Count this model's gradients at the boundaries of phases, as they may be gone when a snapshot is taken."""
-        self._params, self._gradient_bytes = list(model.parameters()), {}
+    def watch(self, model: nn.Module, whole: Callable[[], Mapping[str, int]] = dict) -> None:
+        """Count this model's gradients at the boundaries of phases, as they may be gone when a snapshot is taken.
+
+        Args:
+            model: of the run.
+            whole: of a sharded model: bytes on the device, by owner, of what is put together now from the parts of all
+                ranks, beyond those parts (`parallel.shard.WholeBytes`). They are no activations.
+        """
+        self._params, self._gradient_bytes, self._whole = list(model.parameters()), {}, whole
 
     def register_owner(self, owner: str, num_bytes: Callable[[], Mapping[Tier, int]]) -> None:
         """Ask this keeper for an owner's bytes by tier, instead of looking into model and optimizer.
@@ -136,7 +150,9 @@ class MemoryTracker:
             self._credit()
             self._running.pop()
             if name == "forward":
-                self._window.activations = max(self._window.activations, self._last.live - start.live)
+                put_together = sum(self._last.whole.values()) - sum(start.whole.values())
+                kept = self._last.live - start.live - put_together
+                self._window.activations = max(self._window.activations, kept)
 
     def _credit(self) -> None:
         """Give the peak since the last boundary to the phase that ran, and start the next stretch."""
@@ -163,7 +179,7 @@ class MemoryTracker:
                 elif size:
                     most = self._window.elsewhere.setdefault(tier, {})
                     most[owner] = max(most.get(owner, 0), size)
-        return _Moment(*self._probe.live_and_kept(), self._gradients(), reported)
+        return _Moment(*self._probe.live_and_kept(), self._gradients(), reported, self._whole())
 
     def _gradients(self) -> int:
         """Bytes of the gradients that are there now."""
@@ -224,7 +240,7 @@ def _split(phase: str, stretch: _Stretch, owned: Mapping[str, int], window: _Win
     wanted["activations"] = window.activations if phase in ("forward", "backward") else 0
     for owner in wanted:
         reported = stretch.reported(owner)
-        wanted[owner] = wanted[owner] if reported is None else reported
+        wanted[owner] = (wanted[owner] if reported is None else reported) + stretch.whole(owner)
     wanted["allocator"] = min(stretch.before.kept, stretch.after.kept)
     result, left = dict.fromkeys(OWNERS, 0), stretch.peak
     for owner in ("parameters", "optimizer", "buffers", "gradients", "activations", "allocator"):

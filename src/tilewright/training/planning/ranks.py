@@ -16,11 +16,8 @@ import torch.distributed as dist
 import xxhash
 
 from tilewright import __version__
-from tilewright.core.config.edit import with_settings
-from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError, TilewrightError
-from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import MemoryTracker
@@ -270,19 +267,6 @@ def planner_on_first(find: "Callable[[], Replanner | None]", agreement: Agreemen
 
 def _ranks(ranks: Mapping[int, str]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def unplanned(loaded: Loaded, world: World) -> Loaded:
-    """The recipe of a run, of a sharded one without a plan: the planner prices a process that holds the whole model.
-
-    Args:
-        loaded: the recipe.
-        world: the processes of the run.
-    """
-    if world.sizes.dp_shard == 1:
-        return loaded
-    say("note: plans do not know shards yet: this run is as its recipe says, and is not refused for its memory")
-    return with_settings(loaded, {"memory.plan": "", "plan.enforce": False}, "sharded")
 
 
 def check_world(world: World, recipe: Recipe) -> None:
