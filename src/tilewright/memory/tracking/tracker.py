@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.config.recipe import Tier
 from tilewright.memory.tracking.process_memory import CudaAllocator, make_probe
@@ -187,7 +188,8 @@ class MemoryTracker:
         for param in self._params:
             if param.grad is not None:
                 if param not in known:  # a storage may be that of several gradients, or hold other things too
-                    known[param] = min(storage_bytes([param.grad], self.device.type), param.grad.nbytes)
+                    grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                    known[param] = min(storage_bytes([grad], self.device.type), grad.nbytes)
                 total += known[param]
         return total
 
