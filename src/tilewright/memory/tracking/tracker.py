@@ -48,6 +48,10 @@ class _Moment:
     whole: Mapping[str, int]
     """What a sharded model has put together."""
 
+    def own(self, owner: str, owned: int) -> int:
+        """What an owner has where no keeper reports it: gradients come and go."""
+        return self.gradients if owner == "gradients" else owned
+
 
 @dataclass(frozen=True)
 class _Stretch:
@@ -57,15 +61,12 @@ class _Stretch:
     before: _Moment
     after: _Moment
 
-    def reported(self, owner: str) -> int | None:
-        """The larger of what a keeper reported, None where nobody did."""
-        if owner not in self.before.reported | self.after.reported:
-            return None
-        return max(self.before.reported.get(owner, 0), self.after.reported.get(owner, 0))
-
-    def whole(self, owner: str) -> int:
-        """The larger of what was put together of an owner before and after."""
-        return max(self.before.whole.get(owner, 0), self.after.whole.get(owner, 0))
+    def most(self, owner: str, owned: int) -> int:
+        """The larger of what an owner has before and after: as its keepers report it, else `owned`; and what is put
+        together of it then."""
+        told = owner in self.before.reported | self.after.reported
+        moments = (self.before, self.after)
+        return max((m.reported.get(owner, 0) if told else m.own(owner, owned)) + m.whole.get(owner, 0) for m in moments)
 
 
 @dataclass
@@ -238,11 +239,9 @@ def _split(phase: str, stretch: _Stretch, owned: Mapping[str, int], window: _Win
     wanted = dict(owned)
     if phase == "load":  # states are made by the first update
         wanted["optimizer"] = 0
-    wanted["gradients"] = max(stretch.before.gradients, stretch.after.gradients)
+    wanted["gradients"] = 0  # counted at both ends
     wanted["activations"] = window.activations if phase in ("forward", "backward") else 0
-    for owner in wanted:
-        reported = stretch.reported(owner)
-        wanted[owner] = (wanted[owner] if reported is None else reported) + stretch.whole(owner)
+    wanted = {owner: stretch.most(owner, size) for owner, size in wanted.items()}
     wanted["allocator"] = min(stretch.before.kept, stretch.after.kept)
     result, left = dict.fromkeys(OWNERS, 0), stretch.peak
     for owner in ("parameters", "optimizer", "buffers", "gradients", "activations", "allocator"):
