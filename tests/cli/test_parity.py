@@ -59,7 +59,7 @@ def test_two_processes_against_one(tmp_path, monkeypatch):
 
 @pytest.mark.dist
 def test_two_processes_against_one_of_a_folder(tmp_path, monkeypatch):
-    """Four layers, wider than the check needs, become two narrow ones; weights and tokenizer are the folder's own."""
+    """Four layers, wider than the check needs, become two narrow ones, with the tokenizer of the folder."""
     transformers = pytest.importorskip("transformers")
     write_text(tmp_path / "text")
     save_tokenizer(tmp_path / "model")
