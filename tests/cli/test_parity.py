@@ -57,6 +57,7 @@ def test_two_processes_against_one(tmp_path, monkeypatch):
     assert max(gap["error"] for gap in found["gaps"] if gap["kind"] == "gradient") < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_against_one_of_a_folder(tmp_path, monkeypatch):
     """Four layers, wider than the check needs, become two narrow ones, with the tokenizer of the folder."""

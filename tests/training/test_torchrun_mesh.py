@@ -1,5 +1,4 @@
-"""Two copies of two shards through torchrun, four processes: they train, save, resume, and are refused where they cannot
-fit."""
+"""Two copies of two shards through torchrun, four processes: they train, save, resume; what cannot fit is refused."""
 
 import json
 import os
