@@ -248,6 +248,12 @@ def test_a_share_is_not_the_whole_machine(capsys):
     assert "each of 4 ranks on this machine has" in capsys.readouterr().err
 
 
-def memory_here():
+def test_more_ranks_than_samples_are_no_plan(capsys):
+    assert command_line(["plan", "zero_cpu", "--parallel.dp_shard", "64"]) == 2
+    said = capsys.readouterr().err
+    assert "Fewer samples per step than processes" in said
+    assert "--train.global_batch_size 64" in said
 
+
+def memory_here():
     return detect_machine("cpu").device_memory_bytes

@@ -116,6 +116,7 @@ def budgets(data, runs, ranks):
     return planner.smallest(budget).peak_bytes, planner.as_it_stands(budget).peak_bytes
 
 
+@pytest.mark.support("plan", "shards")
 def test_a_sharded_run_is_planned_and_its_losses_stay(data, tmp_path):
     least, whole = budgets(data, tmp_path, 2)
     tight = BIG | {"plan__margin": 0.0, "plan__device_memory": int((least + whole) / 2)}

@@ -27,6 +27,7 @@ def torchrun(data, runs, **changes):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.support("resume", "hsdp")
 def test_it_trains_saves_and_resumes(data, tmp_path):
     """The bits of a run without a pause, and the bytes of its plan."""
     code, said = torchrun(data, tmp_path / "straight", train__steps=6)
@@ -51,6 +52,7 @@ def test_it_trains_saves_and_resumes(data, tmp_path):
     assert {row["planned_bytes"] for row in ranks} == {planned["peak_bytes"]}
 
 
+@pytest.mark.support("plan", "hsdp")
 def test_what_does_not_fit_is_refused_once(data, tmp_path):
     code, said = torchrun(data, tmp_path, plan__device_memory="64MiB")
     assert code != 0

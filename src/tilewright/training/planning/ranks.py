@@ -288,20 +288,31 @@ def check_world(world: World, recipe: Recipe) -> None:
             need="copies of the model, or the standard executor",
             try_=f"--parallel.dp_replicate {world.size}, or --memory.executor standard",
         )
+    check_shared(recipe, world.size)
+
+
+def check_shared(recipe: Recipe, ranks: int) -> None:
+    """What several processes cannot share, known before there are any.
+
+    Raises:
+        ConfigError: fewer samples in a step than processes, or a teacher.
+    """
+    if ranks == 1:
+        return
     if recipe.distill.teacher:
         raise ConfigError(
             "Teacher on several processes",
             where="distill.teacher",
-            got=f"{world.size} processes, a teacher",
+            got=f"{ranks} processes, a teacher",
             need="one process: each of several would hold the whole teacher, which no plan counts",
             try_="start it without torchrun, or take [distill] out",
         )
     rows = 2 if recipe.data.format == "preferences" else 1
-    if recipe.train.global_batch_size // rows < world.size:
+    if recipe.train.global_batch_size // rows < ranks:
         raise ConfigError(
             "Fewer samples per step than processes",
             where="train.global_batch_size",
-            got=f"global_batch_size = {recipe.train.global_batch_size}, {world.size} processes",
-            need=f"at least {world.size * rows}",
-            try_=f"--train.global_batch_size {world.size * rows}",
+            got=f"global_batch_size = {recipe.train.global_batch_size}, {ranks} processes",
+            need=f"at least {ranks * rows}",
+            try_=f"--train.global_batch_size {ranks * rows}",
         )

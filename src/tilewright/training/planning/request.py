@@ -27,6 +27,7 @@ from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 from tilewright.training.components.dataset import check_rows, tokenizer_path
 from tilewright.training.components.pinned import pinned
+from tilewright.training.planning.ranks import check_shared
 from tilewright.training.planning.site import PlanContext, PublishedContext
 
 GPUS = 8
@@ -53,7 +54,8 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     """The planner of a command, and its budget.
 
     Raises:
-        ConfigError: a size that is none, or more than the machine has; a machine that nobody published.
+        ConfigError: a size that is none, or more than the machine has; a machine that nobody published; more ranks than
+            can share the recipe.
     """
     loaded = pinned(loaded, weights=False)
     recipe = loaded.recipe
@@ -65,6 +67,7 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     if memory.executor == "layer_major" and "disk" in memory.tiers:
         disk = disk or _free_space(recipe)  # what the recipe says is there already
     ranks = Shards.of(recipe).ranks
+    check_shared(recipe, ranks)
     if options.on:
         row, machine, links = _published(options, disk, ranks)
         there = machine.device_memory_bytes
@@ -107,6 +110,7 @@ def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bo
     recipe = loaded.recipe
     folder = Path(recipe.memory.offload_dir or Path(recipe.run.dir) / (recipe.run.name or loaded.name))
     ranks = Shards.of(recipe).ranks
+    check_shared(recipe, ranks)
     if options.on:
         disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
         row, machine, links = _published(options, disk, ranks)
