@@ -49,7 +49,8 @@ def test_it_trains_saves_and_resumes(data, tmp_path):
     planned = json.loads((folder / "plan.json").read_text())
     ranks = json.loads((folder / "ranks.json").read_text())["ranks"]
     assert [row["rank"] for row in ranks] == [0, 1, 2, 3]
-    assert {row["planned_bytes"] for row in ranks} == {planned["peak_bytes"]}
+    (step_bytes,) = {row["planned_bytes"] for row in ranks}
+    assert step_bytes <= planned["peak_bytes"]
 
 
 @pytest.mark.support("plan", "hsdp")
