@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks import export_rows, finetune_rows, first_hour_rows, serve_rows
+from benchmarks import export_rows, finetune_rows, first_hour_rows, rank_rows, serve_rows
 from benchmarks.claim_rows import Group, Result, Row, read, read_all
 from benchmarks.common import RESULTS
 from benchmarks.gpu_targets import TARGETS, judged, record_of
@@ -36,7 +36,7 @@ def groups() -> list[Group]:
         Group("Speed", [*_throughput(), *_operations(), *gpu_rows("fp8"), *gpu_rows("paths")], f"{gpu} fp8 paths"),
         Group("Memory", [*_headlines(), *_other_memory(), *gpu_rows("memory")], f"{gpu} memory"),
         Group("Numerics", [*_quality(), *_controller(), *_search(), *gpu_rows("loss")], f"{gpu} loss"),
-        Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver()],
+        Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver(), *rank_rows.rows()],
               "python -m benchmarks.plan_measured", PLANS),
         Group("Default job", [*first_hour_rows.default_job(), *first_hour_rows.muon()]),
         Group("Fine-tuning", list(finetune_rows.rows()),

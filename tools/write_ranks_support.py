@@ -50,6 +50,7 @@ FEATURES = {
         "compiled": "compiled layers",
         "offload": "`parallel.cpu_offload`",
         "layer_major": "layer-major executor",
+        "plan": "a run is planned, and refused where it cannot fit",
     },
     "Training": {
         "run": "a run has the losses and evaluations of one process",

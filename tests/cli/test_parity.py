@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.training.tiny import settings, write_text
+from tests.training.tiny import save_tokenizer, settings, write_text
 from tilewright.cli.app import cli
 from tilewright.cli.commands.outputs.parity import gaps, parse_sizes, tiny
+from tilewright.cli.commands.outputs.parity_model import with_small_model
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import ConfigError, HardwareError
 
@@ -54,6 +55,45 @@ def test_two_processes_against_one(tmp_path, monkeypatch):
     kinds = {gap["kind"] for gap in found["gaps"]}
     assert kinds == {"loss", "gradient", "weight"}
     assert max(gap["error"] for gap in found["gaps"] if gap["kind"] == "gradient") < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_against_one_of_a_folder(tmp_path, monkeypatch):
+    """Four layers, wider than the check needs, become two narrow ones, with the tokenizer of the folder."""
+    transformers = pytest.importorskip("transformers")
+    write_text(tmp_path / "text")
+    save_tokenizer(tmp_path / "model")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(vocab_size=300, **sizes, **heads)).save_pretrained(
+        tmp_path / "model"
+    )
+    monkeypatch.chdir(tmp_path)
+    given = settings(tmp_path, tmp_path / "runs", precision__mode="fp32", model__kind="hf", model__weights="load")
+    given |= {"model.path": str(tmp_path / "model")}
+    arguments = [f"--{name}={value}" for name, value in given.items()]
+    result = CliRunner().invoke(cli, ["doctor", "--json", "--parallel", "dp_shard=2", "default", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "2 narrow layers" in result.output
+    found = json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])
+    names = {gap["name"] for gap in found["gaps"] if gap["kind"] == "weight"}
+    assert {name.split("layers.")[1][0] for name in names if "layers." in name} == {"0", "1"}
+    assert max(gap["error"] for gap in found["gaps"] if gap["kind"] == "gradient") < 2e-6
+
+
+def test_sizes_that_do_not_go_together_leave_the_layers_whole(tmp_path):
+    """Widths of state spaces are products of others, which the small sizes are not."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Mamba2Config(
+        vocab_size=64, hidden_size=128, num_heads=16, head_dim=16, state_size=8, n_groups=2, num_hidden_layers=3
+    )
+    config.save_pretrained(tmp_path / "model")
+    given = {"model.kind": "hf", "model.path": str(tmp_path / "model"), "data.vocab_size": "300"}
+    small = with_small_model(load_recipe(None, given, environ={}), tmp_path / "small").recipe
+    values = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert (values["num_hidden_layers"], values["hidden_size"]) == (2, 128)
+    assert small.model.path == str(tmp_path / "small")
 
 
 @pytest.mark.support("others", "copies", "shards", "hsdp", refused=True)

@@ -39,7 +39,7 @@ def test_the_page_of_python_has_the_public_names():
 
 
 def test_there_is_a_page_with_printed_output():
-    assert [path.name for path in outputs.pages()] == ["will-it-fit.md"]
+    assert [path.name for path in outputs.pages()] == ["several-processes.md", "will-it-fit.md"]
 
 
 @pytest.mark.parametrize("path", list(outputs.pages()), ids=lambda path: path.name)

@@ -14,7 +14,7 @@ from tilewright.ops.kernels import Kernels
 from tilewright.optim.muon import Muon
 from tilewright.planner.cost.choices import GlobalConfig, state_bytes, update_bytes
 from tilewright.planner.model.classes import ShapeFinder
-from tilewright.planner.model.matrices import Matrices
+from tilewright.planner.model.weights import Matrices
 from tilewright.planner.summary import make_plan
 from tilewright.precision.convert import convert
 from tilewright.precision.policy.policy import Policy
@@ -78,7 +78,8 @@ def test_the_bytes_of_an_update_bound_what_it_takes(storage, shape):
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
-    planned = Matrices.of(param).update_bytes(options.get("moments", "fp32"), options.get("master", "fp32"))
+    matrices = Matrices({tuple(param.shape): 1})
+    planned = matrices.update_bytes(options.get("moments", "fp32"), options.get("master", "fp32"))
     chunks = 0 if storage == "fp32" else 44 * 2**18
     assert most <= planned + chunks + 2**18, f"{most:,} bytes, planned {planned:,.0f}"
     assert planned <= most + 2**16, f"{most:,} bytes, planned {planned:,.0f}"

@@ -86,6 +86,7 @@ def test_a_run_that_fits_is_as_its_recipe_says(data, tmp_path):
     assert events(tmp_path / "auto") == []
 
 
+@pytest.mark.support("plan", "one")
 def test_layers_keep_less_where_memory_is_short_and_no_number_changes(data, tmp_path):
     train(tight(data, tmp_path, run__name="tight"))
     train(load(data, tmp_path, run__name="wide"))

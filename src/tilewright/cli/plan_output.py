@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewright.cli.common import echo, show_table
+from tilewright.core.names import ranges
 from tilewright.core.units import format_bytes, format_count, format_seconds
 from tilewright.planner.advice.changes import Change
 from tilewright.planner.advice.fixes import Fix
 from tilewright.planner.describe import kept_in_words, verdict
-from tilewright.planner.plan import Plan, describe
+from tilewright.planner.plan import Plan, describe, places, rank_rows
 
 
 def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] | None, idle: str) -> None:
@@ -29,6 +30,10 @@ def show(plan: Plan, changes: Sequence[Change | Fix], other: Mapping[str, str] |
     )
     show_table(*layer_table(plan))
     echo()
+    if setting.shards.ranks > 1:
+        echo(f"{setting.shards.words()}; bytes of one rank, below this table of the one that holds most\n")
+        show_table(*rank_table(plan))
+        echo()
     owners = [owner for owner in next(iter(plan.phases.values())) if any(row[owner] for row in plan.phases.values())]
     rows = [
         [phase, *(_cell(sizes[owner]) for owner in owners), _cell(sum(sizes.values()))]
@@ -75,10 +80,19 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
         chunks = [f"MLP in {choice.mlp_chunks} chunks"] if choice.mlp_chunks > 1 else []
         chunks += [f"attention by {choice.attention_block} rows"] if choice.attention_block else []
         kept = kept_in_words(choice) if row.indices else "-"
-        cells = [describe(row), str(row.count), choice.parameters, choice.states, kept]
+        cells = [describe(row), str(row.count), *places(plan.setting, row), kept]
         seconds = "-" if plan.shape.unknown else format_seconds(row.cost.seconds)
         rows.append([*cells, ", ".join(chunks) or "-", seconds])
     return columns, rows
+
+
+def rank_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """What ranks hold of the model: columns and rows."""
+    rows = []
+    for row in rank_rows(plan):
+        sizes = row.parameters, row.gradients, row.optimizer
+        rows.append([ranges(row.ranks), *(format_bytes(size) for size in (*sizes, sum(sizes)))])
+    return ["ranks", "parameters", "gradients", "optimizer", "sum"], rows
 
 
 def numbers(plan: Plan) -> dict[str, str]:
@@ -131,6 +145,7 @@ def to_json(
             {"class": row.name, "layers": list(row.indices), **vars(row.choice), "seconds": row.cost.seconds}
             for row in plan.rows
         ],
+        "ranks": [{**vars(row), "ranks": list(row.ranks)} for row in rank_rows(plan)],
         "phases": {name: {owner: int(size) for owner, size in row.items()} for name, row in plan.phases.items()},
         "host": {owner: int(size) for owner, size in plan.host.items()},
         "seconds": dict(plan.seconds),

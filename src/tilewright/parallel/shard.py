@@ -142,6 +142,28 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+class WholeBytes:
+    """Counts what FSDP2 has put together for a while, for which it has no public names.
+
+    Args:
+        model: from `shard`, filled.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        groups = (group for module in fsdp_modules(model) for group in module._get_fsdp_state()._fsdp_param_groups)
+        self._params: list[Any] = [param for group in groups for param in group.fsdp_params]
+
+    def __call__(self) -> dict[str, int]:
+        """Bytes of whole parameters, and of their whole gradients, that this rank has now in addition to its parts."""
+        found = {"parameters": 0, "gradients": 0}
+        for param in self._params:
+            found["parameters"] += sum(out.untyped_storage().nbytes() for out in param.all_gather_outputs)
+            whole = getattr(param, "_unsharded_param", None)
+            grads = param.unsharded_accumulated_grad, None if whole is None else whole.grad
+            found["gradients"] += sum(grad.nbytes for grad in grads if grad is not None)
+        return found
+
+
 def _shard_group(module: nn.Module, settings: dict[str, Any], *, reshard: bool | None) -> None:
     for part in _of_other_dtypes(module):
         fully_shard(part, reshard_after_forward=False, **settings)  # small: kept until backward

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import FitError
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.core.units import format_budget, format_bytes, format_count, format_seconds
 from tilewright.planner.cost.choices import choices
 from tilewright.planner.cost.layer_cost import layer_cost
+from tilewright.planner.cost.shards import Shards
 from tilewright.planner.plan import Budget, Plan, PlanRow, describe
 from tilewright.planner.planner import Planner
 
@@ -18,18 +20,21 @@ NEAR = 0.97
 def verdict(plan: Plan) -> str:
     """Whether it fits, how fast, and what memory is scarce, in a sentence."""
     peak, budget = format_bytes(plan.peak_bytes), format_bytes(plan.budget.device)
+    each = of_each(plan.recipe)
     if plan.state == "not known":
-        return f"It is not known whether the run fits: {plan.shape.unknown}. It takes more than {peak} of {budget}."
+        return (
+            f"It is not known whether the run fits: {plan.shape.unknown}. It takes more than {peak} of {budget}{each}."
+        )
     if plan.shape.unknown:
         return (
-            f"The run does not fit: it takes more than {peak} of {budget}, and how much is not known "
+            f"The run does not fit: it takes more than {peak} of {budget}{each}, and how much is not known "
             f"({plan.shape.unknown})."
         )
     speed = f"{format_seconds(plan.step_s)} a step, {format_count(plan.tokens_per_s)} tokens/s"
     host = f" and {format_bytes(plan.host_bytes)} of {format_bytes(plan.budget.host)} host memory" if plan.host else ""
     owners = plan.phases[plan.peak_phase]
     largest = max(owners, key=lambda owner: owners[owner])
-    bytes_ = f"{peak} of {budget} on the device (at {plan.peak_phase}, mostly {largest}){host}"
+    bytes_ = f"{peak} of {budget} on the device{each} (at {plan.peak_phase}, mostly {largest}){host}"
     if plan.state == "does not fit":
         return f"The run does not fit: it takes {bytes_}; {speed}."
     changed_formats = formats_of(plan)
@@ -38,6 +43,12 @@ def verdict(plan: Plan) -> str:
     lacking = scarce_memory(plan)
     scarce = f"{' and '.join(lacking) or 'no memory'} {'are' if len(lacking) > 1 else 'is'} scarce"
     return f"The run fits{narrowed}: {bytes_}; {speed}; {scarce}, most time goes to {most}."
+
+
+def of_each(recipe: Recipe) -> str:
+    """Whose bytes a plan's are, after a number of bytes; empty for one process."""
+    ranks = Shards.of(recipe).ranks
+    return f" of each of {ranks} ranks" if ranks > 1 else ""
 
 
 def formats_of(plan: Plan) -> str:
@@ -65,7 +76,8 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
     with_disk = planner.smallest(replace(budget, disk=float("inf"))) if budget.links.disk else None
     enough_host = least is not None
     least = least or with_host
-    given = f"{format_bytes(budget.device)} on the device"
+    each = of_each(planner.recipe)
+    given = f"{format_bytes(budget.device)} on the device{each}"
     given += f" and {format_bytes(budget.host)} on the host" if budget.links.host else ""
     given += f" and {format_bytes(budget.disk)} on the disk" if budget.links.disk else ""
     margin = planner.recipe.plan.margin
@@ -82,7 +94,7 @@ def no_plan(planner: Planner, budget: Budget, changes: Sequence[str]) -> FitErro
     return FitError(
         "Run does not fit",
         got=f"{given}{why}",
-        need=f"{_budgets(least)} for the smallest plan: {least.setting.executor}, micro_batch_size "
+        need=f"{_budgets(least)}{each} for the smallest plan: {least.setting.executor}, micro_batch_size "
         f"{least.setting.micro_batch_size}{formats}; {format_seconds(least.step_s)} a step{other}",
         try_="\n".join(changes) or "a smaller model; --largest names the deepest that fits",
     )

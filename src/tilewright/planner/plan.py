@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tilewright.core.config.recipe import Recipe
+from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.hardware import Machine
 from tilewright.core.memory_plan import KIND_OF, OFFLOADS, LayerMemory, MemoryPlan
 from tilewright.core.names import ranges
 from tilewright.planner.cost.choices import GlobalConfig, Links, state_bytes
 from tilewright.planner.cost.phases import FRAGMENTS, FixedBytes, rollback_bytes
 from tilewright.planner.cost.solve import Cost
-from tilewright.planner.model.gemms import Weights
 from tilewright.planner.model.shape import ModelShape
+from tilewright.planner.model.weights import Weights
 
 State = Literal["fits", "does not fit", "not known"]
 _SPARE = 1 + 1e-6
@@ -211,12 +211,38 @@ def fingerprint(shape: ModelShape) -> str:
 
 
 def bytes_of(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tuple[str, float]]:
-    """(place, bytes) of a row's parameters and states."""
-    weights = weights_of(shape, row)
-    return [
-        (row.choice.parameters, row.count * weights.stored),
-        (row.choice.states, row.count * state_bytes(weights, setting)),
-    ]
+    """(place, bytes) of a row's parameters and states, of sharded ones this rank's part."""
+    weights = weights_of(shape, row).part(setting.shards.count)
+    parameters, states = places(setting, row)
+    return [(parameters, row.count * weights.stored), (states, row.count * state_bytes(weights, setting))]
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """Ranks that hold equally much of a run, and the bytes that they hold all the time."""
+
+    ranks: tuple[int, ...]
+    parameters: float
+    gradients: float
+    """Of a whole step, in FP32."""
+    optimizer: float
+
+
+def rank_rows(plan: Plan) -> list[RankRow]:
+    """What each rank holds. Parts of parameters are as long as the first rank's, filled up where rows do not come out
+    even; the last ranks have fewer gradients and states."""
+    shards, setting = plan.setting.shards, plan.setting
+    found: dict[tuple[float, float], list[int]] = {}
+    for rank in range(shards.ranks):
+        part = plan.shape.weights.part(shards.count, rank % shards.count)
+        found.setdefault((4.0 * part.trained, state_bytes(part, setting)), []).append(rank)
+    parameters = plan.shape.weights.part(shards.count).stored
+    return [RankRow(tuple(ranks), parameters, *sizes) for sizes, ranks in found.items()]
+
+
+def places(setting: GlobalConfig, row: PlanRow) -> tuple[Tier, Tier]:
+    """Where parameters and states of a row are between the passes."""
+    return ("host", "host") if setting.shards.offload else (row.choice.parameters, row.choice.states)
 
 
 def weights_of(shape: ModelShape, row: PlanRow) -> Weights:

@@ -33,7 +33,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
 from tilewright.parallel.launch import check_equal, in_turn, on_first
-from tilewright.parallel.shard import Sharding
+from tilewright.parallel.shard import Sharding, WholeBytes
 from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
@@ -66,7 +66,6 @@ from tilewright.training.executor.not_finite import all_finite
 from tilewright.training.executor.standard import Executor, StandardExecutor
 from tilewright.training.executor.summon import SummonedParams, passing
 from tilewright.training.planning.oom_report import explained
-from tilewright.training.planning.ranks import unplanned
 from tilewright.training.planning.resolve import ResolvedPlan, plan_run
 from tilewright.training.planning.site import PlanContext
 from tilewright.training.runlog.files import Counters
@@ -247,7 +246,7 @@ def set_up(
             differ.
         FitError: the plan says that the run does not fit, and the recipe enforces it.
     """
-    loaded = unplanned(in_turn(world, lambda: pinned(loaded)), world)
+    loaded = in_turn(world, lambda: pinned(loaded))
     recipe = loaded.recipe
     machine = detect_machine(recipe.run.device).shared_by(world.local_size)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
@@ -258,7 +257,7 @@ def set_up(
         rates = ceilings.measure(machine, progress=say, own_process=True)
         run = recipe.run
         offload_dir = Path(recipe.memory.offload_dir or Path(run.dir) / (run.name or loaded.name))
-        site = PlanContext(prepared.vocab_size, machine, rates, offload_dir)
+        site = PlanContext(prepared.vocab_size, machine, rates, offload_dir, mesh=world.sizes)
         return plan_run(loaded, site, run_plan=run_plan, resuming=resuming)
 
     plan = on_first(world, planned)
@@ -297,7 +296,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
             )
         qdata = quantized_weights(model, optimizer, without=sliced.away if sliced is not None else ())
         modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, qdata)
-    memory_tracker.watch(model)
+    memory_tracker.watch(model, WholeBytes(model))
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
     optim = recipe.optim

@@ -13,6 +13,7 @@ from tilewright.core.config.edit import changed
 from tilewright.core.errors import TilewrightError
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.process_memory import trim_malloc
+from tilewright.parallel.parts import local_part
 from tilewright.planner.model.constraints import fuses, same_bits
 from tilewright.training.assemble import Components, RunContext
 from tilewright.training.planning.ranks import Agreement, planner_on_first
@@ -145,7 +146,8 @@ def there_bytes(device: torch.device, ranks: int = 1) -> int:
 def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Bytes of the optimizer's states on a device, those that stand for others elsewhere included."""
     states = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.device.type == device.type)
+    parts = (local_part(value) for value in states if isinstance(value, torch.Tensor))
+    return sum(part.nbytes for part in parts if part.device.type == device.type)
 
 
 def cheapest_fixes(setup: RunContext) -> list[str]:

@@ -7,7 +7,8 @@
     row = memory_tracker.snapshot(model, optimizer)  # since the last snapshot
 
 Parameters, optimizer states, gradients and buffers are exact (unique storages); what is not on the device, or is not to
-be found in model and optimizer, its keeper tells (`own`). `activations` is what a forward phase leaves allocated for
+be found in model and optimizer, its keeper tells (`register_owner`). Of a sharded model they are this rank's parts, and
+what is put together of all ranks' at the time (`watch`). `activations` is what a forward phase leaves allocated for
 backward, by the allocator's count of live bytes (glibc and CUDA; elsewhere by the resident set). `allocator` is what
 `malloc` held without use both before and after the stretch in which the peak was (glibc). `other` is the rest of the
 peak: interpreter, libraries, compiled code, data, what operations need while they run. Memory of child processes, of
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tilewright.core.config.recipe import Tier
 from tilewright.memory.tracking.process_memory import CudaAllocator, make_probe
@@ -43,6 +45,12 @@ class _Moment:
     kept: int
     gradients: int
     reported: Mapping[str, int]
+    whole: Mapping[str, int]
+    """What a sharded model has put together."""
+
+    def own(self, owner: str, owned: int) -> int:
+        """What an owner has where no keeper reports it: gradients come and go."""
+        return self.gradients if owner == "gradients" else owned
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,12 @@ class _Stretch:
     before: _Moment
     after: _Moment
 
-    def reported(self, owner: str) -> int | None:
-        """The larger of what a keeper reported, None where nobody did."""
-        if owner not in self.before.reported | self.after.reported:
-            return None
-        return max(self.before.reported.get(owner, 0), self.after.reported.get(owner, 0))
+    def most(self, owner: str, owned: int) -> int:
+        """The larger of what an owner has before and after: as its keepers report it, else `owned`; and what is put
+        together of it then."""
+        told = owner in self.before.reported | self.after.reported
+        moments = (self.before, self.after)
+        return max((m.reported.get(owner, 0) if told else m.own(owner, owned)) + m.whole.get(owner, 0) for m in moments)
 
 
 @dataclass
@@ -87,6 +96,7 @@ class MemoryTracker:
         self._params: list[nn.Parameter] = []
         self._gradient_bytes: dict[nn.Parameter, int] = {}
         """Of each parameter that had a gradient: always as many."""
+        self._whole: Callable[[], Mapping[str, int]] = dict
         self._keepers: list[tuple[str, Callable[[], Mapping[Tier, int]]]] = []
         self._known: dict[str, dict[str, int]] = {}
         self._window = _Window()
@@ -100,9 +110,15 @@ class MemoryTracker:
         """Name of the probe: vm_hwm, sampler or torch.cuda."""
         return self._probe.name
 
-    def watch(self, model: nn.Module) -> None:
-        """Count this model's gradients at the boundaries of phases, as they may be gone when a snapshot is taken."""
-        self._params, self._gradient_bytes = list(model.parameters()), {}
+    def watch(self, model: nn.Module, whole: Callable[[], Mapping[str, int]] = dict) -> None:
+        """Count this model's gradients at the boundaries of phases, as they may be gone when a snapshot is taken.
+
+        Args:
+            model: of the run.
+            whole: of a sharded model: bytes on the device, by owner, of what is put together now from the parts of all
+                ranks, beyond those parts (`parallel.shard.WholeBytes`). They are no activations.
+        """
+        self._params, self._gradient_bytes, self._whole = list(model.parameters()), {}, whole
 
     def register_owner(self, owner: str, num_bytes: Callable[[], Mapping[Tier, int]]) -> None:
         """Ask this keeper for an owner's bytes by tier, instead of looking into model and optimizer.
@@ -136,7 +152,9 @@ class MemoryTracker:
             self._credit()
             self._running.pop()
             if name == "forward":
-                self._window.activations = max(self._window.activations, self._last.live - start.live)
+                put_together = sum(self._last.whole.values()) - sum(start.whole.values())
+                kept = self._last.live - start.live - put_together
+                self._window.activations = max(self._window.activations, kept)
 
     def _credit(self) -> None:
         """Give the peak since the last boundary to the phase that ran, and start the next stretch."""
@@ -163,7 +181,7 @@ class MemoryTracker:
                 elif size:
                     most = self._window.elsewhere.setdefault(tier, {})
                     most[owner] = max(most.get(owner, 0), size)
-        return _Moment(*self._probe.live_and_kept(), self._gradients(), reported)
+        return _Moment(*self._probe.live_and_kept(), self._gradients(), reported, self._whole())
 
     def _gradients(self) -> int:
         """Bytes of the gradients that are there now."""
@@ -171,7 +189,8 @@ class MemoryTracker:
         for param in self._params:
             if param.grad is not None:
                 if param not in known:  # a storage may be that of several gradients, or hold other things too
-                    known[param] = min(storage_bytes([param.grad], self.device.type), param.grad.nbytes)
+                    grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                    known[param] = min(storage_bytes([grad], self.device.type), grad.nbytes)
                 total += known[param]
         return total
 
@@ -220,11 +239,9 @@ def _split(phase: str, stretch: _Stretch, owned: Mapping[str, int], window: _Win
     wanted = dict(owned)
     if phase == "load":  # states are made by the first update
         wanted["optimizer"] = 0
-    wanted["gradients"] = max(stretch.before.gradients, stretch.after.gradients)
+    wanted["gradients"] = 0  # counted at both ends
     wanted["activations"] = window.activations if phase in ("forward", "backward") else 0
-    for owner in wanted:
-        reported = stretch.reported(owner)
-        wanted[owner] = wanted[owner] if reported is None else reported
+    wanted = {owner: stretch.most(owner, size) for owner, size in wanted.items()}
     wanted["allocator"] = min(stretch.before.kept, stretch.after.kept)
     result, left = dict.fromkeys(OWNERS, 0), stretch.peak
     for owner in ("parameters", "optimizer", "buffers", "gradients", "activations", "allocator"):

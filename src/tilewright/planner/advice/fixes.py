@@ -13,6 +13,7 @@ from tilewright.core.config.edit import accepted, value_of
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.memory_plan import KIND_OF
 from tilewright.core.units import format_bytes, format_seconds
+from tilewright.planner.cost.shards import Shards
 from tilewright.planner.plan import Budget
 from tilewright.planner.planner import Planner
 
@@ -69,6 +70,7 @@ def _other_tiers(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
 def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
     for size in _halves(min(recipe.train.micro_batch_size, recipe.train.global_batch_size), 1):
         yield {"train.micro_batch_size": size}, True
+    yield from _of_shards(recipe)
     modes = list(KIND_OF)
     for mode in modes[modes.index(recipe.train.activation_checkpoint) + 1 :]:
         yield {"train.activation_checkpoint": mode}, True
@@ -96,6 +98,15 @@ def _any_executor(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
             yield {"data.seq_len": length}, False
     if recipe.model.kind == "decoder" and not recipe.model.path:
         yield from _smaller_models(recipe)
+
+
+def _of_shards(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
+    """What a rank of a sharded run need not hold whole, at the price of communication."""
+    shards = Shards.of(recipe)
+    if shards.cut and not shards.reshard:
+        yield {"parallel.reshard_after_forward": True}, True
+    if shards.cut and not shards.reduce_each and shards.rows(recipe) > recipe.train.micro_batch_size:
+        yield {"parallel.reduce_each": True}, True
 
 
 _SPARING = {"train.activation_checkpoint": "full", "train.micro_batch_size": 1}

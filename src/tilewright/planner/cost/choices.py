@@ -9,15 +9,16 @@ layer inputs may be elsewhere; one layer's gradients live at a time.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.memory_plan import KIND_OF, Activations, LayerMemory
+from tilewright.planner.cost.shards import Shards
 from tilewright.planner.model.constraints import BLOCK_ROWS, SELECTED, Constraints
-from tilewright.planner.model.gemms import Weights
 from tilewright.planner.model.roofline import backward_passes
 from tilewright.planner.model.shape import LayerClass, ModelShape
+from tilewright.planner.model.weights import Weights
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 MASTER_BYTES = {"fp32": 4, "split24": 1, "stochastic": 0}
@@ -56,19 +57,19 @@ class GlobalConfig:
     group: int = 1
     """Layers that the layer-major executor treats as one."""
     optimizer: Literal["adamw", "muon"] = "adamw"
+    shards: Shards = field(default_factory=Shards)
+    """How the ranks share the run; rows and micro-batches are those of one rank."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "GlobalConfig":
         """What a recipe says."""
-        train, optim, micro = (
-            recipe.train,
-            recipe.optim,
-            min(recipe.train.micro_batch_size, recipe.train.global_batch_size),
-        )
+        optim, shards = recipe.optim, Shards.of(recipe)
+        rows = shards.rows(recipe)
+        micro = min(recipe.train.micro_batch_size, rows)
         return cls(
             executor=recipe.memory.executor,
             micro_batch_size=micro,
-            num_micro=-(-train.global_batch_size // micro),
+            num_micro=-(-rows // micro),
             moments=optim.moments,
             master=optim.master_weights,
             loss_chunk_bytes=recipe.memory.loss_chunk_bytes,
@@ -76,12 +77,13 @@ class GlobalConfig:
             prefetch=recipe.memory.prefetch,
             group=recipe.memory.layers_per_group,
             optimizer=optim.kind,
+            shards=shards,
         )
 
 
 def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
     """Everything that may be chosen for the whole model; the smaller loss tile last."""
-    batch = recipe.train.global_batch_size
+    batch = Shards.of(recipe).rows(recipe)
     most = min(batch, fixed.most_rows or max(MOST_ROWS, recipe.train.micro_batch_size))
     sizes = {2**power for power in range(most.bit_length())} | {min(recipe.train.micro_batch_size, most)}
     if fixed.micro_batch_size is not None:
@@ -101,7 +103,7 @@ def settings_of(recipe: Recipe, fixed: Constraints) -> Iterator[GlobalConfig]:
 def executors(recipe: Recipe) -> tuple[Literal["standard", "layer_major"], ...]:
     """Those that can run a recipe's formats, clipping and adapters."""
     images_or_masks = recipe.model.task != "causal_lm" and recipe.memory.executor == "standard"
-    if recipe.lora.rank or images_or_masks:
+    if recipe.lora.rank or images_or_masks or Shards.of(recipe).cut:
         return ("standard",)
     if recipe.optim.clip == "delayed":
         return ("layer_major",)
@@ -124,8 +126,10 @@ def state_bytes(weights: Weights, setting: GlobalConfig) -> float:
 
 
 def update_bytes(weights: Weights, setting: GlobalConfig) -> float:
-    """Bytes that the update of some parameters takes for itself: none with AdamW."""
-    return weights.matrices.update_bytes(setting.moments, setting.master) if setting.optimizer == "muon" else 0.0
+    """Bytes that the update of some parameters, of all ranks together, takes for itself: none with AdamW."""
+    if setting.optimizer != "muon":
+        return 0.0
+    return weights.matrices.update_bytes(setting.moments, setting.master, setting.shards.count)
 
 
 def opaque(found: LayerClass, shape: ModelShape) -> bool:

@@ -6,17 +6,17 @@ or `gpu_specs` (guessed shares).
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 from tilewright.core.config.recipe import Recipe, Tier
 from tilewright.core.memory_plan import LayerMemory
 from tilewright.models.decoder.activation_bytes import FP32, TILE
 from tilewright.planner.cost.choices import GlobalConfig, Links, opaque, state_bytes, update_bytes
+from tilewright.planner.cost.shards import layer_backward, layer_forward
 from tilewright.planner.cost.solve import Cost
 from tilewright.planner.machine.ceilings import Ceilings
 from tilewright.planner.model.constraints import SELECTED
-from tilewright.planner.model.gemms import Weights
 from tilewright.planner.model.roofline import (
     CALL_SHARE,
     CAST_BYTES,
@@ -28,6 +28,7 @@ from tilewright.planner.model.roofline import (
     remade_share,
 )
 from tilewright.planner.model.shape import LayerClass, ModelShape
+from tilewright.planner.model.weights import Weights
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS
 
 BLOCKED_ATTENTION = 1.05
@@ -111,13 +112,18 @@ class _Layer:
     def rows(self) -> int:
         return self.setting.micro_batch_size
 
+    @cached_property
+    def part(self) -> Weights:
+        """What this rank holds of the layer's weights."""
+        return self.found.weights.part(self.setting.shards.count)
+
     @property
     def parameters(self) -> float:
-        return self.found.weights.stored
+        return self.part.stored
 
     @property
     def states(self) -> float:
-        return state_bytes(self.found.weights, self.setting)
+        return state_bytes(self.part, self.setting)
 
     @property
     def input(self) -> float:
@@ -141,13 +147,18 @@ class _Layer:
         rebuilt = max(0.0, kept - mlp - lines[kind])
         counted = self.shape.rebuilt * rebuilt
         micro_batch_size = self.forward_s() + self.backward_s() + self.again_s() + self.tiles_s() + self.weights_s()
+        shards, held = self.setting.shards, self.parameters + self.states
+        gradient = 4.0 * self.part.trained * (1 + self.shape.spread)
+        away = shards.offload and self.links.host is not None  # parts, their gradients too; a CPU's host is its device
+        work = counted + found.work(self.rows) - mlp_work + self.shape.matmul_bytes * found.largest_weight
         return Cost(
             seconds=self.setting.num_micro * micro_batch_size + self.update_s(),
-            held=self.parameters + self.states + found.buffers,
+            held=found.buffers + (0.0 if away else held),
             kept=lines[kind] * (1 + self.shape.gaps),
-            gradient=4.0 * found.weights.trained * (1 + self.shape.spread),
-            forward=rebuilt,
-            backward=counted + found.work(self.rows) - mlp_work + self.shape.matmul_bytes * found.largest_weight,
+            gradient=0.0 if away else gradient,
+            host=held + gradient if away else 0.0,
+            forward=rebuilt + layer_forward(found, shards),
+            backward=work + layer_backward(found, shards),
             once=self.shape.kind_bytes if found.matmuls else 0.0,  # embedding and head have none
         )
 
@@ -310,11 +321,13 @@ class _Layer:
 
     def update_s(self) -> float:
         """Norm, clipping and update, and the codes that are made of weights once per step."""
-        trained, matrices = self.found.weights.trained, self.found.weights.matrices
+        trained, matrices = self.part.trained, self.part.matrices
         of_adam, of_muon = trained, 0.0
         if self.setting.optimizer == "muon" and matrices.elements:
             of_adam -= matrices.elements
-            of_muon = matrices.newton_schulz_s(lambda width, flops: self.rates.matmul_s("bf16", width, flops))
+            whole = self.found.weights.matrices  # each on one rank
+            of_muon = whole.newton_schulz_s(lambda width, flops: self.rates.matmul_s("bf16", width, flops))
+            of_muon /= self.setting.shards.count
             of_muon += MUON_BYTES[self.setting.moments] * matrices.elements / self.rates.bandwidth
         return (
             of_adam / self.rates.adam[self.setting.moments]

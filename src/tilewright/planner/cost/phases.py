@@ -11,6 +11,7 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.ops.backends.native.loss import chunk_rows
 from tilewright.planner.cost.choices import GlobalConfig, state_bytes, update_bytes
+from tilewright.planner.cost.shards import Gathered
 from tilewright.planner.cost.solve import Phase, Transient
 from tilewright.planner.machine.overhead import CUDA_RESERVE_BYTES, evaluated_loss_bytes, loss_chunks
 from tilewright.planner.model.shape import LayerClass, ModelShape
@@ -48,7 +49,7 @@ class FixedBytes:
     loss_work: float
     evaluated_loss: float
     state: float
-    """Parameters and states, wherever they lie."""
+    """Parameters and states of this rank, wherever they lie."""
 
     @classmethod
     def of(cls, shape: ModelShape, setting: GlobalConfig, recipe: Recipe, machine: Machine) -> "FixedBytes":
@@ -57,7 +58,7 @@ class FixedBytes:
         stream = float(rows * shape.seq_len * shape.dim * shape.stream_bytes)
         if setting.executor == "layer_major":
             stream *= setting.num_micro
-        weights = shape.weights
+        part = shape.weights.part(setting.shards.count)
         size = 4 if recipe.precision.eval_fp32 else shape.logit_bytes
         if shape.plain_head:
             tokens, head = rows * shape.seq_len, shape.vocab_size * shape.dim
@@ -76,7 +77,7 @@ class FixedBytes:
             head_gradient=gradient,
             loss_work=loss,
             evaluated_loss=evaluated,
-            state=weights.stored + state_bytes(weights, setting),
+            state=part.stored + state_bytes(part, setting),
         )
 
 
@@ -187,33 +188,41 @@ def _standard(
     copy = base.state if cpu and written_beside(recipe) else 0.0
     code = len(shape.classes) * shape.kind_bytes  # counted for each way there is (`Cost.once`)
     always = {"process": base.process - code, "buffers": shape.rest.buffers}
-    many = setting.num_micro > 1
+    many, gathered = setting.num_micro > 1, Gathered(shape, setting.shards, setting.num_micro)
     held = everything if many else frozenset[str]()
+    passes = always | {"parameters": gathered.rest + gathered.layers(layers), "gradients": gathered.gradients}
     head = {"activations": base.head_kept + base.head_gradient}
     gaps = {"gaps": shape.spread * sum(head.values())}
     stream = {"work": (1 + shape.spread) * base.stream}
-    loss = {"work": (1 + shape.spread) * base.loss_work}
+    loss = {"work": (1 + shape.spread) * base.loss_work, "gathering": gathered.largest}
     pages: Transient = "backward" if cpu else "none"
+    cut = setting.shards.cut
+    read = {"work": shape.weights.stored - shape.weights.part(setting.shards.count).stored if recipe.lora.rank else 0.0}
     found = [
-        Phase("load", {"process": base.process - code}),
-        Phase("forward", always, layers, held, "backward" if cpu else "forward"),
-        Phase("loss", always | head | gaps | loss, layers, held, pages, passed=True),
-        Phase("backward", always | head | gaps | stream, layers, held, "backward"),
+        Phase("load", {"process": base.process - code} | read),  # a base under adapters is read whole, then cut
+        Phase("forward", passes, layers, held, "backward" if cpu else "forward"),
+        Phase("loss", passes | head | gaps | loss, layers, held, pages, passed=True),
+        Phase("backward", passes | head | gaps | stream, layers, held, "backward"),
     ]
     if not many and not shape.classes:
         whole = {"work": (1 + shape.spread) * shape.backward(setting.micro_batch_size)}
-        found.append(Phase("backward, done", always | whole))
+        found.append(Phase("backward, done", passes | whole))
     elif not many:  # gradients grow while activations go: a phase behind each kind of layers
         order = stages(shape.classes)
         for i, names in enumerate(order):
             below = frozenset(name for stage in order[i + 1 :] for name in stage)
             above = frozenset(name for stage in order[: i + 1] for name in stage) | ends
-            found.append(Phase(f"backward, {' and '.join(names)} done", always | stream, below, above, "backward"))
+            whole = {"parameters": gathered.rest + gathered.layers(below), "gradients": gathered.rest_gradients}
+            name = f"backward, {' and '.join(names)} done"
+            found.append(Phase(name, always | stream | whole, below, above, "backward"))
+    if cut:  # the last gradients that are whole
+        reduced = {"gradients": gathered.rest_gradients, "work": gathered.rest_reduced}
+        found.append(Phase("backward, embedding and head reduced", always | reduced, gradients=everything))
     takes = update_bytes(shape.weights, setting)
-    if takes:  # on a CPU in the pages that others left, if they are so many
+    if takes and (cpu or not setting.shards.offload):  # on a CPU in the pages that others left, if they are so many
         found.append(Phase("update, largest matrix", always | {"work": takes}, gradients=everything))
-    wide = {"parameters": 2.0 * shape.weights.narrow if recipe.precision.eval_fp32 else 0.0}
-    evaluated = wide | {"loss": base.evaluated_loss}
+    evaluated = {"parameters": _evaluated(gathered, recipe), "loss": base.evaluated_loss}
+    evaluated["gathering"] = 0.0 if cpu else 2 * gathered.largest
     if cpu and shape.spread:  # all pages of the busiest phase stay: an update finds room in them
         evaluations = _beside(EVALUATE, found[1:], evaluated)
         return [*found, *evaluations, *_beside(CHECKPOINT, [*found[1:], *evaluations], {"copy": copy})]
@@ -224,3 +233,12 @@ def _standard(
         Phase(EVALUATE, always | evaluated | {"work": freed}, left, transient=pages, passed=True, freed=True),
     ]
     return [*found, *_checkpoints(found, copy, replace(update, name=CHECKPOINT))]
+
+
+def _evaluated(gathered: Gathered, recipe: Recipe) -> float:
+    """Parameters that an evaluation has in addition: in FP32 where they are stored in 16 bits, and put together."""
+    shape, together = gathered.shape, gathered.rest + gathered.layers([found.name for found in gathered.shape.classes])
+    if not recipe.precision.eval_fp32:
+        return together
+    whole, part = shape.weights, shape.weights.part(gathered.shards.count)
+    return 2.0 * part.narrow + together * (1 + 2.0 * whole.narrow / whole.stored)

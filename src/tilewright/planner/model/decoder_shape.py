@@ -16,8 +16,8 @@ from tilewright.planner.model.gemms import (
     BYTES,
     DTYPES,
     LinearGemm,
-    Weights,
     held_qdata,
+    keeps_qdata,
     matmuls_of,
     operand_work,
     uncast,
@@ -26,6 +26,7 @@ from tilewright.planner.model.roofline import element_passes, expert_rows
 from tilewright.planner.model.rounding import rounding_kept, rounding_moved
 from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
+from tilewright.planner.model.weights import Weights
 from tilewright.precision.policy.gemm_formats import FP8_FORMATS, Gemms
 from tilewright.precision.policy.policy import Policy
 
@@ -128,7 +129,7 @@ class _Decoder:
         fused = self.compiled and not moe  # layers with experts are compiled in pieces
         passed = kept["none"] if fused else self._kept(place, "none", replace(storage, compiled=False))
         inactive = (config.num_experts - config.num_experts_per_token) * 3 * config.dim * config.expert_dim * moe
-        flops = count_flops(config, seq_len)
+        flops, kept_codes = count_flops(config, seq_len), keeps_qdata(self.machine, self.recipe)
         widths = (config.expert_dim if moe else config.ffn_dim, config.dim)
         operands = Line.through(*(operand_work(matmuls, rows * seq_len, self.machine) for rows in (1, 2)))
         return LayerClass(
@@ -156,8 +157,8 @@ class _Decoder:
             largest_weight=largest_weight((config.dim * width for width in widths), self.machine),
             cast=max(0, weights.count - weights.narrow - uncast(matmuls)) if BYTES[policy.matmul] < FP32 else 0,
             called_experts=config.num_experts if moe else 0,
-            buffers=float(held_qdata(matmuls, self.machine) + FP32 * config.num_experts * moe),
-            coding=Coding.of(matmuls, seq_len, self.machine),
+            buffers=float(held_qdata(matmuls, kept_codes) + FP32 * config.num_experts * moe),
+            coding=Coding.of(matmuls, seq_len, self.machine, kept_codes),
         )
 
     def _kept(self, place: int, mode: ActivationCheckpoint, storage: Storage) -> Line:

@@ -1,18 +1,16 @@
-"""Matrix matmuls of a model's linear layers, and its weights: what they are stored in, and what trains.
+"""Matrix matmuls of a model's linear layers, and the formats of them.
 
 Found on the meta device; `planner.model.decoder_shape` and `planner.model.hf_shape` make layer classes of them.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
-from tilewright.formats.quadratic_map import scale_shape
-from tilewright.planner.model.matrices import Matrices
 from tilewright.precision.convert import explain
 from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
 from tilewright.precision.float8.gemm.gemm_ops import SWITCH_BYTES
@@ -54,76 +52,6 @@ class LinearGemm:
         return store_bytes((self.num_out, self.num_in), tensorwise=self.gemms.tensorwise)
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Parameters of a part of a model, in elements; `stored` in bytes."""
-
-    count: int = 0
-    """All, those of frozen 8-bit layers included."""
-    trained: int = 0
-    """Those that have gradients and optimizer states."""
-    narrow: int = 0
-    """Those that are stored in 16 bits."""
-    narrow_trained: int = 0
-    blocks: int = 0
-    """Scales of one moment in 8 bits."""
-    stored: float = 0.0
-    matrices: Matrices = field(default_factory=Matrices)
-    """Trained ones of hidden layers, which Muon would update."""
-
-    def __add__(self, other: "Weights") -> "Weights":
-        return Weights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def times(self, number: int) -> "Weights":
-        """Of so many equal parts."""
-        return Weights(*(number * getattr(self, f.name) for f in fields(self)))
-
-    @classmethod
-    def of(
-        cls,
-        modules: Iterable[tuple[str, nn.Module]],
-        storage: Mapping[str, str],
-        seen: set[int],
-        matrices: Collection[Tensor] = (),
-    ) -> "Weights":
-        """The weights of some modules by name, each counted once.
-
-        Args:
-            modules: pairs of name and module, every level of the tree among them.
-            storage: format by module name, from `convert.explain`; FP32 for all others.
-            seen: identities of tensors that were counted already; grows.
-            matrices: of the model's hidden layers.
-        """
-        total = cls()
-        for fqn, module in modules:
-            size = BYTES.get(storage.get(fqn, "fp32"), 4)
-            for tensor, each in _tensors(module, size):
-                if id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                number, narrow = tensor.numel(), size == 2 and isinstance(tensor, nn.Parameter)
-                scales = module.weight_scale_inv.nbytes if isinstance(module, FrozenFloat8Linear) and each == 1 else 0
-                trained = tensor.requires_grad
-                total += cls(
-                    count=number,
-                    trained=number * trained,
-                    narrow=number * narrow,
-                    narrow_trained=number * (narrow and trained),
-                    blocks=prod(scale_shape(tensor.shape)) * trained,
-                    stored=number * each + scales,
-                    matrices=Matrices.of(tensor) if trained and tensor in matrices else Matrices(),
-                )
-        return total
-
-
-def _tensors(module: nn.Module, size: int) -> Iterator[tuple[Tensor, int]]:
-    """A module's own weights and the bytes of an element of each."""
-    for parameter in module.parameters(recurse=False):
-        yield parameter, size
-    if isinstance(module, FrozenFloat8Linear):
-        yield module.weight, 1
-
-
 def storage_of(model: nn.Module, policy: Policy) -> dict[str, str]:
     """The format in which each module's parameters are stored, by name."""
     return {row.fqn: row.storage for row in explain(model, policy)}
@@ -163,9 +91,15 @@ def fp8_unit(machine: Machine) -> bool:
     return machine.capability is not None and machine.capability >= (8, 9)
 
 
-def held_qdata(matmuls: Sequence[LinearGemm], machine: Machine) -> int:
-    """Bytes kept of quantised weights, and of what says their formats; on a GPU nothing is kept."""
-    if machine.device != "cpu":
+def keeps_qdata(machine: Machine, recipe: Recipe) -> bool:
+    """Whether codes of weights are kept from step to step: on a CPU, and not of sharded ones, which each pass gathers
+    and quantises."""
+    return machine.device == "cpu" and recipe.parallel.dp_shard <= 1
+
+
+def held_qdata(matmuls: Sequence[LinearGemm], kept: bool) -> int:
+    """Bytes kept of quantised weights, and of what says their formats; nothing where each pass makes them."""
+    if not kept:
         return 0
     return sum(matmul.code_bytes + SWITCH_BYTES for matmul in matmuls if matmul.gemms.any_fp8)
 

@@ -13,10 +13,11 @@ from tilewright.models.hf.model import HFModel
 from tilewright.ops.base.compile import compiles_layers
 from tilewright.ops.kernels import Kernels
 from tilewright.planner.machine.overhead import free_pages, process_size
-from tilewright.planner.model.gemms import BYTES, DTYPES, LinearGemm, Weights, held_qdata, matmuls_of, operand_work
+from tilewright.planner.model.gemms import BYTES, DTYPES, LinearGemm, held_qdata, keeps_qdata, matmuls_of, operand_work
 from tilewright.planner.model.roofline import element_passes, walked
 from tilewright.planner.model.shape import Coding, LayerClass, Line, ModelShape, largest_weight, rule_notes
 from tilewright.planner.model.skeleton import Skeleton
+from tilewright.planner.model.weights import Weights
 from tilewright.planner.trace.byte_counter import GemmKind
 from tilewright.planner.trace.layer_trace import TracedLayer, flops_of
 from tilewright.planner.trace.trace import Trace, Untraceable, trace_model
@@ -116,6 +117,7 @@ class _Found:
     ) -> None:  # fmt: skip
         self.skeleton, self.machine, self.traced = skeleton, machine, traced
         self.seq_len, self.free, self.compiled = seq_len, free, compiled
+        self.kept_codes = keeps_qdata(machine, recipe)
         self.causal = 0.5 if recipe.model.task == "causal_lm" else 1.0
         self.stored = BYTES[policy.activation]
         one = traced[0]
@@ -175,8 +177,8 @@ class _Found:
             largest_weight=largest_weight((p.numel() for p in module.parameters()), self.machine),
             others=others,
             operations=0 if self.compiled else one.operations,
-            buffers=float(held_qdata(matmuls, self.machine)),
-            coding=Coding.of(matmuls, self.seq_len, self.machine),
+            buffers=float(held_qdata(matmuls, self.kept_codes)),
+            coding=Coding.of(matmuls, self.seq_len, self.machine, self.kept_codes),
         )
 
     def rest(self) -> LayerClass:
@@ -204,8 +206,8 @@ class _Found:
             attention_flops=self.causal * _rest_of(one, "attention"),
             others=_beside(self.rest_gemms, matmuls),
             operations=int(_rest_of(one, "operations")),
-            buffers=float(held_qdata(matmuls, self.machine)),
-            coding=Coding.of(matmuls, self.seq_len, self.machine),
+            buffers=float(held_qdata(matmuls, self.kept_codes)),
+            coding=Coding.of(matmuls, self.seq_len, self.machine, self.kept_codes),
         )
 
     @property

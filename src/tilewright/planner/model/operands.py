@@ -2,7 +2,7 @@
 
 A pass over a layer quantises its inputs, or their gradients, once for each group of layers that reads them. Without a
 unit for 8 bits the codes of both operands are decoded before each matmul. The codes of weights are made once per step
-on a CPU, which keeps them, and in each pass on a GPU (`precision.float8.gemm.weight_store`).
+on a CPU, which keeps them, and in each pass on a GPU (`precision.float8.gemm.weight_store`) and of sharded weights.
 """
 
 from collections.abc import Iterable
@@ -31,8 +31,9 @@ class OperandBytes:
     step: float = 0.0
 
     @classmethod
-    def of(cls, matmuls: Iterable[LinearGemm], tokens: float, machine: Machine) -> "OperandBytes":
-        """The bytes of some linear layers for `tokens` tokens of a micro-batch, experts as evenly used."""
+    def of(cls, matmuls: Iterable[LinearGemm], tokens: float, machine: Machine, kept: bool) -> "OperandBytes":
+        """The bytes of some linear layers for `tokens` tokens of a micro-batch, experts as evenly used. `kept`: codes
+        of weights are, from step to step."""
         forward = backward = qdata = 0.0
         seen, has_unit = set[tuple[str, int]](), fp8_unit(machine)
         for matmul in matmuls:
@@ -50,6 +51,6 @@ class OperandBytes:
                 forward += DECODE_BYTES * fprop * (x + weight)
                 backward += DECODE_BYTES * (dgrad * (dy + weight) + wgrad * (dy + x))
             qdata += WEIGHT_BYTES * weight * gemms.any_fp8 * (not matmul.coded)
-        if machine.device == "cpu":
+        if kept:
             return cls(forward, backward, qdata)
         return cls(forward + qdata, backward + qdata)

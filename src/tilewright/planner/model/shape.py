@@ -12,8 +12,9 @@ from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import UnknownFitError
 from tilewright.core.hardware import Machine
 from tilewright.planner.model.constraints import Constraints
-from tilewright.planner.model.gemms import LinearGemm, Weights
+from tilewright.planner.model.gemms import LinearGemm
 from tilewright.planner.model.operands import OperandBytes
+from tilewright.planner.model.weights import Weights
 from tilewright.planner.trace.byte_counter import GemmKind
 
 
@@ -55,9 +56,9 @@ class Coding:
     step: float = 0.0
 
     @classmethod
-    def of(cls, matmuls: Sequence[LinearGemm], seq_len: int, machine: Machine) -> "Coding":
-        """Of a layer with these matmuls, for rows of `seq_len` tokens."""
-        one, two = (OperandBytes.of(matmuls, rows * seq_len, machine) for rows in (1, 2))
+    def of(cls, matmuls: Sequence[LinearGemm], seq_len: int, machine: Machine, kept: bool) -> "Coding":
+        """Of a layer with these matmuls, for rows of `seq_len` tokens. `kept`: codes of weights are, between steps."""
+        one, two = (OperandBytes.of(matmuls, rows * seq_len, machine, kept) for rows in (1, 2))
         return cls(Line.through(one.forward, two.forward), Line.through(one.backward, two.backward), one.step)
 
 

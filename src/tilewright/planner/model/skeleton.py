@@ -14,8 +14,9 @@ from tilewright.models.decoder.config import DecoderConfig
 from tilewright.models.decoder.decoder import Decoder
 from tilewright.models.hf.model import HFModel
 from tilewright.ops.kernels import Kernels
-from tilewright.planner.model.gemms import Weights, storage_of
+from tilewright.planner.model.gemms import storage_of
 from tilewright.planner.model.stacks import find_stack, keep_layers
+from tilewright.planner.model.weights import Weights
 from tilewright.precision.lora.lora import add_lora
 from tilewright.precision.policy.policy import Policy
 

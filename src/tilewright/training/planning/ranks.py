@@ -16,11 +16,8 @@ import torch.distributed as dist
 import xxhash
 
 from tilewright import __version__
-from tilewright.core.config.edit import with_settings
-from tilewright.core.config.load import Loaded
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.errors import ConfigError, TilewrightError
-from tilewright.core.log import say
 from tilewright.core.memory_plan import MemoryPlan
 from tilewright.memory.tracking.format import is_out_of_memory
 from tilewright.memory.tracking.tracker import MemoryTracker
@@ -272,19 +269,6 @@ def _ranks(ranks: Mapping[int, str]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def unplanned(loaded: Loaded, world: World) -> Loaded:
-    """The recipe of a run, of a sharded one without a plan: the planner prices a process that holds the whole model.
-
-    Args:
-        loaded: the recipe.
-        world: the processes of the run.
-    """
-    if world.sizes.dp_shard == 1:
-        return loaded
-    say("note: plans do not know shards yet: this run is as its recipe says, and is not refused for its memory")
-    return with_settings(loaded, {"memory.plan": "", "plan.enforce": False}, "sharded")
-
-
 def check_world(world: World, recipe: Recipe) -> None:
     """What can be known to go wrong on these ranks before anything is prepared.
 
@@ -304,20 +288,31 @@ def check_world(world: World, recipe: Recipe) -> None:
             need="copies of the model, or the standard executor",
             try_=f"--parallel.dp_replicate {world.size}, or --memory.executor standard",
         )
+    check_shared(recipe, world.size)
+
+
+def check_shared(recipe: Recipe, ranks: int) -> None:
+    """What several processes cannot share, known before there are any.
+
+    Raises:
+        ConfigError: fewer samples in a step than processes, or a teacher.
+    """
+    if ranks == 1:
+        return
     if recipe.distill.teacher:
         raise ConfigError(
             "Teacher on several processes",
             where="distill.teacher",
-            got=f"{world.size} processes, a teacher",
+            got=f"{ranks} processes, a teacher",
             need="one process: each of several would hold the whole teacher, which no plan counts",
             try_="start it without torchrun, or take [distill] out",
         )
     rows = 2 if recipe.data.format == "preferences" else 1
-    if recipe.train.global_batch_size // rows < world.size:
+    if recipe.train.global_batch_size // rows < ranks:
         raise ConfigError(
             "Fewer samples per step than processes",
             where="train.global_batch_size",
-            got=f"global_batch_size = {recipe.train.global_batch_size}, {world.size} processes",
-            need=f"at least {world.size * rows}",
-            try_=f"--train.global_batch_size {world.size * rows}",
+            got=f"global_batch_size = {recipe.train.global_batch_size}, {ranks} processes",
+            need=f"at least {ranks * rows}",
+            try_=f"--train.global_batch_size {ranks * rows}",
         )

@@ -20,6 +20,7 @@ from tilewright.planner.advice.sweep import largest
 from tilewright.planner.auto import planner_of
 from tilewright.planner.cost.choices import Links
 from tilewright.planner.cost.links import GUESSED_DISK, as_links, disk_speed, existing, host_speed
+from tilewright.planner.cost.shards import Shards
 from tilewright.planner.describe import no_plan
 from tilewright.planner.machine import ceilings
 from tilewright.planner.machine.gpu_specs import GUESSES, HOST_BYTES, LINK_SHARE, GpuSpec, find_published
@@ -27,7 +28,11 @@ from tilewright.planner.plan import Budget, Plan
 from tilewright.planner.planner import Planner
 from tilewright.training.components.dataset import check_rows, tokenizer_path
 from tilewright.training.components.pinned import pinned
+from tilewright.training.planning.ranks import check_shared
 from tilewright.training.planning.site import PlanContext, PublishedContext
+
+GPUS = 8
+"""In one machine, at most."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     """The planner of a command, and its budget.
 
     Raises:
-        ConfigError: a size that is none, or more than the machine has; a machine that nobody published.
+        ConfigError: a size that is none, or more than the machine has; a machine that nobody published; more ranks than
+            can share the recipe.
     """
     loaded = pinned(loaded, weights=False)
     recipe = loaded.recipe
@@ -61,8 +67,10 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
     memory = recipe.memory
     if memory.executor == "layer_major" and "disk" in memory.tiers:
         disk = disk or _free_space(recipe)  # what the recipe says is there already
+    ranks = Shards.of(recipe).ranks
+    check_shared(recipe, ranks)
     if options.on:
-        row, machine, links = _published(options, disk)
+        row, machine, links = _published(options, disk, ranks)
         there = machine.device_memory_bytes
         device = (
             _size(options.device_memory, "--device-memory", there, machine.device_name)
@@ -70,17 +78,20 @@ def planner_for(loaded: Loaded, options: PlanRequest, *, quiet: bool) -> tuple[P
             else recipe.plan.device_memory or there
         )
         budget = Budget(device, machine.host_memory_bytes, links, disk)
-        return planner_of(loaded, vocab_size, machine, row.ceilings(), published_notes(options.on)), budget
-    machine = detect_machine(recipe.run.device)
+        notes = (*published_notes(options.on), *_shared_host(ranks, machine))
+        return planner_of(loaded, vocab_size, machine, row.ceilings(), notes), budget
+    machine = _share_of(detect_machine(recipe.run.device), ranks)
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     rates = ceilings.measure(machine, progress=None if quiet else say)
-    device, host = _budgets_here(options, machine, recipe.plan.device_memory)
+    device, host = _budgets_here(options, machine, recipe.plan.device_memory, ranks)
     progress = None if quiet else say
     folder = _tier_folder(recipe)
     links = as_links(
         host_speed(machine, progress=progress), disk_speed(folder, machine, progress=progress) if disk else None
     )
-    return planner_of(loaded, vocab_size, machine, rates), Budget(device, host, links, disk)
+    return planner_of(loaded, vocab_size, machine, rates, _shared_host(ranks, machine)), Budget(
+        device, host, links, disk
+    )
 
 
 def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bool) -> PlanContext:
@@ -99,9 +110,11 @@ def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bo
     """
     recipe = loaded.recipe
     folder = Path(recipe.memory.offload_dir or Path(recipe.run.dir) / (recipe.run.name or loaded.name))
+    ranks = Shards.of(recipe).ranks
+    check_shared(recipe, ranks)
     if options.on:
         disk = _size(options.disk_memory, "--disk-memory", None, "") if options.disk_memory else 0
-        row, machine, links = _published(options, disk)
+        row, machine, links = _published(options, disk, ranks)
         _check_device(options, machine, machine.device_name)
         return PublishedContext(vocab_size, machine, row.ceilings(), folder, links, float(disk))
     for option, text in (("--host-memory", options.host_memory), ("--disk-memory", options.disk_memory)):
@@ -113,8 +126,8 @@ def site_for(loaded: Loaded, options: PlanRequest, vocab_size: int, *, quiet: bo
                 try_=f"--device-memory, or {option} with --on for a machine that is not at hand",
                 where=option,
             )
-    machine = detect_machine(recipe.run.device)
-    _check_device(options, machine, "this machine")
+    machine = _share_of(detect_machine(recipe.run.device), ranks)
+    _check_device(options, machine, _owner(ranks))
     torch.set_num_threads(recipe.run.threads or machine.physical_cores)
     progress = None if quiet else say
     rates = ceilings.measure(machine, progress=progress)
@@ -127,13 +140,32 @@ def published_notes(name: str) -> tuple[str, ...]:
     return f"published, not measured: {row.full_name} ({row.source})", GUESSES
 
 
-def _published(options: PlanRequest, disk: int) -> tuple[GpuSpec, Machine, Links]:
-    """A machine that is not at hand, and its links; without bytes on its disk, none to that."""
+def _share_of(machine: Machine, ranks: int) -> Machine:
+    """What each of so many ranks has of a machine; of GPUs there are at most `GPUS` in one, and they share its host."""
+    return machine.shared_by(ranks if machine.device == "cpu" else min(ranks, GPUS))
+
+
+def _shared_host(ranks: int, machine: Machine) -> tuple[str, ...]:
+    """What a plan for several ranks takes for granted of machines."""
+    if ranks == 1:
+        return ()
+    if machine.device == "cpu":
+        return (f"taken for granted: all {ranks} ranks are on this machine, and share its cores and memory",)
+    return (f"taken for granted: a GPU for each rank, {min(ranks, GPUS)} of them in a machine, which share its host",)
+
+
+def _owner(ranks: int) -> str:
+    """Whose memory a typed size is held against."""
+    return "this machine" if ranks == 1 else f"each of {ranks} ranks on this machine"
+
+
+def _published(options: PlanRequest, disk: int, ranks: int) -> tuple[GpuSpec, Machine, Links]:
+    """What a rank has of a machine that is not at hand, and its links; without bytes on its disk, none to that."""
     row = find_published(options.on)
     host = _size(options.host_memory, "--host-memory", None, "") if options.host_memory else HOST_BYTES
     guessed = f"guessed: {GUESSED_DISK / 1e9:.0f} GB/s of the disk" if disk else ""
     links = Links(LINK_SHARE * row.link, GUESSED_DISK if disk else None, guessed)
-    return row, row.machine(detect_machine("cpu"), host), links
+    return row, _share_of(row.machine(detect_machine("cpu"), host), ranks), links
 
 
 def _check_device(options: PlanRequest, machine: Machine, owner: str) -> None:
@@ -166,8 +198,8 @@ def _free_space(recipe: Recipe) -> int:
     return shutil.disk_usage(existing(_tier_folder(recipe))).free
 
 
-def _budgets_here(options: PlanRequest, machine: Machine, wanted: int) -> tuple[int, int]:
-    """Device and host budget on the machine at hand."""
+def _budgets_here(options: PlanRequest, machine: Machine, wanted: int, ranks: int) -> tuple[int, int]:
+    """Device and host budget of a rank on the machine at hand."""
     if options.host_memory and machine.device == "cpu":
         raise ConfigError(
             "Two memory sizes for one CPU memory",
@@ -178,9 +210,9 @@ def _budgets_here(options: PlanRequest, machine: Machine, wanted: int) -> tuple[
         )
     device, host = wanted or machine.device_memory_bytes, machine.host_memory_bytes
     if options.device_memory:
-        device = _size(options.device_memory, "--device-memory", machine.device_memory_bytes, "this machine")
+        device = _size(options.device_memory, "--device-memory", machine.device_memory_bytes, _owner(ranks))
     if options.host_memory:
-        host = _size(options.host_memory, "--host-memory", machine.host_memory_bytes, "this machine")
+        host = _size(options.host_memory, "--host-memory", machine.host_memory_bytes, _owner(ranks))
     return device, host
 
 

@@ -90,13 +90,14 @@ class ResolvedPlan:
             return None
         memory_plan = self.memory_plan or memory_plan_of(recipe, num_layers)
         budget = self.site.budget(recipe, disk=disk and recipe.memory.executor == "layer_major")
-        return Replanner(planner, GlobalConfig.of(recipe), memory_plan, budget)
+        return Replanner(planner, GlobalConfig.of(planner.recipe), memory_plan, budget)
 
 
 def plan_run(
     loaded: Loaded, site: PlanContext, *, run_plan: PlanFile | None = None, resuming: bool = False
 ) -> ResolvedPlan:
-    """Decide what a run executes: one of the cases in this file's first lines.
+    """Decide what a run executes: one of the cases in this file's first lines. Of several ranks the plan is that of the
+    rank that holds most; the mesh stays as the recipe says it.
 
     Args:
         loaded: the recipe; of a run that resumes, from `load_run_plan`.
@@ -109,6 +110,14 @@ def plan_run(
         FitError: nothing fits, and `plan.enforce` is set.
         UnknownFitError: nothing is known, `plan.device_memory` and `plan.enforce` are set.
     """
+    parallel = loaded.recipe.parallel
+    found = _plan_run(replace(loaded, recipe=site.at_mesh(loaded.recipe)), site, run_plan, resuming)
+    recipe = found.loaded.recipe.model_copy(update={"parallel": parallel})
+    return replace(found, loaded=replace(found.loaded, recipe=recipe))
+
+
+def _plan_run(loaded: Loaded, site: PlanContext, run_plan: PlanFile | None, resuming: bool) -> ResolvedPlan:
+    """`plan_run` of a recipe with the numbers of processes that there are."""
     recipe = loaded.recipe
     if recipe.memory.plan not in (AUTO, NONE):
         return _from_file(loaded, read_plan(Path(recipe.memory.plan).expanduser()), site)
@@ -192,7 +201,7 @@ def _priced(recipe: Recipe, file: PlanFile, site: PlanContext) -> Plan:
     planner = site.planner(recipe)
     file.check(planner.shape(recipe))
     budget = site.budget(recipe, disk="disk" in _tiers(file.memory_plan))
-    return planner.priced(GlobalConfig.of(recipe), file.memory_plan, budget)
+    return planner.priced(GlobalConfig.of(planner.recipe), file.memory_plan, budget)
 
 
 # ---- as the recipe says ----
@@ -307,6 +316,3 @@ def _check_no_contradiction(loaded: Loaded, file: PlanFile) -> None:
             f"tilewright plan RECIPE {again} --out FILE",
             where="memory.plan",
         )
-
-
-# ---- errors ----

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from tilewright.core.config.edit import changed
 from tilewright.core.config.recipe import Recipe
 from tilewright.core.hardware import Machine
 from tilewright.core.log import say
+from tilewright.parallel.world import MeshSizes
 from tilewright.planner.cost.choices import Links
 from tilewright.planner.cost.links import as_links, disk_speed, existing, host_speed
 from tilewright.planner.machine.ceilings import Ceilings
@@ -30,6 +32,8 @@ class PlanContext:
     rates: Ceilings
     offload_dir: Path
     """Of the disk tier."""
+    mesh: MeshSizes | None = field(default=None, kw_only=True)
+    """Of the run's processes, whose machine this is a share of; None: as recipes say."""
     progress: Callable[[str], None] | None = field(default=say, kw_only=True)
     """Called with a line of text before a measurement."""
 
@@ -41,8 +45,16 @@ class PlanContext:
         links = as_links(host_speed(self.machine, progress=self.progress), speed)
         return Budget(float(device), float(self.machine.host_memory_bytes), links, float(room))
 
+    def at_mesh(self, recipe: Recipe) -> Recipe:
+        """The recipe with the numbers of processes that there are: -1 in it means what is left."""
+        if self.mesh is None:
+            return recipe
+        sizes = {"dp_replicate": self.mesh.dp_replicate, "dp_shard": self.mesh.dp_shard}
+        return changed(recipe, {f"parallel.{name}": size for name, size in sizes.items()})
+
     def planner(self, recipe: Recipe, fixed: Constraints = Constraints()) -> Planner:  # noqa: B008 (frozen)
         """A planner of a recipe here."""
+        recipe = self.at_mesh(recipe)
         return Planner(recipe, self.vocab_size, self.machine, self.rates, fixed=fixed, finder=self._finder)
 
     @cached_property

@@ -19,6 +19,7 @@ from tilewright.data.common.tokenizer import load_tokenizer
 from tilewright.models.build import check_data
 from tilewright.models.folder.resolve import is_hub_name, missing_files
 from tilewright.planner.auto import departures
+from tilewright.planner.cost.shards import Shards
 from tilewright.planner.plan import Plan, State
 from tilewright.training.components.dataset import tokenizer_path
 from tilewright.training.planning.describe import words
@@ -123,7 +124,9 @@ def command_of(loaded: Loaded, model: str, how: str, typed: Sequence[str]) -> st
             value = rest.pop(0)
         if name != "--data.source":
             settings += [name, value]
-    return shlex.join(["tilewright", "finetune", model, loaded.recipe.data.source, "--how", how, *settings])
+    ranks = Shards.of(loaded.recipe).ranks
+    start = ["torchrun", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
+    return shlex.join([*start, "tilewright", "finetune", model, loaded.recipe.data.source, "--how", how, *settings])
 
 
 def lacking(loaded: Loaded) -> list[str]:

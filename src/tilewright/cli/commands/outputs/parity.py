@@ -86,9 +86,12 @@ def compare(loaded: Loaded, replicate: int, shards: int) -> list[Gap]:
     """
     import numpy as np
 
+    from tilewright.cli.commands.outputs.parity_model import with_small_model
+
     world = replicate * shards
-    recipe = tiny(loaded.recipe, world)
     with tempfile.TemporaryDirectory() as folder:
+        loaded = with_small_model(loaded, Path(folder) / "model")
+        recipe = tiny(loaded.recipe, world)
         path = Path(folder) / "parity.toml"
         write_run_toml(Loaded(recipe, dict.fromkeys(loaded.sources, "parity"), (), loaded.path), path)
         say(f"{STEPS} steps on one process, then on {world}")

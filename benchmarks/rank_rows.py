@@ -1,0 +1,27 @@
+"""Rows of docs/benchmarks.md on the plans of several ranks. See `benchmarks.claims`."""
+
+from collections.abc import Iterator
+
+from benchmarks.claim_rows import Row, read
+from benchmarks.common import RESULTS
+from benchmarks.verdict import NO_TARGET, Verdict, once
+
+
+def rows() -> Iterator[Row]:
+    if not (RESULTS / "rank_memory.json").exists():
+        return
+    result = read("rank_memory")
+    for world, cases in result.results["worlds"].items():
+        worst = max(case["worst"] for case in cases.values())
+        yield Row(
+            f"rank_memory_{world}",
+            f"parameters, gradients and optimizer states of each of {world} ranks against their plan, "
+            f"worst of {len(cases)} cases",
+            "within 5 %",
+            once(worst, f"off by {100 * worst:.2f} %", at_most=0.05),
+            result,
+        )
+        peaks = [row["measured_peak"] / row["planned_peak"] - 1 for case in cases.values() for row in case["ranks"]]
+        said = f"{100 * min(peaks):+.0f} % to {100 * max(peaks):+.0f} % ({len(peaks)} ranks)"
+        metric = f"peak memory of each of {world} ranks against its plan, 10M model"
+        yield Row(f"rank_peak_{world}", metric, "-", Verdict(said, NO_TARGET), result)

@@ -1,0 +1,158 @@
+"""What one rank of a run has of it: rows of a step, parts of a sharded model, and what is put together from them.
+
+Bytes are of the rank that holds most, the first one. What FSDP2 has whole, and for how long (torch 2.13):
+
+    parts       parameters, gradients and states: always (`Weights.part`)
+    a layer     gathered while it runs, and once more as the buffer that it was gathered into; in backward that of the
+                layer below, which is fetched ahead. Its gradients whole, and those of the layer above in the buffer
+                that is reduced, until they are parts
+    the rest    embedding, head and last norm are one group: gathered from the first forward pass to the end of
+                backward, their gradients whole until then
+    all         gathered from forward to backward without `reshard_after_forward` (ZeRO-2); gradients whole from one
+                micro-batch to the next without `reduce_each`
+
+Copies (`dp_replicate`) hold the same. Groups of a few small parameters with another dtype are not counted apart.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tilewright.core.config.recipe import Recipe
+from tilewright.planner.model.shape import LayerClass, ModelShape
+from tilewright.planner.model.weights import Weights
+
+FP32 = 4
+UNPRICED = "communication between ranks is not in the seconds: no bandwidth between them has been measured"
+UNPRICED_OFFLOAD = "not in the seconds: transfers of parallel.cpu_offload, and its update on the host"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the ranks of a run share it.
+
+    Example:
+        >>> Shards(ranks=8, count=4)
+        Shards(ranks=8, count=4, reshard=True, reduce_each=False, offload=False)
+    """
+
+    ranks: int = 1
+    """Those that read different data: all of them."""
+    count: int = 1
+    """Parts of a copy of the model; 1 for copies alone."""
+    reshard: bool = True
+    reduce_each: bool = False
+    offload: bool = False
+    """Parts are in host memory."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Shards":
+        """What a recipe says. `dp_shard = -1` is one part here: who knows the number of processes sets it before."""
+        parallel = recipe.parallel
+        count = max(1, parallel.dp_shard)
+        if count == 1:
+            return cls(parallel.dp_replicate)
+        return cls(
+            parallel.dp_replicate * count,
+            count,
+            parallel.reshard_after_forward,
+            parallel.reduce_each,
+            parallel.cpu_offload,
+        )
+
+    @property
+    def cut(self) -> bool:
+        """Whether a rank holds parts."""
+        return self.count > 1
+
+    def notes(self, cpu: bool) -> tuple[str, ...]:
+        """What a plan leaves out of its seconds. `cpu`: parts on the host are where they are anyway."""
+        found = (UNPRICED,) if self.ranks > 1 else ()
+        return (*found, UNPRICED_OFFLOAD) if self.offload and not cpu else found
+
+    def words(self) -> str:
+        """Who shares the run; empty for one process.
+
+        Example:
+            >>> Shards(ranks=8, count=4).words(), Shards(ranks=2).words(), Shards(ranks=4, count=4).words()
+            ('8 ranks: 2 copies in 4 shards', '2 ranks: 2 copies', '4 ranks: 4 shards')
+        """
+        copies = self.ranks // self.count
+        shared = [f"{copies} copies"] if copies > 1 else []
+        shared += [f"{self.count} shards"] if self.cut else []
+        return f"{self.ranks} ranks: {' in '.join(shared)}" if self.ranks > 1 else ""
+
+    def rows(self, recipe: Recipe) -> int:
+        """Rows of a step on the rank that has most of them; a pair of answers stays together."""
+        together = 2 if recipe.data.format == "preferences" else 1
+        return together * -(-recipe.train.global_batch_size // (together * self.ranks))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Bytes of a rank beyond its parts, those of a running layer left out; all zero where it holds the whole model."""
+
+    shape: ModelShape
+    shards: Shards
+    num_micro: int
+
+    @property
+    def rest(self) -> float:
+        """Parameters outside of the layers, put together."""
+        return self._of(self._rest)
+
+    @property
+    def largest(self) -> float:
+        """Those of the layer that has most."""
+        return max((self._of(found.weights) for found in self.shape.classes), default=0.0)
+
+    def layers(self, names: Collection[str]) -> float:
+        """Those of all layers of these classes, where they stay from forward to backward."""
+        if not self.shards.cut or self.shards.reshard:
+            return 0.0
+        return sum(found.count * self._of(found.weights) for found in self.shape.classes if found.name in names)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are whole from one micro-batch to the next."""
+        return self.shards.cut and self.num_micro > 1 and not self.shards.reduce_each
+
+    @property
+    def gradients(self) -> float:
+        """What they take then beyond their parts."""
+        return self._beyond_part(self.shape.weights) if self.accumulates else 0.0
+
+    @property
+    def rest_gradients(self) -> float:
+        """Of what is outside of the layers, whole, beyond its parts."""
+        return self._beyond_part(self._rest)
+
+    @property
+    def rest_reduced(self) -> float:
+        """The buffer in which these are reduced."""
+        return float(self._rest.tensors.gradients(self.shards.count)) if self.shards.cut else 0.0
+
+    @property
+    def _rest(self) -> Weights:
+        return self.shape.embedding + self.shape.head
+
+    def _of(self, weights: Weights) -> float:
+        return float(weights.tensors.gathered(self.shards.count)) if self.shards.cut else 0.0
+
+    def _beyond_part(self, weights: Weights) -> float:
+        return FP32 * float(weights.trained - weights.part(self.shards.count).trained)
+
+
+def layer_forward(found: LayerClass, shards: Shards) -> float:
+    """Bytes of a layer's parameters while it runs forward: put together, and in the buffer of that."""
+    if not shards.cut or found.indices == (-1,):
+        return 0.0
+    gathered = found.weights.tensors.gathered(shards.count)
+    return float(gathered * (2 if shards.reshard else 1))  # that stays gathered is counted by phase
+
+
+def layer_backward(found: LayerClass, shards: Shards) -> float:
+    """The same backward: the next layer's in their buffer too, and gradients, those of the layer before in theirs."""
+    if not shards.cut or found.indices == (-1,):
+        return 0.0
+    gathered = found.weights.tensors.gathered(shards.count) if shards.reshard else 0
+    return float(2 * gathered + 2 * found.weights.tensors.gradients(shards.count))

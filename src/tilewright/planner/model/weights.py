@@ -1,0 +1,224 @@
+"""Weights of a part of a model: what they are stored in, what trains, what a rank holds of them where they are sharded;
+and those that Muon updates.
+
+Found on the meta device. A sharded tensor is cut along its first dim into parts of equal rows (`parallel.shard`); the
+last ranks have fewer rows, or none, where they do not come out even.
+
+Legend: E matrices of a stack  R rows  C columns  S the smaller of R and C, L the larger.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from tilewright.formats.quadratic_map import scale_shape
+from tilewright.planner.model.gemms import BYTES
+from tilewright.precision.float8.frozen_linear import FrozenFloat8Linear
+
+ITERATIONS = 5
+_WIDE = 4
+"""Bytes of FP32."""
+_NARROW = 2
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Trained matrices of a part of a model: how many there are of each shape, [R, C] or [E, R, C]."""
+
+    shapes: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+
+    def __add__(self, other: "Matrices") -> "Matrices":
+        keys = {**self.shapes, **other.shapes}
+        return Matrices({shape: self.shapes.get(shape, 0) + other.shapes.get(shape, 0) for shape in keys})
+
+    def __rmul__(self, number: int) -> "Matrices":
+        return Matrices({shape: number * count for shape, count in self.shapes.items()})
+
+    @cached_property
+    def elements(self) -> int:
+        """Of all of them."""
+        return sum(count * prod(shape) for shape, count in self.shapes.items())
+
+    @cached_property
+    def blocks(self) -> int:
+        """Scales of a momentum in 8 bits."""
+        return sum(count * prod(scale_shape(shape)) for shape, count in self.shapes.items())
+
+    def newton_schulz_s(self, matmul_s: Callable[[float, float], float]) -> float:
+        """Seconds of one update's iterations, of `matmul_s(width, FLOPs)` for one GEMM in BF16.
+
+        Each iteration multiplies [S, L] by its transpose, [S, S] by itself, and [S, S] by [S, L].
+        """
+        total = 0.0
+        for shape, count in self.shapes.items():
+            (short, long), stacked = sorted(shape[-2:]), prod(shape[:-2])
+            wide = matmul_s((short * long) ** 0.5, 2.0 * stacked * short**2 * long)
+            total += count * ITERATIONS * (2 * wide + matmul_s(short, 2.0 * stacked * short**3))
+        return total
+
+    def update_bytes(self, moments: str, master: str, shards: int = 1) -> float:
+        """Most bytes that an update of one of them takes beyond weights, gradient and states (`optim.muon_update`).
+
+        In turn: the next momentum in FP32 and in BF16; two matrices and two products [S, S] in BF16; the direction in
+        BF16 and FP32. With all of it, what is to be stored where that is rounded.
+
+        Of shards the same: a rank begins and ends its part of as many matrices as there are ranks, and runs
+        Newton-Schulz on one whole one, which it has besides in BF16, sent and received (`optim.muon_shards`). Of a
+        stack it holds whole matrices, some of them.
+        """
+        most = 0.0
+        for shape in self.shapes:
+            one = part_shape(shape, shards) if len(shape) > 2 else shape
+            number, grams = prod(one), prod(one[:-2]) * min(one[-2:]) ** 2
+            iteration = 2 * _NARROW * (number + grams)
+            iteration += 2 * _NARROW * number if shards > 1 and len(shape) == 2 else 0
+            stored = {"fp32": 0, "bf16": 2, "8bit": 1}[moments] * number
+            after = {"fp32": 0, "split24": 3, "stochastic": 2}[master] * number
+            most = max(most, stored + max((_WIDE + _NARROW) * number, iteration, _WIDE * number + after))
+        return most
+
+
+def part_shape(shape: tuple[int, ...], shards: int, rank: int = 0) -> tuple[int, ...]:
+    """Shape of a rank's part of a tensor; the first rank's is the largest.
+
+    Example:
+        >>> [part_shape((5, 8), 4, rank) for rank in range(4)]
+        [(2, 8), (2, 8), (1, 8), (0, 8)]
+    """
+    rows, *rest = shape or (1,)
+    each = -(-rows // shards)
+    return (max(0, min(each, rows - rank * each)), *rest)
+
+
+class TensorKind(NamedTuple):
+    """What of a tensor matters for its bytes, its gradient's and its states'."""
+
+    shape: tuple[int, ...]
+    size: int
+    """Bytes of an element."""
+    scales: int
+    """Bytes of scales that belong to it."""
+    trained: bool
+    is_parameter: bool
+    """Else every rank holds it whole: codes of a frozen 8-bit layer."""
+    hidden: bool
+    """A matrix of a hidden layer, which Muon would update."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """How many tensors there are of each kind."""
+
+    kinds: Mapping[TensorKind, int] = field(default_factory=dict)
+
+    def __add__(self, other: "Tensors") -> "Tensors":
+        keys = {**self.kinds, **other.kinds}
+        return Tensors({kind: self.kinds.get(kind, 0) + other.kinds.get(kind, 0) for kind in keys})
+
+    def __rmul__(self, number: int) -> "Tensors":
+        return Tensors({kind: number * count for kind, count in self.kinds.items()})
+
+    def gathered(self, shards: int) -> int:
+        """Bytes of the parameters put together from the parts of all ranks, each part as long as the first."""
+        return self._padded(shards, lambda kind: kind.size if kind.is_parameter else 0)
+
+    def gradients(self, shards: int) -> int:
+        """Bytes of their FP32 gradients in the same layout."""
+        return self._padded(shards, lambda kind: _WIDE if kind.trained else 0)
+
+    def _padded(self, shards: int, size: Callable[[TensorKind], int]) -> int:
+        found = ((prod(part_shape(kind.shape, shards)) * size(kind), count) for kind, count in self.kinds.items())
+        return shards * sum(number * count for number, count in found)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of a part of a model, in elements; `stored` in bytes."""
+
+    count: int = 0
+    """All, those of frozen 8-bit layers included."""
+    trained: int = 0
+    """Those that have gradients and optimizer states."""
+    narrow: int = 0
+    """Those that are stored in 16 bits."""
+    narrow_trained: int = 0
+    blocks: int = 0
+    """Scales of one moment in 8 bits."""
+    stored: float = 0.0
+    matrices: Matrices = field(default_factory=Matrices)
+    """Trained ones of hidden layers, which Muon would update."""
+    tensors: Tensors = field(default_factory=Tensors)
+    """All of these, one by one."""
+
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, number: int) -> "Weights":
+        """Of so many equal parts."""
+        return Weights(*(number * getattr(self, f.name) for f in fields(self)))
+
+    def part(self, shards: int, rank: int = 0) -> "Weights":
+        """What a rank holds of them; the first one holds most."""
+        if shards == 1:
+            return self
+        total = Weights()
+        for kind, count in self.tensors.kinds.items():
+            shape = part_shape(kind.shape, shards, rank) if kind.is_parameter else kind.shape
+            total += Weights.of_kind(kind._replace(shape=shape)).times(count)
+        return total
+
+    @classmethod
+    def of_kind(cls, kind: TensorKind) -> "Weights":
+        """One tensor of a kind."""
+        number, narrow = prod(kind.shape), kind.size == 2 and kind.is_parameter
+        return cls(
+            count=number,
+            trained=number * kind.trained,
+            narrow=number * narrow,
+            narrow_trained=number * (narrow and kind.trained),
+            blocks=prod(scale_shape(kind.shape)) * kind.trained,
+            stored=number * kind.size + kind.scales,
+            matrices=Matrices({kind.shape: 1}) if kind.hidden else Matrices(),
+            tensors=Tensors({kind: 1}),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        modules: Iterable[tuple[str, nn.Module]],
+        storage: Mapping[str, str],
+        seen: set[int],
+        matrices: Collection[Tensor] = (),
+    ) -> "Weights":
+        """The weights of some modules by name, each counted once.
+
+        Args:
+            modules: pairs of name and module, every level of the tree among them.
+            storage: format by module name, from `convert.explain`; FP32 for all others.
+            seen: identities of tensors that were counted already; grows.
+            matrices: of the model's hidden layers.
+        """
+        total = cls()
+        for fqn, module in modules:
+            size = BYTES.get(storage.get(fqn, "fp32"), 4)
+            for tensor, each in _tensors(module, size):
+                if id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                scales = module.weight_scale_inv.nbytes if isinstance(module, FrozenFloat8Linear) and each == 1 else 0
+                trained, parameter = tensor.requires_grad, isinstance(tensor, nn.Parameter)
+                hidden = trained and tensor in matrices
+                total += cls.of_kind(TensorKind(tuple(tensor.shape), each, scales, trained, parameter, hidden))
+        return total
+
+
+def _tensors(module: nn.Module, size: int) -> Iterator[tuple[Tensor, int]]:
+    """A module's own weights and the bytes of an element of each."""
+    for parameter in module.parameters(recurse=False):
+        yield parameter, size
+    if isinstance(module, FrozenFloat8Linear):
+        yield module.weight, 1
