@@ -6,6 +6,7 @@ uniformly from the wall time of the undisturbed job, counted from the last start
 all ranks again. Where the job ends before its kill, its last checkpoint is compared bit for bit with that of the
 undisturbed one, and the next job begins. Recovery is the time from the kill to the end of the first step after it.
 Then ranks are stopped (SIGSTOP): how long is it until the record names them, and are the bits the same afterwards?
+How busy the machine was with other work is measured from kill to recovery; recoveries on a busy one stand apart.
 
 Each kill, stop and job is a row of results/rank_kills_rows.jsonl as soon as it is over: started again, the benchmark
 goes on.
@@ -42,7 +43,9 @@ CLAIM = (
 )
 ROWS = RESULTS / "rank_kills_rows.jsonl"
 INTERVAL_S = 0.5
-PATIENCE_S = 120
+PATIENCE_S = 300
+QUIET = 0.1
+"""Share of the processors' time that others take, up to which a machine counts as one that does nothing else."""
 SETTINGS = {
     "run.name": "job", "run.threads": "1", "run.device": "cpu", "data.max_bytes": "1MB", "data.vocab_size": "512",
     "model.dim": "64", "model.num_layers": "2", "model.num_heads": "2", "data.seq_len": "64", "train.steps": "150",
@@ -131,12 +134,37 @@ class Job:
         return [row for row in rows(path) if row["kind"] == kind] if path.exists() else []
 
 
+class Others:
+    """How much of the processors' time processes other than this one and its children take."""
+
+    def __init__(self) -> None:
+        self._began, self._before = time.monotonic(), self._seconds()
+
+    def share(self) -> float:
+        """Since this object was made."""
+        used = sum(max(0.0, seconds - self._before.get(key, 0.0)) for key, seconds in self._seconds().items())
+        return used / ((time.monotonic() - self._began) * (psutil.cpu_count() or 1))
+
+    @staticmethod
+    def _seconds() -> dict[tuple[int, float], float]:
+        """By process, those of its ended children included."""
+        own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                if process.pid not in own:
+                    found[process.pid, process.create_time()] = sum(process.cpu_times()[:4])
+            except psutil.Error:
+                continue
+        return found
+
+
 def kill_one(job: Job, rank: int) -> dict[str, Any]:
     """Kill a rank, and wait for the first step after it; a row."""
     pids, before = job.pids(), job.records()
     if rank not in pids:
         return {}
-    lost = before.get(rank)
+    lost, others = before.get(rank), Others()
     began = time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
     first: list[int] = []
@@ -152,7 +180,8 @@ def kill_one(job: Job, rank: int) -> dict[str, Any]:
     seconds = time.monotonic() - began
     named = any(row["rank"] == rank and lost and row["lost_step"] == lost.step for row in job.events("rank_lost"))
     where = "before its first word" if lost is None or lost.pid != pids[rank] else lost.where
-    return {"kind": "kill", "rank": rank, "where": where, "named": named, "recovery_s": seconds if recovered else None}
+    row = {"kind": "kill", "rank": rank, "where": where, "named": named, "others_share": others.share()}
+    return row | {"recovery_s": seconds if recovered else None}
 
 
 def stop_one(job: Job, rank: int) -> dict[str, Any]:
@@ -233,17 +262,20 @@ def main() -> None:
     kept = Rows(ROWS)
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
-        Job(base / "prepare", args.ranks).finish()  # the data are in the cache from here on
+        Job(base / "prepare", args.ranks, **{"train.steps": "1"}).finish()  # the data are in the cache from here on
         began = time.perf_counter()
         straight = Job(base / "straight", args.ranks)
         straight.finish()
         whole_s = time.perf_counter() - began
         wanted = last_state(base / "straight")
         kept.add(ended(straight, wanted, "undisturbed") | {"whole_s": whole_s})
+        whole_s = min(row["whole_s"] for row in kept.of("job") if "whole_s" in row)  # of the least busy machine
         killed_jobs(base, kept, args, wanted, whole_s)
         stopped_jobs(base, kept, args, wanted)
     kills, jobs = kept.of("kill"), [job for job in kept.of("job") if job["what"] != "undisturbed"]
-    recoveries = [kill["recovery_s"] for kill in kills if kill["recovery_s"] is not None]
+    recovered = [kill for kill in kills if kill["recovery_s"] is not None]
+    quiet = [kill["recovery_s"] for kill in recovered if kill.get("others_share", 1.0) <= QUIET]
+    busy = [kill["recovery_s"] for kill in recovered if kill.get("others_share", 1.0) > QUIET]
     stalls = [stall for job in kept.of("job") for stall in job["stall_s"]]
     results = {
         "ranks": args.ranks,
@@ -254,7 +286,9 @@ def main() -> None:
         "jobs_with_equal_bits": sum(job["same"] for job in jobs),
         "undisturbed_s": statistics.median(job["whole_s"] for job in kept.of("job") if "whole_s" in job),
         "interval_s": INTERVAL_S,
-        "recovery_s": spread(recoveries),
+        "recovery_s": spread(quiet) if quiet else None,
+        "recovery_busy_s": spread(busy) if busy else None,
+        "others_share": spread([kill["others_share"] for kill in recovered if "others_share" in kill]),
         "stall_s": spread(stalls),
         "stopped_named_s": spread([stop["named_s"] for stop in kept.of("stop")]),
     }
