@@ -44,7 +44,7 @@ def groups() -> list[Group]:
         Group("Exports", list(export_rows.rows()), note=EXPORTS),
         Group("Server of models", list(serve_rows.rows())),
         Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(),
-                              *first_hour_rows.sharded_checkpoint(), *first_hour_rows.watch()]),
+                              *rank_rows.rows(), *first_hour_rows.watch()]),
     ]  # fmt: skip
 
 

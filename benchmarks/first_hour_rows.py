@@ -85,22 +85,6 @@ def kills() -> Iterator[Row]:
     )
 
 
-def sharded_checkpoint() -> Iterator[Row]:
-    if not (RESULTS / "sharded_checkpoint.json").exists():
-        return
-    result = read("sharded_checkpoint")
-    ranks = str(result.results["ranks"])
-    saved, loaded = result.results["saved_by"][ranks], result.results["loaded_by"]
-    verdict = turns(saved["stall_s"]["samples"], lambda number: f"{1000 * number:.0f} ms", at_most=0.05)
-    metric = f"{ranks} ranks, 10M model: training stands still for a checkpoint"
-    yield Row("sharded_checkpoint", metric, "at most 50 ms", verdict, result)
-    for number, found in loaded.items():
-        whole_s = found["verify_s"] + found["load_s"]
-        text = f"{whole_s:.2f} s, of which checking {found['verify_s']:.2f} s"
-        metric = f"its checkpoint checked and loaded by {number} rank{'s' * (number != '1')}"
-        yield Row(f"sharded_resume_{number}", metric, "-", once(whole_s, text), result)
-
-
 def watch() -> Iterator[Row]:
     if not (RESULTS / "watch.json").exists():
         return

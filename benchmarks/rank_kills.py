@@ -15,6 +15,7 @@ python -m benchmarks.rank_kills --ranks 4 --kills 20 --stops 3
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -142,29 +143,25 @@ class Others:
 
     def share(self) -> float:
         """Since this object was made."""
-        used = sum(max(0.0, seconds - self._before.get(key, 0.0)) for key, seconds in self._seconds().items())
-        return used / ((time.monotonic() - self._began) * (psutil.cpu_count() or 1))
+        return (self._seconds() - self._before) / ((time.monotonic() - self._began) * (psutil.cpu_count() or 1))
 
     @staticmethod
-    def _seconds() -> dict[tuple[int, float], float]:
-        """By process, those of its ended children included."""
-        own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-        found = {}
-        for process in psutil.process_iter():
-            try:
-                if process.pid not in own:
-                    found[process.pid, process.create_time()] = sum(process.cpu_times()[:4])
-            except psutil.Error:
-                continue
-        return found
+    def _seconds() -> float:
+        """Of all processes together, less those of this one and its children, the ended ones included."""
+        busy, me = psutil.cpu_times(), psutil.Process()
+        own = 0.0
+        for process in (me, *me.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                own += sum(process.cpu_times()[:4])
+        return busy.user + busy.system + getattr(busy, "irq", 0.0) + getattr(busy, "softirq", 0.0) - own
 
 
 def kill_one(job: Job, rank: int) -> dict[str, Any]:
     """Kill a rank, and wait for the first step after it; a row."""
-    pids, before = job.pids(), job.records()
+    pids, others = job.pids(), Others()
     if rank not in pids:
         return {}
-    lost, others = before.get(rank), Others()
+    lost = job.records().get(rank)
     began = time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
     first: list[int] = []
@@ -178,7 +175,8 @@ def kill_one(job: Job, rank: int) -> dict[str, Any]:
 
     recovered = job.wait_for(computes_again)
     seconds = time.monotonic() - began
-    named = any(row["rank"] == rank and lost and row["lost_step"] == lost.step for row in job.events("rank_lost"))
+    found = [row["lost_step"] - lost.step for row in job.events("rank_lost") if lost and row["rank"] == rank]
+    named = any(further in (0, 1) for further in found)  # it may have begun another step since it was asked
     where = "before its first word" if lost is None or lost.pid != pids[rank] else lost.where
     row = {"kind": "kill", "rank": rank, "where": where, "named": named, "others_share": others.share()}
     return row | {"recovery_s": seconds if recovered else None}
@@ -218,7 +216,7 @@ def ended(job: Job, wanted: dict[str, Any], what: str) -> dict[str, Any]:
     """The row of a job that came to its end."""
     saves = [row["stall_s"] for row in job.events("save") if row["background"]]
     row = {"kind": "job", "what": what, "same": is_same(last_state(job.run.parent), wanted)}
-    return row | {"restarts": len(job.events("rank_lost")), "stall_s": saves}
+    return row | {"restarts": len(job.events("resume") + job.events("restart")), "stall_s": saves}
 
 
 def killed_jobs(base: Path, kept: Rows, args: argparse.Namespace, wanted: dict[str, Any], whole_s: float) -> None:
