@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks import export_rows, finetune_rows, first_hour_rows, rank_rows, serve_rows
+from benchmarks import export_rows, finetune_rows, first_hour_rows, rank_rows, rank_run_rows, serve_rows
 from benchmarks.claim_rows import Group, Result, Row, read, read_all
 from benchmarks.common import RESULTS
 from benchmarks.gpu_targets import TARGETS, judged, record_of
@@ -44,7 +44,7 @@ def groups() -> list[Group]:
         Group("Exports", list(export_rows.rows()), note=EXPORTS),
         Group("Server of models", list(serve_rows.rows())),
         Group("Reliability", [*_replanning(), *_costs(), *first_hour_rows.kills(),
-                              *rank_rows.rows(), *first_hour_rows.watch()]),
+                              *rank_run_rows.rows(), *first_hour_rows.watch()]),
     ]  # fmt: skip
 
 
