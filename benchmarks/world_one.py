@@ -3,7 +3,7 @@
 A pair is two runs one after the other, the first of them in turn the one and the other. Of each run the median step
 counts, the first ones left out; the losses of all runs must be equal to the last bit.
 
-python -m benchmarks.world_one --pairs 5
+python -m benchmarks.world_one --pairs 6 --seconds 240
 """
 
 import argparse
@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from benchmarks.common import machine_kind, spread, write_result
@@ -51,7 +52,8 @@ def steps(how: str, base: Path, count: int, threads: int) -> tuple[list[float], 
 def main() -> None:
     """Run the pairs, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=600.0, help="no pair begins that would end later")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -59,7 +61,10 @@ def main() -> None:
     losses = []
     with tempfile.TemporaryDirectory() as name:
         steps("plain", Path(name), FIRST, args.threads)  # the data are in the cache from here on
+        began = time.monotonic()
         for pair in range(args.pairs):
+            if (time.monotonic() - began) * (pair + 1) > args.seconds * max(pair, 1):
+                break
             for how in sorted(LAUNCH, reverse=bool(pair % 2)):
                 seconds, found = steps(how, Path(name), args.steps, args.threads)
                 medians[how].append(statistics.median(seconds[FIRST:]))
@@ -67,7 +72,7 @@ def main() -> None:
             print(f"pair {pair + 1}: {medians['torchrun'][-1] / medians['plain'][-1] - 1:+.2%}", flush=True)
     ratios = [ours / plain for ours, plain in zip(medians["torchrun"], medians["plain"], strict=True)]
     results = {
-        "pairs": args.pairs,
+        "pairs": len(ratios),
         "steps": args.steps,
         "threads": args.threads,
         "step_s": {how: spread(found) for how, found in medians.items()},
