@@ -47,7 +47,8 @@ def data_build() -> str:
         "Every setting of a `data.toml`, made from the schema in `tilewright.data.build.config`;",
         "[how to build a dataset](../how-to/build-data.md). `none`: the rule is off. Papers: Gopher is Rae et al. 2021",
         "(arXiv 2112.11446), C4 is Raffel et al. 2020 (arXiv 1910.10683), FineWeb is Penedo et al. 2024 (arXiv",
-        "2406.17557).",
+        "2406.17557), CCNet is Wenzek et al. 2020 (arXiv 1911.00359), Moore-Lewis is Moore and Lewis 2010 (ACL",
+        "P10-2041).",
     ]
     return "\n".join([*lines, *_settings(DataBuild)]) + "\n"
 

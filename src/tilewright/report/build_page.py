@@ -39,6 +39,7 @@ def render_build(account: BuildAccount) -> str:
         reasons=shown,
         num_more=len(account.reasons) - len(shown),
         size=format_bytes,
+        models=account.models,
         notes=account.summary["notes"],
         figures=[_figure(one) for one in account.histograms[:_MOST_FIGURES]],
         num_more_figures=max(0, len(account.histograms) - _MOST_FIGURES),

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import random
+import threading
 import wave
 from pathlib import Path
 
 import numpy as np
 
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.executors import LocalExecutor, UnitExecutor
+from tilewright.data.build.executors import LocalExecutor, RankExecutor, UnitExecutor
 from tilewright.data.build.run import build_dataset
 from tilewright.data.common.progress import ProgressBar
 
@@ -99,6 +100,25 @@ def build(config: DataBuild, out: Path, executor: UnitExecutor | None = None) ->
     """Build in this process, unless an executor is given."""
     with ProgressBar("test") as progress:
         return build_dataset(config, out, executor or LocalExecutor(1), progress)
+
+
+def build_as_ranks(config: DataBuild, out: Path) -> None:
+    """Build as two ranks, each a thread of this process."""
+    errors: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        try:
+            build(config, out, RankExecutor(number, 2))
+        except BaseException as error:  # noqa: BLE001  raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
 
 
 def digest(out: Path) -> dict[str, str]:

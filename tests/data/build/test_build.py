@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.build.corpora import build, digest, prose, settings, write_corpus
+from tests.data.build.corpora import build, build_as_ranks, digest, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError, DataError
 from tilewright.data.build.config import load_data_toml
-from tilewright.data.build.executors import LocalExecutor, RankExecutor
+from tilewright.data.build.executors import LocalExecutor
 from tilewright.data.common.tokenizer import load_tokenizer
 
 RULES = {"rules": {"min_words": 20}}
@@ -94,22 +94,7 @@ def test_any_number_of_processes_gives_the_same_bytes(corpus, built, tmp_path, p
 
 
 def test_two_ranks_give_the_same_bytes(corpus, built, tmp_path):
-    import threading
-
-    errors: list[BaseException] = []
-
-    def rank(number: int) -> None:
-        try:
-            build(settings(corpus, **RULES), tmp_path, RankExecutor(number, 2))
-        except BaseException as error:  # noqa: BLE001  raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
+    build_as_ranks(settings(corpus, **RULES), tmp_path)
     assert digest(tmp_path) == digest(built)
 
 

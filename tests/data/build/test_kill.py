@@ -26,10 +26,10 @@ from tilewright.data.build.units import RECEIPT
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def start(source: Path, out: Path, processes: int) -> subprocess.Popen:
+def start(source: Path, out: Path, processes: int, sections: str = "") -> subprocess.Popen:
     """A build in a process of its own, in its own group so that a kill can take its workers too."""
     toml = out.with_name("data.toml")
-    toml.write_text(f'[read]\nsource = "{source}"\nshard_bytes = 65536\n[tokenizer]\nvocab_size = 400\n')
+    toml.write_text(f'[read]\nsource = "{source}"\nshard_bytes = 65536\n[tokenizer]\nvocab_size = 400\n{sections}')
     command = [sys.executable, "-m", "tilewright", "data", "build", str(toml), "--out", str(out)]
     command += ["--processes", str(processes)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
@@ -39,11 +39,16 @@ def start(source: Path, out: Path, processes: int) -> subprocess.Popen:
 def kill_and_finish(tmp_path: Path, processes: int, kills: int, seed: int) -> None:
     source = write_corpus(tmp_path / "in")
     build(settings(source), tmp_path / "whole")
+    kill_until_whole(source, tmp_path, processes, kills, seed)
+
+
+def kill_until_whole(source: Path, tmp_path: Path, processes: int, kills: int, seed: int, sections: str = "") -> None:
+    """Kill a build again and again, finish it, and compare it with the one in `tmp_path`/whole."""
     rng, out = random.Random(seed), tmp_path / "killed" / "out"
     out.parent.mkdir()
     delays = []
     for _ in range(kills):
-        child = start(source, out, processes)
+        child = start(source, out, processes, sections)
         receipts = {}
         deadline = time.monotonic() + 60
         known = set(out.rglob(RECEIPT))
@@ -61,7 +66,7 @@ def kill_and_finish(tmp_path: Path, processes: int, kills: int, seed: int) -> No
         time.sleep(0.3)
         again = {p: p.stat().st_mtime_ns for p in receipts if p.exists()}
         assert all(again[p] == receipts[p] for p in again)
-    child = start(source, out, processes)
+    child = start(source, out, processes, sections)
     _, errors = child.communicate(timeout=120)
     assert child.returncode == 0, errors.decode()
     made = {p: p.stat().st_mtime_ns for p in out.rglob(RECEIPT)}

@@ -202,6 +202,8 @@ def _describe(annotation: object) -> str:
         return 'a list of rules like [{ match = "*.o_proj", op = "linear", compute = "fp32" }]'
     if origin is tuple and typing.get_origin(args[0]) is typing.Literal:
         return f"a list with any of {_describe(args[0]).removeprefix('one of ')}"
+    if origin is tuple and _describe(args[0]).startswith(("a number", "an integer")):
+        return f"a list of numbers, each {_describe(args[0])}"
     if origin is tuple:
         return 'a list of texts like ["a", "b"]'
     if origin is dict and args[1] is str:

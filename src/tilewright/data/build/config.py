@@ -6,6 +6,7 @@ value is a good first one: Gopher is Rae et al. 2021 (arXiv 2112.11446, appendix
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +19,8 @@ from tilewright.core.config.section import Count, Section
 from tilewright.core.config.toml import NONE, read_toml
 from tilewright.core.errors import ConfigError, Problem
 from tilewright.core.log import get_logger
+from tilewright.data.build.stages.scores import settings as scores
+from tilewright.data.build.stages.scores.settings import NoiseSection, QualitySection, SampleSection
 
 log = get_logger(__name__)
 
@@ -147,9 +150,9 @@ class DuplicatesSection(Section):
     """Keep one of several near-copies: a record goes only if it resembles one that stays."""
     threshold: float = Field(default=0.8, ge=0.5, le=1)
     """Jaccard similarity of the shingles of five words from which a record is a near-copy."""
-    keep: Literal["longest", "first"] = "longest"
-    """Which of several copies stays, of images the one with most pixels; where this says nothing, the first that was
-    read."""
+    keep: Literal["longest", "score", "first"] = "longest"
+    """Which of several near-copies stays; `score`: the one of best quality. Of images that is the one with most pixels;
+    of equal ones, the first that was read."""
     image_distance: Annotated[int, Field(ge=0, le=15)] = 4
     """Images are near-copies if at most so many of the 64 bits of their perceptual hashes differ."""
 
@@ -199,8 +202,11 @@ class DataBuild(Section):
     limits: LimitsSection = LimitsSection()
     repair: RepairSection = RepairSection()
     rules: RulesSection = RulesSection()
+    quality: QualitySection = QualitySection()
+    noise: NoiseSection = NoiseSection()
     duplicates: DuplicatesSection = DuplicatesSection()
     media: MediaSection = MediaSection()
+    sample: SampleSection = SampleSection()
     split: SplitSection = SplitSection()
     chunk: ChunkSection = ChunkSection()
     tokenizer: TokenizerSection = TokenizerSection()
@@ -261,8 +267,9 @@ def without_effect(build: DataBuild) -> dict[str, str]:
         (not build.media.log_mel, "media.log_mel = false", ("media.num_mels", "media.window_ms", "media.hop_ms")),
         (not build.chunk.tokens, "chunk.tokens = 0", ("chunk.overlap", "chunk.overlap_loss")),
         (bool(build.tokenizer.path), "tokenizer.path is given", ("tokenizer.vocab_size",)),
+        *scores.void(build.quality, build.noise, build.sample),
     )
-    return {name: why for is_so, why, names in void if is_so for name in names}
+    return {name: why for is_so, why, names in reversed(void) if is_so for name in names}
 
 
 def _strict(values: dict[str, object]) -> DataBuild:
@@ -284,6 +291,8 @@ def _conflicts(build: DataBuild, places: dict[str, str]) -> list[Problem]:
         problems.append(
             Problem("Window of a few tokens", got, "0, or at least 16", "tokens = 512", places["chunk.tokens"])
         )
+    found = scores.conflicts(build.quality, build.noise, build.sample, build.duplicates.keep)
+    problems += [replace(problem, where=places.get(setting, "")) for setting, problem in found]
     if rules.min_language_score is not None and not rules.languages:
         need = "rules.languages beside it: without, no language is looked for"
         place = places["rules.min_language_score"]
@@ -301,4 +310,5 @@ def _absolute(build: DataBuild, folder: Path) -> DataBuild:
     tokenizer = build.tokenizer
     if tokenizer.path:
         tokenizer = tokenizer.model_copy(update={"path": path(tokenizer.path)})
-    return build.model_copy(update={"read": read, "tokenizer": tokenizer})
+    learned = {name: scores.absolute(getattr(build, name), folder) for name in ("quality", "noise", "sample")}
+    return build.model_copy(update={"read": read, "tokenizer": tokenizer, **learned})

@@ -1,11 +1,14 @@
-"""One build: its settings, what it reads, and its units on disk. Every process of a build has one of these.
+"""One build: its settings, what it reads, its units on disk, and what a stage is. Every process of a build has one.
 
 The order and the inputs of the stages are in `plan`; what a stage does is in `stages`.
 """
 
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +16,7 @@ from tilewright.data.build.config import DataBuild
 from tilewright.data.build.inputs import Listing, list_inputs
 from tilewright.data.build.ranges import slice_of
 from tilewright.data.build.stages.copies.exact import DROP, doc_of
+from tilewright.data.build.stages.scores.references import list_references
 from tilewright.data.build.units import Units, fingerprint_of
 from tilewright.data.sources.documents import Source
 
@@ -40,6 +44,11 @@ class Context:
     def listing(self) -> Listing:
         """What there is to read. Each rank lists it for itself; workers are told."""
         return list_inputs(self.build.read, self._installed)
+
+    @cached_property
+    def references(self) -> dict[str, Listing]:
+        """What scores are learned from, by setting; all of it is there."""
+        return list_references(self.build, [shard[0].domain for shard in self.listing.shards])
 
     @property
     def num_shards(self) -> int:
@@ -94,3 +103,19 @@ class Context:
         first, stop = (int(doc_of(s, np.zeros(1, np.int64))[0]) for s in (shard, shard + 1))
         found = [slice_of(folder / "drops.npy", first, stop, "doc") for folder in self.folders(stage, num)]
         return np.sort(np.concatenate([np.zeros(0, DROP), *found]), order="doc")
+
+
+@dataclass(frozen=True)
+class BuildStage:
+    """One stage. `says` is what a progress bar shows; `count` gives the number of units once all stages before it are
+    finished; `reads` what a unit's fingerprint is taken from; `run` fills a unit's folder and returns counts."""
+
+    name: str
+    says: str
+    version: int
+    count: Callable[[Context], int]
+    reads: Callable[[Context, int], object]
+    run: Callable[[Context, int, Path], Mapping[str, Any]]
+
+    def fingerprint(self, context: Context, index: int) -> str:
+        return fingerprint_of([self.name, self.version, self.reads(context, index)])

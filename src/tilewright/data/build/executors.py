@@ -21,9 +21,9 @@ from tilewright.core import env
 from tilewright.core.errors import HardwareError
 from tilewright.core.log import get_logger
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.context import Context
+from tilewright.data.build.context import BuildStage, Context
 from tilewright.data.build.inputs import Item
-from tilewright.data.build.plan import BuildStage, stage_named
+from tilewright.data.build.plan import stage_named
 from tilewright.data.build.stages.read import STAGE as READ
 from tilewright.data.build.stages.read import read_item, read_shard
 

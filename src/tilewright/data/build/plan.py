@@ -4,14 +4,13 @@ A fingerprint is taken from these, so that a change invalidates what comes after
 with every change of a stage's code that changes its output.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from tilewright.data.build.context import Context
+from tilewright.data.build.context import BuildStage, Context
 from tilewright.data.build.stages import encode, lines, media
 from tilewright.data.build.stages.copies import exact, images, near, sketches
 from tilewright.data.build.stages.copies.unique import unique_records
@@ -19,29 +18,26 @@ from tilewright.data.build.stages.dataset import Finished, assemble
 from tilewright.data.build.stages.read import read_shard
 from tilewright.data.build.stages.repair import repair_shard
 from tilewright.data.build.stages.rules import apply_rules
+from tilewright.data.build.stages.scores.stages import QUALITY_AND_NOISE, SAMPLE, before_copies, last_kept
 from tilewright.data.build.stages.split import split_records
-from tilewright.data.build.units import fingerprint_of
 from tilewright.data.common.cache import file_digest
 from tilewright.data.common.tokenizer_folder import tokenizer_files
 
-REJECTING = ("read", "repair", "rules", "unique", "encode")
-"""Stages that write rejects, per shard."""
+_REJECTING = ("read", "repair", "rules", "quality", "noise", "unique", "sample", "encode")
 
 
-@dataclass(frozen=True)
-class BuildStage:
-    """One stage. `says` is what a progress bar shows; `count` gives the number of units once all stages before it are
-    finished; `reads` what a unit's fingerprint is taken from; `run` fills a unit's folder and returns counts."""
+def rejecting(c: Context) -> list[str]:
+    """The stages of this build that write rejects, per shard."""
+    return [name for name in _REJECTING if stage_named(name).count(c)]
 
-    name: str
-    says: str
-    version: int
-    count: Callable[[Context], int]
-    reads: Callable[[Context, int], object]
-    run: Callable[[Context, int, Path], Mapping[str, Any]]
 
-    def fingerprint(self, context: Context, index: int) -> str:
-        return fingerprint_of([self.name, self.version, self.reads(context, index)])
+def _kept(c: Context, i: int) -> Path:
+    """The side table of the records among which copies are searched."""
+    return c.folder(before_copies(c), i)
+
+
+def _num_records(c: Context) -> int:
+    return c.total(before_copies(c), "records")
 
 
 def _shards(c: Context) -> int:
@@ -57,15 +53,15 @@ def _line_ranges(c: Context) -> int:
 
 
 def _exact_ranges(c: Context) -> int:
-    return exact.ranges_for(c.total("rules", "records")) if c.build.duplicates.exact else 0
+    return exact.ranges_for(_num_records(c)) if c.build.duplicates.exact else 0
 
 
 def _band_ranges(c: Context) -> int:
-    return sketches.band_ranges(c.total("rules", "records"))
+    return sketches.band_ranges(_num_records(c))
 
 
 def _pair_ranges(c: Context) -> int:
-    return sketches.pair_ranges(c.total("rules", "records"))
+    return sketches.pair_ranges(_num_records(c))
 
 
 def _images(c: Context) -> int:
@@ -89,9 +85,14 @@ def _exact_drops(c: Context, i: int):
     return c.drops("exact", _exact_ranges(c), i)
 
 
+def _by_score(c: Context) -> bool:
+    return c.build.duplicates.keep == "score"
+
+
 def _sketch(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     rows = near.rows_of(_exact_drops(c, i))
-    return sketches.sketch_shard(c.folder("repair", i), c.folder("rules", i), rows, i, _band_ranges(c), folder)
+    where = c.folder("repair", i), _kept(c, i), rows, i
+    return sketches.sketch_shard(*where, _band_ranges(c), folder, by_score=_by_score(c))
 
 
 def _pairs(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
@@ -102,7 +103,8 @@ def _pairs(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
 def _shingles(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     rows = near.rows_of(_exact_drops(c, i))
     pairs = c.folders("pairs", _band_ranges(c))
-    return near.candidate_shingles(c.folder("repair", i), c.folder("rules", i), rows, pairs, i, folder)
+    where = c.folder("repair", i), _kept(c, i), rows, pairs, i
+    return near.candidate_shingles(*where, folder, by_score=_by_score(c))
 
 
 def _verify(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
@@ -117,29 +119,29 @@ def _near(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
 
 def _image_copies(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     with_images = [shard for shard in range(c.num_shards) if c.count("read", shard, "images")]
-    shards = {s: (c.folder("repair", s), c.folder("rules", s), _exact_drops(c, s)) for s in with_images}
+    shards = {s: (c.folder("repair", s), _kept(c, s), _exact_drops(c, s)) for s in with_images}
     return images.image_copies(shards, c.build.duplicates, folder)
 
 
 def _unique(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     found = _exact_drops(c, i), c.drops("near", 1, i), c.drops("images", _images(c), i)
-    return unique_records(c.folders("repair"), c.folder("rules", i), i, *found, c.build.duplicates, folder)
+    return unique_records(c.folders("repair"), _kept(c, i), i, *found, c.build.duplicates, folder)
 
 
 def _split(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
     domains = [shard[0].domain for shard in c.listing.shards]
     settings = c.build.split
-    where = c.folders("unique"), c.folders("repair"), domains, c.folder("near")
+    where = c.folders(last_kept(c)), c.folders("repair"), domains, c.folder("near")
     return split_records(*where, settings, folder)
 
 
 def _media(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
-    where = c.folder("read", i), c.folder("repair", i), c.folder("unique", i), c.folder("split") / f"{i:05}.npy"
+    where = c.folder("read", i), c.folder("repair", i), c.folder(last_kept(c), i), c.folder("split") / f"{i:05}.npy"
     return media.gather_shard(*where, c.build.media, folder)
 
 
 def _shard(c: Context, i: int) -> encode.Shard:
-    return encode.Shard(i, c.folder("repair", i), c.folder("unique", i), c.folder("split"))
+    return encode.Shard(i, c.folder("repair", i), c.folder(last_kept(c), i), c.folder("split"))
 
 
 def _tokenizer(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
@@ -153,7 +155,7 @@ def _encode(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
 
 
 def _dataset(c: Context, i: int, folder: Path) -> Mapping[str, Any]:
-    rejects = [[c.folder(stage, shard) for stage in REJECTING] for shard in range(c.num_shards)]
+    rejects = [[c.folder(stage, shard) for stage in rejecting(c)] for shard in range(c.num_shards)]
     copies = {name: c.total("unique", name) for name in ("exact", "near")}
     label = source_label(c)
     where = c.folders("media", _media_shards(c)), c.folders("encode"), rejects, c.folder("tokenizer"), c.folder("split")
@@ -200,14 +202,15 @@ STAGES = (
         _repair,
     ),
     BuildStage(
-        *("rules", "applying rules", 1, _shards),
+        *("rules", "applying rules", 2, _shards),
         lambda c, i: [c.one("repair", i), c.build.rules.model_dump()],
         lambda c, i, folder: apply_rules(c.folder("repair", i), c.build.rules, folder),
     ),
+    *QUALITY_AND_NOISE,
     BuildStage(
         *("digests", "hashing texts", 1, lambda c: c.num_shards if c.build.duplicates.exact else 0),
-        lambda c, i: [c.one("rules", i), _exact_ranges(c)],
-        lambda c, i, folder: exact.digest_keys(c.folder("rules", i), i, _exact_ranges(c), folder),
+        lambda c, i: [c.one(before_copies(c), i), _exact_ranges(c)],
+        lambda c, i, folder: exact.digest_keys(_kept(c, i), i, _exact_ranges(c), folder),
     ),
     BuildStage(
         *("exact", "finding exact duplicates", 1, _exact_ranges),
@@ -217,8 +220,8 @@ STAGES = (
     BuildStage(
         *("sketches", "sketching texts", 2, _shards),
         lambda c, i: [
-            *(c.one("repair", i), c.one("rules", i), c.every("exact", _exact_ranges(c))),
-            _band_ranges(c),
+            *(c.one("repair", i), c.one(before_copies(c), i), c.every("exact", _exact_ranges(c))),
+            *(_band_ranges(c), _by_score(c)),
         ],
         _sketch,
     ),
@@ -228,10 +231,10 @@ STAGES = (
         _pairs,
     ),
     BuildStage(
-        *("shingles", "reading candidates", 1, _shards),
+        *("shingles", "reading candidates", 2, _shards),
         lambda c, i: [
-            *(c.one("repair", i), c.one("rules", i), c.every("exact", _exact_ranges(c))),
-            c.every("pairs", _band_ranges(c)),
+            *(c.one("repair", i), c.one(before_copies(c), i), c.every("exact", _exact_ranges(c))),
+            *(c.every("pairs", _band_ranges(c)), _by_score(c)),
         ],
         _shingles,
     ),
@@ -248,28 +251,29 @@ STAGES = (
     BuildStage(
         *("images", "comparing images", 1, _images),
         lambda c, i: [
-            *(c.every("repair"), c.every("rules"), c.every("exact", _exact_ranges(c))),
+            *(c.every("repair"), c.every(before_copies(c)), c.every("exact", _exact_ranges(c))),
             *(c.build.duplicates.image_distance, c.build.duplicates.keep),
         ],
         _image_copies,
     ),
     BuildStage(
-        *("unique", "dropping copies", 2, _shards),
+        *("unique", "dropping copies", 3, _shards),
         lambda c, i: [
-            *(c.one("rules", i), c.every("repair"), c.every("exact", _exact_ranges(c)), c.one("near")),
+            *(c.one(before_copies(c), i), c.every("repair"), c.every("exact", _exact_ranges(c)), c.one("near")),
             *(c.every("images", _images(c)), c.build.duplicates.threshold, c.build.duplicates.image_distance),
         ],
         _unique,
     ),
+    *SAMPLE,
     BuildStage(
         *("split", "holding out", 2, _one),
-        lambda c, i: [c.every("unique"), c.one("near"), c.build.split.model_dump()],
+        lambda c, i: [c.every(last_kept(c)), c.one("near"), c.build.split.model_dump()],
         _split,
     ),
     BuildStage(
         *("media", "gathering pixels and sounds", 1, _media_shards),
         lambda c, i: [
-            *(c.told_one("read", i), c.one("repair", i), c.one("unique", i), c.one("split")),
+            *(c.told_one("read", i), c.one("repair", i), c.one(last_kept(c), i), c.one("split")),
             c.build.media.model_dump(),
         ],
         _media,
@@ -277,7 +281,7 @@ STAGES = (
     BuildStage(
         *("tokenizer", "training the tokenizer", 1, _one),
         lambda c, i: [
-            *(c.every("unique"), c.one("split"), c.build.tokenizer.vocab_size, c.build.split.seed),
+            *(c.every(last_kept(c)), c.one("split"), c.build.tokenizer.vocab_size, c.build.split.seed),
             *(_tokenizer_key(c), tokenizers.__version__),
         ],
         _tokenizer,
@@ -285,7 +289,7 @@ STAGES = (
     BuildStage(
         *("encode", "encoding", 2, _shards),
         lambda c, i: [
-            *(c.one("repair", i), c.one("unique", i), c.one("split"), c.one("tokenizer"), c.one("near")),
+            *(c.one("repair", i), c.one(last_kept(c), i), c.one("split"), c.one("tokenizer"), c.one("near")),
             *(c.build.chunk.model_dump(), tokenizers.__version__),
         ],
         _encode,
@@ -294,7 +298,7 @@ STAGES = (
         *("dataset", "joining the dataset", 2, _one),
         lambda c, i: [
             *(c.one("tokenizer"), c.one("split"), source_label(c), c.totals("repair", "changed")),
-            *(c.every("encode"), *(c.told(stage) for stage in REJECTING), c.every("media", _media_shards(c))),
+            *(c.every("encode"), *(c.told(stage) for stage in rejecting(c)), c.every("media", _media_shards(c))),
             c.told("media", _media_shards(c)),
             [c.listing.found_bytes, [[r.path, r.rule, str(r.value)] for r in c.listing.rejects]],
         ],

@@ -62,7 +62,7 @@ def build_dataset(
     made = finished = 0
     with _locked(out, alone=executor.is_first):
         progress.phase("listing files")
-        context.listing  # noqa: B018  before anything is written: a source that is not there leaves no folder
+        context.references  # noqa: B018  and the listing, before anything is written: what is not there is said at once
         context.units.clean(executor.mark)
         for stage in STAGES:
             count = stage.count(context)

@@ -53,7 +53,8 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     from tilewright.data.build.finished.account import build_account
     from tilewright.report.build_page import write_build_page
 
-    page = write_build_page(build_account(folder))
+    account = build_account(folder)
+    page = write_build_page(account)
     if as_json:
         print_json(content)
         return
@@ -63,5 +64,7 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
         f"{summary['duplicates']:,} exact duplicates and {summary['near_duplicates']:,} near-copies dropped | "
         f"{format_count(summary['tokens'])} tokens, {format_bytes(summary['bytes'])}, {len(summary['domains'])} domains"
     )
+    for model in account.models:
+        say(model.line)
     say(f"{units['made']} units made, {units['finished before']} finished before | {page}")
     click.echo(f"tilewright train --data.source {folder}")

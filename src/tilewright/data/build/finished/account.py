@@ -14,6 +14,7 @@ import numpy as np
 from tilewright.data.build.config import DataBuild
 from tilewright.data.build.context import WORK
 from tilewright.data.build.finished.open_built import read_dataset
+from tilewright.data.build.finished.score_models import ScoreModel, score_histograms, score_limits, score_models
 from tilewright.data.build.plan import STAGES
 from tilewright.data.build.stages.rules import bin_starts, thresholds
 from tilewright.data.build.tables import rows
@@ -67,6 +68,7 @@ class BuildAccount:
     stages: list[StageCount]
     reasons: list[Reason]
     histograms: list[MeasureHistogram]
+    models: list[ScoreModel]
 
 
 def build_account(folder: Path) -> BuildAccount:
@@ -85,7 +87,8 @@ def build_account(folder: Path) -> BuildAccount:
         settings,
         [stage for stage in stages if stage.units],
         _reasons(folder),
-        list(_histograms(units, settings)),
+        [*_histograms(units, settings), *_score_histograms(units, settings)],
+        score_models(units),
     )
 
 
@@ -130,3 +133,16 @@ def _histograms(units: Units, settings: DataBuild) -> Iterator[MeasureHistogram]
         domain, _, measure = key.partition("\0")
         limits = {rule.name: rule.value for rule in thresholds(settings.rules) if rule.measure == measure}
         yield MeasureHistogram(domain, measure, bin_starts(measure), counts.tolist(), limits)
+
+
+def _score_histograms(units: Units, settings: DataBuild) -> Iterator[MeasureHistogram]:
+    sums: dict[tuple[str, str], np.ndarray] = {}
+    starts: dict[str, list[float]] = {}
+    for kind, folder in score_histograms(units):
+        starts[kind.column] = kind.bin_starts
+        for key, counts in json.loads((folder / "histograms.json").read_bytes()).items():
+            domain, _, measure = key.partition("\0")
+            sums[measure, domain] = sums.get((measure, domain), 0) + np.array(counts, np.int64)
+    for (measure, domain), counts in sorted(sums.items()):
+        limits = score_limits(units, settings, domain, measure)
+        yield MeasureHistogram(domain, measure, starts[measure], counts.tolist(), limits)

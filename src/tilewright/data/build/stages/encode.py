@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from tilewright.data.build.config import ChunkSection, TokenizerSection
 from tilewright.data.build.stages.copies.exact import doc_of, row_of, shard_of
+from tilewright.data.build.stages.rules import SCORES
 from tilewright.data.build.stages.split import DROPPED, HELD, LEFT, TRAIN
 from tilewright.data.build.stages.windows import Window, windows
 from tilewright.data.build.tables import RECORDS, REJECTS, TableWriter, batches, reject_row, rows
@@ -77,6 +78,7 @@ class Shard:
             while side is not None and side["row"] < stop:
                 record = {name: column[side["row"] - first] for name, column in batch.items()}
                 record["language"] = side["language"]
+                record["scores"] = with_scores(record["scores"], side)
                 data = record["text"].encode()
                 doc = int(doc_of(self.number, np.array([side["row"]]))[0])
                 if doc in cut:
@@ -85,6 +87,17 @@ class Shard:
                 else:
                     yield KeptText(record, doc, part, data)
                 side, part = next(alive, (None, 0))
+
+
+def with_scores(scores: str, side: Mapping[str, Any]) -> str:
+    """The scores of a record, a JSON object, with those of its row in the side table.
+
+    Example:
+        >>> with_scores('{"language": 0.5}', {"quality": 0.25, "contrast": None, "bits_per_byte": None})
+        '{"language": 0.5, "quality": 0.25}'
+    """
+    found = {name: round(side[name], 5) for name in SCORES if side[name] is not None}
+    return json.dumps(json.loads(scores) | found, sort_keys=True) if found else scores
 
 
 def make_tokenizer(shards: list[Shard], settings: TokenizerSection, seed: int, folder: Path) -> Mapping[str, Any]:

@@ -21,14 +21,18 @@ from tilewright.data.build.tables import REJECTS, TableWriter, reject_row, rows
 from tilewright.data.records import Rejected
 
 STAGE = "rules"
+SCORES = ("quality", "contrast", "bits_per_byte")
+"""Columns that the stages of `scores` fill."""
 KEPT = pa.schema(
     [
         pa.field("row", pa.int64()),
         pa.field("digest", pa.binary(16)),
         pa.field("bytes", pa.int64()),
         pa.field("language", pa.string()),
+        *(pa.field(name, pa.float32()) for name in SCORES),
     ]
 )
+"""A record that stays. A score is null where no stage gave one."""
 _NUM_BINS = 32
 _LANGUAGE_CHARS = 4096  # of a text: from more, nothing is learned about one in one language
 _LONG_SCALE = ("chars", "words", "stop_words", "sentences", "curly_brackets")  # counts: bins of powers of two

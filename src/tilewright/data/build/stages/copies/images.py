@@ -33,8 +33,8 @@ def image_copies(
         folder: gets the file.
     """
     images = np.concatenate([np.zeros(0, _IMAGE), *(_hashes(shard, *where) for shard, where in shards.items())])
-    longest = duplicates.keep == "longest"
-    order = np.lexsort((images["doc"], -images["pixels"].astype(np.int64) * longest))
+    by_size = duplicates.keep != "first"
+    order = np.lexsort((images["doc"], -images["pixels"].astype(np.int64) * by_size))
     images = images[order]
     values, first, which = np.unique(images["hash"], return_index=True, return_inverse=True)
     same = np.flatnonzero(first[which] != np.arange(len(images)))  # behind the first image of the same hash

@@ -13,21 +13,21 @@ import numpy as np
 
 from tilewright.data.build.ranges import read_range, read_rows
 from tilewright.data.build.stages.copies.exact import DROP, doc_of, row_of, shard_of
-from tilewright.data.build.stages.copies.sketches import PAIR, joined, surviving_texts
+from tilewright.data.build.stages.copies.sketches import PAIR, joined, merits, surviving_texts
 from tilewright.data.corpus.encode import NpyWriter
 from tilewright.data.corpus.near_dup import shingle_hashes
 
 CLUSTER_SIMILARITY = 0.5
 """From which records are never divided between training and held-out text, and thereby the least threshold."""
 
-INDEX = np.dtype([("doc", "<u8"), ("first", "<u8"), ("count", "<u4"), ("size", "<u4")])
+INDEX = np.dtype([("doc", "<u8"), ("first", "<u8"), ("count", "<u4"), ("merit", "<u4")])
 VERIFIED = np.dtype([("a", "<u8"), ("b", "<u8"), ("similarity", "<f4")])
 CLUSTER = np.dtype([("doc", "<u8"), ("cluster", "<u8")])
 _HELD = 512  # records whose shingles are in memory while pairs are verified
 
 
 def candidate_shingles(
-    records: Path, kept: Path, drops: np.ndarray, pairs: list[Path], shard: int, folder: Path
+    records: Path, kept: Path, drops: np.ndarray, pairs: list[Path], shard: int, folder: Path, *, by_score: bool
 ) -> Mapping[str, Any]:
     """Write the sorted shingles of a shard's records that are in any pair, and where those of each are."""
     wanted = _docs_in(pairs, shard)
@@ -42,10 +42,11 @@ def candidate_shingles(
             data, starts, sizes = joined([texts[i] for i in at])
             hashes, counts = shingle_hashes(data, starts)
             ends = np.cumsum(counts)
+            merit = merits(kept, rows[at], sizes, by_score=by_score)
             for number, i in enumerate(at):
                 own = np.unique(hashes[ends[number] - counts[number] : ends[number]])
                 out.append(own)
-                index.append((int(docs[i]), first, len(own), int(sizes[number])))
+                index.append((int(docs[i]), first, len(own), int(merit[number])))
                 first += len(own)
     np.save(folder / "index.npy", np.array(index, INDEX))
     return {"records": len(index)}
@@ -106,9 +107,9 @@ def resolve(
 
     Args:
         verified: folders of the pairs.
-        shingles: folders of all shards, which know the sizes.
+        shingles: folders of all shards, which know the merit of each record.
         threshold: similarity from which one of two goes; None: none goes.
-        keep: "longest" or "first".
+        keep: "longest", "score" or "first".
         folder: gets the files, both sorted by record.
     """
     pairs = np.concatenate(
@@ -122,23 +123,23 @@ def resolve(
     np.save(folder / "clusters.npy", clusters)
     drops = np.zeros(0, DROP)
     if threshold is not None:
-        sizes = _sizes(docs, shingles) if keep == "longest" else np.zeros(len(docs), np.int64)
         close = pairs["similarity"] >= np.float32(threshold)
-        order = np.lexsort((docs, -sizes))
+        merit = np.zeros(len(docs), np.int64) if keep == "first" else _merits(docs, shingles)
+        order = np.lexsort((docs, -merit))
         gone = list(greedy(order, a[close], b[close], pairs["similarity"][close]))
         drops = np.array([(docs[i], docs[j], s) for i, j, s in gone], DROP)
     np.save(folder / "drops.npy", np.sort(drops, order="doc"))
     return {"near_duplicates": len(drops), "clusters": len(np.unique(clusters["cluster"]))}
 
 
-def _sizes(docs: np.ndarray, shingles: list[Path]) -> np.ndarray:
-    sizes = np.zeros(len(docs), np.int64)
+def _merits(docs: np.ndarray, shingles: list[Path]) -> np.ndarray:
+    found = np.zeros(len(docs), np.int64)
     shards = shard_of(docs)
     for shard in np.unique(shards).tolist():
         here = np.flatnonzero(shards == shard)
         table = np.load(shingles[shard] / "index.npy", allow_pickle=False)
-        sizes[here] = table["size"][np.searchsorted(table["doc"], docs[here])]
-    return sizes
+        found[here] = table["merit"][np.searchsorted(table["doc"], docs[here])]
+    return found
 
 
 def greedy(order: np.ndarray, a: np.ndarray, b: np.ndarray, similarity: np.ndarray) -> Iterator[tuple[int, int, float]]:

@@ -19,7 +19,8 @@ from tilewright.data.build.tables import batches
 from tilewright.data.common.hashing import hash64, mix64
 from tilewright.data.corpus.near_dup import BAND_ROWS, PERMUTATIONS, shingle_hashes, sketches_of
 
-BAND = np.dtype([("key", "<u8"), ("doc", "<u8"), ("size", "<u4")])
+BAND = np.dtype([("key", "<u8"), ("doc", "<u8"), ("merit", "<u4")])
+"""`merit`: bytes or quality of the record, see `merits`."""
 PAIR = np.dtype([("key", "<u8"), ("a", "<u8"), ("b", "<u8")])
 _NUM_BANDS = PERMUTATIONS // BAND_ROWS
 _BEFORE = 3
@@ -66,7 +67,26 @@ def joined(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.frombuffer(b"".join(parts), np.uint8), np.cumsum(sizes) - sizes, sizes
 
 
-def sketch_shard(records: Path, kept: Path, drops: np.ndarray, shard: int, num: int, folder: Path) -> Mapping[str, Any]:
+def merits(kept: Path, rows: np.ndarray, sizes: np.ndarray, *, by_score: bool) -> np.ndarray:
+    """What may decide which of several copies stays, uint32 of each record: its bytes or its quality score.
+
+    Args:
+        kept: folder with a `kept.parquet`.
+        rows: sorted rows of it.
+        sizes: bytes of each.
+        by_score: its quality score.
+    """
+    if not by_score:
+        return sizes.astype(np.uint32)
+    table = [batch for _, batch in batches(kept / "kept.parquet", ("row", "quality"))]
+    known = np.array([row for batch in table for row in batch["row"]], np.int64)
+    scores = np.array([score or 0.0 for batch in table for score in batch["quality"]])
+    return np.rint(1 + 1e5 * scores[np.searchsorted(known, rows)]).astype(np.uint32)
+
+
+def sketch_shard(
+    records: Path, kept: Path, drops: np.ndarray, shard: int, num: int, folder: Path, *, by_score: bool
+) -> Mapping[str, Any]:
     """Write the bands of the sketches of a shard's records over `num` ranges.
 
     Records without a word have none, nor have images and sounds: two of them may have the same caption.
@@ -87,7 +107,7 @@ def sketch_shard(records: Path, kept: Path, drops: np.ndarray, shard: int, num: 
                 key = mix64(key ^ column)
             bands["key"][:, band] = key
         bands["doc"] = doc_of(shard, rows[wordy])[:, None]
-        bands["size"] = sizes[:, None]
+        bands["merit"] = merits(kept, rows[wordy], sizes, by_score=by_score)[:, None]
         found.append(bands[counts > 0].reshape(-1))
     rows_ = np.concatenate(found)
     write_ranges(folder / "bands", rows_, num)
@@ -97,8 +117,8 @@ def sketch_shard(records: Path, kept: Path, drops: np.ndarray, shard: int, num: 
 def candidate_pairs(shards: list[Path], index: int, num: int, keep: str, folder: Path) -> Mapping[str, Any]:
     """Write the pairs of records that share a band of range `index`, each once, over `num` ranges of a hash of both."""
     bands = read_range([shard / "bands" for shard in shards], index, BAND)
-    size = bands["size"].astype(np.int64)
-    rank = -size if keep == "longest" else np.zeros_like(size)
+    merit = bands["merit"].astype(np.int64)
+    rank = np.zeros_like(merit) if keep == "first" else -merit
     bands = bands[np.lexsort((bands["doc"], rank, bands["key"]))]
     at = np.arange(len(bands))
     begins = np.ones(len(bands), bool)
