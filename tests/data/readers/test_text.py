@@ -131,6 +131,16 @@ def test_rows_of_a_legacy_encoding(kind, language, encoding, tmp_path):
             assert json.loads(line)["text"] == record.text
 
 
+@pytest.mark.parametrize("shift", range(3))
+def test_a_character_at_the_end_of_the_first_block_is_no_legacy_encoding(shift, tmp_path):
+    text = "x" * shift + "日本" * 200_000
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text}], ensure_ascii=False), encoding="utf-8")
+    records, rejects = read(tmp_path / "a.json")
+    assert rejects == []
+    assert "".join(record.text for record in records) == text
+    assert "encoding" not in records[0].facts
+
+
 def test_a_bad_row_of_a_file_in_utf8_is_set_aside_alone(tmp_path):
     rows = [json.dumps({"text": SAMPLES["ru"]}, ensure_ascii=False).encode() for _ in range(30)]
     rows[7] = json.dumps({"text": SAMPLES["fr"]}, ensure_ascii=False).encode("latin-1")

@@ -14,6 +14,7 @@ import xxhash
 
 from tilewright.core.errors import DataError
 from tilewright.data.build.config import ReadSection
+from tilewright.data.readers.text.encodings import begins_as_utf8
 from tilewright.data.records import Rejected
 from tilewright.data.sources.documents import Part, Reject, Source, printable, wide_encoding
 from tilewright.data.sources.files import TEXT_SUFFIXES, existing
@@ -145,20 +146,13 @@ def _segments(path: Path, size: int, shard_bytes: int) -> Iterator[tuple[int, in
     except OSError:
         yield 0, 0  # that it cannot be read is found out, and said, where it is read
         return
-    if wide_encoding(head[:4]) or b"\n" not in head or not _is_utf8(head):  # other encodings are found in the whole
+    if (
+        wide_encoding(head[:4]) or b"\n" not in head or not begins_as_utf8(head)
+    ):  # other encodings are found in the whole
         yield 0, 0
         return
     for start in range(0, size, shard_bytes):
         yield start, min(size, start + shard_bytes)
-
-
-def _is_utf8(head: bytes) -> bool:
-    """Whether the beginning of a file is UTF-8; a character at its end may be cut."""
-    try:
-        head.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start >= len(head) - 3 and error.reason == "unexpected end of data"
-    return True
 
 
 def _refused(reject: Reject, domain: str = "", prefix: str = "") -> Rejected:

@@ -54,6 +54,20 @@ def wide_encoding_of(head: bytes) -> str:
     return ""
 
 
+def begins_as_utf8(head: bytes) -> bool:
+    """Whether the beginning of a file is UTF-8; a character at its end may be cut.
+
+    Example:
+        >>> begins_as_utf8("né".encode()[:2]), begins_as_utf8("né ".encode("latin-1"))
+        (True, False)
+    """
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start >= len(head) - 3 and error.reason == "unexpected end of data"
+    return True
+
+
 def find_encoding(data: bytes) -> str:
     """The legacy encoding of `data`, as Python calls it; "" where none fits, or charset-normalizer is not installed.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tilewright.core.units import format_bytes
 from tilewright.data.readers.damage import PARSER_ERRORS, failure
 from tilewright.data.readers.entry import Entry
-from tilewright.data.readers.text.encodings import decode_text, wide_encoding_of
+from tilewright.data.readers.text.encodings import begins_as_utf8, decode_text, wide_encoding_of
 from tilewright.data.readers.text.plain import BLOCK_BYTES, Items, text_record
 from tilewright.data.records import Rejected
 from tilewright.data.sources.csv_rows import read_csv
@@ -61,6 +61,8 @@ def _legacy_encoding(entry: Entry) -> str:
     """The encoding of a file of rows whose first MiB is in none of Unicode's, and in one alone; else ""."""
     with entry.path.open("rb") as file:
         head = file.read(BLOCK_BYTES)
+    if begins_as_utf8(head):
+        return ""
     whole = head[: head.rfind(b"\n") + 1] or head
     _, encoding, lost = decode_text(whole.removeprefix(b"\xef\xbb\xbf"))
     return "" if lost or "utf-8" in encoding else encoding
