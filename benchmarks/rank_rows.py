@@ -18,7 +18,7 @@ def rows() -> Iterator[Row]:
             f"parameters, gradients and optimizer states of each of {world} ranks against their plan, "
             f"worst of {len(cases)} cases",
             "within 5 %",
-            once(worst, f"off by {100 * worst:.2f} %", at_most=0.05),
+            once(worst, f"off by {100 * worst:.3f} % at most", at_most=0.05),
             result,
         )
         peaks = [row["measured_peak"] / row["planned_peak"] - 1 for case in cases.values() for row in case["ranks"]]
