@@ -118,17 +118,22 @@ def keep_fp32_sums(model: nn.Module) -> None:
     What it casts to is decided by each `unshard()` and has no public setting.
     """
     for module in fsdp_modules(model):
-        state = module._get_fsdp_state()
-        # A list in newer torch; torch 2.11 has one group or None.
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in filter(None, groups):
-            if group._orig_dtype in LOW_DTYPES:
+        for group in _groups(module):
+            if getattr(group, "_orig_dtype", None) in LOW_DTYPES:  # it has one after its first unshard
                 group._orig_dtype = torch.float32
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """The groups of a sharded model, the model first; none of one that is not sharded."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """Of a module's own parameters, for which FSDP2 has no public names: a list, in torch 2.11 one or None."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -150,7 +155,7 @@ class WholeBytes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        groups = (group for module in fsdp_modules(model) for group in module._get_fsdp_state()._fsdp_param_groups)
+        groups = (group for module in fsdp_modules(model) for group in _groups(module))
         self._params: list[Any] = [param for group in groups for param in group.fsdp_params]
 
     def __call__(self) -> dict[str, int]:

@@ -341,15 +341,13 @@ class Planner:
         for name in (EVALUATE, CHECKPOINT):  # the busiest of each
             same = [by_phase.pop(key) for key in list(by_phase) if key.startswith(name)]
             by_phase[name] = max(same, key=lambda owners: sum(owners.values()))
+        host = dict(table.host)
         if not cpu:
             for owners in by_phase.values():
                 owners["process"] += FRAGMENTS * budget.device
-        host = dict(table.host)
-        if not cpu:
             for row in rows:
-                for owner, (place, size) in zip(
-                    ("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True
-                ):
+                places = zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True)
+                for owner, (place, size) in places:
                     host[owner] = host.get(owner, 0.0) + (size if place == "host" else 0.0)
                 if setting.shards.offload:
                     part = weights_of(shape, row).part(setting.shards.count)

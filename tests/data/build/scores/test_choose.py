@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.data.build.config import QualitySection, SampleSection
-from tilewright.data.build.stages.scores.choose import Ranks, count_scores
+from tilewright.data.build.stages.scores.choose import ScoreRanks, count_scores
 from tilewright.data.build.stages.scores.judges import chances, noise_judge, quality_judge, sample_judge
 
 
@@ -16,7 +16,7 @@ def digests(num: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**64, num, np.uint64)
 
 
-def ranks_of(folder, shards: list[np.ndarray]) -> Ranks:
+def ranks_of(folder, shards: list[np.ndarray]) -> ScoreRanks:
     """Ranks of one domain from the scores of its shards."""
     folders = []
     for number, scores in enumerate(shards):
@@ -24,7 +24,7 @@ def ranks_of(folder, shards: list[np.ndarray]) -> Ranks:
         np.save(folder / str(number) / "scores.npy", scores.astype(np.float32))
         folders.append(("web", folder / str(number)))
     count_scores(folders, folder)
-    return Ranks.load(folder)
+    return ScoreRanks.load(folder)
 
 
 SCORES = st.lists(st.integers(0, 20).map(lambda v: v / 8) | st.just(float("nan")), max_size=60)
