@@ -33,7 +33,7 @@ from tilewright.optim.adam import DeepSeekAdam
 from tilewright.optim.clip import GradClip
 from tilewright.optim.schedule import LRSchedule
 from tilewright.parallel.launch import check_equal, in_turn, on_first
-from tilewright.parallel.shard import Sharding, WholeBytes
+from tilewright.parallel.shard import Sharding, WholeBytes, is_sharded
 from tilewright.parallel.world import World
 from tilewright.planner.machine import ceilings
 from tilewright.planner.plan_file import PlanFile
@@ -296,7 +296,7 @@ def build(setup: RunContext, *, fresh: bool, memory_plan: MemoryPlan | None = No
             )
         qdata = quantized_weights(model, optimizer, without=sliced.away if sliced is not None else ())
         modes = PrecisionModes(model, policy, schedule, schedule.at(0), scaled, qdata)
-    memory_tracker.watch(model, WholeBytes(model))
+    memory_tracker.watch(model, WholeBytes(model) if is_sharded(model) else dict)
     num_params = sum(param.numel() for param in model.parameters())
     scaler = DynamicScaler.from_section(recipe.precision, fp16=modes.needs_loss_scaling, num_params=num_params)
     optim = recipe.optim
