@@ -2,7 +2,8 @@
 
 The decoder of `zero_cpu` over gloo, one thread per rank, two steps of three rows on each rank, in every format of the
 states, under ZeRO-3, ZeRO-2 and HSDP. A rank's ledger counts the storages that are there when an update begins; its
-plan was made before the model was. Both are in the result, and the peak of the slowest phase with them.
+plan was made before the model was. Both are in the result, and the peak of a rank's process with them; only that of
+the first case is one case's, as a process keeps pages of those before.
 
 python -m benchmarks.rank_memory --worlds 2 4
 """
@@ -41,16 +42,14 @@ WAYS = {
     "three micro-batches": {"train.micro_batch_size": "1"},
     "three micro-batches, each reduced": {"train.micro_batch_size": "1", "parallel.reduce_each": "true"},
 }
+HSDP = {"parallel.dp_replicate": "2", "parallel.dp_shard": "2"}
 
 
 def cases(world: int) -> dict[str, dict[str, str]]:
     """Settings of each case, by its name."""
     found = {name: dict(settings) for name, settings in FORMATS.items()}
     if world == 4:
-        found["HSDP, two copies of two shards, 8-bit moments"] = {
-            "parallel.dp_replicate": "2",
-            "parallel.dp_shard": "2",
-        }
+        found["HSDP, two copies of two shards, 8-bit moments"] = HSDP
     return found | {f"AdamW, 8-bit moments, {name}": dict(settings) for name, settings in WAYS.items()}
 
 

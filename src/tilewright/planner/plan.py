@@ -217,6 +217,15 @@ def bytes_of(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tup
     return [(parameters, row.count * weights.stored), (states, row.count * state_bytes(weights, setting))]
 
 
+def on_host(shape: ModelShape, setting: GlobalConfig, row: PlanRow) -> list[tuple[str, float]]:
+    """(owner, bytes) of what of a row is in host memory, its activations left out; 0 where it is elsewhere."""
+    sizes = zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True)
+    found = [(owner, size if place == "host" else 0.0) for owner, (place, size) in sizes]
+    if setting.shards.offload:
+        found.append(("gradients", 4.0 * row.count * weights_of(shape, row).part(setting.shards.count).trained))
+    return found
+
+
 @dataclass(frozen=True)
 class RankRow:
     """Ranks that hold equally much of a run, and the bytes that they hold all the time."""

@@ -34,7 +34,7 @@ from tilewright.planner.model.classes import ShapeFinder
 from tilewright.planner.model.constraints import Constraints
 from tilewright.planner.model.roofline import head_s, loss_s
 from tilewright.planner.model.shape import LayerClass, ModelShape
-from tilewright.planner.plan import Budget, Plan, PlanRow, bytes_of, weights_of
+from tilewright.planner.plan import Budget, Plan, PlanRow, on_host
 
 FORMATS = (
     {"optim.moments": "bf16"},
@@ -341,17 +341,14 @@ class Planner:
         for name in (EVALUATE, CHECKPOINT):  # the busiest of each
             same = [by_phase.pop(key) for key in list(by_phase) if key.startswith(name)]
             by_phase[name] = max(same, key=lambda owners: sum(owners.values()))
-        host = dict(table.host)
         if not cpu:
             for owners in by_phase.values():
                 owners["process"] += FRAGMENTS * budget.device
+        host = dict(table.host)
+        if not cpu:
             for row in rows:
-                places = zip(("parameters", "optimizer"), bytes_of(shape, setting, row), strict=True)
-                for owner, (place, size) in places:
-                    host[owner] = host.get(owner, 0.0) + (size if place == "host" else 0.0)
-                if setting.shards.offload:
-                    part = weights_of(shape, row).part(setting.shards.count)
-                    host["gradients"] = host.get("gradients", 0.0) + 4.0 * row.count * part.trained
+                for owner, size in on_host(shape, setting, row):
+                    host[owner] = host.get(owner, 0.0) + size
             inputs = table.problem.host_base + sum(row.count * row.cost.host for row in rows) - sum(host.values())
             host["inputs"] = max(0.0, inputs)
         return Plan(
