@@ -122,7 +122,7 @@ def keep_fp32_sums(model: nn.Module) -> None:
         # A list in newer torch; torch 2.11 has one group or None.
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in filter(None, groups):
-            if group._orig_dtype in LOW_DTYPES:
+            if getattr(group, "_orig_dtype", None) in LOW_DTYPES:  # not there before the first forward pass
                 group._orig_dtype = torch.float32
 
 
