@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.data.build.config import QualitySection, SampleSection
-from tilewright.data.build.stages.scores.choose import Ranks, count_scores
+from tilewright.data.build.stages.scores.choose import ScoreRanks, count_scores
 from tilewright.data.build.stages.scores.judges import chances, noise_judge, quality_judge, sample_judge
 
 
@@ -16,15 +16,15 @@ def digests(num: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**64, num, np.uint64)
 
 
-def ranks_of(folder, shards: list[np.ndarray]) -> Ranks:
-    """Ranks of one domain from the scores of its shards."""
+def ranks_of(folder, shards: list[np.ndarray]) -> ScoreRanks:
+    """ScoreRanks of one domain from the scores of its shards."""
     folders = []
     for number, scores in enumerate(shards):
         (folder / str(number)).mkdir(parents=True)
         np.save(folder / str(number) / "scores.npy", scores.astype(np.float32))
         folders.append(("web", folder / str(number)))
     count_scores(folders, folder)
-    return Ranks.load(folder)
+    return ScoreRanks.load(folder)
 
 
 SCORES = st.lists(st.integers(0, 20).map(lambda v: v / 8) | st.just(float("nan")), max_size=60)

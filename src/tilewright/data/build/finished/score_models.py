@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewright.core.units import format_bytes
 from tilewright.data.build.config import DataBuild
-from tilewright.data.build.stages.scores.choose import BITS, CONTRAST, QUALITY, Ranks, ScoreKind
+from tilewright.data.build.stages.scores.choose import BITS, CONTRAST, QUALITY, ScoreKind, ScoreRanks
 from tilewright.data.build.stages.scores.models import ACCOUNT, noise_threshold
 from tilewright.data.build.units import Units
 
@@ -89,13 +89,13 @@ def score_histograms(units: Units) -> Iterator[tuple[ScoreKind, Path]]:
 def score_limits(units: Units, settings: DataBuild, domain: str, measure: str) -> dict[str, float]:
     """The numbers by which records of a domain were dropped or sampled."""
     if measure == QUALITY.column and settings.quality.keep_top is not None:
-        ranks = Ranks.load(units.folder("quality_counts", 0))
+        ranks = ScoreRanks.load(units.folder("quality_counts", 0))
         return {"keep_top": ranks.value_at(domain, 1 - settings.quality.keep_top)}
     if measure == QUALITY.column:
         return {} if settings.quality.threshold is None else {"threshold": settings.quality.threshold}
     if measure == CONTRAST.column:
         return {"threshold": noise_threshold(units.folder("noise_threshold", 0))}
-    ranks = Ranks.load(units.folder("sample_counts", 0))
+    ranks = ScoreRanks.load(units.folder("sample_counts", 0))
     num = len(settings.sample.weights)
     if settings.sample.shape == "smooth":
         points = enumerate(settings.sample.weights)

@@ -128,7 +128,7 @@ def _choose(
 
 
 def _quality_judge(c: Context) -> choose.Judge:
-    return quality_judge(c.build.quality, choose.Ranks.load(c.folder("quality_counts")) if _counted(c) else None)
+    return quality_judge(c.build.quality, choose.ScoreRanks.load(c.folder("quality_counts")) if _counted(c) else None)
 
 
 QUALITY_AND_NOISE = (
@@ -228,7 +228,7 @@ SAMPLE = (
         ],
         _choose(
             *(choose.BITS, lambda c: "unique", "sample_scores"),
-            lambda c: sample_judge(c.build.sample, choose.Ranks.load(c.folder("sample_counts"))),
+            lambda c: sample_judge(c.build.sample, choose.ScoreRanks.load(c.folder("sample_counts"))),
         ),
     ),
 )
