@@ -17,7 +17,7 @@ def digests(num: int, seed: int = 0) -> np.ndarray:
 
 
 def ranks_of(folder, shards: list[np.ndarray]) -> ScoreRanks:
-    """Ranks of one domain from the scores of its shards."""
+    """ScoreRanks of one domain from the scores of its shards."""
     folders = []
     for number, scores in enumerate(shards):
         (folder / str(number)).mkdir(parents=True)

@@ -51,7 +51,7 @@ KINDS = (QUALITY, CONTRAST, BITS)
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ScoreDecision:
     """Which records stay, and the rule, value and threshold of those that do not. Arrays are bool or text [records]."""
 
     stays: np.ndarray
@@ -60,8 +60,8 @@ class Chosen:
     thresholds: Sequence[str | float]
 
 
-Judge = Callable[[str, np.ndarray, np.ndarray], Chosen]
-"""The verdict on records of a domain by their scores (float64) and digests (uint64)."""
+Judge = Callable[[str, np.ndarray, np.ndarray], ScoreDecision]
+"""The judgement on records of a domain by their scores (float64) and digests (uint64)."""
 
 
 def score_records(
@@ -191,7 +191,7 @@ def choose_records(
     return {"records": num_kept, "bytes": num_bytes, "rejects": len(gone)}
 
 
-def _reject(row: Mapping[str, Any], verdict: Chosen, number: int, kind: ScoreKind) -> Rejected:
+def _reject(row: Mapping[str, Any], verdict: ScoreDecision, number: int, kind: ScoreKind) -> Rejected:
     place, size = (row["path"], row["part"]), len(row["text"].encode())
     found = verdict.values[number], verdict.thresholds[number]
     return Rejected(*place, kind.stage, verdict.rule, *found, row["text"], row["domain"], 1, size, row["id"])

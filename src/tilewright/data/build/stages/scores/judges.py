@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilewright.data.build.config import QualitySection, SampleSection
-from tilewright.data.build.stages.scores.choose import Chosen, Judge, ScoreRanks, uniform
+from tilewright.data.build.stages.scores.choose import Judge, ScoreDecision, ScoreRanks, uniform
 
 _DRAW = 0xD4A3
 
@@ -13,15 +13,17 @@ _DRAW = 0xD4A3
 def quality_judge(quality: QualitySection, ranks: ScoreRanks | None) -> Judge:
     """Scores below the threshold go, or those below the best share of the domain; neither: all stay."""
 
-    def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> Chosen:
+    def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> ScoreDecision:
         if quality.keep_top is not None:
             assert ranks is not None, "scores are counted where a share of them is kept"
             stays = ranks.of(domain, scores, digests) >= 1 - quality.keep_top
             least = f"{ranks.value_at(domain, 1 - quality.keep_top):.5f}, the best {quality.keep_top:g} of {domain}"
-            return Chosen(stays, "keep_top", [f"{score:.5f}" for score in scores], [least] * len(scores))
+            return ScoreDecision(stays, "keep_top", [f"{score:.5f}" for score in scores], [least] * len(scores))
         least_score = 0.0 if quality.threshold is None else quality.threshold
         stays = scores >= least_score - 5e-6  # scores are float32 of numbers with five decimals
-        return Chosen(stays, "threshold", [f"{score:.5f}" for score in scores], [f"{least_score:g}"] * len(scores))
+        return ScoreDecision(
+            stays, "threshold", [f"{score:.5f}" for score in scores], [f"{least_score:g}"] * len(scores)
+        )
 
     return judge
 
@@ -29,9 +31,9 @@ def quality_judge(quality: QualitySection, ranks: ScoreRanks | None) -> Judge:
 def noise_judge(threshold: float) -> Judge:
     """Contrasts above the threshold go."""
 
-    def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> Chosen:
+    def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> ScoreDecision:
         values = [f"{score:.4f} bits per byte" for score in scores]
-        return Chosen(scores <= threshold + 5e-5, "contrast", values, [f"{threshold:g}"] * len(scores))
+        return ScoreDecision(scores <= threshold + 5e-5, "contrast", values, [f"{threshold:g}"] * len(scores))
 
     return judge
 
@@ -39,12 +41,12 @@ def noise_judge(threshold: float) -> Judge:
 def sample_judge(sample: SampleSection, ranks: ScoreRanks) -> Judge:
     """A record stays with a probability that depends on the rank of its bits per byte and on its domain."""
 
-    def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> Chosen:
+    def judge(domain: str, scores: np.ndarray, digests: np.ndarray) -> ScoreDecision:
         rank = ranks.of(domain, scores, digests)
         chance = chances(rank, sample.weights, sample.shape) * sample.domain_weights.get(domain, 1.0)
         stays = uniform(digests, _DRAW, sample.seed) < chance
         values = [f"{score:.3f} bits per byte" for score in scores]
-        return Chosen(stays, "sampled out", values, [f"kept with probability {one:.3g}" for one in chance])
+        return ScoreDecision(stays, "sampled out", values, [f"kept with probability {one:.3g}" for one in chance])
 
     return judge
 
