@@ -5,8 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
+import transformers
 
-from tests.data.build.corpora import write_corpus
+from tests.data.build.corpora import write_corpus, write_media
 from tilewright.cli.app import run
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import DataError
@@ -102,6 +103,27 @@ def test_from_a_step_to_its_files(here, capsys):
         assert document["text"].strip("\ufffd") in text
     assert run(["data", "inspect", "--run", "a", "--step", "3"]) == 2
     assert "1 to 2" in capsys.readouterr().err
+
+
+def test_an_image_model_trains_on_a_built_folder(tmp_path, monkeypatch, capsys):
+    """From image files to a step, and from that step back to the files."""
+    monkeypatch.chdir(tmp_path)
+    write_media(tmp_path / "in")
+    (tmp_path / "data.toml").write_text('[read]\nsource = "in"\n[media]\nimage_size = 32\n')
+    assert run(["data", "build", "--processes", "1", "-q"]) == 0
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.ViTConfig(image_size=32, patch_size=8, num_labels=2, **sizes).save_pretrained("model")
+    settings = SMALL | {"model.kind": "hf", "model.path": "model", "model.task": "image_classification"}
+    settings |= {"data.source": "data", "data.image_size": "32", "run.name": "a", "run.device": "cpu"}
+    of_text = ("model.dim", "model.num_layers", "model.num_heads", "model.ffn_dim", "data.seq_len")
+    given = [argument for name, value in settings.items() if name not in of_text for argument in (f"--{name}", value)]
+    assert run(["train", *given, "-q"]) == 0
+    assert json.loads(Path("runs/a/metrics.jsonl").read_text().splitlines()[-1])["loss"] > 0
+    capsys.readouterr()
+    assert run(["data", "inspect", "--run", "a", "--step", "2", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)
+    assert [sample["sample"] for sample in samples] == [3, 4, 5]
+    assert all((tmp_path / "in" / document["name"]).is_file() for s in samples for document in s["documents"])
 
 
 def test_what_a_run_cannot_have_of_a_built_dataset(here):

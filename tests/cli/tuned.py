@@ -45,7 +45,7 @@ def arguments(tmp_path: Path, **changes: object) -> list[str]:
         "run.name": "tuned",
         "run.threads": 1,
         "run.device": "cpu",
-        "data.cache_dir": tmp_path / "cache",
+        "data.cache_dir": tmp_path.parent / "cache",  # shared: what a fine-tune forgets is prepared once
         "data.seq_len": 64,
         "data.holdout": 0.1,
         "train.steps": 12,

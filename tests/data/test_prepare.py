@@ -267,6 +267,16 @@ def test_a_given_tokenizer_is_used(corpus_folder, tmp_path):
     assert prepared.tokenizer.encode("bal cet") == tokenizer.encode("bal cet")
 
 
+def test_a_tokenizer_at_another_place_makes_no_other_entry(corpus_folder, tmp_path):
+    """Its content counts: so the text that fine-tunes of one model forget is prepared once."""
+    entries = []
+    for name, text in (("one", "the words of one"), ("two", "the words of one"), ("three", "of a third tokenizer")):
+        train_tokenizer([text * 30], 300).save(tmp_path / name)
+        prepare(str(corpus_folder), tokenizer=str(tmp_path / name), seq_len=32, cache_dir=str(tmp_path / "cache"))
+        entries.append({path.name for path in (tmp_path / "cache" / "data").iterdir() if path.is_dir()})
+    assert entries[0] == entries[1] < entries[2]
+
+
 def test_masked_lm_needs_a_mask_token(corpus_folder, tmp_path):
     tokenizer = train_tokenizer([write_text(1, 500)], 300)
     text = tokenizer.backend.to_str().replace("<|mask|>", "<other>")

@@ -121,11 +121,11 @@ def prepare(
         "max_bytes": max_bytes,
         "holdout": holdout,
         "vocab_size": 0 if tokenizer else vocab_size,
-        "tokenizer": tokenizer,
         "seed": seed,
     }
+    # The content of a given tokenizer counts, not where it is: runs of one model share what their text becomes.
     key = _key("text", found.key, _FORMAT, tokenizers.__version__, _tokenizer_digest(tokenizer), **settings)
-    settings["vocab_size"] = vocab_size
+    settings |= {"vocab_size": vocab_size, "tokenizer": tokenizer}
     if format != "text":
         template, _ = template_source(chat_template, model_folder or tokenizer)
         pairs = format == "preferences"

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tests.data.test_split import jaccard, shingles_of
 from tilewright.core import env
 from tilewright.data.build import plan
-from tilewright.data.build.config import SplitSection
+from tilewright.data.build.config import SplitSection, load_data_toml
 from tilewright.data.build.finished.open_built import read_dataset
+from tilewright.data.build.inputs import list_inputs
 from tilewright.data.build.shipped.installed import installed_build
 from tilewright.data.build.stages.split import within
 from tilewright.data.prepare import prepare
@@ -98,6 +99,16 @@ def test_settings_of_a_run_reach_the_build(tmp_path):
     assert build.tokenizer.vocab_size == 999
     assert installed_build(**run | {"max_bytes": 0}).read.max_bytes == 0
     assert installed_build(**run | {"tokenizer": str(tmp_path)}).tokenizer.path == str(tmp_path)
+
+
+def test_it_is_one_of_several_sources(tmp_path):
+    """As a domain of the name that it is given."""
+    (tmp_path / "notes.txt").write_text("a note")
+    (tmp_path / "data.toml").write_text('[read]\nsources = { mine = "notes.txt", python = "installed" }\n')
+    listing = list_inputs(load_data_toml(tmp_path / "data.toml").read)
+    found = {shard[0].domain: [item.name for item in shard] for shard in listing.shards}
+    assert set(found) == {"mine", "python"}
+    assert found["mine"] == ["mine/notes.txt"]
 
 
 def test_a_killed_preparation_goes_on(prepared, cache, tmp_path, monkeypatch):

@@ -115,6 +115,19 @@ def test_two_images_of_one_caption_both_stay(source, tmp_path):
     assert {"0.png", "1.png"} <= paths
 
 
+def test_too_little_text_of_a_domain_takes_no_images_along(tmp_path):
+    write_media(tmp_path / "in")
+    (tmp_path / "in" / "ant" / "3.txt").write_text("one caption, too short to be held out in part")
+    (tmp_path / "in" / "text").mkdir()
+    for i in range(9):
+        (tmp_path / "in" / "text" / f"{i}.txt").write_text(prose(i))
+    content = build(settings(tmp_path / "in", media={"image_size": 8}), tmp_path / "out")
+    counts = content["summary"]["tensors"]["pixels"]
+    assert (counts["train"], counts["holdout"]) == (13, 2)
+    dropped = [row for row in pq.read_table(tmp_path / "out" / "rejects").to_pylist() if row["stage"] == "split"]
+    assert [row["path"] for row in dropped] == ["ant/3.png"]
+
+
 @pytest.mark.dist
 def test_any_number_of_processes_gives_the_same_tensors(source, built, tmp_path):
     with LocalExecutor(2) as executor:

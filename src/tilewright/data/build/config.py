@@ -35,7 +35,7 @@ class ReadSection(Section):
     """`installed`: the text that this installation carries. Else a path: a folder of files of any kind that is read,
     or one file. The first sub-folder names the domain. A relative path is relative to the data.toml."""
     sources: dict[str, str] = Field(default={})
-    """Several paths, each a domain of the name that it is given, in the place of `source`."""
+    """Several paths, or `installed`, each a domain of the name that it is given, in the place of `source`."""
     text_field: str = "text"
     """Field of .jsonl, .parquet and table rows that holds the text."""
     domains: tuple[str, ...] = ()
@@ -304,9 +304,12 @@ def _absolute(build: DataBuild, folder: Path) -> DataBuild:
     def path(text: str) -> str:
         return str((folder / Path(text).expanduser()).absolute())
 
+    def source(text: str) -> str:
+        return text if text == "installed" else path(text)
+
     read = build.read
-    source = read.source if read.source == "installed" else path(read.source)
-    read = read.model_copy(update={"source": source, "sources": {k: path(v) for k, v in read.sources.items()}})
+    sources = {domain: source(text) for domain, text in read.sources.items()}
+    read = read.model_copy(update={"source": source(read.source), "sources": sources})
     tokenizer = build.tokenizer
     if tokenizer.path:
         tokenizer = tokenizer.model_copy(update={"path": path(tokenizer.path)})

@@ -103,14 +103,21 @@ def list_inputs(read: ReadSection, installed: Source | None = None) -> Listing:
 def _items(read: ReadSection, listing: Listing, installed: Source | None) -> Iterator[Item]:
     if read.sources:
         for domain, path in read.sources.items():
-            yield from _files(path, domain, read.shard_bytes, listing, f"{domain}/")
+            if path == INSTALLED:
+                yield from _installed(installed, listing, domain)
+            else:
+                yield from _files(path, domain, read.shard_bytes, listing, f"{domain}/")
     elif read.source == INSTALLED:
-        source = installed or installed_source()
-        listing.rejects += [_refused(reject) for reject in source.rejects]
-        for part in source.parts:
-            yield Item(part.domain, part.name, "", part.size, source.key, part=part)
+        yield from _installed(installed, listing)
     else:
         yield from _files(read.source, "", read.shard_bytes, listing, "")
+
+
+def _installed(source: Source | None, listing: Listing, domain: str = "") -> Iterator[Item]:
+    source = source or installed_source()
+    listing.rejects += [_refused(reject, domain) for reject in source.rejects]
+    for part in source.parts:
+        yield Item(domain or part.domain, part.name, "", part.size, source.key, part=part)
 
 
 def _files(source: str, domain: str, shard_bytes: int, listing: Listing, prefix: str) -> Iterator[Item]:

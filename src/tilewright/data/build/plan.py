@@ -266,7 +266,7 @@ STAGES = (
     ),
     *SAMPLE,
     BuildStage(
-        *("split", "holding out", 2, _one),
+        *("split", "holding out", 3, _one),
         lambda c, i: [c.every(last_kept(c)), c.one("near"), c.build.split.model_dump()],
         _split,
     ),

@@ -77,7 +77,7 @@ def split_records(
     split = choose_holdout(found, _clusters(found.docs, clusters), settings.holdout, settings.seed)
     where = np.full(len(every), LEFT, np.uint8)
     part = np.where(split.held, HELD, TRAIN).astype(np.uint8)
-    part[np.isin(found.domain_of, split.dropped)] = DROPPED
+    part[np.isin(found.domain_of, split.dropped) & (found.lengths > 0)] = DROPPED  # its text; images need none
     part[_held_media(found, settings)] = HELD
     where[stays] = part
     if not (where == TRAIN).any() or not ((where == HELD).any() or split.cut):
