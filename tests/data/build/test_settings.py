@@ -7,6 +7,7 @@ import pytest
 
 from tests.data.build import test_rules
 from tests.data.build.corpora import build, prose, settings, write_corpus, write_media
+from tests.data.build.scores.test_effects import PROBES as SCORED
 from tilewright.core.config import schema
 from tilewright.data.build.config import DataBuild, LimitsSection, load_data_toml
 from tilewright.data.build.inputs import list_inputs
@@ -106,7 +107,7 @@ def here(tmp_path_factory) -> Path:
 
 
 def test_every_setting_has_a_probe():
-    assert set(PROBES) | set(ELSEWHERE) | LIMITS == {item.path for item in schema.fields(DataBuild)}
+    assert set(PROBES) | set(SCORED) | set(ELSEWHERE) | LIMITS == {item.path for item in schema.fields(DataBuild)}
     assert all(hasattr(test_rules, name) for name in ELSEWHERE.values())
 
 

@@ -269,7 +269,10 @@ def without_effect(build: DataBuild) -> dict[str, str]:
         (bool(build.tokenizer.path), "tokenizer.path is given", ("tokenizer.vocab_size",)),
         *scores.void(build.quality, build.noise, build.sample),
     )
-    return {name: why for is_so, why, names in reversed(void) if is_so for name in names}
+    found: dict[str, str] = {}
+    for name, why in ((name, why) for is_so, why, names in void if is_so for name in names):
+        found.setdefault(name, why)  # the first reason
+    return found
 
 
 def _strict(values: dict[str, object]) -> DataBuild:
