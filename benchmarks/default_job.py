@@ -7,7 +7,7 @@ ends, and a later call makes those that are missing on this text (it depends on 
 result has the runs of all texts; how far a rung is above the default is said of pairs on one text.
 
 python -m benchmarks.default_job --calibrate
-python -m benchmarks.default_job [--rungs schedule default schedule:1e-3 ...] [--seeds 3]
+python -m benchmarks.default_job [--rungs adamw default adamw:3e-3 ...] [--seeds 3]
 """
 
 import argparse
@@ -30,12 +30,14 @@ SMALL_STEPS = {"data.seq_len": "256", "train.micro_batch_size": "16"}
 SMALL_VOCAB = SMALL_STEPS | {"data.vocab_size": "4096"}
 SMALL_MODEL = SMALL_VOCAB | {"model.dim": "256", "model.num_heads": "4"}
 LINEAR = SMALL_MODEL | {"optim.schedule": "wsd", "optim.decay_fraction": "0.5", "optim.min_lr_ratio": "0.0"}
+ADAMW = LINEAR | {"optim.lr": "1e-3"}
 RUNGS: dict[str, tuple[str, dict[str, str]]] = {
     "start": ("cpu_10m", {}),
     "steps": ("cpu_10m", SMALL_STEPS),
     "vocabulary": ("cpu_10m", SMALL_VOCAB),
     "width": ("cpu_10m", SMALL_MODEL),
     "schedule": ("cpu_10m", LINEAR),
+    "adamw": ("cpu_10m", ADAMW),
     "default": ("default", {}),
 }
 WORDS = {
@@ -44,10 +46,11 @@ WORDS = {
     "vocabulary": "vocabulary of 4096: the head is half as wide",
     "width": "256 wide",
     "schedule": "constant rate, then linear to zero over the last half",
+    "adamw": "AdamW's rate tuned: 1e-3",
     "default": "Muon for the matrices",
 }
 STEPS = {
-    "start": 214, "steps": 456, "vocabulary": 552, "width": 730, "schedule": 730, "default": 600,
+    "start": 214, "steps": 456, "vocabulary": 552, "width": 730, "schedule": 730, "adamw": 730, "default": 600,
 }  # fmt: skip
 """Of a run: as many seconds for all, by their seconds per step."""
 
@@ -89,7 +92,7 @@ def calibrate(rounds: int, steps: int) -> None:
                 samples[rung].append(step_seconds(rung, steps, Path(folder) / str(turn)))
                 print(f"round {turn + 1}: {rung:<12} {samples[rung][-1]:.3f} s per step", flush=True)
     results = {rung: spread(times) for rung, times in samples.items()}
-    ratio = [muon / adamw for muon, adamw in zip(samples["default"], samples["schedule"], strict=True)]
+    ratio = [muon / adamw for muon, adamw in zip(samples["default"], samples["adamw"], strict=True)]
     write_result(
         f"default_job_steps_{machine_kind()}",
         "a Muon step takes at most 1.15 of AdamW's",
@@ -169,7 +172,7 @@ def summary(runs: list[dict]) -> dict:
             found["above_default"] = [other - mine for other, mine in pairs if mine is not None]
             mean = statistics.fmean(found["samples"])
             name, _, rate = rung.partition(":")
-            words = {"words": WORDS[name] + (f"; learning rate {rate}" if rate else ""), "seconds": seconds.get(name)}
+            words = {"words": f"the same, learning rate {rate}" if rate else WORDS[name], "seconds": seconds.get(name)}
             results[rung] = words | found | {"mean": mean, "steps": here[0]["steps"], "tokens": here[0]["tokens"]}
     return results
 

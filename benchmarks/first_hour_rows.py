@@ -24,7 +24,7 @@ def default_job() -> Iterator[Row]:
                 _of_seeds(ours["samples"], at_most=2.0),
                 result,
             )
-        gaps = found.get("schedule", {}).get("above_default", [])
+        gaps = found.get("adamw", {}).get("above_default", [])
         if len(gaps) > 1:
             yield Row(
                 f"{result.name}_muon",
