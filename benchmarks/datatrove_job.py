@@ -53,7 +53,7 @@ def main() -> None:
     logger.remove()
     logger.add(sys.stderr, level="ERROR")
     out, files = str(args.out), len(list(args.source.glob("*.jsonl")))
-    language = SpaceWords() if args.words == "space" else "en"
+    language: str | WordTokenizer = SpaceWords() if args.words == "space" else "en"
     config = MinhashConfig(n_grams=5, num_buckets=args.buckets, hashes_per_bucket=args.hashes)
     seconds, stats = {}, {}
 
@@ -63,8 +63,10 @@ def main() -> None:
         executor = LocalPipelineExecutor(
             pipeline, tasks, workers, logging_dir=f"{out}/logs/{name}", start_method="fork"
         )
-        stats[name] = {one["name"]: one["stats"] for one in executor.run().to_dict()}
+        executor.run()
         seconds[name] = time.perf_counter() - began
+        told = json.loads(Path(f"{out}/logs/{name}/stats.json").read_bytes())
+        stats[name] = {one["name"].split(" ", 1)[1]: one["stats"] for one in told}
 
     began = time.perf_counter()
     filtered = [
@@ -82,7 +84,7 @@ def main() -> None:
     if args.tokenizer:
         pipeline.append(DocumentTokenizer(f"{out}/tokens", args.tokenizer, eos_token="", shuffle_documents=False))
     run("write", pipeline, files)
-    print(json.dumps({"seconds": time.perf_counter() - began, "steps": seconds, "stats": stats}, default=str))
+    print(json.dumps({"seconds": time.perf_counter() - began, "steps": seconds, "stats": stats}))
 
 
 if __name__ == "__main__":
