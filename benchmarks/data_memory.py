@@ -1,16 +1,15 @@
 """Peak memory of `tilewright data build` over all of its processes, and processor seconds, at two sizes of input.
 
-The text is the installed one and copies of it in other words (`benchmarks.data_texts`), so that duplicates grow with the
-input. Each size is built in processes of its own by a command; every quarter of a second the proportional set sizes of its
-whole tree are added up (pages that processes share count once). Rows are kept as they end, and a size that has one is not
-run again: `python -m benchmarks.data_memory --megabytes 200 2000`.
+The text is the installed one and copies of it in other words (`benchmarks.data_texts`), so that duplicates grow with
+the input; the rules are Gopher's of quality. Each size is built by the command; every quarter of a second the
+proportional set sizes of its whole tree are added up (pages that processes share count once). Rows are kept as they
+end, and a size that has one is not run again: `python -m benchmarks.data_memory --megabytes 200 2000`.
 """
 
 import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,31 +18,12 @@ from typing import Any
 import psutil
 
 from benchmarks.common import RESULTS, write_result
+from benchmarks.data_stages import QUALITY, build_command, stage_seconds, write_toml
 from benchmarks.data_texts import MB, write_shards
 
 CLAIM = "memory of a data build does not grow with its input, and stays below 1 GiB"
 ROWS = RESULTS / "data_memory_runs.jsonl"
 SAMPLE_S = 0.25
-RULES = {
-    "min_words": 50, "max_words": 100_000, "min_mean_word_chars": 3, "max_mean_word_chars": 10, "max_symbol_share": 0.1,
-    "max_bullet_lines": 0.9, "max_ellipsis_lines": 0.3, "min_alphabetic_words": 0.8, "min_stop_words": 2,
-}  # fmt: skip
-"""Gopher's rules of quality."""
-
-
-def write_toml(path: Path, source: Path, rules: dict[str, float] | None = None, **sections: dict[str, Any]) -> None:
-    """A data.toml with `rules` over `source`."""
-    sections = {"read": {"source": str(source)}, "rules": dict(rules or {})} | sections
-    lines = []
-    for name, values in sections.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-    path.write_text("\n".join(lines) + "\n")
-
-
-def build_command(toml: Path, out: Path, processes: int) -> list[str]:
-    """The command of a build."""
-    command = [sys.executable, "-m", "tilewright", "data", "build", str(toml), "--out", str(out)]
-    return [*command, "--processes", str(processes), "--json"]
 
 
 def tree_bytes(process: psutil.Process) -> tuple[int, int]:
@@ -89,18 +69,9 @@ def watched(command: list[str], log: Path) -> dict[str, Any]:
     }
 
 
-def stage_seconds(out: Path) -> dict[str, float]:
-    """Seconds of each stage, added up over its units."""
-    seconds: dict[str, float] = {}
-    for receipt in out.glob("work/*/*/receipt.json"):
-        stage = receipt.parent.parent.name
-        seconds[stage] = seconds.get(stage, 0.0) + json.loads(receipt.read_bytes())["seconds"]
-    return {name: round(value, 2) for name, value in sorted(seconds.items(), key=lambda one: -one[1])}
-
-
 def measure(source: Path, megabytes: int, processes: int, folder: Path) -> dict[str, Any]:
     """One size."""
-    write_toml(folder / "data.toml", source, RULES)
+    write_toml(folder / "data.toml", read={"source": str(source)}, rules=QUALITY)
     out = folder / "out"
     row = watched(build_command(folder / "data.toml", out, processes), folder / "log")
     summary = json.loads((out / "dataset.json").read_bytes())["summary"]

@@ -4,11 +4,11 @@ python -m benchmarks.data_peer --peer ENVIRONMENT/bin/python [--megabytes 75] [-
 
 Both read the same shards of JSON lines with the same rules (Gopher's, of runs of words those that both have) and
 write what stays as Parquet. datatrove's job is `benchmarks.datatrove_job`, in an environment of its own (`pip install
-"datatrove[processing,io]==0.10.0" spacy`), with words split at white space, as tilewright's are, so that both drop about
-the same texts. (`--jobs` has spaCy's words too, datatrove's default for English: slower, and the rules then drop nearly
-all code.) Without tokens tilewright runs the stages of a build up to the last search for
-copies, and writes the records that stay. With tokens it is the command, and both encode with one tokenizer. The jobs take
-turns; each is a process with its start.
+"datatrove[processing,io]==0.10.0" spacy`), with words split at white space, as tilewright's are, so that both drop
+about the same texts. (`--jobs` has spaCy's words too, datatrove's default for English: slower, and the rules then drop
+nearly all code.) Without tokens tilewright runs the stages of a build up to the last search for copies, and writes the
+records that stay. With tokens it is the command, and both encode with one tokenizer. The jobs take turns; each is a
+process with its start.
 """
 
 import argparse
@@ -24,16 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Stolen, machine_kind, spread, write_result
-from benchmarks.data_memory import RULES, build_command, stage_seconds, write_toml
+from benchmarks.data_stages import QUALITY, REPETITION, build_command, run_until, stage_seconds, total, write_toml
 from benchmarks.data_texts import MB, write_shards
 
 CLAIM = "read, rules, near-copies and Parquet on two cores take less time than in datatrove, and with tokens no more"
 PROCESSES = 2
-ALL_RULES = RULES | {
-    "max_duplicate_lines": 0.3, "max_duplicate_line_chars": 0.2, "max_duplicate_paragraphs": 0.3,
-    "max_duplicate_paragraph_chars": 0.2, "max_top_2gram_chars": 0.2, "max_top_3gram_chars": 0.18,
-    "max_top_4gram_chars": 0.16, "max_duplicate_5gram_chars": 0.15, "max_duplicate_10gram_chars": 0.1,
-}  # fmt: skip
 BUCKETS, HASHES = 14, 8
 """datatrove's own bands: half of the pairs of similarity 0.72 are found."""
 THRESHOLD = 0.72
@@ -56,21 +51,14 @@ AGAINST = (
 def build_without_tokens(toml: Path, out: Path) -> None:
     """The stages up to the last search for copies, and the records that stay as Parquet, a file a shard."""
     from tilewright.data.build.config import load_data_toml
-    from tilewright.data.build.context import Context
-    from tilewright.data.build.executors import LocalExecutor
-    from tilewright.data.build.plan import STAGES
 
-    context = Context(load_data_toml(toml), out)
-    with LocalExecutor(PROCESSES) as executor:
-        for stage in STAGES:
-            todo = [(index, stage.fingerprint(context, index)) for index in range(stage.count(context))]
-            executor.run(context, stage, todo, lambda count: None)
-            if stage.name == "unique":
-                break
+    context = run_until(load_data_toml(toml), out, PROCESSES, "unique")
     (out / "records").mkdir()
     spawn = multiprocessing.get_context("spawn")
-    jobs = [(str(context.folder("repair", i)), str(context.folder("unique", i)), str(out / "records" / f"{i:05}.parquet"))
-            for i in range(context.num_shards)]  # fmt: skip
+    jobs = [
+        (str(context.folder("repair", i)), str(context.folder("unique", i)), str(out / "records" / f"{i:05}.parquet"))
+        for i in range(context.num_shards)
+    ]
     with concurrent.futures.ProcessPoolExecutor(PROCESSES, spawn) as pool:
         list(pool.map(write_records, *zip(*jobs, strict=True)))
 
@@ -95,7 +83,7 @@ def run_job(name: str, source: Path, folder: Path, peer: str, tokenizer: Path) -
     words, tokens = JOBS[name]
     out = folder / "out"
     if name.startswith("tilewright"):
-        write_toml(folder / "data.toml", source, ALL_RULES, **_sections(source, tokenizer))
+        write_toml(folder / "data.toml", **_sections(source, tokenizer))
         command = build_command(folder / "data.toml", out, PROCESSES)
         if not tokens:
             command = [
@@ -127,23 +115,20 @@ def run_job(name: str, source: Path, folder: Path, peer: str, tokenizer: Path) -
 def _sections(source: Path, tokenizer: Path) -> dict[str, dict[str, Any]]:
     return {
         "read": {"source": str(source), "max_chars": 2**31 - 1},  # datatrove does not cut texts
+        "rules": QUALITY | REPETITION,
         "duplicates": {"threshold": THRESHOLD},
         "tokenizer": {"path": str(tokenizer)},
     }
 
 
 def _ours(out: Path) -> dict[str, Any]:
-    def total(stage: str, name: str) -> int:
-        receipts = (json.loads(path.read_bytes()) for path in out.glob(f"work/{stage}/*/receipt.json"))
-        return sum(receipt["counts"][name] for receipt in receipts)
-
     return {
-        "documents": total("read", "records"),
-        "dropped_by_rules": total("rules", "rejects"),
-        "exact_copies": total("unique", "exact"),
-        "near_copies": total("unique", "near"),
-        "written": total("unique", "records"),
-        "tokens": sum(total("encode", f"{part}_tokens") for part in ("train", "holdout")),
+        "documents": total(out, "read", "records"),
+        "dropped_by_rules": total(out, "rules", "rejects"),
+        "exact_copies": total(out, "unique", "exact"),
+        "near_copies": total(out, "unique", "near"),
+        "written": total(out, "unique", "records"),
+        "tokens": sum(total(out, "encode", f"{part}_tokens") for part in ("train", "holdout")),
         "stage_s": stage_seconds(out),
     }
 

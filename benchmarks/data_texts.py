@@ -1,8 +1,8 @@
 """Texts for the benchmarks of data builds: what this installation carries, as shards of JSON lines, and variants of it.
 
-Copy 0 of the text is the text. In copy k each word stands for another one of about its frequency, by a permutation that k
-draws: two copies share hardly a run of five words, while the near-copies, lines and rare words inside of each copy stay.
-So a corpus grows by copies with as many duplicates per byte as the text has.
+Copy 0 of the text is the text. In copy k each word stands for another one of about its frequency, by a permutation that
+k draws: two copies share hardly a run of five words, while the near-copies, lines and rare words inside of each copy
+stay. So a corpus grows by copies with as many duplicates per byte as the text has.
 """
 
 import json
@@ -22,14 +22,14 @@ BASE_BYTES = 200 * MB
 
 
 @lru_cache(maxsize=1)
-def installed_texts() -> tuple[tuple[str, str], ...]:
-    """(domain, text) of the records of `BASE_BYTES` of the installed text, in an order that a seed draws."""
+def installed_texts(base_bytes: int = BASE_BYTES) -> tuple[tuple[str, str], ...]:
+    """(domain, text) of the records of about `base_bytes` of the installed text, in an order that a seed draws."""
     from tilewright.data.build.config import DataBuild
     from tilewright.data.build.inputs import list_inputs
     from tilewright.data.build.stages.read import read_item
     from tilewright.data.records import Record
 
-    build = DataBuild.model_validate({"read": {"max_bytes": BASE_BYTES}})
+    build = DataBuild.model_validate({"read": {"max_bytes": base_bytes}})
     found = []
     for shard in list_inputs(build.read).shards:
         for item in shard:
@@ -38,16 +38,16 @@ def installed_texts() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def texts(num_bytes: int) -> Iterator[tuple[str, str]]:
-    """(domain, text) of at least `num_bytes` in all: the installed text, then as many copies in other words as needed."""
+def texts(num_bytes: int, base_bytes: int = BASE_BYTES) -> Iterator[tuple[str, str]]:
+    """(domain, text) of at least `num_bytes` in all: the installed text, then copies in other words."""
     written, copy = 0, 0
     ranked = None
     while True:
         other: dict[str, str] = {}
         if copy:
-            ranked = ranked or _ranked()
+            ranked = ranked or _ranked(base_bytes)
             other = _exchanged(ranked, copy)
-        for domain, text in installed_texts():
+        for domain, text in installed_texts(base_bytes):
             new = _WORD.sub(lambda m, words=other: words.get(m[0], m[0]), text) if copy else text
             yield domain, new
             written += len(new.encode())
@@ -56,9 +56,9 @@ def texts(num_bytes: int) -> Iterator[tuple[str, str]]:
         copy += 1
 
 
-def _ranked() -> list[str]:
+def _ranked(base_bytes: int) -> list[str]:
     counts: Counter[str] = Counter()
-    for _, text in installed_texts():
+    for _, text in installed_texts(base_bytes):
         counts.update(_WORD.findall(text))
     return [word for word, _ in counts.most_common()]
 
@@ -72,18 +72,19 @@ def _exchanged(ranked: list[str], seed: int) -> dict[str, str]:
     return found
 
 
-def write_shards(folder: Path, num_bytes: int, shard_bytes: int = 5 * MB) -> int:
+def write_shards(folder: Path, num_bytes: int, shard_bytes: int = 5 * MB, base_bytes: int = BASE_BYTES) -> int:
     """Write `num_bytes` of text as `folder`/NNNNN.jsonl, rows of id, text and domain; returns how many rows.
 
     Args:
         folder: made; its files are the same on each machine that has the same packages.
         num_bytes: of text, about; the files are a little larger.
         shard_bytes: of each file's text, about.
+        base_bytes: of the installed text that copies are made of.
     """
     folder.mkdir(parents=True)
     rows, size, shard = 0, 0, 0
     file = (folder / f"{shard:05}.jsonl").open("w", encoding="utf-8")
-    for domain, text in texts(num_bytes):
+    for domain, text in texts(num_bytes, base_bytes):
         if size >= shard_bytes:
             file.close()
             size, shard = 0, shard + 1
