@@ -32,7 +32,7 @@ CLAIM = "data builds killed at random moments give the dataset of an undisturbed
 ROWS = RESULTS / "data_kills_runs.jsonl"
 KINDS = {"1 process": 1, "2 processes": 2, "4 processes": 4, "2 ranks": 0}
 PARTS = ("records", "rejects", "tokens")
-INPUT_BYTES = 3 * MB
+INPUT_BYTES = 3 * MB // 2
 Units = dict[Path, int]
 
 
@@ -139,7 +139,7 @@ def main() -> None:
         folder = Path(name)
         write_shards(folder / "in", INPUT_BYTES, INPUT_BYTES // 4, base_bytes=2 * INPUT_BYTES)
         toml, out = folder / "data.toml", folder / "out"
-        read = {"source": str(folder / "in"), "shard_bytes": 1 << 18}
+        read = {"source": str(folder / "in"), "shard_bytes": 1 << 17}
         write_toml(toml, read=read, tokenizer={"vocab_size": 1000}, rules={"min_words": 20})
         wanted, seconds = undisturbed(toml, folder)
         known: Units = {}
