@@ -101,7 +101,7 @@ def main() -> None:
         if any(row["megabytes"] == megabytes and row["processes"] == args.processes for row in read_rows()):
             continue
         with tempfile.TemporaryDirectory(prefix="data-memory-", dir=args.inputs) as name:
-            source = (args.inputs or Path(name)) / f"{megabytes}"
+            source = (args.inputs or Path(name)).resolve() / f"{megabytes}"
             if not source.exists():
                 write_shards(source, megabytes * MB)
             row = measure(source, megabytes, args.processes, Path(name))

@@ -177,7 +177,7 @@ def main() -> None:
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in args.jobs}
     with tempfile.TemporaryDirectory(prefix="data-peer-", dir=args.inputs) as name:
         base = Path(name)
-        source = (args.inputs or base) / str(args.megabytes)
+        source = (args.inputs or base).resolve() / str(args.megabytes)
         if not source.exists():
             write_shards(source, args.megabytes * MB)
         tokenizer = make_tokenizer(source, base / "tokenizer")
