@@ -176,7 +176,7 @@ def main() -> None:
     version = subprocess.run([args.peer, "-c", "import datatrove; print(datatrove.__version__)"], capture_output=True)
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in args.jobs}
     with tempfile.TemporaryDirectory(prefix="data-peer-", dir=args.inputs) as name:
-        base = Path(name)
+        base = Path(name).resolve()
         source = (args.inputs or base).resolve() / str(args.megabytes)
         if not source.exists():
             write_shards(source, args.megabytes * MB)
