@@ -180,15 +180,15 @@ def main() -> None:
         source = (args.inputs or base).resolve() / str(args.megabytes)
         if not source.exists():
             write_shards(source, args.megabytes * MB)
+        size = sum(path.stat().st_size for path in source.glob("*.jsonl"))
         tokenizer = make_tokenizer(source, base / "tokenizer")
         for turn in range(args.pairs):
             for job in args.jobs[:: 1 if turn % 2 == 0 else -1]:
                 with tempfile.TemporaryDirectory(dir=base) as folder:
                     samples[job].append(run_job(job, source, Path(folder), args.peer, tokenizer))
                 print(job, json.dumps(samples[job][-1]), flush=True)
-        size = sum(path.stat().st_size for path in source.glob("*.jsonl"))
-    results = summed(samples, size) | {"datatrove": version.stdout.decode().strip()}
-    write_result(f"data_peer_{machine_kind()}", CLAIM, results)
+            results = summed(samples, size) | {"datatrove": version.stdout.decode().strip()}
+            write_result(f"data_peer_{machine_kind()}", CLAIM, results)  # after each turn: a run may be cut short
 
 
 def summed(samples: dict[str, list[dict[str, Any]]], input_bytes: int) -> dict[str, Any]:
