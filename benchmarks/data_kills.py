@@ -99,7 +99,7 @@ def finished_units(out: Path) -> Units:
 
 def written_again(before: Units, now: Units) -> list[str]:
     """Units that were finished before and are gone or newer now."""
-    return [f"{path.parts[-3]} {path.parts[-2]}" for path, at in before.items() if now.get(path) != at]
+    return sorted(f"{path.parts[-3]} {path.parts[-2]}" for path, at in before.items() if now.get(path) != at)
 
 
 def digest(out: Path) -> str:
