@@ -173,7 +173,9 @@ def main() -> None:
     if args.without_tokens:
         build_without_tokens(*args.without_tokens)
         return
-    version = subprocess.run([args.peer, "-c", "import datatrove; print(datatrove.__version__)"], capture_output=True)
+    version = subprocess.run(
+        [args.peer, "-c", "from importlib.metadata import version; print(version('datatrove'))"], capture_output=True
+    )
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in args.jobs}
     with tempfile.TemporaryDirectory(prefix="data-peer-", dir=args.inputs) as name:
         base = Path(name).resolve()
