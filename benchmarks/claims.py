@@ -60,8 +60,8 @@ EXPORTS = (
     "The 200 steps in 4 bits train the model further, so its loss is below the run's."
 )
 DATA = (
-    "The peer splits words at white space, as tilewright does, and has its own bands of MinHash; both sides' counts are "
-    "in the result. The machine was busy with other programs, so processor time is the firmer number."
+    "The peer splits words at white space, as tilewright does, and has its own bands of MinHash; both sides' counts "
+    "are in the result. The machine was busy with other programs, so processor time is the firmer number."
 )
 H200 = "NVIDIA H200"
 TO_RUN = {
