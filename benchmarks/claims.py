@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks import export_rows, finetune_rows, first_hour_rows, rank_rows, rank_run_rows, serve_rows
+from benchmarks import data_rows, export_rows, finetune_rows, first_hour_rows, rank_rows, rank_run_rows, serve_rows
 from benchmarks.claim_rows import Group, Result, Row, read, read_all
 from benchmarks.common import RESULTS
 from benchmarks.gpu_targets import TARGETS, judged, record_of
@@ -38,6 +38,7 @@ def groups() -> list[Group]:
         Group("Numerics", [*_quality(), *_controller(), *_search(), *gpu_rows("loss")], f"{gpu} loss"),
         Group("Planner accuracy", [*_planned(), *_not_run("plan"), *_budgets(), *_solver(), *rank_rows.rows()],
               "python -m benchmarks.plan_measured", PLANS),
+        Group("Data builds", list(data_rows.rows()), note=DATA),
         Group("Default job", [*first_hour_rows.default_job(), *first_hour_rows.muon()]),
         Group("Fine-tuning", list(finetune_rows.rows()),
               "python -m benchmarks.finetune_memory, .finetune_quality, .generate"),
@@ -57,6 +58,10 @@ EXPORTS = (
     "Of recipe `default` after 2,000 steps (1.28 bits per byte), each artefact in its own runtime, two threads. The "
     "best artefact counts for speed and loss, the worst for divergence, token ids and seconds, which include GPTQ's. "
     "The 200 steps in 4 bits train the model further, so its loss is below the run's."
+)
+DATA = (
+    "The peer splits words at white space, as tilewright does, and has its own bands of MinHash; both sides' counts "
+    "are in the result. The machine was busy with other programs, so processor time is the firmer number."
 )
 H200 = "NVIDIA H200"
 TO_RUN = {

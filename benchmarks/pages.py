@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.claim_rows import Group, Result, Row, read, read_all
 from benchmarks.claims import GIB, UNUSED, by_key, groups
 from benchmarks.common import place
+from benchmarks.data_rows import copies_table
 from benchmarks.headline_table import table as contest
 from benchmarks.verdict import MISS, NO_TARGET, NOT_RUN, PASS, UNDECIDED
 
@@ -103,6 +104,7 @@ def page(found: Sequence[Group]) -> str:
         lines += ["", f"## {group.title}", "", *section(group)]
         lines += ["", *ladder(read_all("throughput"))] if group.title == "Speed" else []
         lines += ["", *contests()] if group.title == "Memory" else []
+        lines += ["", *copies_table()] if group.title == "Data builds" else []
     lines += ["", "## Results without a row", ""]
     lines += [f"- {_link(name)}: {why}." for name, why in UNUSED.items()]
     return "\n".join(lines) + "\n"

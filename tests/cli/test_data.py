@@ -1,19 +1,23 @@
 """`tilewright data`: a build as a user runs it, its words, its page, what inspect shows, and bad input."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import transformers
 
-from tests.data.build.corpora import write_corpus, write_media
+from tests.data.build.corpora import digest, write_corpus, write_media
 from tilewright.cli.app import run
+from tilewright.core import env
 from tilewright.core.config.load import load_recipe
 from tilewright.core.errors import DataError
 from tilewright.data.common.tokenizer import load_tokenizer, train_tokenizer
 from tilewright.data.prepare import prepare
 
+ROOT = Path(__file__).resolve().parents[2]
 TOML = '[read]\nsource = "in"\n[rules]\nmin_words = 20\n[tokenizer]\nvocab_size = 400\n'
 SMALL = {
     "model.dim": "16",
@@ -150,6 +154,24 @@ def test_what_a_run_cannot_have_of_a_built_dataset(here):
     torn.write_bytes(data)
     with pytest.raises(DataError, match="Built dataset is damaged"):
         prepare("data", **cache)
+
+
+def test_a_local_build_under_torchrun_is_refused(here, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["data", "build"]) == 5
+    told = " ".join(capsys.readouterr().err.split())
+    assert "data build --executor local runs in one process" in told
+    assert "data build --executor rank" in told
+
+
+@pytest.mark.dist
+def test_two_ranks_build_what_one_process_builds(here):
+    assert run(["data", "build", "--processes", "1", "--out", "one"]) == 0
+    command = [sys.executable, "-m", "tilewright", "data", "build", "--executor", "rank", "--out", "two"]
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    ranks = [subprocess.Popen(command, env=env.importing(ROOT / "src") | place) for place in places]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert digest(here / "two") == digest(here / "one")
 
 
 @pytest.mark.parametrize(

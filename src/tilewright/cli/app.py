@@ -76,8 +76,8 @@ COMMANDS = {
     "bench": ("tilewright.cli.commands.bench:bench", "Measure matmuls or a training step on this machine."),
 }
 
-ON_RANKS = ("train", "finetune")
-"""Commands that torchrun may start."""
+ON_RANKS = ("train", "finetune", "data")
+"""Commands that torchrun may start; `data build` with `--executor rank`."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class CliState:
 
 
 def check_one_process(command: str) -> None:
-    """Only training works on several processes; they would each do all of another command.
+    """Few commands share their work among several processes; each would do all of any other.
 
     Raises:
         HardwareError: torchrun has started more than one.
@@ -98,7 +98,7 @@ def check_one_process(command: str) -> None:
         raise HardwareError(
             f"Command {command} runs in one process",
             got=f"{world} processes",
-            need="1; " + " and ".join(ON_RANKS) + " share their work",
+            need="1; train, finetune and data build --executor rank share their work",
             try_=f"tilewright {command}, without torchrun; or unset WORLD_SIZE",
         )
 

@@ -1,10 +1,13 @@
 """Rules: each measure on texts whose value is known, thresholds, histograms, languages, repairs and repeated lines."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.data.build.corpora import build, prose, settings, write_corpus
 from tilewright.core.errors import ConfigError
@@ -42,6 +45,34 @@ KNOWN = [
 @pytest.mark.parametrize(("name", "text", "value"), KNOWN, ids=[name for name, _, _ in KNOWN])
 def test_measures(name, text, value):
     assert MEASURES[name](Measured(text)) == pytest.approx(value)
+
+
+def top_gram_chars(words: list[str], n: int) -> float:
+    """As the paper has it, word by word."""
+    grams = Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+    gram, count = grams.most_common(1)[0] if grams else ((), 0)
+    return min(1.0, count * sum(map(len, gram)) / sum(map(len, words))) if count > 1 else 0.0
+
+
+def duplicate_gram_chars(words: list[str], n: int) -> float:
+    seen, chars, at = set(), 0, 0
+    while at + n <= len(words):
+        gram = tuple(words[at : at + n])
+        chars += sum(map(len, gram)) if gram in seen else 0
+        at += n if gram in seen else 1
+        seen.add(gram)
+    return chars / max(1, sum(map(len, words)))
+
+
+@given(st.lists(st.sampled_from(["a", "bb", "ccc", "1", "dddd", "\u00e9"]), max_size=80), st.integers(1, 3))
+def test_runs_of_words_are_counted_as_word_by_word(words, times):
+    words = words * times
+    text = Measured(" ".join(words))
+    for n in (2, 3, 4):
+        assert MEASURES[f"top_{n}gram_chars"](text) == top_gram_chars(words, n), n
+    for n in (5, 10):
+        assert MEASURES[f"duplicate_{n}gram_chars"](text) == duplicate_gram_chars(words, n), n
+    assert MEASURES["alphabetic_words"](text) == sum(word != "1" for word in words) / max(1, len(words))
 
 
 def test_every_measure_is_known_here_and_bounded():

@@ -31,12 +31,15 @@ def build(settings: Path, out: Path | None, processes: int | None, executor: str
     after a change of settings makes only what depends on it. OUT then trains with `--data.source OUT`, and holds
     report.html, records and rejects as Parquet.
     """
+    from tilewright.cli.app import check_one_process
     from tilewright.data.build.config import load_data_toml
     from tilewright.data.build.executors import LocalExecutor, RankExecutor
     from tilewright.data.build.run import build_dataset
     from tilewright.data.common.progress import ProgressBar
     from tilewright.data.corpus.account import account_line
 
+    if executor == "local":
+        check_one_process("data build --executor local")
     loaded = load_data_toml(settings)
     folder = out or settings.with_suffix("")
     if executor == "rank":

@@ -2,12 +2,18 @@
 
 Gopher: Rae et al. 2021 (arXiv 2112.11446, appendix A1.1). C4: Raffel et al. 2020 (arXiv 1910.10683, section 2.2).
 FineWeb: Penedo et al. 2024 (arXiv 2406.17557, section 3.6). Words are what stands between white space.
+
+Runs of words are compared by 64-bit hashes in numpy: two different runs of a text are taken for one with a probability
+of 2^-63 a pair. What depends on a word alone is looked up once for each different word.
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
+
+import numpy as np
+
+from tilewright.data.common.hashing import mix64
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 """Gopher's."""
@@ -18,7 +24,8 @@ _ELLIPSES = ("...", "…")
 _MARKS = (".", "!", "?", '"', "'", "”", "’", "。", "！", "？", "…")
 _SENTENCE = re.compile(r"[.!?](?=\s|\Z)|[。！？]")
 _LETTER = re.compile(r"[^\W\d_]")
-_SYMBOL = re.compile(r"#|\.\.\.|…")
+_BASE = 0x9E3779B97F4A7C15
+"""Odd factor of the polynomial that a run of words is hashed by, modulo 2^64."""
 
 
 class Measured:
@@ -30,6 +37,41 @@ class Measured:
     @cached_property
     def words(self) -> list[str]:
         return self.text.split()
+
+    @cached_property
+    def different(self) -> dict[str, int]:
+        """Each different word and its number, in the order in which they first occur."""
+        return {word: number for number, word in enumerate(dict.fromkeys(self.words))}
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Characters of the first 0, 1, ... words together, int64 [words + 1]."""
+        return np.cumsum(np.fromiter(map(len, ("", *self.words)), np.int64, len(self.words) + 1))
+
+    def per_word(self, of: Callable[[str], bool]) -> int:
+        """How many words have a property of the word alone."""
+        has = np.fromiter(map(of, self.different), bool, len(self.different))
+        return int(has[self._numbers].sum())
+
+    def runs(self, n: int) -> np.ndarray:
+        """Hash of each run of `n` words, uint64 [words - n + 1]; none where there are fewer words."""
+        if n > len(self.words):
+            return np.zeros(0, np.uint64)
+        if n not in self._runs:
+            head = n // 2
+            tail = n - head
+            first, second = self.runs(head), self.runs(tail)
+            factor = np.uint64(pow(_BASE, tail, 1 << 64))
+            self._runs[n] = first[: len(first) - tail] * factor + second[head:]
+        return self._runs[n]
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        return np.fromiter(map(self.different.__getitem__, self.words), np.int64, len(self.words))
+
+    @cached_property
+    def _runs(self) -> dict[int, np.ndarray]:
+        return {1: mix64(self._numbers.astype(np.uint64))}
 
     @cached_property
     def lines(self) -> list[str]:
@@ -50,11 +92,12 @@ def _words(m: Measured) -> float:
 
 
 def _mean_word_chars(m: Measured) -> float:
-    return sum(map(len, m.words)) / max(1, len(m.words))
+    return int(m.ends[-1]) / max(1, len(m.words))
 
 
 def _symbol_share(m: Measured) -> float:
-    return len(_SYMBOL.findall(m.text)) / max(1, len(m.words))
+    symbols = m.text.count("#") + m.text.count("...") + m.text.count("…")
+    return symbols / max(1, len(m.words))
 
 
 def _bullet_lines(m: Measured) -> float:
@@ -66,14 +109,14 @@ def _ellipsis_lines(m: Measured) -> float:
 
 
 def _alphabetic_words(m: Measured) -> float:
-    return sum(1 for word in m.words if _LETTER.search(word)) / max(1, len(m.words))
+    return m.per_word(lambda word: word.isalpha() or _LETTER.search(word) is not None) / max(1, len(m.words))
 
 
 def _stop_words(m: Measured) -> float:
-    return len(STOP_WORDS.intersection(word.lower() for word in m.words))
+    return len(STOP_WORDS.intersection(map(str.lower, m.different)))
 
 
-def _repeated(parts: Sequence[str]) -> tuple[float, int]:
+def _repeated_parts(parts: Sequence[str]) -> tuple[float, int]:
     """(share of the parts that occurred before, characters of these)."""
     seen: set[str] = set()
     num, chars = 0, 0
@@ -86,43 +129,59 @@ def _repeated(parts: Sequence[str]) -> tuple[float, int]:
 
 
 def _duplicate_lines(m: Measured) -> float:
-    return _repeated(m.lines)[0]
+    return _repeated_parts(m.lines)[0]
 
 
 def _duplicate_line_chars(m: Measured) -> float:
-    return _repeated(m.lines)[1] / max(1, sum(map(len, m.lines)))
+    return _repeated_parts(m.lines)[1] / max(1, sum(map(len, m.lines)))
 
 
 def _duplicate_paragraphs(m: Measured) -> float:
-    return _repeated(m.paragraphs)[0]
+    return _repeated_parts(m.paragraphs)[0]
 
 
 def _duplicate_paragraph_chars(m: Measured) -> float:
-    return _repeated(m.paragraphs)[1] / max(1, sum(map(len, m.paragraphs)))
+    return _repeated_parts(m.paragraphs)[1] / max(1, sum(map(len, m.paragraphs)))
 
 
 def _top_gram_chars(m: Measured, n: int) -> float:
-    """Share of the words' characters that is in the most frequent run of `n` words; 0 where none occurs twice."""
-    grams = Counter(zip(*(m.words[i:] for i in range(n)), strict=False))
-    if not grams:
+    """Share of the words' characters that is in the most frequent run of `n` words, the first such; 0 where none
+    occurs twice."""
+    runs = m.runs(n)
+    in_order = np.sort(runs)
+    same = in_order[1:] == in_order[:-1]
+    if not same.any():
         return 0.0
-    gram, count = grams.most_common(1)[0]
-    return 0.0 if count < 2 else min(1.0, count * sum(map(len, gram)) / max(1, sum(map(len, m.words))))
+    begins = np.flatnonzero(np.concatenate([[True], ~same, [True]]))
+    counts = np.diff(begins)
+    most = int(counts.max())
+    first = int(np.flatnonzero(_is_in(runs, in_order[begins[:-1][counts == most]]))[0])
+    return min(1.0, most * int(m.ends[first + n] - m.ends[first]) / max(1, int(m.ends[-1])))
 
 
 def _duplicate_gram_chars(m: Measured, n: int) -> float:
     """Share of the words' characters in runs of `n` words that occurred before; no character counts twice."""
-    words, seen = m.words, set()
-    chars, at = 0, 0
-    while at + n <= len(words):
-        gram = tuple(words[at : at + n])
-        if gram in seen:
-            chars += sum(map(len, gram))
-            at += n
+    runs = m.runs(n)
+    in_order = np.sort(runs)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    if not len(twice):
+        return 0.0
+    at = np.flatnonzero(_is_in(runs, twice))  # no other run can have occurred before, or occurs again
+    chars, next_, seen = 0, 0, set()
+    for start, run, size in zip(at.tolist(), runs[at].tolist(), (m.ends[at + n] - m.ends[at]).tolist(), strict=True):
+        if start < next_:
+            continue
+        if run in seen:
+            chars += size
+            next_ = start + n
         else:
-            seen.add(gram)
-            at += 1
-    return chars / max(1, sum(map(len, words)))
+            seen.add(run)
+    return chars / max(1, int(m.ends[-1]))
+
+
+def _is_in(values: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Which of `values` are in the sorted array `some`, which has one at least."""
+    return some[np.minimum(np.searchsorted(some, values), len(some) - 1)] == values
 
 
 def _punctuated_lines(m: Measured) -> float:
