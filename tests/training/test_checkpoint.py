@@ -233,6 +233,23 @@ def test_a_save_gives_the_run_folder_no_second_life(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_nor_does_one_that_has_begun(tmp_path, monkeypatch):
+    """DCP would make the folder again, with its parents."""
+    make = writing._make
+
+    def gone_after(partial):
+        make(partial)
+        shutil.rmtree(tmp_path / "run")
+
+    monkeypatch.setattr(writing, "_make", gone_after)
+    (tmp_path / "run").mkdir()
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    _save(store, 1)
+    (record,) = store.finished()
+    assert "No such file" in record.error
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_unwritable_folder_is_reported(tmp_path):
     (tmp_path / "c").write_text("a file where the folder should be")
     store = CheckpointStore(tmp_path / "c")

@@ -5,6 +5,7 @@ hashes what it wrote. The first rank adds `meta.json` and `manifest.json`, with 
 folder. A part that several ranks hold is written once. Where one rank fails, all do, and none renames anything.
 """
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 
 from tilewright.core.atomic_io import FileEntry, file_entries, fsync_path, publish_folder, write_entries
 from tilewright.parallel.checksum import ReplicaDifference, checksum, find_differences
@@ -154,8 +155,18 @@ def _publish(partial: Path, final: Path, entries: Mapping[str, FileEntry]) -> in
     return size
 
 
+class _MadeFolder(FileSystem):
+    """Makes no folder: `write_folder` made it, and that of a run which was deleted meanwhile must not come back."""
+
+    def mkdir(self, path: str | os.PathLike) -> None: ...
+
+
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer, whose errors are the disk's own: what was behind one is lost on the way to other ranks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fs = _MadeFolder()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
