@@ -86,7 +86,7 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, shard
 def takes_unused() -> bool:
     """Whether this torch's FSDP2 takes a parameter that one rank alone uses in a step. That of 2.11 does not: its ranks
     would reduce different tensors. Models of this package use each parameter on every rank (an expert without tokens
-    runs on no rows), so only a model of somebody's own can meet this."""
+    runs on no rows), so only a custom model can meet this."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 

@@ -42,7 +42,7 @@ class Context:
 
     @cached_property
     def listing(self) -> Listing:
-        """What there is to read. Each rank lists it for itself; workers are told."""
+        """What there is to read. Each rank lists it for itself; workers get the list."""
         return list_inputs(self.build.read, self._installed)
 
     @cached_property

@@ -25,7 +25,7 @@ _NUM_EXAMPLES = 3
 _OTHERS = "others"
 _TYPE = re.compile(r"file type (.+) is not read")
 TYPES = "file type is not read"
-"""All reasons of that kind as one; which types there are is told apart."""
+"""All reasons of that kind as one; the types are listed separately."""
 
 
 @dataclass
